@@ -1,0 +1,1 @@
+"""What the three tools share: the model graph, the cluster, the plan, drawing."""

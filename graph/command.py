@@ -1,0 +1,38 @@
+"""How every tool of the house speaks to its user when something is wrong."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import click
+
+
+class UserError(click.ClickException):
+    """Something the user can mend: one line, exit code 2, no traceback.
+
+    The message names the file and line or the option, what is wrong and what to do.
+    """
+
+    exit_code = 2
+
+
+class Command(click.Command):
+    """A click command whose every error is one line: `pd-optimize: what is wrong`."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        kwargs["standalone_mode"] = False
+        try:
+            code = super().main(*args, **kwargs)
+        except click.exceptions.Abort:
+            _fail(self.name, "interrupted", 130)
+        except click.exceptions.Exit as stop:
+            sys.exit(stop.exit_code)
+        except click.ClickException as error:
+            _fail(self.name, error.format_message(), 2)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(program: str | None, message: str, code: int) -> NoReturn:
+    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(code)

@@ -1,0 +1,55 @@
+"""The run config: model, data, loss, optimizer. YAML, `pipedream-run/1`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipedream.graph.artifact import read_artifact
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Factory(_Part):
+    """Something to call: `source` is `torchvision:NAME`, `transformers:NAME` or
+    `package.module:factory`; `args` its keyword arguments.
+    """
+
+    source: str = Field(pattern=r"^[\w.\-]+:[\w.\-/]+$")
+    args: dict[str, Any] = {}
+
+
+class OptimizerConfig(_Part):
+    """A class of torch.optim by name, and its keyword arguments."""
+
+    name: str = "SGD"
+    args: dict[str, Any] = {"lr": 0.01}
+
+
+class RunConfig(_Part):
+    """One training run.
+
+    `batch_size` is the minibatch that flows through the pipeline; with the flush schedule
+    `microbatches` of them make one update. `loss` is a function of torch.nn.functional by name,
+    `package.module:function`, or `output` where the model returns its own loss.
+    """
+
+    format: Literal["pipedream-run/1"]
+    model: Factory
+    data: Factory
+    loss: str = "cross_entropy"
+    optimizer: OptimizerConfig = OptimizerConfig()
+    batch_size: int = Field(ge=1)
+    microbatches: int = Field(default=4, ge=1)
+    epochs: int = Field(default=1, ge=1)
+    seed: int = 0
+    dtype: Literal["float32", "float64"] = "float32"
+
+
+def read_config(path: Path) -> RunConfig:
+    """Reads a run config. Raises UserError that names file and field."""
+    return read_artifact(path, RunConfig)

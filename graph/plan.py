@@ -1,0 +1,136 @@
+"""The plan: which nodes run on which ranks, and what that should cost. plan.json is its text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from pipedream.graph.artifact import read_artifact
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.model import Graph
+
+ScheduleName = Literal["weight-stashing", "flush"]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PlannedNode(_Part):
+    """A node of the graph the plan was made from, so that a difference can be named."""
+
+    id: str
+    description: str
+    inputs: tuple[str, ...]
+
+
+class PlannedGraph(_Part):
+    """The structure of the graph the plan was made from, in topological order."""
+
+    fingerprint: str
+    nodes: tuple[PlannedNode, ...]
+
+    @staticmethod
+    def of(graph: Graph) -> PlannedGraph:
+        nodes = tuple(
+            PlannedNode(
+                id=name,
+                description=graph.nodes[name].description,
+                inputs=graph.predecessors[name],
+            )
+            for name in graph.order
+        )
+        return PlannedGraph(fingerprint=graph.fingerprint, nodes=nodes)
+
+
+class Stage(_Part):
+    """A stage: its nodes in topological order and the ranks that each hold a replica of it.
+
+    `compute_seconds` is forward plus backward of one minibatch on one worker;
+    `memory_bytes` what one worker needs at most (weight versions, gradients, stashed activations).
+    Minibatch b runs on `ranks[b % len(ranks)]`.
+    """
+
+    stage: int = Field(ge=0)
+    nodes: tuple[str, ...] = Field(min_length=1)
+    ranks: tuple[int, ...] = Field(min_length=1)
+    compute_seconds: float = Field(ge=0)
+    parameter_bytes: float = Field(ge=0)
+    memory_bytes: float = Field(ge=0)
+
+    @property
+    def replicas(self) -> int:
+        return len(self.ranks)
+
+
+class Predicted(_Part):
+    """What the cost model says of this plan, and of the two that need no planner."""
+
+    cost_model: str
+    seconds_per_minibatch: float
+    lower_bound_seconds: float
+    one_worker_seconds: float
+    data_parallel_seconds: float
+
+
+class Plan(_Part):
+    """Everything pd-train needs to know of a plan; `pipedream-plan/1`."""
+
+    format: Literal["pipedream-plan/1"] = "pipedream-plan/1"
+    graph: PlannedGraph
+    cluster: Cluster
+    schedule: ScheduleName = "weight-stashing"
+    stages: tuple[Stage, ...] = Field(min_length=1)
+    predicted: Predicted
+
+    @model_validator(mode="after")
+    def _check(self) -> Plan:
+        for position, stage in enumerate(self.stages):
+            if stage.stage != position:
+                raise ValueError(f"stage {stage.stage} stands at position {position}")
+        self._check_nodes()
+        ranks = [rank for stage in self.stages for rank in stage.ranks]
+        if sorted(ranks) != list(range(len(ranks))):
+            raise ValueError("the ranks of the stages are not 0..workers-1, each once")
+        return self
+
+    def _check_nodes(self) -> None:
+        known = {node.id for node in self.graph.nodes}
+        stage_of: dict[str, int] = {}
+        for stage in self.stages:
+            for node in stage.nodes:
+                if node not in known:
+                    raise ValueError(f"stage {stage.stage} names node {node}, not in the graph")
+                if node in stage_of:
+                    raise ValueError(f"node {node} is in stages {stage_of[node]} and {stage.stage}")
+                stage_of[node] = stage.stage
+        for node in self.graph.nodes:
+            if node.id not in stage_of:
+                raise ValueError(f"node {node.id} is in no stage")
+            for source in node.inputs:
+                if stage_of.get(source, stage_of[node.id]) > stage_of[node.id]:
+                    raise ValueError(f"{source} feeds {node.id} but is in a later stage")
+
+    @property
+    def workers(self) -> int:
+        return sum(stage.replicas for stage in self.stages)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """The stage of each node."""
+        return {node: stage.stage for stage in self.stages for node in stage.nodes}
+
+
+def read_plan(path: Path) -> Plan:
+    """Reads plan.json. Raises UserError `FILE: where: what is wrong`."""
+    return read_artifact(path, Plan)
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    path.write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,143 @@
+"""graph.txt, PipeDream's text form of a model graph (seeds/004, section 1.1).
+
+One line for each node, then a tab and `ID -- ID` for each edge; read leniently (blank lines, any
+order, missing final newline), written canonically. Milliseconds live here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import NoReturn
+
+import networkx as nx
+
+from pipedream.graph.command import UserError
+from pipedream.graph.model import Graph, Node
+
+_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+
+
+def read_graph(path: Path) -> Graph:
+    """Reads graph.txt. Raises UserError `FILE:LINE: what is wrong`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file"
+        raise UserError(f"{path}: cannot be read: {reason}") from error
+    return parse_graph(text, str(path))
+
+
+def parse_graph(text: str, name: str = "graph.txt") -> Graph:
+    """Reads the text of a graph.txt called `name`. Raises UserError `NAME:LINE: what is wrong`."""
+    return _Reader(name).read(text)
+
+
+def format_graph(graph: Graph) -> str:
+    """The canonical text: nodes, then edges, in their order; no final newline, as PipeDream's."""
+    nodes = [_format_node(node, graph.size_decimals) for node in graph.nodes.values()]
+    return "\n".join(nodes + [f"\t{source} -- {target}" for source, target in graph.edges])
+
+
+def _format_node(node: Node, decimals: int) -> str:
+    sizes = [f"{size:.{decimals}f}" for size in node.activation_bytes]
+    activation = f"[{'; '.join(sizes)}]" if node.several_outputs else sizes[0]
+    stage = "" if node.stage is None else f" -- stage_id={node.stage}"
+    return (
+        f"{node.id} -- {node.description}"
+        f" -- forward_compute_time={node.forward_seconds * 1e3:.3f},"
+        f" backward_compute_time={node.backward_seconds * 1e3:.3f},"
+        f" activation_size={activation}, parameter_size={node.parameter_bytes:.3f}{stage}"
+    )
+
+
+class _Reader:
+    """Reads one file, and knows which line it is on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.line = 0
+        self.nodes: dict[str, Node] = {}
+        self.edges: dict[tuple[str, str], int] = {}
+        self.decimals: int | None = None
+
+    def read(self, text: str) -> Graph:
+        for self.line, line in enumerate(text.splitlines(), start=1):
+            if not line.strip():
+                continue
+            if line[0].isspace():
+                self._edge(line.strip())
+            else:
+                self._node(line.rstrip())
+        if not self.nodes:
+            self.fail("no node in this file; is it a graph.txt?")
+        for (source, target), self.line in self.edges.items():
+            for end in (source, target):
+                if end not in self.nodes:
+                    self.fail(f"edge {source} -- {target}: there is no node {end}")
+        graph = Graph(self.nodes, tuple(self.edges), 1 if self.decimals is None else self.decimals)
+        self._refuse_cycle(graph)
+        return graph
+
+    def fail(self, what: str) -> NoReturn:
+        raise UserError(f"{self.name}:{max(self.line, 1)}: {what}")
+
+    def _refuse_cycle(self, graph: Graph) -> None:
+        try:
+            cycle = nx.find_cycle(graph.as_networkx())
+        except nx.NetworkXNoCycle:
+            return
+        self.line = self.edges[cycle[-1][0], cycle[-1][1]]
+        self.fail("cycle " + " -- ".join([cycle[0][0]] + [edge[1] for edge in cycle]))
+
+    def _edge(self, line: str) -> None:
+        ends = [end.strip() for end in line.split(" -- ")]
+        if len(ends) != 2 or not all(ends):
+            self.fail(f"an edge is a tab and ID -- ID, not {line!r}")
+        self.edges.setdefault((ends[0], ends[1]), self.line)
+
+    def _node(self, line: str) -> None:
+        stage = None
+        head, _, last = line.rpartition(" -- ")
+        if last.startswith("stage_id="):
+            if not last.removeprefix("stage_id=").isdecimal():
+                self.fail(f"stage_id is {last.removeprefix('stage_id=')!r}, not a stage number")
+            stage = int(last.removeprefix("stage_id="))
+            head, _, last = head.rpartition(" -- ")
+        name, separator, description = head.partition(" -- ")
+        if not separator:
+            self.fail("a node is ID -- DESCRIPTION -- forward_compute_time=..., ...")
+        if name in self.nodes:
+            self.fail(f"node {name} is there twice")
+        self.nodes[name] = self._fields(name.strip(), description, last, stage)
+
+    def _fields(self, name: str, description: str, text: str, stage: int | None) -> Node:
+        found = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,]*)", text))
+        for key in _FIELDS:
+            if key not in found:
+                self.fail(f"node {name}: {key} is missing")
+        forward, backward, activation, parameters = (found[key].strip() for key in _FIELDS)
+        if self.decimals is None:
+            self.decimals = len(activation.strip("[]").split(";")[0].partition(".")[2])
+        several = activation.startswith("[")
+        sizes = activation.strip("[]").split(";") if several else [activation]
+        return Node(
+            id=name,
+            description=description,
+            forward_seconds=self._number("forward_compute_time", forward) / 1e3,
+            backward_seconds=self._number("backward_compute_time", backward) / 1e3,
+            activation_bytes=tuple(self._number("activation_size", size) for size in sizes),
+            parameter_bytes=self._number("parameter_size", parameters),
+            stage=stage,
+            several_outputs=several,
+        )
+
+    def _number(self, key: str, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            self.fail(f"{key} is {text.strip()!r}, not a number")
+        if not 0 <= value < math.inf:
+            self.fail(f"{key} is {text.strip()}: it must be finite and not negative")
+        return value

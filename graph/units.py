@@ -1,0 +1,50 @@
+"""Text to bytes and back; times for people. Bytes are decimal: 1GB is 10^9, 1GiB is 2^30."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_FACTORS = {"": 1.0, "B": 1.0} | {
+    prefix + unit: float(base**power)
+    for power, prefix in enumerate("KMGT", start=1)
+    for base, unit in ((1000, ""), (1000, "B"), (1024, "iB"))
+}
+_AMOUNT = re.compile(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*?)(?:/s|ps)?\s*")
+
+
+def parse_bytes(text: str) -> float:
+    """`10GB`, `1e9`, `512MiB`, `25Gbit` or `10GB/s` as bytes (per second).
+
+    Raises ValueError with a sentence for the user.
+    """
+    match = _AMOUNT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no amount of bytes: write 1e9, 10GB or 16GiB")
+    number, unit = match.groups()
+    bits = unit.endswith("bit")
+    factor = _FACTORS.get((unit.removesuffix("bit") if bits else unit).upper().replace("IB", "iB"))
+    try:
+        value = float(number) * (factor if factor is not None else math.nan) / (8 if bits else 1)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError(f"{text!r} is no positive amount of bytes: write 1e9, 10GB or 16GiB")
+    return value
+
+
+def show_bytes(amount: float) -> str:
+    """`1234567.0` as `1.23 MB`."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(amount) < 999.5:
+            return f"{amount:.3g} {unit}"
+        amount /= 1000
+    return f"{amount:.3g} TB"
+
+
+def show_seconds(seconds: float) -> str:
+    """A duration with the unit that reads best: `19.03 ms`."""
+    for factor, unit in ((1e6, "us"), (1e3, "ms")):
+        if abs(seconds) * factor < 999.5:
+            return f"{seconds * factor:.4g} {unit}"
+    return f"{seconds:.4g} s"

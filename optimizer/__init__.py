@@ -1,0 +1,1 @@
+"""Graph and cluster in, plan out: `pd-optimize`. Imports no torch."""

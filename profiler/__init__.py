@@ -1,0 +1,1 @@
+"""Model in, measured graph out: `pd-profile`."""

@@ -1,0 +1,1 @@
+"""Plan in, trained model out: `pd-train`."""
