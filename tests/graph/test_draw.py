@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import itertools
+import shutil
+from pathlib import Path
+
+import graphviz
+import pytest
+
+from pipedream.graph import draw as drawing
+from pipedream.graph.draw import STAGE_COLOURS, draw, why_text
+from pipedream.graph.model import Graph, Node
+from pipedream.graph.text import read_graph
+
+REFERENCE = Path(__file__).parents[2] / "../shared/reference/profiles"
+needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="no dot program")
+
+
+def chain(*descriptions: str, stages: tuple[int, ...] = ()) -> Graph:
+    nodes = [
+        Node(
+            id=f"node{index}",
+            description=description,
+            forward_seconds=0.001 * index,
+            backward_seconds=0.002 * index,
+            activation_bytes=(1e6,),
+            parameter_bytes=4e3,
+            stage=stages[index] if stages else None,
+        )
+        for index, description in enumerate(descriptions)
+    ]
+    edges = itertools.pairwise(nodes)
+    return Graph({node.id: node for node in nodes}, tuple((a.id, b.id) for a, b in edges))
+
+
+@pytest.fixture(params=["without dot", pytest.param("with dot", marks=needs_dot)])
+def dot(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The two worlds that `draw` must serve; gives the suffix of the file it writes there."""
+    if request.param == "without dot":
+        monkeypatch.setenv("PATH", "")
+    return ".gv" if request.param == "without dot" else ".svg"
+
+
+def source_of(graph: Graph, path: Path, monkeypatch: pytest.MonkeyPatch, **options: object) -> str:
+    monkeypatch.setenv("PATH", "")
+    return draw(graph, path / "graph", **options).read_text()  # type: ignore[arg-type]
+
+
+def test_writes_what_the_machine_can_and_says_so(tmp_path: Path, dot: str) -> None:
+    graph = chain("Input0", "Linear(3, 4)")
+    written = draw(graph, tmp_path / "graph.of.v2", "two nodes")
+    assert written == tmp_path / f"graph.of.v2{dot}"
+    text = written.read_text()
+    assert "Linear(3, 4)" in text
+    assert "two nodes" in text
+    line = why_text(graph, written)
+    assert line is None if dot == ".svg" else "not installed" in (line or "")
+
+
+def test_leaves_no_picture_of_an_older_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "graph.svg").write_text("of yesterday")
+    source_of(chain("ReLU()"), tmp_path, monkeypatch)
+    assert [file.name for file in tmp_path.iterdir()] == ["graph.gv"]
+
+
+def test_label_tells_id_description_times_and_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = source_of(chain("Input0", "Linear(3, 4)"), tmp_path, monkeypatch)
+    assert r"node1  Linear(3, 4)\nforward 1 ms, backward 2 ms\nout 1 MB, parameters 4 kB" in text, (
+        text
+    )
+
+
+def test_long_descriptions_are_shortened_and_kept_whole_in_the_tooltip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = "Conv2d(" + ", ".join(str(number) for number in range(60)) + ")"
+    text = source_of(chain("Input0", long), tmp_path, monkeypatch)
+    assert long[:40] + "..." in text
+    assert f'tooltip="node1 {long}"' in text
+
+
+def test_stages_have_frames_and_colours_that_cycle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = len(STAGE_COLOURS) + 1
+    graph = chain(*["ReLU()"] * count, stages=tuple(range(count)))
+    text = source_of(graph, tmp_path, monkeypatch)
+    assert len(set(STAGE_COLOURS)) == len(STAGE_COLOURS)
+    assert text.count("subgraph cluster_") == count
+    assert "stage 2: 1 node, 6 ms, parameters 4 kB" in text
+    fills = [line.split("fillcolor=")[1][1:8] for line in text.splitlines() if "fillcolor" in line]
+    assert fills == [*STAGE_COLOURS, STAGE_COLOURS[0]]
+    assert text.count("penwidth=2.5") == count - 1
+
+
+def test_without_stages_the_heaviest_node_is_the_darkest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = chain("ReLU()", "Linear(3, 4)", "Linear(4, 4)")
+    text = source_of(graph, tmp_path, monkeypatch)
+    fills = [line.split("fillcolor=")[1][1:8] for line in text.splitlines() if "fillcolor" in line]
+    assert fills[::2] == ["#FFFFFF", "#EE8833"]
+    assert fills[0] > fills[1] > fills[2]
+    given = source_of(graph, tmp_path, monkeypatch, shade={"node0": 3.0, "node1": 0.0})
+    fills = [line.split("fillcolor=")[1][1:8] for line in given.splitlines() if "fillcolor" in line]
+    assert fills == ["#EE8833", "#FFFFFF", "#FFFFFF"]
+
+
+def test_the_time_of_an_input_is_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The released resnet18 profile books 474 ms on its input: all else looked white beside it."""
+    nodes = {
+        "a": Node("a", "Input0", forward_seconds=9.0),
+        "b": Node("b", "ReLU()", forward_seconds=0.1),
+    }
+    text = source_of(Graph(nodes, (("a", "b"),)), tmp_path, monkeypatch)
+    fills = [line.split("fillcolor=")[1][1:8] for line in text.splitlines() if "fillcolor" in line]
+    assert fills == ["#FFFFFF", "#EE8833"]
+
+
+@pytest.mark.parametrize("text", [r"a\n:b", '"quoted"', "<b>", "x -> y; {", "Übung", "back\\"])
+def test_any_text_may_stand_in_ids_and_descriptions(tmp_path: Path, text: str, dot: str) -> None:
+    graph = Graph({text: Node(text, text), "b": Node("b", "B()")}, ((text, "b"),))
+    written = draw(graph, tmp_path / "graph", text)
+    assert written.suffix == dot
+
+
+def test_a_graph_too_large_is_left_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing, "MOST_EDGES", 1)
+    monkeypatch.setattr(shutil, "which", lambda program: "/usr/bin/dot")
+    graph = chain("ReLU()", "ReLU()", "ReLU()")
+    written = draw(graph, tmp_path / "graph")
+    assert written.name == "graph.gv"
+    assert "2 edges" in (why_text(graph, written) or "")
+
+
+def test_a_dot_that_fails_leaves_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> bytes:
+        raise graphviz.CalledProcessError(1, ["dot"], b"", b"out of memory")
+
+    monkeypatch.setattr(shutil, "which", lambda program: "/usr/bin/dot")
+    monkeypatch.setattr(graphviz.Digraph, "pipe", fail)
+    graph = chain("ReLU()")
+    written = draw(graph, tmp_path / "graph")
+    assert written.name == "graph.gv"
+    assert "could not" in (why_text(graph, written) or "")
+
+
+@pytest.mark.skipif(not REFERENCE.exists(), reason="no reference profiles")
+def test_the_largest_published_profile_is_drawn(tmp_path: Path, dot: str) -> None:
+    graph = read_graph(REFERENCE / "nasnetalarge/graph.txt")
+    assert draw(graph, tmp_path / "graph").suffix == dot
