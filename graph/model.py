@@ -90,10 +90,10 @@ class Graph:
         Times, sizes and stages do not count, so a plan stays good for another batch size.
         """
         position = {name: index for index, name in enumerate(self.order)}
-        lines = [
-            f"{self.nodes[name].description} <- {sorted(position[i] for i in self.predecessors[name])}"
-            for name in self.order
-        ]
+        lines = []
+        for name in self.order:
+            inputs = sorted(position[source] for source in self.predecessors[name])
+            lines.append(f"{self.nodes[name].description} <- {inputs}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def as_networkx(self) -> nx.DiGraph[str]:

@@ -100,12 +100,12 @@ class Plan(_Part):
         known = {node.id for node in self.graph.nodes}
         stage_of: dict[str, int] = {}
         for stage in self.stages:
-            for node in stage.nodes:
-                if node not in known:
-                    raise ValueError(f"stage {stage.stage} names node {node}, not in the graph")
-                if node in stage_of:
-                    raise ValueError(f"node {node} is in stages {stage_of[node]} and {stage.stage}")
-                stage_of[node] = stage.stage
+            for name in stage.nodes:
+                if name not in known:
+                    raise ValueError(f"stage {stage.stage} names node {name}, not in the graph")
+                if name in stage_of:
+                    raise ValueError(f"node {name} is in stages {stage_of[name]} and {stage.stage}")
+                stage_of[name] = stage.stage
         for node in self.graph.nodes:
             if node.id not in stage_of:
                 raise ValueError(f"node {node.id} is in no stage")

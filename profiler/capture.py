@@ -1,19 +1,27 @@
-"""One way in which a model becomes a graph: torch.export, then one node per innermost module call.
-
-A skeleton of the interface; the body follows.
-"""
+"""The one way in which a model becomes a graph: torch.export, one node per innermost module."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+from torch.utils import _pytree as pytree
 
-from pipedream.graph.model import Graph
+from pipedream.graph.command import UserError
+from pipedream.graph.model import Graph, Node
+from pipedream.profiler.constants import constants
+from pipedream.profiler.functional import make_functional
+from pipedream.profiler.group import Group, group_by_module
 
 
 @dataclass(frozen=True)
@@ -39,10 +47,12 @@ class Captured:
     execution, and the inputs of the model come first as `Input0`, `Input1`, ...
     `module` has one placeholder for each input tensor of the model (inputs flattened), parameters,
     buffers and constants as get_attr under their qualified names, and writes in place to buffers
-    only. `owner` gives each fx node (placeholders and operators) its graph node; `values` each
-    tensor-valued one its shape. `outputs` are the names of the values the model returns, and
-    `rebuild` makes of them the structure that the model returned.
-    `parameters` lists for each graph node the qualified names it reads.
+    only. `owner` gives each fx node (placeholders and operators) its graph node, except for
+    constants, which every piece makes for itself; `values` gives each tensor with an owner its
+    shape. `inputs` and `outputs` are the names of the values that the model takes and returns,
+    `out_spec` the pytree in which it returned them.
+    `module_paths` gives each graph node the module it is a call of (a functional operator: the
+    module whose code calls it); `parameters` the qualified names of the parameters it reads.
     """
 
     graph: Graph
@@ -51,9 +61,19 @@ class Captured:
     values: Mapping[str, Value]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    out_spec: Any
+    out_spec: pytree.TreeSpec
     module_paths: Mapping[str, str]
     parameters: Mapping[str, tuple[str, ...]]
+
+    def rebuild(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """The structure that the model returns, made of the tensors of `self.outputs`."""
+        return pytree.tree_unflatten(list(outputs), self.out_spec)
+
+
+def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The input tensors of a call in the order of `Captured.inputs`."""
+    leaves, _ = pytree.tree_flatten((args, dict(kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def capture(
@@ -63,4 +83,215 @@ def capture(
 
     Raises UserError with the reason where torch.export cannot capture the model.
     """
-    raise NotImplementedError
+    program = _export(model.train(), args, dict(kwargs or {}))
+    module, outputs = _unlift(program)
+    make_functional(module)
+    fixed = constants(module)
+    operators = [node for node in module.graph.nodes if node.op == "call_function"]
+    groups = group_by_module([node for node in operators if node not in fixed], module, model)
+    out_spec = program.call_spec.out_spec
+    assert out_spec is not None
+    return _assemble(module, groups, outputs, out_spec)
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(model, args, kwargs, strict=False)
+    except Exception as error:  # torch.export raises whatever the model's own code raises
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        where = _user_frame(error)
+        raise UserError(
+            f"{where}{type(model).__name__} cannot be captured: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _user_frame(error: BaseException) -> str:
+    """`FILE:LINE: ` of the last frame that is not torch's or ours."""
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*ours, "<")):
+            return f"{frame.filename}:{frame.lineno}: "
+    return ""
+
+
+def _unlift(program: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    """The program with parameters, buffers and constants as attributes, and its output names."""
+    held: dict[str, Any] = {**program.state_dict, **program.constants}
+    attributes = {
+        spec.arg.name: spec.target
+        for spec in program.graph_signature.input_specs
+        if spec.kind is not InputKind.USER_INPUT
+    }
+    root = nn.Module()
+    graph = fx.Graph()
+    renamed: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder" and node.name in attributes:
+            target = attributes[node.name]
+            assert target is not None
+            _attach(root, target, held[target])
+            renamed[node] = graph.create_node("get_attr", target, name=node.name)
+        elif node.op == "get_attr":
+            _attach(root, node.target, getattr(program.graph_module, node.target))
+            renamed[node] = graph.node_copy(node)
+        else:
+            renamed[node] = graph.node_copy(node, renamed.__getitem__)
+        renamed[node].meta = dict(node.meta)
+    returned = [renamed[node] for node in _user_outputs(program)]
+    graph.output(tuple(returned))
+    module = fx.GraphModule(root, graph)
+    _drop_dead(module)
+    return module, tuple(node.name for node in returned)
+
+
+def _user_outputs(program: ExportedProgram) -> list[fx.Node]:
+    nodes = {node.name: node for node in program.graph.nodes}
+    names = program.graph_signature.user_outputs
+    if not all(isinstance(name, str) for name in names):
+        raise UserError("the model returns something beside tensors: return tensors only")
+    return [nodes[str(name)] for name in names]
+
+
+def _attach(root: nn.Module, name: str, value: Any) -> None:
+    """Sets `root.a.b.c`, whatever it is: parameter, buffer, constant or submodule."""
+    *path, last = name.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = getattr(root, part)
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        root.register_buffer(last, value)
+    else:
+        setattr(root, last, value)
+
+
+def _drop_dead(module: fx.GraphModule) -> None:
+    """Removes what export leaves behind: assertions, unused values, inputs that are no tensors."""
+    for node in reversed(module.graph.nodes):
+        if "_assert" in str(node.target) and not node.users:
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    for node in list(module.graph.nodes):
+        no_tensor = node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
+        if no_tensor and not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+class _Gradients(fx.Interpreter):
+    """Runs the graph on fake tensors and notes what every operator gives."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, torch.Tensor) and n.op != "get_attr":
+            self.seen[n.name] = result
+        return result
+
+
+def _fake_values(module: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """Every tensor of the graph, without data: shapes, types, and whether a gradient flows."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.enable_grad():
+        inputs = [
+            torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+            for node in module.graph.nodes
+            if node.op == "placeholder"
+        ]
+        interpreter = _Gradients(module)
+        interpreter.run(*inputs)
+    return interpreter.seen
+
+
+def _assemble(
+    module: fx.GraphModule,
+    groups: Sequence[Group],
+    outputs: tuple[str, ...],
+    out_spec: pytree.TreeSpec,
+) -> Captured:
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    sources = [Group(f"Input{index}", "", [node]) for index, node in enumerate(inputs)]
+    named = {f"node{index}": group for index, group in enumerate([*sources, *groups], start=1)}
+    owner = {node.name: name for name, group in named.items() for node in group.nodes}
+    values = {
+        name: Value(name, owner[name], tuple(fake.shape), fake.dtype, fake.requires_grad)
+        for name, fake in _fake_values(module).items()
+        if name in owner
+    }
+    parameters = {
+        name: _unique(_parameters_read(module, group.nodes)) for name, group in named.items()
+    }
+    return Captured(
+        graph=_graph(module, named, owner, values, parameters, frozenset(outputs)),
+        module=module,
+        owner=owner,
+        values=values,
+        inputs=tuple(node.name for node in inputs),
+        outputs=outputs,
+        out_spec=out_spec,
+        module_paths={name: group.path for name, group in named.items()},
+        parameters=parameters,
+    )
+
+
+def _graph(
+    module: fx.GraphModule,
+    named: Mapping[str, Group],
+    owner: Mapping[str, str],
+    values: Mapping[str, Value],
+    parameters: Mapping[str, tuple[str, ...]],
+    returned: frozenset[str],
+) -> Graph:
+    seen: set[str] = set()
+    nodes: dict[str, Node] = {}
+    edges: dict[tuple[str, str], None] = {}
+    for name, group in named.items():
+        fresh = [parameter for parameter in parameters[name] if parameter not in seen]
+        seen.update(fresh)
+        sizes = [
+            float(values[node.name].bytes)
+            for node in group.nodes
+            if node.op != "placeholder" and node.name in values and _leaves(node, owner, returned)
+        ]
+        nodes[name] = Node(
+            id=name,
+            description=group.description,
+            activation_bytes=tuple(sizes) or (0.0,),
+            parameter_bytes=float(sum(_bytes(module.get_parameter(p)) for p in fresh)),
+            several_outputs=len(sizes) > 1,
+        )
+        for node in group.nodes:
+            for source in node.all_input_nodes:
+                if owner.get(source.name, name) != name:
+                    edges[owner[source.name], name] = None
+    return Graph(nodes, tuple(edges))
+
+
+def _leaves(node: fx.Node, owner: Mapping[str, str], returned: frozenset[str]) -> bool:
+    """Whether a value is read outside the graph node that makes it."""
+    return node.name in returned or any(
+        owner.get(user.name, owner[node.name]) != owner[node.name] for user in node.users
+    )
+
+
+def _parameters_read(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> Iterable[str]:
+    known = dict(module.named_parameters(remove_duplicate=False))
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source.target in known:
+                yield str(source.target)
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,13 +1,11 @@
-"""A piece of a captured model that runs by itself: one node for the profiler, a stage for a run.
-
-A skeleton of the interface; the body follows.
-"""
+"""A piece of a captured model that runs by itself: one node for the profiler, a stage for a run."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from pipedream.profiler.capture import Captured
@@ -25,11 +23,58 @@ class Segment:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
+    def to(self, device: torch.device) -> Segment:
+        """Moves parameters, buffers and the device named in `arange` and the like. In place."""
+        self.module.to(device)
+        for part in self.module.modules():
+            if isinstance(part, fx.GraphModule):
+                for node in part.graph.nodes:
+                    if "device" in node.kwargs:
+                        node.update_kwarg("device", device)
+                part.recompile()
+        return self
+
 
 def segment(captured: Captured, nodes: Collection[str], keep: Collection[str] = ()) -> Segment:
     """The piece of `captured` made of the graph nodes `nodes`.
 
-    Its inputs are the values it reads from other nodes (inputs of the model among them), its outputs
-    those that other nodes read, and those named in `keep` that it makes.
+    Its inputs are the values it reads from other nodes, inputs of the model among them, wherever the
+    input's own node stands; its outputs those that other nodes read, and those named in `keep`.
     """
-    raise NotImplementedError
+    members = _members(captured, nodes)
+    inside = [node for node in captured.module.graph.nodes if node in members]
+    read = {source: None for node in inside for source in node.all_input_nodes}
+    inputs = [source for source in read if source.op != "get_attr" and source not in members]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in inputs:
+        copies[source] = graph.create_node("placeholder", source.name, name=source.name)
+    for source in read:
+        if source.op == "get_attr":
+            copies[source] = graph.node_copy(source)
+    for node in inside:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    outputs = [
+        node
+        for node in inside
+        if node.name in captured.owner and (node.name in keep or _leaves(node, members))
+    ]
+    graph.output(tuple(copies[node] for node in outputs))
+    module = fx.GraphModule(captured.module, graph)
+    return Segment(
+        module, tuple(node.name for node in inputs), tuple(node.name for node in outputs)
+    )
+
+
+def _members(captured: Captured, nodes: Collection[str]) -> set[fx.Node]:
+    """The operators of these graph nodes, and the constants that they read."""
+    operators = [node for node in captured.module.graph.nodes if node.op == "call_function"]
+    members = {node for node in operators if captured.owner.get(node.name) in nodes}
+    for node in reversed(operators):
+        if node.name not in captured.owner and not members.isdisjoint(node.users):
+            members.add(node)
+    return members
+
+
+def _leaves(node: fx.Node, members: set[fx.Node]) -> bool:
+    return any(user not in members and user.op != "output" for user in node.users)
