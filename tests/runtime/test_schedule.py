@@ -1,0 +1,334 @@
+"""The schedule against literal diagrams, closed formulas and the checker; the checker against
+schedules made wrong on purpose.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import time
+from textwrap import dedent
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedream.runtime.checker import Peak, UnsoundError, check, check_actions
+from pipedream.runtime.schedule import (
+    Action,
+    Kind,
+    chart,
+    parse_action,
+    schedule,
+    warm_up,
+)
+
+
+def chain(stages):
+    return [(stage, stage + 1) for stage in range(stages - 1)]
+
+
+def drawn(name, replicas, minibatches, microbatches=1):
+    made = schedule(name, replicas, chain(len(replicas)), minibatches, microbatches)
+    return "\n".join(" ".join(line.split()) for line in chart(made).splitlines())
+
+
+def diagram(text):
+    return "\n".join(" ".join(line.split()) for line in dedent(text).strip().splitlines())
+
+
+# Literal diagrams ------------------------------------------------------------
+
+
+def test_two_stages():
+    assert drawn("weight-stashing", (1, 1), 5) == diagram("""
+        0  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4
+        1  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
+    """)
+
+
+def test_three_stages_fill_up_and_then_alternate():
+    assert drawn("weight-stashing", (1, 1, 1), 5) == diagram("""
+        0  F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4
+        1  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4
+        2  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
+    """)
+
+
+def test_replicas_wait_for_each_other_after_each_round():
+    assert drawn("weight-stashing", (2, 1), 5) == diagram("""
+        0    F0 F2 .  B0 .  .  F4 B2 .  .  .  B4
+        0.1  F1 F3 .  .  .  B1 .  .  .  B3
+        1    .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
+    """)
+
+
+def test_replicas_that_do_not_divide_each_other():
+    assert drawn("weight-stashing", (4, 3, 1), 8) == diagram("""
+        0    F0 F4 .  .  .  B0 .  .  .  .  .  .  .  B4
+        0.1  F1 F5 .  .  .  .  .  B1 .  .  .  .  .  .  .  B5
+        0.2  F2 F6 .  .  .  .  .  .  .  B2 .  .  .  .  .  .  .  B6
+        0.3  F3 F7 .  .  .  .  .  .  .  .  .  B3 .  .  .  .  .  .  .  B7
+        1    .  F0 F3 .  B0 .  .  .  .  F6 B3 .  .  .  .  .  B6
+        1.1  .  F1 F4 .  .  .  B1 .  .  F7 .  .  B4 .  .  .  .  .  B7
+        1.2  .  F2 F5 .  .  .  .  .  B2 .  .  .  .  .  B5
+        2    .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7
+    """)
+
+
+def test_flush_drains_between_rounds():
+    assert drawn("flush", (1, 1), 5, microbatches=2) == diagram("""
+        0  F0 F1 .  B0 .  B1 F2 F3 .  B2 .  B3 F4 .  .  B4
+        1  .  F0 B0 F1 B1 .  .  F2 B2 F3 B3 .  .  F4 B4
+    """)
+
+
+def test_actions_around_the_passes():
+    made = schedule("weight-stashing", (2, 1), chain(2), 3)
+    assert " ".join(map(str, made.actions((0, 0)))) == (
+        "0F0 0SA0>1 0F2 0SA2>1 0RG0<1 0B0 0AR0/2@1 0U0/2@1 0RG2<1 0B2 0AR2@2 0U2@2"
+    )
+    assert " ".join(map(str, made.actions((0, 1)))) == (
+        "0.1F1 0.1SA1>1 0.1RG1<1 0.1B1 0.1AR0/2@1 0.1U0/2@1 0.1AR2@2 0.1U2@2"
+    )
+    assert " ".join(map(str, made.actions((1, 0)))) == (
+        "1RA0<0 1F0 1B0 1SG0>0 1U0@1 "
+        "1RA1@1<0.1 1F1@1 1B1@1 1SG1@1>0.1 1U1@2 "
+        "1RA2@2<0 1F2@2 1B2@2 1SG2@2>0 1U2@3"
+    )
+
+
+# Closed formulas -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
+def test_versions_of_a_chain_are_those_of_weight_stashing(stages):
+    """w(t+1) = w(t) - lr * grad f(w_1(t-n+1), ..., w_n(t))."""
+    made = schedule("weight-stashing", (1,) * stages, chain(stages), 20)
+    for stage in range(stages):
+        for action in made.actions((stage, 0)):
+            if action.kind in (Kind.FORWARD, Kind.BACKWARD):
+                assert action.version == max(0, action.minibatch - (stages - 1 - stage))
+
+
+def test_warm_up():
+    assert [warm_up((1, 1, 1), stage) for stage in range(3)] == [3, 2, 1]
+    assert [warm_up((4, 3, 1), stage) for stage in range(3)] == [2, 2, 1]
+    assert [warm_up((1, 5, 2), stage) for stage in range(3)] == [8, 2, 1]
+
+
+def test_what_workers_hold():
+    assert check(schedule("weight-stashing", (1, 1, 1), chain(3), 9)) == {
+        (0, 0): Peak(in_flight=3, versions=3),
+        (1, 0): Peak(in_flight=2, versions=2),
+        (2, 0): Peak(in_flight=1, versions=1),
+    }
+    assert check(schedule("flush", (1, 1), chain(2), 9, 3)) == {
+        (0, 0): Peak(in_flight=2, versions=1),
+        (1, 0): Peak(in_flight=1, versions=1),
+    }
+
+
+# Soundness -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_sound_for_all_replica_counts(stages):
+    for replicas in itertools.product(range(1, 5), repeat=stages):
+        for minibatches in (0, 1, 3, 13):
+            check(schedule("weight-stashing", replicas, chain(stages), minibatches))
+            check(schedule("flush", replicas, chain(stages), minibatches, 4))
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_sound_with_any_links(data):
+    stages = data.draw(st.integers(1, 5))
+    replicas = data.draw(st.tuples(*[st.integers(1, 5)] * stages))
+    pairs = list(itertools.combinations(range(stages), 2))
+    links = data.draw(st.sets(st.sampled_from(pairs))) if pairs else set()
+    name = data.draw(st.sampled_from(["weight-stashing", "flush"]))
+    check(
+        schedule(name, replicas, links, data.draw(st.integers(0, 30)), data.draw(st.integers(1, 7)))
+    )
+
+
+def test_messages_of_a_channel_have_one_order():
+    made = schedule("weight-stashing", (4, 3, 1), [(0, 1), (1, 2), (0, 2)], 40)
+    for worker in made.workers:
+        sent = {}
+        for action in made.actions(worker):
+            if action.peer is not None:
+                sent.setdefault((action.kind, action.peer), []).append(action.minibatch)
+        assert all(order == sorted(order) for order in sent.values())
+
+
+def test_last_round_is_the_mean_of_what_exists():
+    made = schedule("flush", (3,), [], 8, 4)
+    for replica in range(3):
+        updates = [a for a in made.actions((0, replica)) if a.kind is Kind.UPDATE]
+        assert [(a.minibatch, a.divisor, a.version) for a in updates] == [(0, 4, 1), (4, 4, 2)]
+    made = schedule("flush", (3,), [], 5, 4)
+    assert [str(action) for action in made.actions((0, 2))] == [
+        *("0.2F2", "0.2B2", "0.2AR0/4@1", "0.2U0/4@1", "0.2AR4@2", "0.2U4@2"),
+    ]
+
+
+def test_no_minibatches_no_actions():
+    made = schedule("weight-stashing", (2, 1), chain(2), 0)
+    assert [made.actions(worker) for worker in made.workers] == [[], [], []]
+    assert chart(made).split() == ["0", "0.1", "1"]
+
+
+def test_long_epoch_on_ten_workers_is_quick():
+    began = time.process_time()
+    made = schedule("weight-stashing", (4, 3, 2, 1), chain(4), 20_000)
+    assert sum(len(made.actions(worker)) for worker in made.workers) > 400_000
+    assert time.process_time() - began < 10
+
+
+def test_needs_no_torch():
+    code = "import sys, pipedream.runtime.checker; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# Text ------------------------------------------------------------------------
+
+
+def test_actions_print_shortly():
+    assert str(Action(Kind.FORWARD, 2, 0, 0, 0)) == "2F0"
+    assert str(Action(Kind.SEND_ACTIVATION, 0, 1, 5, 3, (1, 2))) == "0.1SA5@3>1.2"
+    assert str(Action(Kind.ALL_REDUCE, 0, 1, 4, 2, divisor=3)) == "0.1AR4/3@2"
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (4, 3, 1), (12, 1)])
+def test_actions_read_back(replicas):
+    made = schedule("weight-stashing", replicas, chain(len(replicas)), 30)
+    for worker in made.workers:
+        for action in made.actions(worker):
+            assert parse_action(str(action)) == action
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2F0@", "2F0 ", "-1F0", "2SA1>"])
+def test_what_is_no_action_is_refused(text):
+    with pytest.raises(ValueError, match=r"action|Kind"):
+        parse_action(text)
+
+
+# Mutations -------------------------------------------------------------------
+
+
+def broken(name, replicas, mutate, links=None):
+    """The complaint about a schedule whose lists went through `mutate`."""
+    made = schedule(name, replicas, links or chain(len(replicas)), 8, 4)
+    actions = {worker: made.actions(worker) for worker in made.workers}
+    mutate(actions)
+    with pytest.raises(UnsoundError) as caught:
+        check_actions(made, actions)
+    return str(caught.value)
+
+
+def find(actions, text):
+    return [str(action) for action in actions].index(text)
+
+
+def test_a_dropped_send_is_a_deadlock():
+    def drop(actions):
+        del actions[0, 0][find(actions[0, 0], "0SA2@1>1")]
+
+    complaint = broken("weight-stashing", (1, 1), drop)
+    assert "worker 1 at 1RA2@2<0: minibatch 3 comes first" in complaint
+
+    def drop_last(actions):
+        del actions[0, 0][find(actions[0, 0], "0SA7@6>1")]
+
+    complaint = broken("weight-stashing", (1, 1), drop_last)
+    assert "worker 0 at 0RG7@6<1: deadlock: waits for ever\n" in complaint
+    assert "0SG6" not in complaint
+    assert "  1     1F6@6 1B6@6 1SG6@6>0 1U6@7 | 1RA7@7<0 1F7@7 1B7@7 1SG7@7>0" in complaint
+
+
+def test_circular_waiting_is_a_deadlock():
+    def swap(actions):
+        actions[0, 0].remove(parse_action("0RG0<1"))
+        actions[0, 0].insert(0, parse_action("0RG0<1"))
+
+    assert "worker 0 at 0RG0<1: deadlock" in broken("weight-stashing", (1, 1), swap)
+
+
+@pytest.mark.parametrize("name", ["weight-stashing", "flush"])
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 3), (2, 3, 1)])
+def test_every_dropped_or_doubled_action_is_noticed(name, replicas):
+    made = schedule(name, replicas, chain(len(replicas)), 8, 4)
+    for worker in made.workers:
+        for position in range(len(made.actions(worker))):
+
+            def drop(actions, worker=worker, position=position):
+                del actions[worker][position]
+
+            def double(actions, worker=worker, position=position):
+                actions[worker].insert(position, actions[worker][position])
+
+            broken(name, replicas, drop)
+            broken(name, replicas, double)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+def test_swaps_that_matter_are_noticed(replicas):
+    """Swapping neighbours that depend on each other; a message and an unrelated pass may swap."""
+    made = schedule("weight-stashing", replicas, chain(len(replicas)), 8)
+    for worker in made.workers:
+        listed = made.actions(worker)
+        for position, (one, two) in enumerate(itertools.pairwise(listed)):
+            same = one.minibatch == two.minibatch and one.version == two.version
+            if not (same or Kind.UPDATE in (one.kind, two.kind)):
+                continue
+            if {one.kind, two.kind} & {Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT} and not same:
+                continue
+            if {one.kind, two.kind} & {Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT} and not same:
+                continue
+
+            def swap(actions, worker=worker, position=position):
+                pair = actions[worker][position : position + 2]
+                actions[worker][position : position + 2] = reversed(pair)
+
+            broken("weight-stashing", replicas, swap)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("version", 7, "0 updates stand before it"),
+        ("minibatch", 0, "forward twice"),
+        ("minibatch", 5, "a minibatch of another replica"),
+        ("replica", 1, "an action of another worker"),
+        ("stage", 1, "an action of another worker"),
+    ],
+)
+def test_wrong_fields_are_named(field, value, problem):
+    def change(actions):
+        position = find(actions[0, 0], "0F2")
+        actions[0, 0][position] = actions[0, 0][position]._replace(**{field: value})
+
+    assert problem in broken("weight-stashing", (2, 1), change)
+
+
+def test_a_round_that_replicas_disagree_on_is_named():
+    def change(actions):
+        position = find(actions[0, 1], "0.1AR0/2@1")
+        actions[0, 1][position] = actions[0, 1][position]._replace(divisor=1)
+
+    complaint = broken("weight-stashing", (2, 1), change)
+    assert "0.1AR0@1: expected (0, 2, 1), found (0, 1, 1)" in complaint
+
+
+def test_more_in_flight_than_allowed_is_noticed():
+    """Another pipeline's longer warm-up is refused by the limits of this one."""
+    longer = schedule("weight-stashing", (1, 1, 1), chain(3), 8)
+    deep = [
+        a for a in longer.actions((0, 0)) if a.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+    ]
+    alone = schedule("weight-stashing", (1,), [], 8)
+    with pytest.raises(UnsoundError, match="more than 1 in flight"):
+        check_actions(alone, {(0, 0): deep})
