@@ -1,0 +1,117 @@
+"""`transformers:NAME`: an architecture of transformers with random weights, and inputs for it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipedream.graph.command import UserError
+from pipedream.profiler.example import example
+from pipedream.profiler.from_torchvision import import_torchvision
+from pipedream.profiler.usercode import blame, close_matches
+
+_LONGEST = 128
+
+# The head that a model is usually trained with, by the first of these that knows its type: BERT
+# also has a causal head, so masked comes before causal. Encoder-decoders come first of all.
+_HEADS = (
+    ("MaskedLM", "MASKED_LM"),
+    ("CausalLM", "CAUSAL_LM"),
+    ("ImageClassification", "IMAGE_CLASSIFICATION"),
+)
+
+
+def load_transformers(name: str, args: Mapping[str, Any]) -> nn.Module:
+    """The architecture `name` (`gpt2`, `bert`, `llama`, ...), `args` changing its configuration.
+
+    Nothing is downloaded. The model returns logits and no cache. Raises UserError.
+    """
+    _import()
+    source = f"transformers:{name}"
+    auto = importlib.import_module("transformers.models.auto")
+    config = _config(name, source, auto, args)
+    head = _head(name, config, auto)
+    try:
+        model = getattr(auto, head).from_config(config)
+    except Exception as error:
+        raise UserError(f"{source}: {blame(error)}") from error
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def transformers_inputs(
+    model: nn.Module, source: str, batch_size: int, inputs: tuple[str, ...]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Example arguments for the model: token ids [batch_size, T], or images. Raises UserError.
+
+    T is 128, or less where the model has fewer positions; `inputs` (as of `--input`) override.
+    """
+    config: Any = model.config
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None) or 2
+    shape = inputs[0] if inputs else _shape(model, config, source)
+    args = (example(shape, batch_size, vocabulary),)
+    rest = tuple(example(text, batch_size, vocabulary) for text in inputs[1:])
+    if getattr(config, "is_encoder_decoder", False) and not rest:
+        return args, {"decoder_input_ids": torch.clone(args[0])}
+    return args + rest, {}
+
+
+def _shape(model: nn.Module, config: Any, source: str) -> str:
+    takes = getattr(model, "main_input_name", "input_ids")
+    if takes == "input_ids":
+        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        return f"{min(_LONGEST, positions or _LONGEST)}:int64"
+    side = getattr(config, "image_size", None)
+    if takes == "pixel_values" and side is not None:
+        height, width = side if isinstance(side, (list, tuple)) else (side, side)
+        return f"{getattr(config, 'num_channels', 3)}x{height}x{width}"
+    if takes == "pixel_values":
+        return f"{getattr(config, 'num_channels', 3)}x224x224"
+    raise UserError(f"{source} takes {takes}: give their shape by --input, say --input 80x3000")
+
+
+def _import() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError("transformers is not installed: pip install 'pipedream[models]'")
+    if importlib.util.find_spec("torchvision") is not None:
+        import_torchvision()  # transformers imports it too, and dies where it is broken
+
+
+def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
+    known = importlib.import_module("transformers.models.auto.configuration_auto")
+    if name not in known.CONFIG_MAPPING_NAMES:
+        raise UserError(
+            f"{source}: transformers has no architecture of this name (a name on the hub is none: "
+            f"nothing is downloaded){close_matches(name, known.CONFIG_MAPPING_NAMES)}"
+        )
+    plain = auto.AutoConfig.for_model(name)
+    for key in args:  # transformers would keep an unknown name silently, and ignore it
+        if not hasattr(plain, key):
+            raise UserError(
+                f"{source}: its configuration has no {key!r}{close_matches(key, plain.to_dict())}"
+            )
+    try:
+        config = auto.AutoConfig.for_model(name, **args)
+    except Exception as error:
+        raise UserError(f"{source}: {blame(error)}") from error
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+    return config
+
+
+def _head(name: str, config: Any, auto: Any) -> str:
+    """The Auto class that makes this type of model."""
+    mappings = importlib.import_module("transformers.models.auto.modeling_auto")
+    encoder_decoder = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
+    if getattr(config, "is_encoder_decoder", False) and name in getattr(mappings, encoder_decoder):
+        return "AutoModelForSeq2SeqLM"
+    for head, mapping in _HEADS:
+        if name in getattr(mappings, f"MODEL_FOR_{mapping}_MAPPING_NAMES"):
+            return f"AutoModelFor{head}"
+    return "AutoModel"

@@ -1,0 +1,169 @@
+"""How a MODEL argument, or a run config, becomes a model with example inputs, and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.data import default_collate
+
+from pipedream.graph.command import UserError
+from pipedream.graph.config import RunConfig
+from pipedream.profiler.example import examples
+from pipedream.profiler.from_torchvision import image_shape, load_torchvision
+from pipedream.profiler.from_transformers import load_transformers, transformers_inputs
+from pipedream.profiler.usercode import accepts, blame, call, load_function
+
+__all__ = [
+    "Dataset",
+    "Loaded",
+    "collate",
+    "load",
+    "load_config",
+    "load_config_model",
+    "load_data",
+    "load_function",
+]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in training mode and what to call it with: `model(*args, **kwargs)`."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class Dataset(Protocol):
+    """A map-style dataset; an example is (input or tuple of inputs, target)."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def load(
+    source: str, args: Mapping[str, Any], batch_size: int, inputs: tuple[str, ...] = ()
+) -> Loaded:
+    """The model that `source` names, made with `args`, and inputs of `batch_size` examples.
+
+    `source` is `torchvision:NAME`, `transformers:NAME` or `package.module:factory`. A factory gives
+    a module, or a module and its example inputs, and is told `batch_size` if it has a parameter of
+    that name. `inputs` describe the inputs (see `example`) and override the model's own.
+    Raises UserError.
+    """
+    library, _, name = source.partition(":")
+    model, own = _make(source, args, batch_size, None)
+    if library == "transformers":
+        positional, named = transformers_inputs(model, source, batch_size, inputs)
+        return Loaded(model.train(), positional, named)
+    if not inputs and library == "torchvision":
+        inputs = (image_shape(name, args),)
+    if not inputs and own is None:
+        raise UserError(
+            f"{source} gives no example inputs: describe them with --input 3x32x32, or "
+            "--input 128:int64:50257 for whole numbers, once for each input, without the batch"
+        )
+    return Loaded(model.train(), examples(inputs, batch_size) if inputs else own or ())
+
+
+def load_config(config: RunConfig, directory: Path, batch_size: int | None = None) -> Loaded:
+    """The model of a run config and the first minibatch of its data as example inputs.
+
+    With loss `output` the target is the model's last input. Raises UserError.
+    """
+    model = load_config_model(config, directory)
+    train, _ = load_data(config, directory)
+    size = batch_size or config.batch_size
+    if len(train) < size:
+        raise UserError(
+            f"{config.data.source}: {len(train)} examples do not fill a batch of {size}"
+        )
+    try:
+        batch = [train[index] for index in range(size)]
+    except Exception as error:
+        raise UserError(f"{config.data.source}: {blame(error)}") from error
+    inputs, target = collate(batch, getattr(torch, config.dtype), config.data.source)
+    return Loaded(model, (*inputs, target) if config.loss == "output" else inputs)
+
+
+def load_config_model(config: RunConfig, directory: Path) -> nn.Module:
+    """The model of a run config, in training mode and of its dtype; `directory` is the config's.
+
+    Its weights are random: seed torch first. Raises UserError.
+    """
+    model, _ = _make(config.model.source, config.model.args, config.batch_size, directory)
+    return model.to(getattr(torch, config.dtype)).train()
+
+
+def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | None]:
+    """The training set of a run config and its held-out set, if it has one.
+
+    The factory is called with `data.args` and returns the pair. Raises UserError.
+    """
+    source = config.data.source
+    pair = call(source, load_function(source, directory), config.data.args)
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise UserError(
+            f"{source} gives a {type(pair).__name__}: return (training set, held-out set or None)"
+        )
+    train, held_out = pair
+    for which, dataset in (("training", train), ("held-out", held_out)):
+        if dataset is None and which == "held-out":
+            continue
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            kind = type(dataset).__name__
+            raise UserError(f"{source}: the {which} set, a {kind}, lacks __len__ or __getitem__")
+        if len(dataset) == 0:
+            raise UserError(f"{source}: the {which} set is empty")
+    return train, held_out
+
+
+def collate(
+    batch: Sequence[Any], dtype: torch.dtype, source: str = "data"
+) -> tuple[tuple[Tensor, ...], Any]:
+    """Examples to (inputs, target): a tensor [batch, ...] for each input; floating ones of `dtype`.
+
+    Raises UserError where an example is no pair, or examples differ in shape.
+    """
+    first = batch[0]
+    if not isinstance(first, (tuple, list)) or len(first) != 2:
+        raise UserError(
+            f"{source}: an example is {type(first).__name__}, not a pair (input, target)"
+        )
+    try:
+        inputs, target = default_collate(list(batch))
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"{source}: examples do not form a batch: {error}") from error
+
+    def convert(value: Any) -> Any:
+        floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    inputs, target = pytree.tree_map(convert, (inputs, target))
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), target
+
+
+def _make(
+    source: str, args: Mapping[str, Any], batch_size: int, directory: Path | None
+) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    """The model, and its example inputs if its factory gives some."""
+    library, _, name = source.partition(":")
+    if library == "torchvision":
+        return load_torchvision(name, args), None
+    if library == "transformers":
+        return load_transformers(name, args), None
+    factory = load_function(source, directory)
+    told = {"batch_size": batch_size} if accepts(factory, "batch_size") else {}
+    made = call(source, factory, {**told, **args})
+    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{source} gives a {type(model).__name__}, not a torch.nn.Module")
+    if inputs is not None and not isinstance(inputs, tuple):
+        inputs = (inputs,)
+    return model, inputs
