@@ -3,44 +3,72 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from pipedream.graph.command import UserError
+from pipedream.graph.files import read_text
 
 Model = TypeVar("Model", bound=BaseModel)
+
+_PLAINER = {"missing": "is missing", "extra_forbidden": "there is no such field"}
+
+
+class _Yaml(yaml.SafeLoader):
+    """YAML as people write it: `1e-3` is a number (YAML 1.1 calls it a string, 1.2 does not)."""
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 
 
 def read_artifact(path: Path, model: type[Model]) -> Model:
     """Reads a .json or .yaml file as `model`. Raises UserError that names file and field."""
+    text = read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"{path}: cannot be read: {reason}") from error
-    try:
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = 1 if mark is None else mark.line + 1
-        what = getattr(error, "problem", None) or "not YAML"
-        raise UserError(f"{path}:{line}: {what}") from error
+        data = _parse_json(path, text) if path.suffix == ".json" else _parse_yaml(path, text)
+    except RecursionError as error:
+        raise UserError(f"{path}:1: nested too deeply") from error
     if not isinstance(data, dict):
-        raise UserError(f"{path}:1: expected named fields, found {type(data).__name__}")
+        found = "nothing" if data is None else f"a {type(data).__name__}"
+        raise UserError(f"{path}:1: expected named fields, found {found}")
     try:
         return model.model_validate(data)
     except ValidationError as error:
         raise UserError(f"{path}: {_first(error)}") from error
 
 
+def _parse_json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise UserError(f"{path}:1: not JSON: {error}") from error
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    try:
+        return yaml.load(text, _Yaml)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = 1 if mark is None else mark.line + 1
+        what = getattr(error, "problem", None) or "not YAML"
+        raise UserError(f"{path}:{line}: {what}") from error
+    except ValueError as error:  # a date that no calendar has
+        raise UserError(f"{path}:1: not YAML: {error}") from error
+
+
 def _first(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
+    message = _PLAINER.get(first["type"], first["msg"].removeprefix("Value error, "))
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return (f"{where}: " if where else "") + message + more

@@ -30,6 +30,10 @@ class Command(click.Command):
             sys.exit(stop.exit_code)
         except click.ClickException as error:
             _fail(self.name, error.format_message(), 2)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            _fail(self.name, f"{error.filename}: {error.strerror}", 2)
         sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pipedream.graph.artifact import read_artifact
 
@@ -19,8 +20,15 @@ class Factory(_Part):
     `package.module:factory`; `args` its keyword arguments.
     """
 
-    source: str = Field(pattern=r"^[\w.\-]+:[\w.\-/]+$")
+    source: str
     args: dict[str, Any] = {}
+
+    @field_validator("source")
+    @classmethod
+    def _check_source(cls, source: str) -> str:
+        if re.fullmatch(r"[\w.\-]+:[\w.\-/]+", source) is None:
+            raise ValueError(f"write package.module:factory or torchvision:NAME, not {source!r}")
+        return source
 
 
 class OptimizerConfig(_Part):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,6 +11,7 @@ from pipedream.graph.artifact import read_artifact
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 ScheduleName = Literal["weight-stashing", "flush"]
 
 
@@ -31,6 +32,18 @@ class PlannedGraph(_Part):
 
     fingerprint: str
     nodes: tuple[PlannedNode, ...]
+
+    @model_validator(mode="after")
+    def _check(self) -> PlannedGraph:
+        seen: set[str] = set()
+        for node in self.nodes:
+            if node.id in seen:
+                raise ValueError(f"node {node.id} is there twice")
+            for source in node.inputs:
+                if source not in seen:
+                    raise ValueError(f"{source} feeds {node.id} but does not come before it")
+            seen.add(node.id)
+        return self
 
     @staticmethod
     def of(graph: Graph) -> PlannedGraph:
@@ -56,9 +69,9 @@ class Stage(_Part):
     stage: int = Field(ge=0)
     nodes: tuple[str, ...] = Field(min_length=1)
     ranks: tuple[int, ...] = Field(min_length=1)
-    compute_seconds: float = Field(ge=0)
-    parameter_bytes: float = Field(ge=0)
-    memory_bytes: float = Field(ge=0)
+    compute_seconds: Amount
+    parameter_bytes: Amount
+    memory_bytes: Amount
 
     @property
     def replicas(self) -> int:
@@ -69,10 +82,10 @@ class Predicted(_Part):
     """What the cost model says of this plan, and of the two that need no planner."""
 
     cost_model: str
-    seconds_per_minibatch: float
-    lower_bound_seconds: float
-    one_worker_seconds: float
-    data_parallel_seconds: float
+    seconds_per_minibatch: Amount
+    lower_bound_seconds: Amount
+    one_worker_seconds: Amount
+    data_parallel_seconds: Amount
 
 
 class Plan(_Part):
@@ -94,6 +107,10 @@ class Plan(_Part):
         ranks = [rank for stage in self.stages for rank in stage.ranks]
         if sorted(ranks) != list(range(len(ranks))):
             raise ValueError("the ranks of the stages are not 0..workers-1, each once")
+        if len(ranks) > self.cluster.devices:
+            raise ValueError(
+                f"{len(ranks)} ranks, but the cluster has {self.cluster.devices} devices"
+            )
         return self
 
     def _check_nodes(self) -> None:

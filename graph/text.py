@@ -14,6 +14,7 @@ from typing import NoReturn
 import networkx as nx
 
 from pipedream.graph.command import UserError
+from pipedream.graph.files import read_text
 from pipedream.graph.model import Graph, Node
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
@@ -21,12 +22,7 @@ _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "
 
 def read_graph(path: Path) -> Graph:
     """Reads graph.txt. Raises UserError `FILE:LINE: what is wrong`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise UserError(f"{path}: cannot be read: {reason}") from error
-    return parse_graph(text, str(path))
+    return parse_graph(read_text(path), str(path))
 
 
 def parse_graph(text: str, name: str = "graph.txt") -> Graph:
@@ -41,6 +37,7 @@ def format_graph(graph: Graph) -> str:
 
 
 def _format_node(node: Node, decimals: int) -> str:
+    assert "\n" not in node.id + node.description, node.id
     sizes = [f"{size:.{decimals}f}" for size in node.activation_bytes]
     activation = f"[{'; '.join(sizes)}]" if node.several_outputs else sizes[0]
     stage = "" if node.stage is None else f" -- stage_id={node.stage}"
@@ -60,10 +57,10 @@ class _Reader:
         self.line = 0
         self.nodes: dict[str, Node] = {}
         self.edges: dict[tuple[str, str], int] = {}
-        self.decimals: int | None = None
+        self.decimals = 1
 
     def read(self, text: str) -> Graph:
-        for self.line, line in enumerate(text.splitlines(), start=1):
+        for self.line, line in enumerate(text.split("\n"), start=1):
             if not line.strip():
                 continue
             if line[0].isspace():
@@ -72,16 +69,20 @@ class _Reader:
                 self._node(line.rstrip())
         if not self.nodes:
             self.fail("no node in this file; is it a graph.txt?")
-        for (source, target), self.line in self.edges.items():
-            for end in (source, target):
-                if end not in self.nodes:
-                    self.fail(f"edge {source} -- {target}: there is no node {end}")
-        graph = Graph(self.nodes, tuple(self.edges), 1 if self.decimals is None else self.decimals)
+        self._refuse_unknown_ends()
+        graph = Graph(self.nodes, tuple(self.edges), self.decimals)
         self._refuse_cycle(graph)
         return graph
 
     def fail(self, what: str) -> NoReturn:
         raise UserError(f"{self.name}:{max(self.line, 1)}: {what}")
+
+    def _refuse_unknown_ends(self) -> None:
+        for (source, target), line in self.edges.items():
+            for end in (source, target):
+                if end not in self.nodes:
+                    self.line = line
+                    self.fail(f"edge {source} -- {target}: there is no node {end}")
 
     def _refuse_cycle(self, graph: Graph) -> None:
         try:
@@ -106,11 +107,12 @@ class _Reader:
             stage = int(last.removeprefix("stage_id="))
             head, _, last = head.rpartition(" -- ")
         name, separator, description = head.partition(" -- ")
+        name = name.strip()
         if not separator:
             self.fail("a node is ID -- DESCRIPTION -- forward_compute_time=..., ...")
         if name in self.nodes:
             self.fail(f"node {name} is there twice")
-        self.nodes[name] = self._fields(name.strip(), description, last, stage)
+        self.nodes[name] = self._fields(name, description, last, stage)
 
     def _fields(self, name: str, description: str, text: str, stage: int | None) -> Node:
         found = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,]*)", text))
@@ -118,10 +120,9 @@ class _Reader:
             if key not in found:
                 self.fail(f"node {name}: {key} is missing")
         forward, backward, activation, parameters = (found[key].strip() for key in _FIELDS)
-        if self.decimals is None:
-            self.decimals = len(activation.strip("[]").split(";")[0].partition(".")[2])
-        several = activation.startswith("[")
-        sizes = activation.strip("[]").split(";") if several else [activation]
+        several = activation.startswith("[") and activation.endswith("]")
+        sizes = activation[1:-1].split(";") if several else [activation]
+        self.decimals = max(self.decimals, *(len(size.partition(".")[2]) for size in sizes))
         return Node(
             id=name,
             description=description,

@@ -10,27 +10,29 @@ _FACTORS = {"": 1.0, "B": 1.0} | {
     for power, prefix in enumerate("KMGT", start=1)
     for base, unit in ((1000, ""), (1000, "B"), (1024, "iB"))
 }
-_AMOUNT = re.compile(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*?)(?:/s|ps)?\s*")
+_AMOUNT = re.compile(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*?)(/s|ps)?\s*")
 
 
 def parse_bytes(text: str) -> float:
-    """`10GB`, `1e9`, `512MiB`, `25Gbit` or `10GB/s` as bytes (per second).
+    """`10GB`, `1e9`, `512MiB`, `25Gbit`, `25Gbps` or `10GB/s` as bytes (per second).
 
     Raises ValueError with a sentence for the user.
     """
     match = _AMOUNT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no amount of bytes: write 1e9, 10GB or 16GiB")
-    number, unit = match.groups()
-    bits = unit.endswith("bit")
-    factor = _FACTORS.get((unit.removesuffix("bit") if bits else unit).upper().replace("IB", "iB"))
+    number, unit, rate = match.groups()
+    bits = unit.endswith("bit") or (unit.endswith("b") and rate == "ps")
+    if unit.endswith("b") and not bits:
+        raise ValueError(f"{text!r} is bits or bytes? Write GB for bytes, Gbit for bits")
+    prefix = (unit.removesuffix("bit").removesuffix("b") if bits else unit).upper()
     try:
-        value = float(number) * (factor if factor is not None else math.nan) / (8 if bits else 1)
+        value = float(number) * _FACTORS.get(prefix.replace("IB", "iB"), math.nan)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
         raise ValueError(f"{text!r} is no positive amount of bytes: write 1e9, 10GB or 16GiB")
-    return value
+    return value / 8 if bits else value
 
 
 def show_bytes(amount: float) -> str:

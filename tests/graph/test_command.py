@@ -1,0 +1,66 @@
+"""Every error that a user can mend is one line on stderr and exit code 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+
+from pipedream.graph.command import Command, UserError
+
+
+@click.command("pd-try", cls=Command)
+@click.argument("action")
+@click.option("--count", type=int, default=1)
+def tool(action: str, count: int) -> int | None:
+    """Does what it is told."""
+    if action == "mistake":
+        raise UserError("graph.txt:3: node a is there twice\n  and more")
+    if action == "write":
+        Path("/nowhere/at/all").write_text("")
+    if action == "interrupt":
+        raise KeyboardInterrupt
+    if action == "bug":
+        raise AssertionError("not the user's fault")
+    return count if action == "code" else None
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str]:
+    with pytest.raises(SystemExit) as stopped:
+        tool.main(list(args))
+    return stopped.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "says"),
+    [
+        (["mistake"], 2, "pd-try: graph.txt:3: node a is there twice and more\n"),
+        (["write"], 2, "pd-try: /nowhere/at/all: No such file or directory\n"),
+        (["interrupt"], 130, "pd-try: interrupted\n"),
+        ([], 2, "pd-try: Missing argument 'ACTION'.\n"),
+        (["x", "--count", "y"], 2, "pd-try: Invalid value for '--count': "),
+        (["x", "--cuont", "1"], 2, "pd-try: No such option '--cuont'"),
+        (["x"], 0, ""),
+        (["code", "--count", "3"], 3, ""),
+    ],
+)
+def test_errors_are_one_line(
+    capsys: pytest.CaptureFixture[str], args: list[str], code: int, says: str
+) -> None:
+    found, err = run(capsys, *args)
+    assert found == code
+    assert says in err
+    assert len(err.strip().splitlines()) == bool(says)
+
+
+def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        tool.main(["--help"])
+    assert stopped.value.code == 0
+    assert "Does what it is told." in capsys.readouterr().out
+
+
+def test_a_bug_keeps_its_traceback() -> None:
+    with pytest.raises(AssertionError):
+        tool.main(["bug"])

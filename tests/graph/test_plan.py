@@ -1,0 +1,98 @@
+"""plan.json: round trip, and what is said of a plan that cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipedream.graph.command import UserError
+from pipedream.graph.plan import Plan, read_plan, write_plan
+
+
+def plan_json() -> dict[str, Any]:
+    """A diamond a -> b, c -> d in two stages: {a, b} on ranks 0 and 1, {c, d} on rank 2."""
+    inputs = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"]}
+    figures = {"compute_seconds": 0.5, "parameter_bytes": 8.0, "memory_bytes": 64.0}
+    return {
+        "format": "pipedream-plan/1",
+        "graph": {
+            "fingerprint": "f00d",
+            "nodes": [{"id": n, "description": n, "inputs": i} for n, i in inputs.items()],
+        },
+        "cluster": {"machines": [2, 2], "bandwidth": [1e10, 1e9]},
+        "schedule": "weight-stashing",
+        "stages": [
+            {"stage": 0, "nodes": ["a", "b"], "ranks": [0, 1], **figures},
+            {"stage": 1, "nodes": ["c", "d"], "ranks": [2], **figures},
+        ],
+        "predicted": {
+            "cost_model": "paper",
+            "seconds_per_minibatch": 0.5,
+            "lower_bound_seconds": 0.4,
+            "one_worker_seconds": 1.0,
+            "data_parallel_seconds": 0.7,
+        },
+    }
+
+
+def test_a_plan_written_and_read_is_the_same_plan(tmp_path: Path) -> None:
+    plan = Plan.model_validate(plan_json())
+    write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(tmp_path / "plan.json") == plan
+    assert json.loads((tmp_path / "plan.json").read_text()) == plan_json()
+
+
+def test_what_a_plan_knows() -> None:
+    plan = Plan.model_validate(plan_json())
+    assert plan.workers == 3
+    assert plan.replicas == (2, 1)
+    assert plan.stage_of == {"a": 0, "b": 0, "c": 1, "d": 1}
+
+
+def swap_stages(data: dict[str, Any]) -> None:
+    first, second = data["stages"]
+    first["nodes"], second["nodes"] = second["nodes"], first["nodes"]
+
+
+WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
+    ("format", lambda d: d.update(format="plan/9"), "format: Input should be 'pipedream-plan/1'"),
+    ("schedule", lambda d: d.update(schedule="random"), "schedule: "),
+    ("no stages", lambda d: d.update(stages=[]), "stages: "),
+    ("missing", lambda d: d.pop("cluster"), "cluster: is missing"),
+    ("extra", lambda d: d.update(stagez=[]), "stagez: there is no such field"),
+    ("position", lambda d: d["stages"].reverse(), "stage 1 stands at position 0"),
+    ("stranger", lambda d: d["stages"][0]["nodes"].append("z"), "stage 0 names node z"),
+    ("twice", lambda d: d["stages"][1]["nodes"].append("a"), "node a is in stages 0 and 1"),
+    ("homeless", lambda d: d["stages"][1]["nodes"].remove("d"), "node d is in no stage"),
+    ("backwards", swap_stages, "a feeds b but is in a later stage|a feeds c"),
+    ("no nodes", lambda d: d["stages"][0].update(nodes=[]), "stages.0.nodes: "),
+    ("no ranks", lambda d: d["stages"][0].update(ranks=[]), "stages.0.ranks: "),
+    ("rank twice", lambda d: d["stages"][1].update(ranks=[1]), "0..workers-1, each once"),
+    ("rank left out", lambda d: d["stages"][1].update(ranks=[3]), "0..workers-1, each once"),
+    ("crowd", lambda d: d["cluster"].update(machines=[2, 1]), "3 ranks, but .* 2 devices"),
+    ("negative", lambda d: d["stages"][0].update(compute_seconds=-1), "stages.0.compute_seconds"),
+    ("nan", lambda d: d["predicted"].update(seconds_per_minibatch=float("nan")), "predicted.sec"),
+    ("infinite", lambda d: d["stages"][1].update(memory_bytes=float("inf")), "memory_bytes"),
+    ("cluster", lambda d: d["cluster"].update(bandwidth=[1.0]), "cluster: 2 levels of machines"),
+    ("id twice", lambda d: d["graph"]["nodes"].append(d["graph"]["nodes"][0]), "a is there twice"),
+    ("order", lambda d: d["graph"]["nodes"].reverse(), "b feeds d but does not come before it"),
+    ("two", lambda d: [d.pop("cluster"), d.pop("graph")], "is missing .and 1 more."),
+]
+
+
+@pytest.mark.parametrize(("name", "spoil", "says"), WRONG, ids=[case[0] for case in WRONG])
+def test_an_impossible_plan_is_refused_in_one_line(
+    tmp_path: Path, name: str, spoil: Callable[[dict[str, Any]], Any], says: str
+) -> None:
+    data = plan_json()
+    spoil(data)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=says) as caught:
+        read_plan(path)
+    assert caught.value.format_message().startswith(f"{path}: ")
+    assert "\n" not in caught.value.format_message()
