@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from pydoc_data.topics import topics
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -30,7 +31,10 @@ def data(length: int = 64, held_out: float = 0.1) -> tuple[TensorDataset, Tensor
 
 
 def loss(logits: Tensor, following: Tensor) -> Tensor:
-    """Mean cross entropy in nats for each byte; logits [batch, length, 256], targets [batch, length]."""
+    """Mean cross entropy in nats for each byte.
+
+    The logits are [batch, length, 256], the bytes that really follow [batch, length].
+    """
     return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
@@ -60,7 +64,9 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.mlp_norm = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:

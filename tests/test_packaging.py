@@ -1,0 +1,66 @@
+"""What an installed pipedream promises: its commands answer at once, planning needs no torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TOOLS = ("pd-profile", "pd-optimize", "pd-train")
+
+WITHOUT_TORCH = """
+import importlib, pkgutil, sys
+import pipedream.graph, pipedream.optimizer
+for package in (pipedream.graph, pipedream.optimizer):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+import pipedream.profiler.cli, pipedream.runtime.cli
+import pipedream.runtime.schedule, pipedream.runtime.checker
+print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transformers"}))
+"""
+
+
+def test_planning_and_the_schedule_import_no_torch() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_help_answers_at_once(tool: str) -> None:
+    command = [Path(sys.executable).with_name(tool), "--help"]
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - start)
+    assert tool in done.stdout
+    assert min(seconds) < 0.5 * patience()
+
+
+def patience() -> float:
+    """How many times slower than alone this machine is now: starting Python takes 15 ms alone."""
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    return max(1.0, (time.perf_counter() - start) / 0.04)
+
+
+def test_the_metadata_name_the_tools_and_the_licence() -> None:
+    scripts = importlib.metadata.entry_points(group="console_scripts")
+    ours = {script.name for script in scripts if script.value.startswith("pipedream.")}
+    assert ours == set(TOOLS)
+    metadata = importlib.metadata.metadata("pipedream")
+    assert metadata["License-Expression"] == "MIT" or metadata["License"] == "MIT"
+    assert metadata["Requires-Python"] == ">=3.11"
+
+
+@pytest.mark.parametrize("package", ["graph", "profiler", "optimizer", "runtime"])
+def test_every_package_is_typed(package: str) -> None:
+    files = importlib.import_module(f"pipedream.{package}").__path__
+    assert (Path(next(iter(files))) / "py.typed").exists()
