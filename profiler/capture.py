@@ -84,7 +84,7 @@ def capture(
     Raises UserError with the reason where torch.export cannot capture the model.
     """
     program = _export(model.train(), args, dict(kwargs or {}))
-    module, outputs = _unlift(program)
+    module, outputs = _unlift(program, model)
     make_functional(module)
     fixed = constants(module)
     operators = [node for node in module.graph.nodes if node.op == "call_function"]
@@ -116,13 +116,19 @@ def _user_frame(error: BaseException) -> str:
     return ""
 
 
-def _unlift(program: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """The program with parameters, buffers and constants as attributes, and its output names."""
+def _unlift(
+    program: ExportedProgram, model: nn.Module
+) -> tuple[fx.GraphModule, tuple[str, ...]]:
+    """The program with parameters, buffers and constants as attributes, and its output names.
+
+    A tied parameter goes by the first of its names, as in `model.named_parameters()`.
+    """
     held: dict[str, Any] = {**program.state_dict, **program.constants}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
     attributes = {
-        spec.arg.name: spec.target
+        spec.arg.name: first.get(id(held[spec.target]), spec.target)
         for spec in program.graph_signature.input_specs
-        if spec.kind is not InputKind.USER_INPUT
+        if spec.kind is not InputKind.USER_INPUT and spec.target is not None
     }
     root = nn.Module()
     graph = fx.Graph()
@@ -132,7 +138,6 @@ def _unlift(program: ExportedProgram) -> tuple[fx.GraphModule, tuple[str, ...]]:
             continue
         if node.op == "placeholder" and node.name in attributes:
             target = attributes[node.name]
-            assert target is not None
             _attach(root, target, held[target])
             renamed[node] = graph.create_node("get_attr", target, name=node.name)
         elif node.op == "get_attr":
@@ -183,11 +188,20 @@ def _drop_dead(module: fx.GraphModule) -> None:
 
 
 class _Gradients(fx.Interpreter):
-    """Runs the graph on fake tensors and notes what every operator gives."""
+    """Runs the graph on fake tensors and notes what every operator gives.
 
-    def __init__(self, module: fx.GraphModule) -> None:
+    Every attribute is made fake beforehand: torch would compute with the true value of a number such
+    as batch norm's count of batches, and so count one that never was.
+    """
+
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
         super().__init__(module)
+        self.mode = mode
         self.seen: dict[str, torch.Tensor] = {}
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        return self.mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -205,7 +219,7 @@ def _fake_values(module: fx.GraphModule) -> dict[str, torch.Tensor]:
             for node in module.graph.nodes
             if node.op == "placeholder"
         ]
-        interpreter = _Gradients(module)
+        interpreter = _Gradients(module, mode)
         interpreter.run(*inputs)
     return interpreter.seen
 
