@@ -1,0 +1,311 @@
+"""How the workers of a run come to be: found in the environment, or spawned and watched here."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from pipedream.graph.command import UserError
+
+USER_ERROR = 2
+"""Exit code of a worker that has already told the user, in one line, what is wrong."""
+
+PEER_LOST = 75
+"""Exit code of a worker that stops, quietly, only because another one is gone."""
+
+_LIFELINE = "PIPEDREAM_LIFELINE"
+_FLOOR = "PIPEDREAM_FLOOR"
+_LOCALHOST = "127.0.0.1"
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 5.0
+_PORTS = range(20_000, 30_000)  # below those that systems give out by themselves
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the workers this process is, and where they meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_address: str
+    master_port: int
+
+    def variables(self) -> dict[str, str]:
+        """The place in torchrun's words, as `init_method="env://"` reads it."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables by which a launcher tells a process its place; `job` names the run."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    job: tuple[str, ...] = ()
+
+
+_LAUNCHERS = (
+    _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
+    _Launcher(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE",),
+    ),
+    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    _Launcher(
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",  # set by srun only, not in the shell of a batch job
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+)
+
+
+def environment(variables: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that torchrun, mpirun (Open MPI, MPICH) or srun gave this process, if one did.
+
+    mpirun and srun name no meeting point: on one machine it is a port derived from the name of the
+    job, on several the user has to set MASTER_ADDR. Raises UserError.
+    """
+    for launcher in _LAUNCHERS:
+        if launcher.rank in variables and launcher.world_size in variables:
+            return _place(launcher, variables)
+    return None
+
+
+def _place(launcher: _Launcher, variables: Mapping[str, str]) -> Place:
+    rank = _number(variables, launcher.rank)
+    world_size = _number(variables, launcher.world_size)
+    local_rank = _number(variables, launcher.local_rank, rank)
+    local_world_size = _number(variables, launcher.local_world_size, world_size)
+    if rank >= world_size:
+        raise UserError(f"{launcher.rank}={rank}, but {launcher.world_size}={world_size}")
+    address = variables.get("MASTER_ADDR")
+    if address is None and local_world_size < world_size:
+        raise UserError(
+            "the workers are on several machines: set MASTER_ADDR to that of rank 0 "
+            "(mpirun -x MASTER_ADDR=HOST)"
+        )
+    port = _number(variables, "MASTER_PORT", _port(launcher, variables))
+    return Place(rank, world_size, local_rank, local_world_size, address or _LOCALHOST, port)
+
+
+def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = variables.get(name)
+    if text is None and default is not None:
+        return default
+    # SLURM writes `4(x2)`: four tasks on each of two machines.
+    digits = (text or "").partition("(")[0]
+    if not digits.isascii() or not digits.isdigit():
+        raise UserError(f"{name}={text}: expected a number in this environment variable")
+    return int(digits)
+
+
+def _port(launcher: _Launcher, variables: Mapping[str, str]) -> int:
+    """The same for all workers of a job, another for another job."""
+    known = [variables[name] for name in launcher.job if name in variables]
+    job = ".".join(known) or str(os.getppid())
+    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
+
+
+def spawn(command: Sequence[str], workers: int) -> int:
+    """Runs `command` once for each worker on this machine, as torchrun would; its exit code.
+
+    0 when all went well. When one worker dies all others are stopped and one line names the rank
+    and the cause (not if it is a user's error, which that worker has told: 2). SIGINT, SIGTERM and
+    SIGHUP stop all. No worker outlives this process, even if that is killed: see `die_with_parent`.
+    Threads of each worker: its share of the cores, unless OMP_NUM_THREADS says otherwise.
+    """
+    lifeline, held = os.pipe()
+    floor = _open_floor()
+    port = _free_port()
+    children: list[subprocess.Popen[bytes]] = []
+    with _catching_signals() as caught:
+        try:
+            for rank in range(workers):
+                place = Place(rank, workers, rank, workers, _LOCALHOST, port)
+                children.append(_start(command, place, lifeline, floor))
+            return _watch(children, caught)
+        finally:
+            _stop(children)
+            for descriptor in (lifeline, held, floor):
+                os.close(descriptor)
+
+
+def _start(
+    command: Sequence[str], place: Place, lifeline: int, floor: int
+) -> subprocess.Popen[bytes]:
+    threads = max(1, _cores() // place.world_size)
+    variables = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        **place.variables(),
+        _LIFELINE: str(lifeline),
+        _FLOOR: str(floor),
+    }
+    # A process group of its own: Ctrl-C comes to the parent alone, which then stops every group.
+    return subprocess.Popen(
+        command,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        pass_fds=(lifeline, floor),
+        process_group=0,
+    )
+
+
+def _cores() -> int:
+    """The cores this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _watch(children: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> int:
+    """Waits until all are done or one has failed; the exit code of the run."""
+    lost_since: float | None = None
+    while True:
+        codes = [child.poll() for child in children]
+        if caught:
+            return _tell_signal(caught[0])
+        failed = {rank: code for rank, code in enumerate(codes) if code}
+        causes = {rank: code for rank, code in failed.items() if code != PEER_LOST}
+        if causes:
+            return _tell(*next(iter(causes.items())))
+        if failed:
+            # Whoever they have lost is about to be seen; if nobody dies, they are the news.
+            lost_since = lost_since or time.monotonic()
+            if None not in codes or time.monotonic() - lost_since > _GRACE_SECONDS:
+                return _tell(*next(iter(failed.items())))
+        elif None not in codes:
+            return 0
+        time.sleep(_POLL_SECONDS)
+
+
+def _tell(rank: int, code: int) -> int:
+    if code == USER_ERROR:
+        return USER_ERROR
+    if code == PEER_LOST:
+        cause = "lost its connection to the others"
+    elif code < 0:
+        cause = f"was killed by {signal.Signals(-code).name}"
+    else:
+        cause = f"failed with exit code {code}"
+    print(f"pd-train: rank {rank} {cause}; all workers stopped", file=sys.stderr)
+    return 1
+
+
+def _tell_signal(number: int) -> int:
+    what = "interrupted" if number == signal.SIGINT else f"got {signal.Signals(number).name}"
+    print(f"pd-train: {what}; all workers stopped", file=sys.stderr)
+    return 128 + number
+
+
+def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends all, asking first; what they started themselves goes with them."""
+    _signal(children, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            break
+    _signal(children, signal.SIGKILL)
+    for child in children:
+        child.wait()
+
+
+def _signal(children: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for child in children:
+        # Nobody is left in the group: Linux says no such process, macOS not permitted.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, number)
+
+
+@contextmanager
+def _catching_signals() -> Iterator[Sequence[int]]:
+    """Collects the signals that ask this process to stop, instead of stopping."""
+    caught: list[int] = []
+
+    def catch(number: int, _frame: FrameType | None) -> None:
+        caught.append(number)
+
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, catch) for number in asked]
+    try:
+        yield caught
+    finally:
+        for number, handler in zip(asked, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_LOCALHOST, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def die_with_parent() -> None:
+    """Ends this worker, and what it started, as soon as the process that spawned it is gone.
+
+    The parent holds the writing end of a pipe and never writes: reading returns when it has died,
+    however that came. Does nothing in a process that `spawn` did not start.
+    """
+    lifeline = os.environ.pop(_LIFELINE, None)
+    if lifeline is None:
+        return
+    descriptor = int(lifeline)
+    os.set_inheritable(descriptor, False)
+
+    def watch() -> None:
+        os.read(descriptor, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _open_floor() -> int:
+    """The reading end of a pipe that holds one byte: who takes it has the floor."""
+    reading, writing = os.pipe()
+    os.write(writing, b"!")
+    os.close(writing)
+    return reading
+
+
+def has_the_floor() -> bool:
+    """Whether this worker is the one that tells the user of an error that all may have.
+
+    Of the workers of `spawn` the first that asks, once. Elsewhere rank 0 at once, the others after
+    a while: by then their launcher has stopped them if rank 0 had the same error.
+    """
+    floor = os.environ.pop(_FLOOR, None)
+    if floor is not None:
+        return os.read(int(floor), 1) == b"!"
+    place = environment()
+    if place is not None and place.rank > 0:
+        time.sleep(_GRACE_SECONDS)
+    return True

@@ -1,0 +1,262 @@
+"""Workers as real processes: started, failing, killed, interrupted, orphaned; and their places."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from pipedream.graph.command import UserError
+from pipedream.runtime.launch import PEER_LOST, Place, environment
+
+# What a worker of the tests is: it writes its process id down, then does what the test says.
+WORKER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from pipedream.runtime import launch
+launch.die_with_parent()
+rank = int(os.environ["RANK"])
+folder = Path(sys.argv[1])
+(folder / f"{rank}.new").write_text(str(os.getpid()))
+(folder / f"{rank}.new").rename(folder / f"{rank}.pid")
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts `spawn` in a process of its own, with workers that run `script`; ends it at last."""
+    started = []
+
+    def start(script, workers=2, variables=None):
+        worker = tmp_path / "worker.py"
+        worker.write_text(WORKER + dedent(script))
+        code = (
+            "import sys; from pipedream.runtime.launch import spawn;"
+            f"sys.exit(spawn([sys.executable, {str(worker)!r}, {str(tmp_path)!r}], {workers}))"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(variables or {})},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def pids(folder, workers=2):
+    """The process ids of the workers, once all have started."""
+    until(lambda: len(list(folder.glob("*.pid"))) == workers)
+    return [int((folder / f"{rank}.pid").read_text()) for rank in range(workers)]
+
+
+def until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.02)
+
+
+def alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def finished(process, folder, workers=2):
+    """Exit code, stdout and stderr, when no worker is left behind."""
+    out, error = process.communicate(timeout=60)
+    assert not any(alive(pid) for pid in pids(folder, workers))
+    return process.returncode, out, error
+
+
+FOREVER = "time.sleep(600)\n"
+
+
+def test_all_go_well(start, tmp_path):
+    script = "print(' '.join(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')))"
+    code, out, error = finished(start(script, workers=3), tmp_path, 3)
+    assert (code, error) == (0, "")
+    assert sorted(out.splitlines()) == ["0 3 0", "1 3 1", "2 3 2"]
+
+
+def test_workers_share_the_cores_and_one_port(start, tmp_path, monkeypatch):
+    script = "print(os.environ['OMP_NUM_THREADS'], os.environ['MASTER_PORT'])"
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    _, out, _ = finished(start(script), tmp_path)
+    first, second = out.splitlines()
+    assert first == second
+    assert first.split()[0] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    _, out, _ = finished(start(script, variables={"OMP_NUM_THREADS": "7"}), tmp_path)
+    assert out.startswith("7 ")
+
+
+def test_killed_worker_is_named_and_the_others_stopped(start, tmp_path):
+    process = start(FOREVER)
+    os.kill(pids(tmp_path)[1], signal.SIGKILL)
+    code, _, error = finished(process, tmp_path)
+    assert (code, error) == (1, "pd-train: rank 1 was killed by SIGKILL; all workers stopped\n")
+
+
+def test_failed_worker_is_named(start, tmp_path):
+    process = start("if rank == 1: sys.exit(7)\n" + FOREVER)
+    code, _, error = finished(process, tmp_path)
+    assert (code, error) == (1, "pd-train: rank 1 failed with exit code 7; all workers stopped\n")
+
+
+def test_one_that_lost_its_peers_is_not_the_cause(start, tmp_path):
+    """Rank 0 notices that rank 1 is going before rank 1 is gone."""
+    script = f"if rank == 0: sys.exit({PEER_LOST})\ntime.sleep(1)\nos.abort()"
+    code, _, error = finished(start(script), tmp_path)
+    assert (code, error) == (1, "pd-train: rank 1 was killed by SIGABRT; all workers stopped\n")
+
+
+def test_connection_lost_and_nobody_dead(start, tmp_path):
+    process = start(f"sys.exit({PEER_LOST})")
+    code, _, error = finished(process, tmp_path)
+    assert code == 1
+    assert error == "pd-train: rank 0 lost its connection to the others; all workers stopped\n"
+
+
+def test_one_line_for_an_error_of_the_user_that_all_workers_have(start, tmp_path):
+    script = """
+    if launch.has_the_floor():
+        print("pd-train: run.yaml: no such loss", file=sys.stderr)
+    sys.exit(2)
+    """
+    code, _, error = finished(start(script, workers=4), tmp_path, 4)
+    assert (code, error) == (2, "pd-train: run.yaml: no such loss\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [
+        (signal.SIGINT, 130, "pd-train: interrupted; all workers stopped\n"),
+        (signal.SIGTERM, 143, "pd-train: got SIGTERM; all workers stopped\n"),
+    ],
+)
+def test_signals_stop_all(start, tmp_path, number, code, line):
+    process = start(FOREVER)
+    pids(tmp_path)
+    process.send_signal(number)
+    found, _, error = finished(process, tmp_path)
+    assert (found, error) == (code, line)
+
+
+def test_deaf_workers_are_killed(start, tmp_path):
+    """And Ctrl-C pressed again meanwhile changes nothing."""
+    process = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER)
+    pids(tmp_path)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    code, _, _ = finished(process, tmp_path)
+    assert code == 130
+
+
+def test_no_orphans_when_the_parent_is_killed(start, tmp_path):
+    """Not even the processes that a worker has started, such as those that load data."""
+    script = """
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (folder / f"helper{rank}.new").write_text(str(helper.pid))
+    (folder / f"helper{rank}.new").rename(folder / f"helper{rank}")
+    """
+    process = start(script + FOREVER)
+    workers = pids(tmp_path)
+    until(lambda: len(list(tmp_path.glob("helper?"))) == 2)
+    helpers = [int(path.read_text()) for path in tmp_path.glob("helper?")]
+    process.kill()
+    process.wait()
+    until(lambda: not any(map(alive, workers + helpers)))
+
+
+# Places --------------------------------------------------------------------------------------
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    "PMIX_NAMESPACE": "prterun-host-7805@1",
+}
+SLURM = {
+    "SLURM_PROCID": "3",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
+}
+
+
+def test_no_launcher_no_place():
+    assert environment({"PATH": "/bin", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None
+
+
+def test_place_in_torchruns_words_reads_back():
+    place = Place(3, 8, 1, 2, "10.0.0.1", 29500)
+    assert environment(place.variables()) == place
+
+
+def test_place_under_mpirun():
+    place = environment(OPEN_MPI)
+    assert place == Place(1, 4, 1, 4, "127.0.0.1", place.master_port)
+    other_rank = environment(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"})
+    other_job = environment(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-host-7806@1"})
+    assert other_rank.master_port == place.master_port != other_job.master_port
+    assert environment(OPEN_MPI | {"MASTER_PORT": "4321"}).master_port == 4321
+
+
+def test_place_under_mpich_and_slurm():
+    assert environment({"PMI_RANK": "1", "PMI_SIZE": "2"}).rank == 1
+    place = environment(SLURM | {"MASTER_ADDR": "node0"})
+    assert place == Place(3, 4, 1, 2, "node0", place.master_port)
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK=one: expected a number"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, but WORLD_SIZE=2"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "-1"}, "MASTER_PORT=-1"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "set MASTER_ADDR"),
+        (SLURM, "set MASTER_ADDR"),
+    ],
+)
+def test_bad_places_are_one_line(variables, problem):
+    with pytest.raises(UserError, match=problem):
+        environment(variables)
+
+
+def test_mpirun_for_real():
+    """Four workers of one job meet at one place; another job meets elsewhere."""
+    mpirun = Path(sys.executable).parent / "mpirun"
+    if not mpirun.exists():
+        pytest.skip("no mpirun here")
+    code = "from pipedream.runtime.launch import environment; print(environment())"
+    command = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, "-c"]
+    places = []
+    for _ in range(2):
+        done = subprocess.run([*command, code], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        lines = done.stdout.splitlines()
+        assert len({line.partition("master")[2] for line in lines}) == 1
+        assert sorted(int(line.partition("rank=")[2][0]) for line in lines) == [0, 1, 2]
+        assert all("world_size=3, local_rank=" in line for line in lines)
+        places.append(lines[0].partition("master")[2])
+    assert places[0] != places[1]
