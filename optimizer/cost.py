@@ -1,0 +1,132 @@
+"""Cost models by name: how long a stage takes on its replicas (shared symbols: see `Work`).
+
+Both are closed forms in what the stage takes on one component of the level below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pipedream.optimizer.planning import Floats, Ints
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of the cluster: bytes per second between its components, and how many components
+    of the next inner level one of them has (1 at the innermost).
+    """
+
+    bandwidth: float
+    inner_machines: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """Stages that begin at one cut, one column of each array for each end.
+
+    `inner_seconds[case, end]`: the best time on one component (C'), a row for each case that
+    `replicas` counts components for; `parameter_bytes`: W; `bytes_in` and `bytes_out`: what crosses
+    the cuts before and after (a_in, a_out).
+    """
+
+    inner_seconds: Floats
+    parameter_bytes: Floats
+    bytes_in: float
+    bytes_out: Floats
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Seconds per minibatch, by cause; arrays that broadcast against each other."""
+
+    compute: Floats
+    all_reduce: Floats
+    boundary: Floats
+
+
+class CostModel(Protocol):
+    """The cost of stages on `replicas` components of a level, `first` of their pipeline or not."""
+
+    name: str
+
+    def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms: ...
+
+    def seconds(self, terms: Terms) -> Floats:
+        """The time per minibatch that the terms make together."""
+        ...
+
+    def limit(self, terms: Terms) -> str:
+        """Which term sets the time of a single stage: `compute`, `all-reduce` or `boundary`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Paper:
+    """PipeDream, SOSP 2019, section 3.1; seeds/004, section 4.2.
+
+    Stage: max(C', 2(m-1)W/B)/m. Boundary before every stage but the first of its pipeline: 2a/B,
+    divided by the activation compression ratio where one is given. Its recurrence
+    A(j, m) = min max(A(i, m - m'), 2a_i/B, T(i+1 -> j, m')) hands out all m machines, and T asks
+    for the time of the level below on all of that level's machines: every machine is used, unless
+    the planner is told that it may use fewer.
+    """
+
+    compression: float | None = None
+    name: str = "paper"
+
+    def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms:
+        reduced = 2 * (replicas - 1) * work.parameter_bytes / level.bandwidth
+        sent = 0.0 if first else 2 * work.bytes_in / level.bandwidth / (self.compression or 1.0)
+        return Terms(
+            compute=work.inner_seconds / replicas,
+            all_reduce=reduced / replicas,
+            boundary=np.array([sent]),
+        )
+
+    def seconds(self, terms: Terms) -> Floats:
+        return np.maximum(np.maximum(terms.compute, terms.all_reduce), terms.boundary)
+
+    def limit(self, terms: Terms) -> str:
+        return _largest(compute=terms.compute, all_reduce=terms.all_reduce, boundary=terms.boundary)
+
+
+@dataclass(frozen=True)
+class Released:
+    """What the released optimizer means to compute (design: "Numbers that must agree").
+
+    The first stage of a pipeline: (C' + 4(m-1)W/(B m)/q)/m, with q the machines of the next inner
+    level. Every later stage: max of (C' + 4(m-1)W/(B m))/m, 2 a_in/(B m) and 2 a_out/(B m), the two
+    boundary terms divided by the activation compression ratio and absent when none is given.
+    """
+
+    compression: float | None = None
+    name: str = "released"
+
+    def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms:
+        reduced = 4 * (replicas - 1) * work.parameter_bytes / (level.bandwidth * replicas)
+        compute = work.inner_seconds / replicas
+        if first:
+            return Terms(compute, reduced / level.inner_machines / replicas, np.zeros(1))
+        if self.compression is None:
+            return Terms(compute, reduced / replicas, np.zeros(1))
+        crossing = np.maximum(work.bytes_in, work.bytes_out)
+        sent = 2 * crossing / (level.bandwidth * replicas) / self.compression
+        return Terms(compute, reduced / replicas, sent)
+
+    def seconds(self, terms: Terms) -> Floats:
+        return np.maximum(terms.compute + terms.all_reduce, terms.boundary)
+
+    def limit(self, terms: Terms) -> str:
+        if terms.boundary.item() > (terms.compute + terms.all_reduce).item():
+            return "boundary"
+        return _largest(compute=terms.compute, all_reduce=terms.all_reduce)
+
+
+COST_MODELS: dict[str, type[Paper] | type[Released]] = {"paper": Paper, "released": Released}
+
+
+def _largest(**terms: Floats) -> str:
+    return max(terms, key=lambda name: terms[name].item()).replace("_", "-")

@@ -1,0 +1,52 @@
+"""From nested stages to ranks, and to the time of each once its levels are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+
+import numpy as np
+
+from pipedream.graph.cluster import Cluster
+from pipedream.optimizer.hierarchy import NestedStage
+from pipedream.optimizer.stage_cost import Replication
+
+
+def ranks(stage: NestedStage, cluster: Cluster) -> tuple[int, ...]:
+    """The devices of a stage, the same in each component of every level it is replicated over.
+
+    The outermost level counts fastest: minibatch b runs on the (b mod r)-th rank, so that stages
+    which share a machine's inner pipeline keep each minibatch inside that machine, as the cost
+    model takes for granted, whatever their replica counts.
+    """
+    places = (range(share.offset, share.offset + share.replicas) for share in stage.shares)
+    return tuple(cluster.rank(place) for place in product(*places))
+
+
+def stage_time(cost: Replication, stage: NestedStage) -> tuple[float, str]:
+    """Seconds per minibatch that this stage allows, all levels together, and what sets them.
+
+    Costs of a level only grow with the cost inside, so the largest of these over the stages of a
+    plan is the plan's time.
+    """
+    nodes = cost.cuts.nodes(stage.start, stage.end)
+    seconds = np.array([cost.cuts.graph.compute_seconds[list(nodes)].sum()])
+    limit = "compute"
+    for share in stage.shares:
+        end = slice(share.end, share.end + 1)
+        replicas = np.array([share.replicas])
+        terms = cost.terms(seconds, share.start, end, share.level, replicas, share.first)
+        here = cost.model.limit(terms)
+        limit = limit if here == "compute" else here
+        seconds = cost.model.seconds(terms)
+    return float(seconds[0]), limit
+
+
+def data_parallel_time(cost: Replication, machines: Sequence[int]) -> float:
+    """Seconds per minibatch with the whole model on every device."""
+    end = len(cost.cuts) - 1
+    seconds = np.array([cost.cuts.seconds[end]])
+    for level, count in enumerate(machines, start=1):
+        replicas = np.array([count])
+        seconds = cost.replicated(seconds, 0, slice(end, end + 1), level, replicas, True)
+    return float(seconds[0])

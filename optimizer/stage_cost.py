@@ -1,0 +1,121 @@
+"""The one cost question: how long does this piece of the model take on these devices?
+
+The solver asks a StageCost and does not care who answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+import numpy as np
+
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.plan import ScheduleName
+from pipedream.optimizer.cost import CostModel, Level, Terms, Work
+from pipedream.optimizer.cuts import Cuts, States
+from pipedream.optimizer.memory import in_flight, stage_memory
+from pipedream.optimizer.planning import Floats, Ints
+
+
+class StageCost(Protocol):
+    """Costs of the stages from cut `start` to each of `ends`; infinite for one that may not be.
+
+    `load` is how many workers of later stages there are for each worker of this one, which sets how
+    many minibatches it has in flight.
+    """
+
+    depends_on_load: bool
+
+    def on_device(self, start: int, ends: States, load: Fraction) -> Floats:
+        """On one device."""
+        ...
+
+    def replicated(
+        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
+    ) -> Floats:
+        """[case, end]: on `replicas[case, 0]` components of `level` (1 innermost), given the cost
+        on one component `inner[case, end]`. `first`: it begins the pipeline of its level.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class MemoryLimit:
+    """What each device has, and the schedule that decides how much is stashed."""
+
+    bytes: float
+    schedule: ScheduleName
+
+
+class Replication:
+    """PipeDream's answer: every component of a stage does the same on other minibatches.
+
+    Costs are seconds per minibatch under `model`. With `working` a stage must take some time.
+    """
+
+    def __init__(
+        self,
+        cuts: Cuts,
+        cluster: Cluster,
+        model: CostModel,
+        limit: MemoryLimit | None = None,
+        working: bool = False,
+    ) -> None:
+        self.cuts = cuts
+        self.model = model
+        self.limit = limit
+        self.working = working
+        self.levels = levels(cluster)
+        self.depends_on_load = limit is not None
+
+    def on_device(self, start: int, ends: States, load: Fraction) -> Floats:
+        seconds: Floats = np.maximum(self.cuts.seconds[ends] - self.cuts.seconds[start], 0.0)
+        if self.working:
+            seconds[self.cuts.working[ends] == self.cuts.working[start]] = np.inf
+        if self.limit is not None:
+            needed = stage_memory(self.cuts, self.limit.schedule, start, ends, in_flight(load))
+            seconds[needed.total > self.limit.bytes] = np.inf
+        return seconds
+
+    def replicated(
+        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
+    ) -> Floats:
+        return self.model.seconds(self.terms(inner, start, ends, level, replicas, first))
+
+    def terms(
+        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
+    ) -> Terms:
+        """The parts that `replicated` is made of."""
+        parameters = self.cuts.parameter_bytes[ends] - self.cuts.parameter_bytes[start]
+        across = self.cuts.bytes_across
+        work = Work(inner, parameters, across[start], across[ends])
+        return self.model.terms(work, self.levels[level - 1], replicas, first)
+
+
+class LeastMemory:
+    """Bytes on the fullest worker, not seconds: for the plan that needs the least memory."""
+
+    depends_on_load = True
+
+    def __init__(self, cuts: Cuts, schedule: ScheduleName) -> None:
+        self.cuts = cuts
+        self.schedule = schedule
+
+    def on_device(self, start: int, ends: States, load: Fraction) -> Floats:
+        return stage_memory(self.cuts, self.schedule, start, ends, in_flight(load)).total
+
+    def replicated(
+        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
+    ) -> Floats:
+        return inner
+
+
+def levels(cluster: Cluster) -> tuple[Level, ...]:
+    """What a cost model needs to know of each level, innermost first."""
+    inner = (1, *cluster.machines)
+    return tuple(
+        Level(bandwidth, machines)
+        for bandwidth, machines in zip(cluster.bandwidth, inner, strict=False)
+    )
