@@ -269,15 +269,15 @@ def _free_port() -> int:
         return port
 
 
-def die_with_parent() -> None:
+def die_with_parent() -> bool:
     """Ends this worker, and what it started, as soon as the process that spawned it is gone.
 
     The parent holds the writing end of a pipe and never writes: reading returns when it has died,
-    however that came. Does nothing in a process that `spawn` did not start.
+    however that came. In a process that `spawn` did not start it does nothing and gives False.
     """
     lifeline = os.environ.pop(_LIFELINE, None)
     if lifeline is None:
-        return
+        return False
     descriptor = int(lifeline)
     os.set_inheritable(descriptor, False)
 
@@ -286,6 +286,7 @@ def die_with_parent() -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    return True
 
 
 def _open_floor() -> int:

@@ -124,6 +124,8 @@ class Pipeline:
     Minibatch b runs at a stage of r replicas on replica b mod r, backward where forward went. A
     round is the run of consecutive minibatches whose mean gradient makes one update of a stage: r
     of them with weight stashing, `microbatches` with flush; the last round may have fewer.
+    `tied` are the stages that share parameters with other stages: with flush their gradients are
+    added up over all of them.
     """
 
     name: ScheduleName
@@ -131,6 +133,7 @@ class Pipeline:
     links: tuple[Link, ...]
     minibatches: int
     microbatches: int = 1
+    tied: tuple[int, ...] = ()
 
     @property
     def workers(self) -> Iterator[Worker]:
@@ -171,8 +174,8 @@ class Schedule(Pipeline):
 
         Receives stand right before the pass that needs them, sends right after the pass that makes
         them. After a worker's last backward pass of a round come ALL_REDUCE (only where the stage
-        has several replicas; it waits for all of them) and UPDATE. A replica with no minibatch in a
-        round takes part in both all the same.
+        has several replicas or is tied; it waits for all of them) and UPDATE. A replica with no
+        minibatch in a round takes part in both all the same.
         """
         writer = _Writer(self, worker)
         for step in self.steps[worker]:
@@ -186,6 +189,7 @@ def schedule(
     links: Collection[Link],
     minibatches: int,
     microbatches: int = 1,
+    tied: Collection[int] = (),
 ) -> Schedule:
     """The schedule of one epoch, drained at its end; weight versions count from 0.
 
@@ -200,8 +204,9 @@ def schedule(
     assert all(0 <= source < target < stages for source, target in links), links
     assert minibatches >= 0, minibatches
     assert microbatches > 0, microbatches
+    assert not tied or name == "flush", "tied stages need one version of the weights for all"
     ordered = tuple(sorted(set(links)))
-    return Schedule(name, tuple(replicas), ordered, minibatches, microbatches)
+    return Schedule(name, tuple(replicas), ordered, minibatches, microbatches, tuple(tied))
 
 
 class _Play:
@@ -343,7 +348,7 @@ class _Writer:
             if before < min(first + size, self.pipeline.minibatches):
                 break
             self.version += 1
-            if self.pipeline.replicas[self.stage] > 1:
+            if self.pipeline.replicas[self.stage] > 1 or self.stage in self.pipeline.tied:
                 self._add(Kind.ALL_REDUCE, first, self.version, divisor=divisor)
             self._add(Kind.UPDATE, first, self.version, divisor=divisor)
 

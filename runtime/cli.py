@@ -1,0 +1,131 @@
+"""`pd-train`: trains a plan. Started by torchrun or mpirun it is one rank; alone it starts them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipedream.graph.command import Command, UserError
+
+if TYPE_CHECKING:
+    from pipedream.runtime.launch import Place
+    from pipedream.runtime.trainer import Job
+
+
+@click.command("pd-train", cls=Command)
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.option(
+    "--config",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="The run config: model, data, loss, optimizer (YAML).",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for checkpoints, metrics and pictures.  [default: runs/NAME OF CONFIG]",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="How many processes to start here.  [default: as many as the plan has]",
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option(
+    "--schedule",
+    type=click.Choice(["weight-stashing", "flush"]),
+    help="In place of the plan's schedule.",
+)
+@click.option("--epochs", type=click.IntRange(min=1), help="In place of the config's epochs.")
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in the folder.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="Seconds without a word from another worker until it counts as lost.",
+)
+@click.option(
+    "--evaluate/--no-evaluate",
+    default=True,
+    show_default=True,
+    help="Try the trained model on the held-out data, on one worker.",
+)
+def main(
+    plan: Path,
+    config: Path,
+    output: Path | None,
+    workers: int | None,
+    device: str,
+    schedule: str | None,
+    epochs: int | None,
+    resume: bool,
+    timeout: float,
+    evaluate: bool,
+) -> int:
+    """Train the model of a run config as the pipeline that PLAN (plan.json) describes.
+
+    Alone, it starts one process for each worker of the plan on this machine. Under
+    `torchrun --no-python ... pd-train PLAN ...` or `mpirun ... pd-train PLAN ...` each process is
+    one worker.
+    """
+    from pipedream.graph.config import read_config
+    from pipedream.graph.plan import read_plan
+    from pipedream.runtime import launch
+
+    read = read_plan(plan)
+    run_config = read_config(config)
+    folder = output or Path("runs") / config.stem
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"-o {folder}: this is a file, not a folder")
+    place = launch.environment()
+    if place is None:
+        if workers is not None and workers != read.workers:
+            raise UserError(f"--workers {workers}: the plan is for {read.workers} workers")
+        return launch.spawn(sys.argv, read.workers)
+
+    from pipedream.runtime.trainer import Job
+
+    job = Job(
+        plan=read,
+        config=run_config,
+        directory=config.resolve().parent,
+        run=folder,
+        device=device,
+        schedule=read.schedule if schedule is None else schedule,  # type: ignore[arg-type]
+        epochs=epochs or run_config.epochs,
+        resume=resume,
+        timeout=timeout,
+        evaluate=evaluate,
+    )
+    return _work(job, place)
+
+
+def _work(job: Job, place: Place) -> int:
+    """This process's part of the run; its exit code."""
+    from pipedream.runtime import launch
+    from pipedream.runtime.trainer import train
+    from pipedream.runtime.transport import PeerLost
+
+    spawned = launch.die_with_parent()
+    try:
+        train(job, place)
+    except UserError:
+        if launch.has_the_floor():
+            raise
+        return launch.USER_ERROR
+    except PeerLost as error:
+        if not spawned:
+            print(f"pd-train: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+        # Not sys.exit: what is left of the process group would wait for the lost peer.
+        os._exit(launch.PEER_LOST)
+    return 0
+
+
+if __name__ == "__main__":
+    main()

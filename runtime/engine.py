@@ -1,0 +1,224 @@
+"""Executes the actions of one rank: one small method for each kind, found through one table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from pipedream.profiler.segment import Segment
+from pipedream.runtime.schedule import Action, Kind, Worker
+from pipedream.runtime.stage import Layout
+from pipedream.runtime.timeline import Event
+from pipedream.runtime.transport import Channel, PeerLost, Transport
+from pipedream.runtime.weights import Version, Weights
+
+LOOK_AHEAD = 16
+"""How many actions ahead the receives are posted."""
+
+RECEIVES = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
+
+
+class Minibatches(Protocol):
+    """The data of an epoch: the input tensors of minibatch b, and its target."""
+
+    def inputs(self, minibatch: int, which: Iterable[int]) -> list[torch.Tensor]: ...
+
+    def target(self, minibatch: int) -> Any: ...
+
+
+@dataclass
+class Passing:
+    """What one minibatch leaves on this rank between its forward and its backward pass."""
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    version: Version | None = None
+    loss: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Who adds gradients up with whom: the replicas of the stage, and the holders of tied weights.
+
+    `stage` is None where the stage has one replica.
+    """
+
+    stage: dist.ProcessGroup | None
+    tied: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+
+
+@dataclass
+class Engine:
+    """One replica of one stage.
+
+    `ranks[stage][replica]` is the rank of a worker; `loss(outputs, target)` is for the last stage,
+    which has `outputs`, the names of the values that the model returns; `on_loss` hears of it, and
+    `after` of every action done.
+    """
+
+    layout: Layout
+    piece: Segment
+    weights: Weights
+    optimizer: Optimizer
+    transport: Transport
+    groups: Groups
+    ranks: Sequence[Sequence[int]]
+    outputs: Sequence[str]
+    loss: Callable[[Sequence[torch.Tensor], Any], torch.Tensor]
+    on_loss: Callable[[int, torch.Tensor], None]
+    after: Callable[[Action], None]
+    events: list[Event] = field(default_factory=list)
+
+    def run(self, actions: Sequence[Action], data: Minibatches) -> None:
+        """Performs one epoch. Raises PeerLost, naming the action that could not be done."""
+        self.data = data
+        self.passing: dict[int, Passing] = {}
+        self.base = self.weights.current.number
+        perform = self.table
+        posted = 0
+        for position, action in enumerate(actions):
+            while posted < min(position + LOOK_AHEAD, len(actions)):
+                self._post(actions[posted])
+                posted += 1
+            begin = time.perf_counter()
+            try:
+                perform[action.kind](action)
+            except PeerLost as error:
+                raise PeerLost(f"{error} (at {action}, minibatch {action.minibatch})") from error
+            self.events.append(Event(action, begin, time.perf_counter()))
+            self.after(action)
+        self.transport.drain()
+        assert not self.passing
+
+    @property
+    def table(self) -> Mapping[Kind, Callable[[Action], None]]:
+        return {
+            Kind.RECV_ACTIVATION: self._receive_activation,
+            Kind.FORWARD: self._forward,
+            Kind.SEND_ACTIVATION: self._send_activation,
+            Kind.RECV_GRADIENT: self._receive_gradient,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_GRADIENT: self._send_gradient,
+            Kind.ALL_REDUCE: self._all_reduce,
+            Kind.UPDATE: self._update,
+        }
+
+    def _rank(self, worker: Worker | None) -> int:
+        assert worker is not None
+        return self.ranks[worker[0]][worker[1]]
+
+    def _channel(self, action: Action) -> Channel:
+        gradient = action.kind in (Kind.RECV_GRADIENT, Kind.SEND_GRADIENT)
+        return Channel(self._rank(action.peer), gradient)
+
+    def _post(self, action: Action) -> None:
+        assert action.kind not in RECEIVES or action.peer is not None
+        if action.kind is Kind.RECV_ACTIVATION and action.peer:
+            values = self.layout.receives[action.peer[0]]
+            self.transport.post(self._channel(action), values)
+        elif action.kind is Kind.RECV_GRADIENT and action.peer:
+            sent = self.layout.sends[action.peer[0]]
+            values = tuple(value for value in sent if value.requires_grad)
+            self.transport.post(self._channel(action), values)
+
+    def _receive_activation(self, action: Action) -> None:
+        assert action.peer is not None
+        passing = self.passing.setdefault(action.minibatch, Passing())
+        tensors = self.transport.receive(self._channel(action))
+        values = self.layout.receives[action.peer[0]]
+        for value, tensor in zip(values, tensors, strict=True):
+            passing.values[value.name] = tensor.requires_grad_(value.requires_grad)
+
+    def _forward(self, action: Action) -> None:
+        passing = self.passing.setdefault(action.minibatch, Passing())
+        reads = self.layout.reads
+        tensors = self.data.inputs(action.minibatch, reads.values())
+        passing.values |= dict(zip(reads, tensors, strict=True))
+        passing.version = self.weights.acquire()
+        assert passing.version.number == self.base + action.version
+        inputs = tuple(passing.values[name] for name in self.piece.inputs)
+        results = functional_call(self.piece.module, passing.version.tensors, inputs)
+        passing.values |= dict(zip(self.piece.outputs, results, strict=True))
+        if action.stage == len(self.ranks) - 1:
+            outputs = [passing.values[name] for name in self.outputs]
+            passing.loss = self.loss(outputs, self.data.target(action.minibatch))
+            self.on_loss(action.minibatch, passing.loss.detach())
+
+    def _send_activation(self, action: Action) -> None:
+        assert action.peer is not None
+        values = self.passing[action.minibatch].values
+        message = [values[value.name] for value in self.layout.sends[action.peer[0]]]
+        self.transport.send(self._channel(action), message)
+
+    def _receive_gradient(self, action: Action) -> None:
+        assert action.peer is not None
+        gradients = self.passing[action.minibatch].gradients
+        sent = [value for value in self.layout.sends[action.peer[0]] if value.requires_grad]
+        tensors = self.transport.receive(self._channel(action))
+        for value, tensor in zip(sent, tensors, strict=True):
+            known = gradients.get(value.name)
+            gradients[value.name] = tensor if known is None else known + tensor
+
+    def _backward(self, action: Action) -> None:
+        passing = self.passing[action.minibatch]
+        version = passing.version
+        assert version is not None
+        received = self._received_needing_gradient()
+        ends, end_gradients = self._ends(passing)
+        parameters = {n: t for n, t in version.tensors.items() if t.requires_grad}
+        wanted = [*parameters.values(), *(passing.values[name] for name in received)]
+        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
+        if ends and wanted:
+            found = torch.autograd.grad(ends, wanted, end_gradients, allow_unused=True)
+        self.weights.accumulate(dict(zip(parameters, found, strict=False)))
+        passing.gradients = {
+            name: torch.zeros_like(passing.values[name]) if gradient is None else gradient
+            for name, gradient in zip(received, found[len(parameters) :], strict=True)
+        }
+        passing.values, passing.loss, passing.version = {}, None, None
+        self.weights.release(version)
+        if not self.layout.receives:
+            del self.passing[action.minibatch]
+
+    def _received_needing_gradient(self) -> list[str]:
+        received = (value for values in self.layout.receives.values() for value in values)
+        return [value.name for value in received if value.requires_grad]
+
+    def _ends(self, passing: Passing) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+        """Where the backward pass of this stage begins: at the loss, or at what was sent."""
+        if passing.loss is not None:
+            return ([passing.loss] if passing.loss.requires_grad else []), None
+        names = [name for name in passing.gradients if passing.values[name].requires_grad]
+        return [passing.values[n] for n in names], [passing.gradients[n] for n in names]
+
+    def _send_gradient(self, action: Action) -> None:
+        assert action.peer is not None
+        gradients = self.passing[action.minibatch].gradients
+        values = self.layout.receives[action.peer[0]]
+        message = [gradients.pop(value.name) for value in values if value.requires_grad]
+        self.transport.send(self._channel(action), message)
+        if action.peer[0] == max(self.layout.receives):
+            del self.passing[action.minibatch]
+
+    def _all_reduce(self, action: Action) -> None:
+        """Adds the round's gradients up over the replicas; of tied weights, over all holders."""
+        gradients = self.weights.gradients
+        for name, parameter in self.weights.parameters.items():
+            if parameter.requires_grad and name not in gradients:
+                gradients[name] = torch.zeros_like(parameter)
+        if self.groups.stage is not None:
+            own = [tensor for name, tensor in gradients.items() if name not in self.groups.tied]
+            self.transport.add_up(own, self.groups.stage)
+        for name, group in self.groups.tied.items():
+            self.transport.add_up([gradients[name]], group)
+
+    def _update(self, action: Action) -> None:
+        self.weights.update(self.optimizer, action.divisor)
+        assert self.weights.current.number == self.base + action.version

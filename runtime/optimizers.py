@@ -1,0 +1,52 @@
+"""The optimizer that a run config names, and its state by parameter name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipedream.graph.command import UserError
+from pipedream.graph.config import OptimizerConfig
+
+
+def make_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    """A torch.optim optimizer over these parameters. Raises UserError for a wrong name or option.
+
+    A stage without parameters has one over a tensor that never gets a gradient.
+    """
+    kind = getattr(torch.optim, config.name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
+        raise UserError(
+            f"optimizer {config.name!r}: torch.optim has no such class; write SGD, AdamW"
+        )
+    try:
+        return kind(list(parameters.values()) or [nn.Parameter(torch.zeros(()))], **config.args)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"optimizer {config.name} {config.args}: {error}") from error
+
+
+def state_tensors(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """What the optimizer remembers, as `PARAMETER/STATE` -> tensor; numbers as 0-d tensors."""
+    return {
+        f"{name}/{key}": value if isinstance(value, Tensor) else torch.tensor(value)
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
+    }
+
+
+def restore_state(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """Puts back what `state_tensors` gave. 0-d tensors stay tensors, as torch.optim keeps them."""
+    for key, tensor in tensors.items():
+        name, _, state = key.rpartition("/")
+        parameter = parameters[name]
+        remembered: dict[str, Any] = optimizer.state[parameter]
+        remembered[state] = tensor.to(parameter.device) if tensor.dim() else tensor

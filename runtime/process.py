@@ -1,0 +1,63 @@
+"""One process among others: its device, its backend, its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from pipedream.graph.command import UserError
+from pipedream.runtime.engine import Groups
+from pipedream.runtime.launch import Place
+from pipedream.runtime.transport import PeerLost
+
+
+def choose_device(name: str, place: Place) -> tuple[torch.device, str]:
+    """The device of this rank and the backend that serves it.
+
+    NCCL where every rank of the machine has a GPU of its own; gloo on CPUs and where several ranks
+    share a GPU. Raises UserError if there is no such device.
+    """
+    if name == "cpu":
+        return torch.device("cpu"), "gloo"
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
+    torch.cuda.set_device(place.local_rank % count)
+    device = torch.device("cuda", place.local_rank % count)
+    return device, "nccl" if place.local_world_size <= count else "gloo"
+
+
+def join(place: Place, backend: str, device: torch.device, timeout: float) -> Store:
+    """Joins the other ranks; the store they share. Raises PeerLost if they do not all come."""
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{place.master_address}:{place.master_port}",
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=device if backend == "nccl" else None,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise PeerLost(f"the {place.world_size} ranks did not all come together") from error
+    return PrefixStore("pipedream", dist.distributed_c10d._get_default_store())
+
+
+def make_groups(
+    stage: int, ranks: Sequence[Sequence[int]], tied: Mapping[str, Sequence[int]]
+) -> Groups:
+    """The groups of a worker of `stage`. Every rank makes every group, in the same order."""
+    own = None
+    for index, members in enumerate(ranks):
+        group = dist.new_group(list(members)) if len(members) > 1 else None
+        own = group if index == stage else own
+    shared = {}
+    for name, stages in tied.items():
+        holders = dist.new_group(sorted(rank for index in stages for rank in ranks[index]))
+        if stage in stages:
+            shared[name] = holders
+    return Groups(own, shared)

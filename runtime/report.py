@@ -1,0 +1,153 @@
+"""What a run tells: progress with loss on rank 0, metrics.jsonl, summary.json."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from torch._C._distributed_c10d import Store
+
+SECONDS_BETWEEN_LOOKS = 0.1
+
+
+class Losses:
+    """Brings the losses from the replicas of the last stage to rank 0, through the store."""
+
+    def __init__(self, store: Store, epoch: int, minibatches: int) -> None:
+        self.store, self.epoch, self.minibatches = store, epoch, minibatches
+        self.next = 0
+
+    def tell(self, minibatch: int, loss: torch.Tensor) -> None:
+        self.store.set(self._key(minibatch), repr(loss.item()))
+
+    def heard(self) -> list[tuple[int, float]]:
+        """The losses that came since the last call, in the order of the minibatches."""
+        found = []
+        while self.next < self.minibatches and self.store.check([self._key(self.next)]):
+            key = self._key(self.next)
+            found.append((self.next, float(self.store.get(key))))
+            self.store.delete_key(key)
+            self.next += 1
+        return found
+
+    def _key(self, minibatch: int) -> str:
+        return f"loss/{self.epoch}/{minibatch}"
+
+
+class Display:
+    """The progress bar and metrics.jsonl of rank 0. A context manager."""
+
+    def __init__(self, path: Path, batch_size: int, minibatches: int, append: bool) -> None:
+        self.path, self.batch_size, self.append = path, batch_size, append
+        console = Console(stderr=True)
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}"),
+            TextColumn("{task.fields[rate]:.0f} samples/s"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self.task = self.progress.add_task(
+            "training", total=minibatches, loss=float("nan"), rate=0.0
+        )
+        self.begin = self.looked = time.perf_counter()
+        self.done = 0
+        self.losses: list[float] = []
+
+    def __enter__(self) -> Display:
+        self.file: TextIO = self.path.open("a" if self.append else "w", encoding="utf-8")
+        self.progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.progress.stop()
+        self.file.close()
+
+    def look(self, losses: Losses, at_once: bool = False) -> None:
+        """Shows and writes down what has come; not more than ten times a second, or at once."""
+        now = time.perf_counter()
+        if not at_once and now - self.looked < SECONDS_BETWEEN_LOOKS:
+            return
+        self.looked = now
+        for minibatch, loss in losses.heard():
+            self.done += 1
+            self.losses.append(loss)
+            seconds = round(now - self.begin, 4)
+            line = {"epoch": losses.epoch, "minibatch": minibatch, "loss": loss, "seconds": seconds}
+            self.file.write(json.dumps(line) + "\n")
+        self.file.flush()
+        if self.done:
+            rate = self.done * self.batch_size / (now - self.begin)
+            self.progress.update(
+                self.task,
+                completed=self.done,
+                description=f"epoch {losses.epoch}",
+                loss=self.losses[-1],
+                rate=rate,
+            )
+
+
+def seconds_per_minibatch(
+    epochs: Sequence[tuple[float, Sequence[float]]], replicas: int, warm_up: int, minibatches: int
+) -> float:
+    """The steady state of a run, from when the backward passes of one rank ended.
+
+    `epochs` has for each epoch its whole time and those moments, in seconds. The first `warm_up`
+    passes fill the pipeline and do not count; where that leaves nothing, the whole time is taken.
+    """
+    spans = [ends[warm_up:] for _, ends in epochs]
+    counted = sum(len(ends) - 1 for ends in spans if ends) * replicas
+    if counted > 0:
+        return sum(ends[-1] - ends[0] for ends in spans if ends) / counted
+    return sum(whole for whole, _ in epochs) / max(1, len(epochs) * minibatches)
+
+
+def forget_peak_memory(device: torch.device) -> None:
+    """Starts the measurement of peak memory anew, where the system can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):  # Linux alone has a resident high-water mark that can be reset
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory in use since `forget_peak_memory`: the GPU's, or the process's on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,305 @@
+"""One rank's whole run: set up, train epoch by epoch, save, report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Parameter
+
+from pipedream.graph.command import UserError
+from pipedream.graph.config import RunConfig
+from pipedream.graph.plan import Plan, ScheduleName
+from pipedream.profiler.capture import Captured, capture
+from pipedream.profiler.source import load_config_model, load_data
+from pipedream.runtime import checkpoint
+from pipedream.runtime.data import Epoch
+from pipedream.runtime.engine import Engine
+from pipedream.runtime.evaluate import evaluate
+from pipedream.runtime.launch import Place
+from pipedream.runtime.loss import load_loss
+from pipedream.runtime.optimizers import make_optimizer, restore_state, state_tensors
+from pipedream.runtime.process import choose_device, join, make_groups
+from pipedream.runtime.report import (
+    Display,
+    Losses,
+    forget_peak_memory,
+    peak_memory_bytes,
+    seconds_per_minibatch,
+    write_json,
+)
+from pipedream.runtime.schedule import (
+    Action,
+    Kind,
+    Schedule,
+    Worker,
+    parse_action,
+    schedule,
+    warm_up,
+)
+from pipedream.runtime.stage import Layout, layouts, links, source_text, tied
+from pipedream.runtime.timeline import Event, draw, write_trace
+from pipedream.runtime.transport import Transport
+from pipedream.runtime.weights import Weights
+
+
+@dataclass(frozen=True)
+class Job:
+    """What pd-train was asked to do. `directory` is the run config's, `run` where results go."""
+
+    plan: Plan
+    config: RunConfig
+    directory: Path
+    run: Path
+    device: str = "cpu"
+    schedule: ScheduleName = "weight-stashing"
+    epochs: int = 1
+    resume: bool = False
+    timeout: float = 300.0
+    evaluate: bool = True
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """The rank of each replica of each stage; they close up where the plan skips devices."""
+        used = sorted(rank for stage in self.plan.stages for rank in stage.ranks)
+        number = {rank: index for index, rank in enumerate(used)}
+        return [[number[rank] for rank in stage.ranks] for stage in self.plan.stages]
+
+    def worker(self, rank: int) -> Worker:
+        (found,) = (
+            (stage, members.index(rank))
+            for stage, members in enumerate(self.ranks)
+            if rank in members
+        )
+        return found
+
+
+def train(job: Job, place: Place) -> None:
+    """Trains as this rank. Raises UserError for what the user can mend, PeerLost for lost peers."""
+    if place.world_size != job.plan.workers:
+        raise UserError(
+            f"the plan is for {job.plan.workers} workers and {place.world_size} were started"
+        )
+    Rank(job, place).run()
+
+
+class Rank:
+    """One rank of a run. All build the same model from the same seed, then keep their stage."""
+
+    def __init__(self, job: Job, place: Place) -> None:
+        self.job, self.place = job, place
+        self.worker = job.worker(place.rank)
+        self.stage, self.replica = self.worker
+        self.device, self.backend = choose_device(job.device, place)
+        self.data, self.held_out = load_data(job.config, job.directory)
+        self.minibatches = len(self.data) // job.config.batch_size
+        if not self.minibatches:
+            raise UserError(
+                f"batch_size {job.config.batch_size} is more than the {len(self.data)} examples"
+            )
+        self._build(self._capture())
+
+    def _capture(self) -> Captured:
+        job = self.job
+        torch.manual_seed(job.config.seed)
+        model = load_config_model(job.config, job.directory)
+        self.persistent = frozenset(model.state_dict())
+        example = Epoch(self.data, job.config, 0, torch.device("cpu")).batch(0)
+        return capture(model, example.inputs)
+
+    def _build(self, captured: Captured) -> None:
+        """Keeps this rank's stage of the captured model; the rest of it may go."""
+        job = self.job
+        self.layouts: Sequence[Layout] = layouts(captured, job.plan)
+        self.tied = tied(captured, self.layouts)
+        if self.tied and job.schedule == "weight-stashing":
+            name, stages = next(iter(self.tied.items()))
+            raise UserError(
+                f"parameter {name} is used in stages {_and(stages)}: with weight stashing each "
+                "stage would learn its own; use --schedule flush, or untie the weights"
+            )
+        self.layout = self.layouts[self.stage]
+        piece = self.layout.build(captured)
+        if self.replica == 0:
+            job.run.mkdir(parents=True, exist_ok=True)
+            text = source_text(captured, job.plan, self.layout, piece)
+            (job.run / f"stage{self.stage}.py").write_text(text, encoding="utf-8")
+        self.piece = piece.to(self.device)
+        self.outputs, self.rebuild = captured.outputs, captured.rebuild
+        self.parameters: dict[str, Parameter] = dict(self.piece.module.named_parameters())
+        buffers = self.piece.module.named_buffers()
+        self.buffers = {name: buffer for name, buffer in buffers if name in self.persistent}
+        self.optimizer = make_optimizer(job.config.optimizer, self.parameters)
+        self.loss = load_loss(job.config.loss, job.directory)
+
+    def run(self) -> None:
+        job = self.job
+        self.store = join(self.place, self.backend, self.device, job.timeout)
+        self.groups = make_groups(self.stage, job.ranks, self.tied)
+        self.transport = Transport(self.device, self.backend)
+        first = self._resume() if job.resume else 0
+        self.weights = Weights(self.parameters)
+        self.schedule = self._schedule()
+        forget_peak_memory(self.device)
+        self.times: list[tuple[float, list[float]]] = []
+        if self.place.rank == 0:
+            total = self.minibatches * max(0, job.epochs - first)
+            path = job.run / "metrics.jsonl"
+            with Display(path, job.config.batch_size, total, append=first > 0) as self.display:
+                self._epochs(first)
+        else:
+            self._epochs(first)
+        self._finish()
+        dist.destroy_process_group()
+
+    def _schedule(self) -> Schedule:
+        plan, config = self.job.plan, self.job.config
+        return schedule(
+            self.job.schedule,
+            plan.replicas,
+            links(self.layouts),
+            self.minibatches,
+            config.microbatches,
+            tied=sorted({stage for stages in self.tied.values() for stage in stages}),
+        )
+
+    def _epochs(self, first: int) -> None:
+        actions = self.schedule.actions(self.worker)
+        for number in range(first + 1, self.job.epochs + 1):
+            self._train_epoch(number, actions)
+            self._save(number)
+
+    def _train_epoch(self, number: int, actions: Sequence[Action]) -> None:
+        # Each rank has random numbers of its own, the same ones for a resumed epoch.
+        torch.manual_seed((self.job.config.seed * 1_000_003 + number) * 10_007 + self.place.rank)
+        losses = Losses(self.store, number, self.minibatches)
+        ends: list[float] = []
+
+        def after(action: Action) -> None:
+            if action.kind is Kind.BACKWARD:
+                ends.append(time.perf_counter())
+                if self.place.rank == 0:
+                    self.display.look(losses)
+
+        self.engine = Engine(
+            layout=self.layout,
+            piece=self.piece,
+            weights=self.weights,
+            optimizer=self.optimizer,
+            transport=self.transport,
+            groups=self.groups,
+            ranks=self.job.ranks,
+            outputs=self.outputs,
+            loss=lambda outputs, target: self.loss(self.rebuild(outputs), target),
+            on_loss=losses.tell,
+            after=after,
+        )
+        begin = time.perf_counter()
+        self.engine.run(actions, Epoch(self.data, self.job.config, number, self.device))
+        self.times.append((time.perf_counter() - begin, ends))
+        dist.barrier()
+        if self.place.rank == 0:
+            self.display.look(losses, at_once=True)
+
+    def _save(self, epoch: int) -> None:
+        """Every stage's first replica writes its part; rank 0 makes the checkpoint valid."""
+        self._average_buffers()
+        folder = self.job.run / "checkpoints"
+        if self.replica == 0:
+            checkpoint.write_shard(
+                folder,
+                epoch,
+                self.stage,
+                len(self.layouts),
+                model={**self.parameters, **self.buffers},
+                optimizer=state_tensors(self.optimizer, self.parameters),
+            )
+        dist.barrier()
+        if self.place.rank == 0:
+            checkpoint.publish(folder, epoch, len(self.layouts))
+        dist.barrier()
+
+    def _average_buffers(self) -> None:
+        """Batch-norm statistics and the like: the mean over the replicas goes on everywhere."""
+        if self.groups.stage is not None and self.buffers:
+            count = len(self.job.ranks[self.stage])
+            sums = {name: buffer.double() for name, buffer in self.buffers.items()}
+            self.transport.add_up(list(sums.values()), self.groups.stage)
+            for name, buffer in self.buffers.items():
+                buffer.copy_(sums[name] / count)
+
+    def _resume(self) -> int:
+        """Loads the newest checkpoint; the number of epochs it has behind it."""
+        path = checkpoint.latest(self.job.run / "checkpoints")
+        if path is None:
+            raise UserError(f"--resume: there is no checkpoint in {self.job.run / 'checkpoints'}")
+        names = {**self.parameters, **self.buffers}
+        with torch.no_grad():
+            for name, tensor in checkpoint.load_model(path, names).items():
+                names[name].copy_(tensor)
+        restore_state(
+            self.optimizer, self.parameters, checkpoint.load_optimizer(path, self.parameters)
+        )
+        return checkpoint.epoch_of(path)
+
+    def _finish(self) -> None:
+        """Every rank tells what it measured; rank 0 writes it down and tries the model."""
+        mine = {
+            "rank": self.place.rank,
+            "stage": self.stage,
+            "replica": self.replica,
+            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "weight_versions": self.weights.peak_versions,
+        }
+        events = self.engine.events if self.times else []
+        clock = time.time() - time.perf_counter()
+        seen = [(str(e.action), e.begin + clock, e.end + clock) for e in events]
+        self.store.set(f"report/{self.place.rank}", json.dumps([mine, seen]))
+        if self.place.rank == 0:
+            reports = [
+                json.loads(self.store.get(f"report/{rank}"))
+                for rank in range(self.place.world_size)
+            ]
+            self._write_summary([report for report, _ in reports])
+            self._write_timeline([seen for _, seen in reports])
+        dist.barrier()
+
+    def _write_summary(self, reports: list[dict[str, Any]]) -> None:
+        job, config = self.job, self.job.config
+        replicas = len(job.ranks[self.stage])
+        first = warm_up(job.plan.replicas, self.stage)
+        seconds = seconds_per_minibatch(self.times, replicas, first, self.minibatches)
+        summary: dict[str, Any] = {
+            "schedule": job.schedule,
+            "epochs": job.epochs,
+            "minibatches_per_epoch": self.minibatches,
+            "seconds_per_minibatch": seconds,
+            "predicted_seconds_per_minibatch": job.plan.predicted.seconds_per_minibatch,
+            "samples_per_second": config.batch_size / seconds if seconds else None,
+            "final_loss": self.display.losses[-1] if self.display.losses else None,
+            "ranks": reports,
+        }
+        if job.evaluate and self.held_out is not None:
+            path = checkpoint.latest(job.run / "checkpoints")
+            assert path is not None
+            model = load_config_model(config, job.directory)
+            summary |= evaluate(model, path, self.held_out, config, self.loss, self.device)
+        write_json(job.run / "summary.json", summary)
+
+    def _write_timeline(self, seen: list[list[tuple[str, float, float]]]) -> None:
+        ranks = {
+            rank: [Event(parse_action(text), begin, end) for text, begin, end in events]
+            for rank, events in enumerate(seen)
+        }
+        write_trace(ranks, self.job.run / "timeline.csv")
+        draw(ranks, self.job.run / "timeline.png", f"{self.job.run.name}: last epoch")
+
+
+def _and(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers))

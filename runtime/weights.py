@@ -1,0 +1,97 @@
+"""Weights as versions: a forward pass uses one, an update makes the next, none changes in flight.
+
+This is weight stashing (PipeDream, SOSP 2019, section 3.3) without saving and restoring: the graph
+of a forward pass keeps the tensors of its version until its backward pass is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+@dataclass
+class Version:
+    """One version of a stage's parameters; `users` minibatches are between forward and backward.
+
+    `number` counts the updates from the start of the run.
+    """
+
+    number: int
+    tensors: dict[str, torch.Tensor]
+    users: int = 0
+
+
+class Weights:
+    """The parameters of one stage, the versions of them that are in flight, and their optimizer.
+
+    The optimizer always works on the newest version. Where a minibatch in flight still needs it, an
+    update first moves the parameters to other memory, that of a version nobody needs any more if
+    there is one, and leaves the old memory to the old version.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = dict(parameters)
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.spare: list[dict[str, torch.Tensor]] = []
+        self.older: list[Version] = []
+        self.current = Version(0, self._snapshot())
+        self.peak_versions = 1
+
+    def acquire(self) -> Version:
+        """The newest version, for a forward pass; `release` it after the backward pass."""
+        self.current.users += 1
+        return self.current
+
+    def release(self, version: Version) -> None:
+        version.users -= 1
+        if version.users == 0 and version is not self.current:
+            self.older.remove(version)
+            self.spare.append(version.tensors)
+
+    def accumulate(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
+        """Adds the gradients of one minibatch to those of the round."""
+        for name, gradient in gradients.items():
+            if gradient is None:
+                continue
+            if name in self.gradients:
+                self.gradients[name] += gradient
+            else:
+                self.gradients[name] = gradient
+
+    def update(self, optimizer: Optimizer, divisor: int) -> None:
+        """Makes the next version from the mean of the round's gradients, a sum of `divisor`."""
+        if self.current.users:
+            self.older.append(self.current)
+            self.peak_versions = max(self.peak_versions, 1 + len(self.older))
+            self._move()
+        for name, parameter in self.parameters.items():
+            gradient = self.gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.div_(divisor)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.gradients = {}
+        self.current = Version(self.current.number + 1, self._snapshot())
+
+    def _move(self) -> None:
+        """Gives the parameters memory of their own; their old memory stays with the old version."""
+        memory = self.spare.pop() if self.spare else {}
+        for name, parameter in self.parameters.items():
+            old = parameter.data
+            fresh = memory[name].detach() if name in memory else torch.empty_like(old)
+            parameter.data = fresh.copy_(old)
+
+    def _snapshot(self) -> dict[str, torch.Tensor]:
+        """Leaves of the autograd graph over the parameters' present memory.
+
+        `.data`, not `.detach()`: a later update of the same parameter object must not count as a
+        write into this version.
+        """
+        return {
+            name: parameter.data.requires_grad_(parameter.requires_grad)
+            for name, parameter in self.parameters.items()
+        }

@@ -1,0 +1,50 @@
+"""Plans made by hand for captured models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.model import Graph
+from pipedream.graph.plan import Plan, PlannedGraph, Predicted, ScheduleName, Stage
+
+
+def make_plan(
+    graph: Graph,
+    pieces: Sequence[Sequence[str]],
+    replicas: Sequence[int],
+    schedule: ScheduleName = "weight-stashing",
+) -> Plan:
+    """A plan with these nodes and replica counts for each stage; ranks in order."""
+    workers = sum(replicas)
+    first = [sum(replicas[:stage]) for stage in range(len(replicas))]
+    return Plan(
+        graph=PlannedGraph.of(graph),
+        cluster=Cluster(machines=(workers,), bandwidth=(1e9,)),
+        schedule=schedule,
+        stages=tuple(
+            Stage(
+                stage=stage,
+                nodes=tuple(nodes),
+                ranks=tuple(range(first[stage], first[stage] + count)),
+                compute_seconds=0.0,
+                parameter_bytes=0.0,
+                memory_bytes=0.0,
+            )
+            for stage, (nodes, count) in enumerate(zip(pieces, replicas, strict=True))
+        ),
+        predicted=Predicted(
+            cost_model="paper",
+            seconds_per_minibatch=0.0,
+            lower_bound_seconds=0.0,
+            one_worker_seconds=0.0,
+            data_parallel_seconds=0.0,
+        ),
+    )
+
+
+def cut(graph: Graph, stages: int) -> list[list[str]]:
+    """The nodes in topological order, in pieces of about equal length."""
+    order = list(graph.order)
+    ends = [len(order) * (stage + 1) // stages for stage in range(stages)]
+    return [order[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]

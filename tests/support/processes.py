@@ -1,0 +1,65 @@
+"""Runs a function in several real processes, with a time limit and nothing left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_processes(
+    function: Callable[..., Any], processes: int, *args: Any, seconds: float = 100.0
+) -> list[Any]:
+    """`function(rank, processes, *args)` in each process; what each returned, by rank.
+
+    Fails with the first traceback, or when time is up; then every process is killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.export", "pipedream.runtime.trainer"])
+    answers = context.SimpleQueue()
+    workers = [
+        context.Process(target=_work, args=(answers, function, rank, processes, args), daemon=True)
+        for rank in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + seconds
+    try:
+        while len(results) < processes:
+            if answers.empty():
+                assert time.monotonic() < deadline, f"time is up; done: {sorted(results)}"
+                time.sleep(0.01)
+                continue
+            rank, failure, result = answers.get()
+            assert failure is None, f"rank {rank}:\n{failure}"
+            results[rank] = result
+    finally:
+        for worker in workers:
+            if len(results) < processes:
+                worker.kill()
+            worker.join()
+    return [results[rank] for rank in range(processes)]
+
+
+def _work(
+    answers: Any, function: Callable[..., Any], rank: int, processes: int, args: tuple[Any, ...]
+) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        answers.put((rank, None, function(rank, processes, *args)))
+    except BaseException:
+        answers.put((rank, traceback.format_exc(), None))

@@ -1,0 +1,49 @@
+"""Small models and data for runs of several processes; named in run configs as small_models:X."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+
+class Layer(nn.Module):
+    """A linear layer and a bend: two nodes, both with a gradient."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class Chain(nn.Module):
+    """Three layers one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Layer(6), Layer(6), Layer(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))
+
+
+class Skips(nn.Module):
+    """Three layers with skips from the first to the third, one of them past the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Layer(6), Layer(6), Layer(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        second = self.b(first)
+        return self.c(second + first) * first
+
+
+def regression(examples: int = 64) -> tuple[TensorDataset, None]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(examples, 6, generator=generator, dtype=torch.float64)
+    y = torch.randn(examples, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, y), None
