@@ -63,7 +63,8 @@ class Stage(_Part):
 
     `compute_seconds` is forward plus backward of one minibatch on one worker;
     `memory_bytes` what one worker needs at most (weight versions, gradients, stashed activations).
-    Minibatch b runs on `ranks[b % len(ranks)]`.
+    Ranks are places in the cluster (`Cluster.rank`), in no particular order: minibatch b runs on
+    `ranks[b % len(ranks)]`.
     """
 
     stage: int = Field(ge=0)
@@ -105,8 +106,11 @@ class Plan(_Part):
                 raise ValueError(f"stage {stage.stage} stands at position {position}")
         self._check_nodes()
         ranks = [rank for stage in self.stages for rank in stage.ranks]
-        if sorted(ranks) != list(range(len(ranks))):
-            raise ValueError("the ranks of the stages are not 0..workers-1, each once")
+        if len(set(ranks)) != len(ranks):
+            raise ValueError("the ranks of the stages are not each there once")
+        for rank in ranks:
+            if not 0 <= rank < self.cluster.devices:
+                raise ValueError(f"rank {rank}: the cluster has {self.cluster.devices} devices")
         if len(ranks) > self.cluster.devices:
             raise ValueError(
                 f"{len(ranks)} ranks, but the cluster has {self.cluster.devices} devices"
@@ -137,6 +141,17 @@ class Plan(_Part):
     @property
     def replicas(self) -> tuple[int, ...]:
         return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def process_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each stage, counting only the devices that the plan uses.
+
+        A plan may leave devices unused; the processes of a run are numbered 0..workers-1 all the
+        same, in the order of the devices.
+        """
+        used = sorted(rank for stage in self.stages for rank in stage.ranks)
+        process = {rank: index for index, rank in enumerate(used)}
+        return tuple(tuple(process[rank] for rank in stage.ranks) for stage in self.stages)
 
     @property
     def stage_of(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 A state is a *downset*: a set of nodes that holds the producers of each of its nodes, so that it can
 be what the first k stages compute. Its frontier, those of its nodes that none of the others reads,
-is an *antichain*, and determines it. The *augmented* antichain adds the earlier nodes that are still
+is an *antichain*, and determines it. The *augmented* antichain adds the earlier nodes that are yet
 to be read: with it, all that crosses the cut. An edge of the DAG adds one node.
 
 Sets of nodes are bits of an int, node 0 lowest.

@@ -50,7 +50,10 @@ class Terms:
 class CostModel(Protocol):
     """The cost of stages on `replicas` components of a level, `first` of their pipeline or not."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What the user calls it."""
+        ...
 
     def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms: ...
 

@@ -1,0 +1,144 @@
+"""`pd-optimize`: decides which part of a model runs where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipedream.graph.command import Command, UserError
+
+if TYPE_CHECKING:
+    from pipedream.graph.cluster import Cluster
+    from pipedream.graph.model import Graph
+    from pipedream.graph.plan import Plan, ScheduleName
+
+
+@click.command("pd-optimize", cls=Command)
+@click.argument("graph", type=click.Path(path_type=Path))
+@click.option(
+    "--machines",
+    required=True,
+    metavar="N,N,...",
+    help="Components of each level, innermost first: 4,2 is 2 machines of 4 devices.",
+)
+@click.option(
+    "--bandwidth",
+    required=True,
+    metavar="B,B,...",
+    help="Bytes per second of each level, innermost first: 10GB,1GB.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder for plan.json, graph.txt and graph.svg.  [default: GRAPH's folder/plan]",
+)
+@click.option(
+    "--cost-model",
+    type=click.Choice(["paper", "released"]),
+    default="paper",
+    show_default=True,
+    help="PipeDream's formulas as published, or as its released optimizer has them.",
+)
+@click.option("--straight", is_flag=True, help="No replication: one stage on each device.")
+@click.option(
+    "--memory", metavar="BYTES", help="What each device has, as 16GB.  [default: as it takes]"
+)
+@click.option("--fewer-machines", is_flag=True, help="Leave machines unused where that is better.")
+@click.option(
+    "--activation-compression",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="R",
+    help="By what factor the bytes between stages are compressed (released: 1 to count them).",
+)
+@click.option(
+    "--schedule",
+    type=click.Choice(["weight-stashing", "flush"]),
+    default="weight-stashing",
+    show_default=True,
+)
+def main(
+    graph: Path,
+    machines: str,
+    bandwidth: str,
+    output: Path | None,
+    cost_model: str,
+    straight: bool,
+    memory: str | None,
+    fewer_machines: bool,
+    activation_compression: float | None,
+    schedule: ScheduleName,
+) -> None:
+    """Plans the model of GRAPH (a graph.txt of pd-profile) for a cluster.
+
+    Writes plan.json for pd-train, graph.txt with a stage for each node, and its picture.
+    """
+    cluster = _cluster(machines, bandwidth)
+    limit = None if memory is None else _bytes("--memory", memory)
+
+    from pipedream.graph.text import read_graph
+    from pipedream.optimizer.cost import COST_MODELS
+    from pipedream.optimizer.hierarchy import Rules
+    from pipedream.optimizer.optimize import Request, optimize
+    from pipedream.optimizer.report import print_report
+
+    model = read_graph(graph)
+    request = Request(
+        graph=model,
+        cluster=cluster,
+        model=COST_MODELS[cost_model](activation_compression),
+        schedule=schedule,
+        memory=limit,
+        rules=Rules(straight, fewer_machines),
+    )
+    outcome = optimize(request)
+    folder = graph.parent / "plan" if output is None else output
+    print_report(outcome, model)
+    _write(outcome.plan, model, folder)
+
+
+def _write(plan: Plan, model: Graph, folder: Path) -> None:
+    from pipedream.graph.draw import draw, why_text
+    from pipedream.graph.plan import write_plan
+    from pipedream.graph.text import format_graph
+
+    staged = model.with_stages(plan.stage_of)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_plan(plan, folder / "plan.json")
+        (folder / "graph.txt").write_text(format_graph(staged), encoding="utf-8")
+        picture = draw(staged, folder / "graph")
+    except OSError as error:
+        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
+    why = why_text(staged, picture)
+    click.echo(
+        f"Written: {folder}/plan.json, graph.txt, {picture.name}" + (f" ({why})" if why else "")
+    )
+
+
+def _cluster(machines: str, bandwidth: str) -> Cluster:
+    from pydantic import ValidationError
+
+    from pipedream.graph.cluster import Cluster
+
+    try:
+        counts = tuple(int(count) for count in machines.split(","))
+    except ValueError:
+        raise UserError(f"--machines {machines}: give whole numbers, as 4,2") from None
+    speeds = tuple(_bytes("--bandwidth", speed) for speed in bandwidth.split(","))
+    try:
+        return Cluster(machines=counts, bandwidth=speeds)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"--machines {machines} --bandwidth {bandwidth}: {reason}") from None
+
+
+def _bytes(option: str, text: str) -> float:
+    from pipedream.graph.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from None

@@ -1,0 +1,107 @@
+"""The table that pd-optimize prints."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from pipedream.graph.model import Graph
+from pipedream.graph.plan import Stage
+from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.optimizer.optimize import Outcome, StageFigures
+
+_PIPED_WIDTH = 120
+_WIDEST_NAME = 24
+
+
+def print_report(outcome: Outcome, graph: Graph, console: Console | None = None) -> None:
+    """Prints a row for each stage, then the time per minibatch beside the two simple plans'."""
+    if console is None:
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=_PIPED_WIDTH)
+    console.print(_stage_table(outcome, graph))
+    console.print(_comparison(outcome))
+    console.print(_remark(outcome), markup=False, soft_wrap=True)
+
+
+def _stage_table(outcome: Outcome, graph: Graph) -> Table:
+    plan = outcome.plan
+    machines = " x ".join(str(count) for count in plan.cluster.machines)
+    table = Table(
+        title=f"{_count(len(plan.stages), 'stage')} on {plan.workers} of {plan.cluster.devices}"
+        f" devices ({machines}), {plan.schedule}, cost model {plan.predicted.cost_model}",
+        caption="Time: of a minibatch on one worker; per minibatch over all replicas, the slowest"
+        " stage in bold. Memory: of one worker; weight versions and gradients, stashed outputs.",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for heading in ("stage", "nodes"):
+        table.add_column(heading, justify="right")
+    table.add_column("first and last")
+    for heading in ("time", "replicas", "per\nminibatch", "limited\nby", "in\nflight"):
+        table.add_column(heading, justify="right")
+    for heading in ("weight\nmemory", "stash\nmemory"):
+        table.add_column(heading, justify="right")
+    for stage, figures in zip(plan.stages, outcome.figures, strict=True):
+        slowest = figures.seconds == plan.predicted.seconds_per_minibatch
+        table.add_row(*_row(stage, figures, graph), style="bold" if slowest else None)
+    return table
+
+
+def _row(stage: Stage, figures: StageFigures, graph: Graph) -> tuple[str, ...]:
+    return (
+        str(stage.stage),
+        str(len(stage.nodes)),
+        _span(stage, graph),
+        show_seconds(stage.compute_seconds),
+        str(stage.replicas),
+        show_seconds(figures.seconds),
+        figures.limit,
+        str(figures.in_flight),
+        show_bytes(figures.parameter_bytes),
+        show_bytes(figures.stash_bytes),
+    )
+
+
+def _span(stage: Stage, graph: Graph) -> str:
+    """The first and last layer, by class: their arguments would fill the line."""
+    nodes = [graph.nodes[name] for name in stage.nodes]
+    working = [node for node in nodes if not node.is_input] or nodes
+    ends = [working[0], working[-1]] if len(working) > 1 else working
+    names = [f"{node.id} {node.description.partition('(')[0]}" for node in ends]
+    return " ... ".join(name[:_WIDEST_NAME].rstrip() for name in names)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _comparison(outcome: Outcome) -> Table:
+    predicted = outcome.plan.predicted
+    seconds = predicted.seconds_per_minibatch
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    rows = (
+        ("this plan, per minibatch", seconds, ""),
+        ("one worker", predicted.one_worker_seconds, "this plan is {:.2f} times as fast"),
+        ("data parallelism", predicted.data_parallel_seconds, "this plan is {:.2f} times as fast"),
+    )
+    for name, time, remark in rows:
+        table.add_row(name, show_seconds(time), remark.format(time / seconds))
+    return table
+
+
+def _remark(outcome: Outcome) -> str:
+    predicted = outcome.plan.predicted
+    if outcome.exact:
+        return f"The best of all plans over {outcome.cuts} cuts under this cost model."
+    gap = predicted.seconds_per_minibatch / predicted.lower_bound_seconds - 1
+    return (
+        f"The graph can be cut in too many ways to try them all: the best plan over {outcome.cuts}"
+        f" cuts along a few topological orders, at most {100 * gap:.1f} % slower than the best."
+    )
