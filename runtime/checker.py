@@ -1,7 +1,7 @@
 """Proves a schedule sound by replaying it as workers that know nothing but their own lists.
 
 Sends never block; a receive takes the next message of its channel and blocks until there is one; an
-all-reduce blocks until every replica of the stage has come to it. If that replay comes to its end,
+all-reduce blocks until every replica of the stage (of all tied stages) has come to it. If that replay comes to its end,
 no timing of the workers can make it hang: whether an action can go on depends on what others have
 done before, never on how fast.
 """
@@ -202,8 +202,9 @@ class _Replay:
         self._require(not state.done[action.kind, action.minibatch], worker, "all-reduce twice")
         if state.reduced == action:
             return True
-        stage = worker[0]
-        peers = [self.states[stage, other] for other in range(self.pipeline.replicas[stage])]
+        tied = self.pipeline.tied
+        stages = tied if worker[0] in tied else (worker[0],)
+        peers = [state for other, state in self.states.items() if other[0] in stages]
         for peer in peers:
             waiting = peer.next
             if waiting is None or waiting.kind is not Kind.ALL_REDUCE or peer.reduced == waiting:
@@ -214,7 +215,7 @@ class _Replay:
 
     def _update(self, worker: Worker, state: _State, action: Action) -> bool:
         self._check_round(worker, state, action)
-        if self.pipeline.replicas[worker[0]] > 1:
+        if self.pipeline.replicas[worker[0]] > 1 or worker[0] in self.pipeline.tied:
             reduced = action._replace(kind=Kind.ALL_REDUCE)
             self._require(state.reduced == reduced, worker, "update before its all-reduce")
         state.version += 1

@@ -196,7 +196,8 @@ def schedule(
     `replicas` per stage; `links` are the pairs of stages that exchange tensors, adjacent or
     skipping. `weight-stashing` updates a stage of r replicas after every r minibatches, and leaves
     `microbatches` aside; `flush` updates every stage after `microbatches` minibatches, all of them
-    run on the same version.
+    run on the same version. `tied` are stages that share parameters with one another, which only
+    flush can train.
     """
     stages = len(replicas)
     assert stages > 0, "a pipeline has stages"

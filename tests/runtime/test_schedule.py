@@ -154,6 +154,19 @@ def test_sound_with_any_links(data):
     )
 
 
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1, 3), (1, 2, 1, 2)])
+def test_sound_with_tied_stages(replicas):
+    """Stages that share weights reduce together, even where each has one replica."""
+    last = len(replicas) - 1
+    made = schedule("flush", replicas, chain(len(replicas)), 11, 4, tied=(0, last))
+    check(made)
+    assert "0AR0/4@1" in map(str, made.actions((0, 0)))
+    actions = {worker: made.actions(worker) for worker in made.workers}
+    del actions[0, 0][find(actions[0, 0], "0AR0/4@1")]
+    with pytest.raises(UnsoundError, match="update before its all-reduce"):
+        check_actions(made, actions)
+
+
 def test_messages_of_a_channel_have_one_order():
     made = schedule("weight-stashing", (4, 3, 1), [(0, 1), (1, 2), (0, 2)], 40)
     for worker in made.workers:

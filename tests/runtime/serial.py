@@ -1,0 +1,197 @@
+"""The serial reference: what pipelined training has to compute, as a plain loop in one process.
+
+It knows nothing of the engine. The weight versions of every stage stand in a list; minibatch b runs
+through all stages as one graph, each stage on the version that the semantics name; its gradients go
+to the round it belongs to, and a full round makes the next version.
+
+A stage is a plain module split off by hand, that reads and writes named values:
+
+    stages = [Stage(head, ("x",), ("hidden", "skip")), Stage(tail, ("hidden", "skip"), ("y",))]
+    serial = Serial(stages, lambda ps: torch.optim.SGD(ps, lr=0.1), loss, "weight-stashing", (2, 1))
+    losses = serial.epoch([Minibatch({"x": ...}, target), ...])
+    serial.weights["head.weight"], serial.buffers
+
+Parameters have the names they have in their modules, after the stage's `prefix`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from pipedream.runtime.schedule import Kind, schedule
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """Inputs of the model by name, and what the loss compares with."""
+
+    inputs: Mapping[str, Tensor]
+    target: Any
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`module(*values it reads) -> the values it writes` (a tuple where there are several).
+
+    `prefix` goes before the names of its parameters and buffers: `features.` for model.features.
+    """
+
+    module: nn.Module
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    prefix: str = ""
+
+    def run(self, tensors: Mapping[str, Tensor], values: dict[str, Tensor]) -> None:
+        """Adds what it writes to `values`; `tensors` are parameters and buffers by local names."""
+        results = functional_call(self.module, dict(tensors), tuple(values[n] for n in self.reads))
+        if isinstance(results, Tensor):
+            results = (results,)
+        values.update(zip(self.writes, results, strict=True))
+
+
+@dataclass
+class Learner:
+    """A stage while it learns: its weights in all versions, its buffers on each replica."""
+
+    stage: Stage
+    parameters: dict[str, nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    versions: list[dict[str, Tensor]]
+    buffers: list[dict[str, Tensor]]
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    def update(self, divisor: int) -> None:
+        for name, parameter in self.parameters.items():
+            gradient = self.gradients.get(name)
+            parameter.grad = None if gradient is None else gradient / divisor
+        self.optimizer.step()
+        self.gradients = {}
+        self.versions.append(copy(self.parameters))
+
+
+class Serial:
+    """`epoch` trains on a list of minibatches and drains; optimizers and weights carry over.
+
+    `loss(values, target)` gets all named values of the minibatch. Random numbers are the caller's
+    matter: leave dropout out, or make it depend on the values only.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+        loss: Callable[[Mapping[str, Tensor], Any], Tensor],
+        semantics: str,
+        replicas: Sequence[int],
+        microbatches: int = 1,
+    ) -> None:
+        self.loss, self.semantics, self.microbatches = loss, semantics, microbatches
+        self.replicas = tuple(replicas)
+        self.stages = []
+        for stage, count in zip(stages, replicas, strict=True):
+            start = copy(dict(stage.module.named_parameters()))
+            parameters = {name: nn.Parameter(tensor) for name, tensor in start.items()}
+            optimizer = make_optimizer(list(parameters.values()) or [nn.Parameter(torch.zeros(()))])
+            buffers = [copy(dict(stage.module.named_buffers())) for _ in range(count)]
+            self.stages.append(Learner(stage, parameters, optimizer, [copy(parameters)], buffers))
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The newest version, by the names in the model."""
+        return {
+            held.stage.prefix + name: tensor
+            for held in self.stages
+            for name, tensor in held.versions[-1].items()
+        }
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The mean over the replicas, by the names in the model."""
+        result = {}
+        for held in self.stages:
+            for name, first in held.buffers[0].items():
+                mean = torch.stack([b[name].double() for b in held.buffers]).mean(0)
+                result[held.stage.prefix + name] = mean.to(first.dtype)
+        return result
+
+    def epoch(self, minibatches: Sequence[Minibatch]) -> list[float]:
+        """The loss of each minibatch. Versions count from 0 again, as a drained pipeline's do."""
+        for held in self.stages:
+            held.versions = held.versions[-1:]
+        version = self._versions(len(minibatches))
+        losses = []
+        for number, minibatch in enumerate(minibatches):
+            losses.append(self._learn(number, minibatch, version))
+            for stage, held in enumerate(self.stages):
+                done = number % self._round(stage) + 1
+                if done == self._round(stage) or number == len(minibatches) - 1:
+                    held.update(done)
+        for held in self.stages:
+            averaged = {name: self.buffers[held.stage.prefix + name] for name in held.buffers[0]}
+            held.buffers = [copy(averaged) for _ in held.buffers]
+        return losses
+
+    def _round(self, stage: int) -> int:
+        """How many minibatches make one update of this stage."""
+        return self.microbatches if self.semantics == "flush" else self.replicas[stage]
+
+    def _versions(self, minibatches: int) -> Callable[[int, int], int]:
+        """(stage, minibatch) -> the version of the stage's weights that the minibatch runs on."""
+        stages = len(self.stages)
+        if self.semantics == "flush":
+            return lambda stage, minibatch: minibatch // self.microbatches
+        if set(self.replicas) == {1}:
+            # w(t+1) = w(t) - lr * grad f(w_1(t-n+1), ..., w_n(t))
+            return lambda stage, minibatch: max(0, minibatch - (stages - 1 - stage))
+        made = schedule("weight-stashing", self.replicas, self._links(), minibatches)
+        table = {
+            (action.stage, action.minibatch): action.version
+            for worker in made.workers
+            for action in made.actions(worker)
+            if action.kind is Kind.FORWARD
+        }
+        return lambda stage, minibatch: table[stage, minibatch]
+
+    def _links(self) -> list[tuple[int, int]]:
+        """Who reads what an earlier stage wrote."""
+        writer = {
+            name: number for number, held in enumerate(self.stages) for name in held.stage.writes
+        }
+        return [
+            (writer[name], number)
+            for number, held in enumerate(self.stages)
+            for name in held.stage.reads
+            if writer.get(name, number) != number
+        ]
+
+    def _learn(
+        self, number: int, minibatch: Minibatch, version: Callable[[int, int], int]
+    ) -> float:
+        """Runs one minibatch through all stages, and adds its gradients to their rounds."""
+        values = dict(minibatch.inputs)
+        used = []
+        for stage, held in enumerate(self.stages):
+            weights = copy(held.versions[version(stage, number)])
+            used.append({name: tensor.requires_grad_() for name, tensor in weights.items()})
+            buffers = held.buffers[number % self.replicas[stage]]
+            held.stage.run({**weights, **buffers}, values)
+        loss = self.loss(values, minibatch.target)
+        wanted = [tensor for weights in used for tensor in weights.values()]
+        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+        for held, weights in zip(self.stages, used, strict=True):
+            for name in weights:
+                gradient = next(found)
+                if gradient is not None:
+                    before = held.gradients.get(name)
+                    held.gradients[name] = gradient if before is None else before + gradient
+        return loss.item()
+
+
+def copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
