@@ -80,6 +80,8 @@ def _import() -> None:
         raise UserError("transformers is not installed: pip install 'pipedream[models]'")
     if importlib.util.find_spec("torchvision") is not None:
         import_torchvision()  # transformers imports it too, and dies where it is broken
+    # It warns of token ids outside a small vocabulary, which nobody here generates.
+    importlib.import_module("transformers.utils.logging").set_verbosity_error()
 
 
 def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
