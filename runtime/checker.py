@@ -1,9 +1,9 @@
 """Proves a schedule sound by replaying it as workers that know nothing but their own lists.
 
 Sends never block; a receive takes the next message of its channel and blocks until there is one; an
-all-reduce blocks until every replica of the stage (of all tied stages) has come to it. If that replay comes to its end,
-no timing of the workers can make it hang: whether an action can go on depends on what others have
-done before, never on how fast.
+all-reduce blocks until every replica of the stage, or of all tied stages, has come to it. If that
+replay comes to its end, no timing of the workers can make it hang: whether an action can go on
+depends on what others have done before, never on how fast.
 """
 
 from __future__ import annotations
