@@ -111,10 +111,6 @@ class Plan(_Part):
         for rank in ranks:
             if not 0 <= rank < self.cluster.devices:
                 raise ValueError(f"rank {rank}: the cluster has {self.cluster.devices} devices")
-        if len(ranks) > self.cluster.devices:
-            raise ValueError(
-                f"{len(ranks)} ranks, but the cluster has {self.cluster.devices} devices"
-            )
         return self
 
     def _check_nodes(self) -> None:

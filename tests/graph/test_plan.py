@@ -53,6 +53,12 @@ def test_what_a_plan_knows() -> None:
     assert plan.stage_of == {"a": 0, "b": 0, "c": 1, "d": 1}
 
 
+def test_where_devices_stay_unused_the_processes_close_up() -> None:
+    data = plan_json()
+    data["stages"][0]["ranks"], data["stages"][1]["ranks"] = [3, 0], [2]
+    assert Plan.model_validate(data).process_ranks == ((2, 0), (1,))
+
+
 def swap_stages(data: dict[str, Any]) -> None:
     first, second = data["stages"]
     first["nodes"], second["nodes"] = second["nodes"], first["nodes"]
@@ -71,9 +77,10 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("backwards", swap_stages, "a feeds b but is in a later stage|a feeds c"),
     ("no nodes", lambda d: d["stages"][0].update(nodes=[]), "stages.0.nodes: "),
     ("no ranks", lambda d: d["stages"][0].update(ranks=[]), "stages.0.ranks: "),
-    ("rank twice", lambda d: d["stages"][1].update(ranks=[1]), "0..workers-1, each once"),
-    ("rank left out", lambda d: d["stages"][1].update(ranks=[3]), "0..workers-1, each once"),
-    ("crowd", lambda d: d["cluster"].update(machines=[2, 1]), "3 ranks, but .* 2 devices"),
+    ("rank twice", lambda d: d["stages"][1].update(ranks=[1]), "are not each there once"),
+    ("no such rank", lambda d: d["stages"][1].update(ranks=[4]), "rank 4: the cluster has 4 dev"),
+    ("below", lambda d: d["stages"][1].update(ranks=[-1]), "rank -1: the cluster has 4 devices"),
+    ("crowd", lambda d: d["cluster"].update(machines=[2, 1]), "rank 2: the cluster has 2 devices"),
     ("negative", lambda d: d["stages"][0].update(compute_seconds=-1), "stages.0.compute_seconds"),
     ("nan", lambda d: d["predicted"].update(seconds_per_minibatch=float("nan")), "predicted.sec"),
     ("infinite", lambda d: d["stages"][1].update(memory_bytes=float("inf")), "memory_bytes"),
