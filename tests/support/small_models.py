@@ -47,3 +47,25 @@ def regression(examples: int = 64) -> tuple[TensorDataset, None]:
     x = torch.randn(examples, 6, generator=generator, dtype=torch.float64)
     y = torch.randn(examples, 6, generator=generator, dtype=torch.float64)
     return TensorDataset(x, y), None
+
+
+class Tail(nn.Module):
+    """The third part of Skips, by itself: (second, first) to the output."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.c = layer
+
+    def forward(self, second: Tensor, first: Tensor) -> Tensor:
+        return self.c(second + first) * first
+
+
+class Normed(nn.Module):
+    """Two layers with batch norm between: its statistics move with the replica they are on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.c = Layer(6), nn.BatchNorm1d(6), Layer(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.norm(self.a(x)))

@@ -1,0 +1,39 @@
+"""Runs of pd-train's own code in real processes, one after the other in the same processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from processes import free_port, run_processes
+from torch import Tensor
+
+from pipedream.runtime.checkpoint import latest, load_all
+from pipedream.runtime.launch import Place
+from pipedream.runtime.trainer import Job, train
+
+
+def run_jobs(jobs: Sequence[Job], seconds: float = 100.0) -> None:
+    """Trains each job, all of them with the same number of workers."""
+    (workers,) = {job.plan.workers for job in jobs}
+    ports = [free_port() for _ in jobs]
+    run_processes(_train_all, workers, jobs, ports, seconds=seconds)
+
+
+def _train_all(rank: int, workers: int, jobs: Sequence[Job], ports: Sequence[int]) -> None:
+    for job, port in zip(jobs, ports, strict=True):
+        train(job, Place(rank, workers, rank, workers, "127.0.0.1", port))
+
+
+def losses(job: Job) -> list[float]:
+    """The loss of every minibatch, from metrics.jsonl."""
+    lines = (job.run / "metrics.jsonl").read_text().splitlines()
+    return [float(json.loads(line)["loss"]) for line in lines]
+
+
+def weights(job: Job) -> dict[str, Tensor]:
+    """All parameters and buffers of the newest checkpoint."""
+    path = latest(Path(job.run) / "checkpoints")
+    assert path is not None
+    return load_all(path)
