@@ -163,14 +163,13 @@ def _index_name(part: str) -> str:
 
 def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors on the CPU, none sharing memory with another, as safetensors wants them."""
-    seen: set[int] = set()
+    memory: set[int] = set()
     result = {}
     for name, tensor in tensors.items():
         plain = tensor.detach().cpu().contiguous()
-        storage = plain.untyped_storage()
-        if storage.nbytes() != plain.nbytes or storage.data_ptr() in seen:
+        if plain.untyped_storage().data_ptr() in memory:
             plain = plain.clone()
-        seen.add(plain.untyped_storage().data_ptr())
+        memory.add(plain.untyped_storage().data_ptr())
         result[name] = plain
     return result
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
 
@@ -54,6 +55,9 @@ def start(tmp_path):
     for process in started:
         process.kill()
         process.communicate()
+    for path in [*tmp_path.glob("*.pid"), *tmp_path.glob("helper?")]:  # should a test have failed
+        with suppress(ProcessLookupError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 def pids(folder, workers=2):

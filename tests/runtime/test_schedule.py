@@ -84,6 +84,14 @@ def test_flush_drains_between_rounds():
     """)
 
 
+def test_flush_with_replicas_begins_a_round_when_all_are_done():
+    assert drawn("flush", (2, 1), 6, microbatches=3) == diagram("""
+        0    F0 F2 .  B0 .  .  .  B2 F4 .  .  .  .  B4
+        0.1  F1 .  .  .  .  B1 .  .  F3 F5 .  B3 .  .  .  B5
+        1    .  F0 B0 F1 B1 F2 B2 .  .  F3 B3 F4 B4 F5 B5
+    """)
+
+
 def test_actions_around_the_passes():
     made = schedule("weight-stashing", (2, 1), chain(2), 3)
     assert " ".join(map(str, made.actions((0, 0)))) == (
