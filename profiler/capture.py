@@ -116,9 +116,7 @@ def _user_frame(error: BaseException) -> str:
     return ""
 
 
-def _unlift(
-    program: ExportedProgram, model: nn.Module
-) -> tuple[fx.GraphModule, tuple[str, ...]]:
+def _unlift(program: ExportedProgram, model: nn.Module) -> tuple[fx.GraphModule, tuple[str, ...]]:
     """The program with parameters, buffers and constants as attributes, and its output names.
 
     A tied parameter goes by the first of its names, as in `model.named_parameters()`.
@@ -190,8 +188,8 @@ def _drop_dead(module: fx.GraphModule) -> None:
 class _Gradients(fx.Interpreter):
     """Runs the graph on fake tensors and notes what every operator gives.
 
-    Every attribute is made fake beforehand: torch would compute with the true value of a number such
-    as batch norm's count of batches, and so count one that never was.
+    Every attribute is made fake beforehand: torch would compute with the true value of a number
+    such as batch norm's count of batches, and so count one that never was.
     """
 
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:

@@ -20,9 +20,7 @@ def constants(module: fx.GraphModule) -> frozenset[fx.Node]:
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     found: set[fx.Node] = set()
     for node in module.graph.nodes:
-        if node.op == "get_attr" and node.target not in parameters | changing:
-            found.add(node)
-        elif (
+        if (node.op == "get_attr" and node.target not in parameters | changing) or (
             node.op == "call_function"
             and node not in varying
             and not _random_or_writing(node)

@@ -38,8 +38,8 @@ class Segment:
 def segment(captured: Captured, nodes: Collection[str], keep: Collection[str] = ()) -> Segment:
     """The piece of `captured` made of the graph nodes `nodes`.
 
-    Its inputs are the values it reads from other nodes, inputs of the model among them, wherever the
-    input's own node stands; its outputs those that other nodes read, and those named in `keep`.
+    Its inputs are the values it reads from other nodes, inputs of the model among them, wherever
+    the input's own node stands; its outputs those that other nodes read, and those in `keep`.
     """
     members = _members(captured, nodes)
     inside = [node for node in captured.module.graph.nodes if node in members]
