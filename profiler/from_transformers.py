@@ -7,7 +7,6 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pipedream.graph.command import UserError
@@ -18,7 +17,11 @@ from pipedream.profiler.usercode import blame, close_matches
 _LONGEST = 128
 
 # The head that a model is usually trained with, by the first of these that knows its type: BERT
-# also has a causal head, so masked comes before causal. Encoder-decoders come first of all.
+# also has a causal head, so masked comes before causal.
+_ENCODER_DECODER_HEADS = (
+    ("Seq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
+    ("SpeechSeq2Seq", "SPEECH_SEQ_2_SEQ"),
+)
 _HEADS = (
     ("MaskedLM", "MASKED_LM"),
     ("CausalLM", "CAUSAL_LM"),
@@ -49,23 +52,24 @@ def transformers_inputs(
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Example arguments for the model: token ids [batch_size, T], or images. Raises UserError.
 
-    T is 128, or less where the model has fewer positions; `inputs` (as of `--input`) override.
+    T is 128, or less where the model has fewer positions; `inputs` (as of `--input`) override. The
+    second input of an encoder-decoder are the decoder's token ids.
     """
     config: Any = model.config
     vocabulary = getattr(config.get_text_config(), "vocab_size", None) or 2
-    shape = inputs[0] if inputs else _shape(model, config, source)
-    args = (example(shape, batch_size, vocabulary),)
-    rest = tuple(example(text, batch_size, vocabulary) for text in inputs[1:])
-    if getattr(config, "is_encoder_decoder", False) and not rest:
-        return args, {"decoder_input_ids": torch.clone(args[0])}
-    return args + rest, {}
+    both = getattr(config, "is_encoder_decoder", False)
+    if not inputs:
+        inputs = (_shape(model, config, source),)
+    if both and len(inputs) == 1:
+        inputs = (*inputs, _tokens(config))
+    made = tuple(example(text, batch_size, vocabulary) for text in inputs)
+    return ((made[0], *made[2:]), {"decoder_input_ids": made[1]}) if both else (made, {})
 
 
 def _shape(model: nn.Module, config: Any, source: str) -> str:
     takes = getattr(model, "main_input_name", "input_ids")
     if takes == "input_ids":
-        positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        return f"{min(_LONGEST, positions or _LONGEST)}:int64"
+        return _tokens(config)
     side = getattr(config, "image_size", None)
     if takes == "pixel_values" and side is not None:
         height, width = side if isinstance(side, (list, tuple)) else (side, side)
@@ -73,6 +77,11 @@ def _shape(model: nn.Module, config: Any, source: str) -> str:
     if takes == "pixel_values":
         return f"{getattr(config, 'num_channels', 3)}x224x224"
     raise UserError(f"{source} takes {takes}: give their shape by --input, say --input 80x3000")
+
+
+def _tokens(config: Any) -> str:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return f"{min(_LONGEST, positions or _LONGEST)}:int64"
 
 
 def _import() -> None:
@@ -110,10 +119,8 @@ def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
 def _head(name: str, config: Any, auto: Any) -> str:
     """The Auto class that makes this type of model."""
     mappings = importlib.import_module("transformers.models.auto.modeling_auto")
-    encoder_decoder = "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES"
-    if getattr(config, "is_encoder_decoder", False) and name in getattr(mappings, encoder_decoder):
-        return "AutoModelForSeq2SeqLM"
-    for head, mapping in _HEADS:
+    both = getattr(config, "is_encoder_decoder", False)
+    for head, mapping in _ENCODER_DECODER_HEADS if both else _HEADS:
         if name in getattr(mappings, f"MODEL_FOR_{mapping}_MAPPING_NAMES"):
             return f"AutoModelFor{head}"
     return "AutoModel"

@@ -13,7 +13,8 @@ _HEAVIEST = 10
 
 def print_report(profile: Profile) -> None:
     """Prints the heaviest nodes by forward plus backward time, then the totals."""
-    console = Console(highlight=False, soft_wrap=False)
+    # Without emoji=False, `transformers:llama: ...` is printed with a llama in it.
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(_table(profile))
     console.print(_summary(profile), soft_wrap=True)
 
