@@ -8,15 +8,16 @@ device. Differences from the source:
 - all pairs of nested downsets are tried and no others, so that no stage is ever negative;
 - it grows pipelines from their end, so that a stage knows the workers behind it when it is placed,
   and with them its minibatches in flight and its memory. A component's inner pipeline needs to know
-  one number of what is behind: the workers of later stages per component, its `load`.
+  one number of what is behind: the workers of later stages per component, its `load`. That may be
+  rounded up at each level, since ceil((n + x) / a) = ceil((n + ceil(x)) / a) for whole n and a.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from math import inf, prod
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ from pipedream.optimizer.stage_cost import StageCost
 TIE = 1e-11
 
 # Elementary steps that numpy does in about half a minute: the search is exact up to here.
-_BUDGET = 1e10
+_BUDGET = 5e9
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,10 @@ class Solution(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """A component of `level` that is to be filled, and the workers behind it for each such one."""
+    """A component of `level` to be filled, and the workers behind it for each such, rounded up."""
 
     level: int
-    load: Fraction
+    load: int
 
 
 class _Left(NamedTuple):
@@ -94,20 +95,21 @@ class _Placing(NamedTuple):
     """A stage on `replicas` components and `used` devices of each (0 where not counted).
 
     `behind`: how many components may be left to the stages behind it. `loads[m][w]`: the load
-    inside each component with `behind[m]` components and w devices behind it; a list is of length 1
-    where it makes no difference.
+    inside each component with `behind[m]` components and w devices behind it. Of one row where m
+    makes no difference, of one column where devices are not counted.
     """
 
     replicas: int
     used: int
     behind: range
-    loads: list[list[Fraction]]
+    loads: list[list[int]]
 
     def leaves(self, left: _Left) -> _Left | None:
         """What is left to the stages behind; None if this stage does not fit."""
         components = left.components - self.replicas
         devices = left.devices - self.replicas * self.used
-        return _Left(components, devices) if components in self.behind and devices >= 0 else None
+        fits = components in self.behind and 0 <= devices < len(self.loads[0])
+        return _Left(components, devices) if fits else None
 
     def at(self, behind: _Left) -> tuple[int, int]:
         """Where `loads` has the case of this much behind."""
@@ -134,15 +136,15 @@ class Search:
         self.rules = rules
         self.devices = tuple(prod(machines[:level]) for level in range(len(machines) + 1))
         # The load needs the number of devices behind a stage. It follows from the number of
-        # components, unless a component may use only some of its devices.
-        self.counting = cost.depends_on_load and rules.fewer_machines and len(machines) > 1
+        # components, unless a component may use only some of its devices: from level 2 on.
+        self._counted = cost.depends_on_load and rules.fewer_machines
         self._tables: dict[_Room, Floats] = {}
         self._placed: dict[tuple[_Room, bool], list[_Placing]] = {}
 
     def best(self) -> Solution | None:
         """The best pipeline; None if there is none."""
-        room, piece = _Room(len(self.machines), Fraction(0)), (0, len(self.cuts) - 1)
-        costs = self._pipelines(room, piece)[1].min(axis=0)[:, 0, 0]
+        room, piece = _Room(len(self.machines), 0), (0, len(self.cuts) - 1)
+        costs = self._by_devices(room, self._pipelines(room, piece)[1])[:, 0, 0]
         used = int(costs.argmin())
         cost = float(costs[used])
         return None if cost == inf else Solution(cost, tuple(self._unfold(room, piece, used, cost)))
@@ -150,11 +152,21 @@ class Search:
     def _inside(self, room: _Room, start: int, ends: States) -> Floats:
         """[used, end]: the best cost in this room of the pieces that begin at `start`."""
         if room.level == 0:
-            cost = self.cost.on_device(start, ends, room.load)[None]
-            return np.concatenate([np.full_like(cost, inf), cost]) if self.counting else cost
+            return self.cost.on_device(start, ends, room.load)[None]
         if room not in self._tables:
-            self._tables[room] = self._pipelines(room)[1].min(axis=0)
+            self._tables[room] = self._by_devices(room, self._pipelines(room)[1])
         return self._tables[room][:, start, ends]
+
+    def _by_devices(self, room: _Room, whole: Floats) -> Floats:
+        """[used, ...]: the best of `whole[m, w, ...]`; of length 1 where devices are not counted.
+
+        At level 1 components are devices.
+        """
+        return whole[:, 0] if self._counted and room.level == 1 else whole.min(axis=0)
+
+    def _counts(self, level: int) -> bool:
+        """Whether pipelines at this level count devices beside components."""
+        return self._counted and level > 1
 
     def _pipelines(
         self, room: _Room, piece: tuple[int, int] | None = None, within: float | None = None
@@ -168,7 +180,7 @@ class Search:
         """
         begin, end = piece or (0, len(self.cuts) - 1)
         ends = range(len(self.cuts)) if piece is None else range(end, end + 1)
-        width = self.devices[room.level] + 1 if self.counting else 1
+        width = self.devices[room.level] + 1 if self._counts(room.level) else 1
         count = self.machines[room.level - 1]
         later = np.full((count + 1, width, len(self.cuts), len(ends)), inf)
         whole = np.full_like(later, inf)
@@ -195,6 +207,8 @@ class Search:
         more than any pipeline has for one without work.
         """
         placings = self._placings(room, first)
+        if not placings:
+            return
         cases = [(placing, load) for placing in placings for row in placing.loads for load in row]
         below = {
             load: self._inside(_Room(room.level - 1, load), start, after)
@@ -221,23 +235,24 @@ class Search:
 
     def _new_placings(self, room: _Room, first: bool) -> Iterator[_Placing]:
         count = self.machines[room.level - 1]
-        counts = range(1, self.devices[room.level - 1] + 1) if self.counting else range(1)
+        inner = self.devices[room.level - 1]
+        counts = range(1, inner + 1) if self._counts(room.level) else range(1)
         for replicas in range(1, 2 if self.rules.straight else count + 1):
             left = count - replicas
             behind = range(left)  # what is not first leaves a component to the stage before it
             if first:
                 behind = range(0 if self.rules.fewer_machines else left, left + 1)
             for used in counts if behind else ():
-                yield _Placing(replicas, used, behind, self._loads(room, replicas, used, behind))
+                yield _Placing(replicas, used, behind, self._loads(room, replicas, behind))
 
-    def _loads(self, room: _Room, replicas: int, used: int, behind: range) -> list[list[Fraction]]:
+    def _loads(self, room: _Room, replicas: int, behind: range) -> list[list[int]]:
         if not self.cost.depends_on_load:
-            return [[Fraction(0)]]
-        if self.counting:
-            devices = range(self.devices[room.level] + 1 - replicas * used)
-            return [[(number + room.load) / replicas for number in devices]]
+            return [[0]]
         inner = self.devices[room.level - 1]
-        return [[(m * inner + room.load) / replicas] for m in behind]
+        if self._counts(room.level):
+            most = behind[-1] * inner
+            return [[-(-(number + room.load) // replicas) for number in range(most + 1)]]
+        return [[-(-(m * inner + room.load) // replicas)] for m in behind]
 
     def _unfold(
         self, room: _Room, piece: tuple[int, int], used: int, cost: float
@@ -249,7 +264,7 @@ class Search:
         within = cost * (1 + TIE)
         later, whole = self._pipelines(room, piece, within)
         start, end = piece
-        left, offset = _Left(int(whole[:, used, start, 0].argmin()), used), 0
+        left, offset = self._all(room, whole, start, used), 0
         while start != end:
             placing, behind, stop = self._next_stage(
                 room, (start, end), left, later, within, first=not offset
@@ -261,6 +276,12 @@ class Search:
             for stage in self._unfold(inner, (start, stop), placing.used, inside):
                 yield NestedStage((*stage.shares, share))
             start, left, offset = stop, behind, offset + placing.replicas
+
+    def _all(self, room: _Room, whole: Floats, start: int, used: int) -> _Left:
+        """The components and devices of the best pipeline of `_by_devices` number `used`."""
+        if self._counted and room.level == 1:
+            return _Left(used, 0)
+        return _Left(int(whole[:, used, start, 0].argmin()), used)
 
     def _next_stage(
         self,
@@ -278,9 +299,8 @@ class Search:
         for placing, stages in self._options(room, piece[0], after, first, within):
             behind = placing.leaves(left)
             if behind is not None:
-                total = (
-                    stages[placing.at(behind)] + later[behind.components, behind.devices, after, 0]
-                )
+                rest = later[behind.components, behind.devices, after, 0]
+                total = stages[placing.at(behind)] + rest
                 found.append((total.min(), placing, behind, int(stops[total.argmin()])))
         fewest, placing, behind, stop = min(found, key=lambda choice: choice[0])
         assert fewest < inf
@@ -290,19 +310,25 @@ class Search:
 def _extend(best: Floats, rest: Floats, option: _Option, join: Callable[..., Floats]) -> None:
     """Lowers `best[m, w, end]` by this stage before each pipeline of `rest[m, w, stop, end]`."""
     replicas, used, behind, _ = option.placing
-    devices = replicas * used
+    widths, devices = option.cost.shape[1], replicas * used
     # All m at once where that is small; else one by one, to stay within the processor's cache.
     step = len(behind) if rest.shape[3] == 1 else 1
     for low in range(0, len(behind), step):
         some = behind[low : low + step]
         cost = option.cost if len(option.cost) == 1 else option.cost[low : low + step]
-        joined = join(cost[..., None], rest[some.start : some.stop, : rest.shape[1] - devices])
-        target = best[some.start + replicas : some.stop + replicas, devices:]
+        joined = join(cost[..., None], rest[some.start : some.stop, :widths])
+        target = best[some.start + replicas : some.stop + replicas, devices : devices + widths]
         np.minimum(target, joined.min(axis=2), out=target)
 
 
-def affordable(machines: Sequence[int], largest: int = 20_000) -> int:
-    """How many cuts `Search` gets through in about half a minute, at most `largest`."""
-    *inner, outer = (count * (count + 3) / 2 for count in machines)
-    cuts = min(largest, (_BUDGET / outer) ** (1 / 2))
-    return int(min(cuts, (3 * _BUDGET / sum(inner)) ** (1 / 3)) if inner else cuts)
+def affordable(machines: Sequence[int], with_memory: bool = False, most: int = 20_000) -> int:
+    """How many cuts `Search` gets through in about half a minute, at most `most`.
+
+    A memory limit calls for a table of each inner level for every load, about as many as there are
+    components outside it.
+    """
+    placings = [count * (count + 3) / 2 for count in machines]
+    cuts = min(most, (_BUDGET / placings[-1]) ** (1 / 2))
+    tables = [prod(machines[level + 1 :]) if with_memory else 1 for level in range(len(machines))]
+    inner = sum(map(mul, placings[:-1], tables))
+    return int(min(cuts, (3 * _BUDGET / inner) ** (1 / 3)) if inner else cuts)

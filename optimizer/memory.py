@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 from pipedream.graph.plan import ScheduleName
 from pipedream.optimizer.cuts import Cuts, States
@@ -23,9 +22,9 @@ class Memory:
         return self.parameters + self.stash
 
 
-def in_flight(load: Fraction) -> int:
-    """Minibatches in flight on a worker with `load` workers of later stages for each of its own."""
-    return warm_up((load.denominator, load.numerator), 0)
+def in_flight(load: int) -> int:
+    """Minibatches in flight at a stage with `load` workers of later stages for each of its own."""
+    return warm_up((1, load), 0)
 
 
 def stage_memory(

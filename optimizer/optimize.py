@@ -54,13 +54,16 @@ class StageFigures:
 class Outcome:
     """A plan, figures for each of its stages, and over how many cuts it was sought.
 
-    `exact`: they were all the cuts there are, so the plan is the best.
+    `exact`: they were all the cuts there are, so the plan is the best. `whole_model_bytes`: what
+    one worker and data parallelism need on each device; `memory` what there is, None for no limit.
     """
 
     plan: Plan
     figures: tuple[StageFigures, ...]
     cuts: int
     exact: bool
+    whole_model_bytes: float
+    memory: float | None
 
 
 def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
@@ -71,7 +74,7 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
     """
     graph = PlanningGraph.of(request.graph)
     _check(graph, request)
-    limit = affordable(request.cluster.machines) if most_cuts is None else most_cuts
+    limit = most_cuts or affordable(request.cluster.machines, request.memory is not None)
     dag = AntichainDag.of(graph, limit)
     cuts = Cuts(graph, prefixes(graph, limit) if dag is None else dag.downsets)
     solution = _solve(cuts, request)
@@ -151,14 +154,15 @@ def _nothing_fits(cuts: Cuts, request: Request, memory: float) -> UserError:
     remedies = [f"give at least --memory {_round_up(needed)}", "more machines", "a smaller batch"]
     if schedule == "weight-stashing":
         flush = Search(cuts, machines, LeastMemory(cuts, "flush"), request.rules).best()
-        if flush is not None and flush.cost < needed:
+        if flush is not None and flush.cost < 0.9 * needed:
             remedies.append(f"--schedule flush (at least {_round_up(flush.cost)})")
     return UserError(
         f"--memory {show_bytes(memory)}: no plan fits; the closest needs {show_bytes(needed)} in"
         f" stage {position} of {len(closest.stages)}"
         f" ({_describe(cuts, closest.stages[position])}): {show_bytes(parameters)} for weights and"
-        f" gradients, {show_bytes(stash)} for the activations of {minibatches} minibatches in"
-        f" flight; {', '.join(remedies[:-1])} or {remedies[-1]}"
+        f" gradients, {show_bytes(stash)} for the activations of"
+        f" {minibatches} {'minibatch' if minibatches == 1 else 'minibatches'} in flight;"
+        f" {', '.join(remedies[:-1])} or {remedies[-1]}"
     )
 
 
@@ -198,7 +202,8 @@ def _outcome(
         stages=_stages(cuts, request, solution, figures),
         predicted=predicted,
     )
-    return Outcome(plan, figures, len(cuts), exact)
+    whole = stage_memory(cuts, request.schedule, 0, slice(len(cuts) - 1, None), 1)
+    return Outcome(plan, figures, len(cuts), exact, float(whole.total[0]), request.memory)
 
 
 def _stages(

@@ -86,13 +86,16 @@ def _comparison(outcome: Outcome) -> Table:
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
+    table.add_row("this plan, per minibatch", show_seconds(seconds))
     rows = (
-        ("this plan, per minibatch", seconds, ""),
-        ("one worker", predicted.one_worker_seconds, "this plan is {:.2f} times as fast"),
-        ("data parallelism", predicted.data_parallel_seconds, "this plan is {:.2f} times as fast"),
+        ("one worker", predicted.one_worker_seconds),
+        ("data parallelism", predicted.data_parallel_seconds),
     )
-    for name, time, remark in rows:
-        table.add_row(name, show_seconds(time), remark.format(time / seconds))
+    for name, time in rows:
+        remark = f"this plan is {time / seconds:.2f} times as fast"
+        if outcome.memory is not None and outcome.whole_model_bytes > outcome.memory:
+            remark += f"; that one needs {show_bytes(outcome.whole_model_bytes)} on each device"
+        table.add_row(name, show_seconds(time), remark)
     return table
 
 

@@ -6,7 +6,6 @@ The solver asks a StageCost and does not care who answers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Protocol
 
 import numpy as np
@@ -22,13 +21,13 @@ from pipedream.optimizer.planning import Floats, Ints
 class StageCost(Protocol):
     """Costs of the stages from cut `start` to each of `ends`; infinite for one that may not be.
 
-    `load` is how many workers of later stages there are for each worker of this one, which sets how
-    many minibatches it has in flight.
+    `load` is how many workers of later stages there are for each worker of this one, rounded up,
+    which sets how many minibatches it has in flight.
     """
 
     depends_on_load: bool
 
-    def on_device(self, start: int, ends: States, load: Fraction) -> Floats:
+    def on_device(self, start: int, ends: States, load: int) -> Floats:
         """On one device."""
         ...
 
@@ -70,7 +69,7 @@ class Replication:
         self.levels = levels(cluster)
         self.depends_on_load = limit is not None
 
-    def on_device(self, start: int, ends: States, load: Fraction) -> Floats:
+    def on_device(self, start: int, ends: States, load: int) -> Floats:
         seconds: Floats = np.maximum(self.cuts.seconds[ends] - self.cuts.seconds[start], 0.0)
         if self.working:
             seconds[self.cuts.working[ends] == self.cuts.working[start]] = np.inf
@@ -103,7 +102,7 @@ class LeastMemory:
         self.cuts = cuts
         self.schedule = schedule
 
-    def on_device(self, start: int, ends: States, load: Fraction) -> Floats:
+    def on_device(self, start: int, ends: States, load: int) -> Floats:
         return stage_memory(self.cuts, self.schedule, start, ends, in_flight(load)).total
 
     def replicated(

@@ -1,0 +1,159 @@
+"""Plans added up from their nodes, and tried one by one: written without the planner's code.
+
+A nested plan is a list of stages (start, end, replicas, inside): two nested sets of nodes, on how
+many components of the level below, and the nested plan inside each of these (None on a device).
+"""
+
+import math
+from itertools import groupby
+
+
+class Costs:
+    """A graph (all its nodes working), a cluster and a cost model by name, costed with sets."""
+
+    def __init__(self, graph, machines, bandwidth, model, compression=None):
+        self.nodes = {name: node for name, node in graph.nodes.items()}
+        self.edges = graph.edges
+        self.machines = machines
+        self.bandwidth = bandwidth
+        self.model = model
+        self.compression = compression
+
+    def compute(self, names):
+        return math.fsum(self.nodes[n].forward_seconds + self.nodes[n].backward_seconds for n in names)
+
+    def parameters(self, names):
+        return math.fsum(self.nodes[n].parameter_bytes for n in names)
+
+    def outputs(self, names):
+        return math.fsum(sum(self.nodes[n].activation_bytes) for n in names)
+
+    def across(self, cut):
+        return self.outputs({a for a, b in self.edges if a in cut and b not in cut})
+
+    def read(self, start, end):
+        return self.outputs({a for a, b in self.edges if a in start and b in end - start})
+
+    def stage(self, level, start, end, replicas, inner, first):
+        """Seconds per minibatch of a stage on `replicas` components of `level` (0 innermost)."""
+        m, B, W = replicas, self.bandwidth[level], self.parameters(end - start)
+        a_in, a_out = self.across(start), self.across(end)
+        if self.model == "paper":
+            boundary = 0 if first else 2 * a_in / B / (self.compression or 1)
+            return max(max(inner, 2 * (m - 1) * W / B) / m, boundary)
+        reduce = 4 * (m - 1) * W / (B * m)
+        if first:
+            q = self.machines[level - 1] if level else 1
+            return (inner + reduce / q) / m
+        seconds = (inner + reduce) / m
+        if self.compression is not None:
+            for sent in (a_in, a_out):
+                seconds = max(seconds, 2 * sent / (B * m) / self.compression)
+        return seconds
+
+    def time(self, level, plan):
+        return max(
+            self.stage(
+                level,
+                start,
+                end,
+                replicas,
+                self.compute(end - start) if inside is None else self.time(level - 1, inside),
+                index == 0,
+            )
+            for index, (start, end, replicas, inside) in enumerate(plan)
+        )
+
+    def memory(self, plan, schedule):
+        """The bytes on the fullest worker."""
+        stages = list(flatten(plan))
+        return max(
+            self.worker_memory(start, end, replicas, sum(s[2] for s in stages[i:]), schedule)
+            for i, (start, end, replicas) in enumerate(stages)
+        )
+
+    def worker_memory(self, start, end, replicas, workers_from_here, schedule):
+        in_flight = math.ceil(workers_from_here / replicas)
+        versions = in_flight if schedule == "weight-stashing" else 1
+        weights = self.parameters(end - start)
+        return (
+            weights * versions
+            + weights
+            + in_flight * (self.outputs(end - start) + self.read(start, end))
+        )
+
+
+def flatten(plan):
+    for start, end, replicas, inside in plan:
+        if inside is None:
+            yield start, end, replicas
+        else:
+            for inner_start, inner_end, inner_replicas in flatten(inside):
+                yield inner_start, inner_end, replicas * inner_replicas
+
+
+def downsets(graph):
+    """Every set of nodes that holds the producers of each of its nodes."""
+    found = {frozenset()}
+    for name in graph.order:
+        inputs = frozenset(graph.predecessors[name])
+        found |= {downset | {name} for downset in found if inputs <= downset}
+    return sorted(found, key=len)
+
+
+def every_plan(cuts, machines, straight=False, fewer=False, piece=None):
+    """Every nested plan: all chains of nested downsets, all counts of components, at each level."""
+    start, end = piece or (frozenset(), cuts[-1])
+    yield from _chains(cuts, machines, machines[-1], straight, fewer, start, end)
+
+
+def _chains(cuts, machines, left, straight, fewer, start, end):
+    """Pipelines from `start` to `end` on `left` components of the outermost level (or fewer)."""
+    for stop in cuts:
+        if not (start < stop <= end):
+            continue
+        for replicas in range(1, (1 if straight else left) + 1):
+            if stop == end:
+                tails = [[]] if fewer or replicas == left else []
+            elif replicas < left:
+                tails = list(_chains(cuts, machines, left - replicas, straight, fewer, stop, end))
+            else:
+                tails = []
+            if not tails:
+                continue
+            insides = [None]
+            if len(machines) > 1:
+                insides = list(every_plan(cuts, machines[:-1], straight, fewer, (start, stop)))
+            for inside in insides:
+                for tail in tails:
+                    yield [(start, stop, replicas, inside), *tail]
+
+
+def nest(plan):
+    """The nested plan that a plan's ranks stand for, from its stages alone.
+
+    Checks that each stage has the same devices in each component of each level.
+    """
+    places = list(plan.cluster.places())
+    stages, before = [], frozenset()
+    for stage in plan.stages:
+        after = before | frozenset(stage.nodes)
+        spots = [places[rank] for rank in stage.ranks]
+        axes = [sorted({spot[level] for spot in spots}) for level in range(len(spots[0]))]
+        assert len(spots) == len(set(spots)) == math.prod(len(axis) for axis in axes)
+        stages.append((before, after, axes))
+        before = after
+    return _nest(stages, len(plan.cluster.machines) - 1)
+
+
+def _nest(stages, level):
+    nested, taken = [], set()
+    for axis, group in groupby(stages, key=lambda stage: stage[2][level]):
+        members = list(group)
+        assert not taken & set(axis), "a component is in two stages"
+        taken |= set(axis)
+        inside = None if level == 0 else _nest(members, level - 1)
+        if level == 0:
+            assert len(members) == 1
+        nested.append((members[0][0], members[-1][1], len(axis), inside))
+    return nested

@@ -1,0 +1,141 @@
+"""The dynamic program against every plan there is, tried one by one."""
+
+import math
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.command import UserError
+from pipedream.graph.model import Graph, Node
+from pipedream.optimizer.cost import COST_MODELS
+from pipedream.optimizer.hierarchy import Rules, affordable
+from pipedream.optimizer.optimize import Request, optimize
+
+MODELS = [("paper", None), ("paper", 4.0), ("released", None), ("released", 1.0), ("released", 4.0)]
+
+
+@st.composite
+def graphs(draw, most=10):
+    """DAGs of 1 to `most` nodes, in any shape; some nodes free, some without parameters."""
+    count = draw(st.integers(1, most))
+    # Enough edges to keep the downsets few, few enough to leave branches and several sources.
+    pairs = [(a, b) for b in range(count) for a in range(max(0, b - 4), b)]
+    chosen = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    spine = [pair for pair in pairs if pair[1] - pair[0] == draw(st.sampled_from([1, 1, 1, 2]))]
+    edges = sorted({*chosen, *spine})
+    number = st.integers(0, 9)
+    nodes = {
+        f"n{i}": Node(
+            id=f"n{i}",
+            description=f"Layer{i}",
+            forward_seconds=draw(number) * 1e-3,
+            backward_seconds=draw(number) * 1e-3,
+            activation_bytes=(draw(number) * 1e5, draw(st.sampled_from([0, 1])) * 1e5),
+            parameter_bytes=draw(number) * 1e6,
+        )
+        for i in range(count)
+    }
+    graph = Graph(nodes, tuple((f"n{a}", f"n{b}") for a, b in edges))
+    assume(any(node.compute_seconds for node in nodes.values()))
+    return graph
+
+
+def best_of_all(by_hand, costs, cuts, rules, memory=None, schedule="weight-stashing"):
+    """The least time over every plan, infinite if none fits."""
+    level = len(costs.machines) - 1
+    plans = by_hand.every_plan(cuts, costs.machines, rules.straight, rules.fewer_machines)
+    return min(
+        (
+            costs.time(level, plan)
+            for plan in plans
+            if memory is None or costs.memory(plan, schedule) <= memory
+        ),
+        default=math.inf,
+    )
+
+
+def check(by_hand, graph, machines, model, rules, most_cuts, share=None, schedule="flush"):
+    """Plans, tries every plan, compares; `share` of the memory that the free plan needs is given."""
+    name, compression = model
+    cuts = by_hand.downsets(graph)
+    assume(len(cuts) <= most_cuts)
+    assume(not rules.straight or rules.fewer_machines or math.prod(machines) <= len(graph.nodes))
+    bandwidth = (1e9, 2e8, 1e8)[: len(machines)]
+    costs = by_hand.Costs(graph, machines, bandwidth, name, compression)
+    cluster = Cluster(machines=machines, bandwidth=bandwidth)
+    request = Request(graph, cluster, COST_MODELS[name](compression), schedule, None, rules)
+    outcome = optimize(request)
+    memory = None
+    if share is not None:
+        memory = share * max(stage.memory_bytes for stage in outcome.plan.stages)
+        assume(memory > 0)
+        request = Request(graph, cluster, request.model, schedule, memory, rules)
+    best = best_of_all(by_hand, costs, cuts, rules, memory, schedule)
+    if best == math.inf:
+        with pytest.raises(UserError, match="no plan fits"):
+            optimize(request)
+        return
+    outcome = optimize(request)
+    predicted = outcome.plan.predicted
+    assert outcome.exact
+    assert outcome.cuts == len(cuts)
+    assert predicted.seconds_per_minibatch == pytest.approx(best, rel=1e-9)
+    assert predicted.lower_bound_seconds == pytest.approx(best, rel=1e-9)
+    nested = by_hand.nest(outcome.plan)
+    assert costs.time(len(machines) - 1, nested) == pytest.approx(best, rel=1e-9)
+    held = max(stage.memory_bytes for stage in outcome.plan.stages)
+    assert held == pytest.approx(costs.memory(nested, schedule))
+    assert memory is None or held <= memory
+    if not rules.fewer_machines:
+        assert outcome.plan.workers == cluster.devices
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from([(1,), (2,), (3,), (4,)]),
+    model=st.sampled_from(MODELS),
+    rules=st.builds(Rules, st.booleans(), st.booleans()),
+)
+def test_flat_plans_equal_brute_force(by_hand, graph, machines, model, rules):
+    check(by_hand, graph, machines, model, rules, most_cuts=40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from([(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]),
+    model=st.sampled_from(MODELS),
+    rules=st.builds(Rules, st.booleans(), st.booleans()),
+)
+def test_two_levels_equal_brute_force(by_hand, graph, machines, model, rules):
+    check(by_hand, graph, machines, model, rules, most_cuts=14)
+
+
+@settings(max_examples=25, deadline=None)
+@given(graph=graphs(most=6), model=st.sampled_from(MODELS), rules=st.builds(Rules))
+def test_three_levels_equal_brute_force(by_hand, graph, model, rules):
+    check(by_hand, graph, (2, 2, 2), model, rules, most_cuts=8)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    graph=graphs(most=8),
+    machines=st.sampled_from([(2,), (3,), (4,), (2, 2), (3, 2), (2, 3)]),
+    model=st.sampled_from(MODELS),
+    rules=st.builds(Rules, st.booleans(), st.booleans()),
+    share=st.sampled_from([0.3, 0.5, 0.7, 0.9]),
+    schedule=st.sampled_from(["weight-stashing", "flush"]),
+)
+def test_plans_within_memory_equal_brute_force(
+    by_hand, graph, machines, model, rules, share, schedule
+):
+    check(by_hand, graph, machines, model, rules, 10, share, schedule)
+
+
+def test_affordable_is_less_with_levels_and_with_machines():
+    assert affordable([4]) == 20_000
+    assert 5_000 < affordable([16]) < affordable([8]) <= 20_000
+    assert 300 < affordable([8, 8]) < affordable([4, 4]) < affordable([4, 8]) + 1 < 3_000
