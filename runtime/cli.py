@@ -12,8 +12,8 @@ import click
 from pipedream.graph.command import Command, UserError
 
 if TYPE_CHECKING:
+    from pipedream.runtime.job import Job
     from pipedream.runtime.launch import Place
-    from pipedream.runtime.trainer import Job
 
 
 @click.command("pd-train", cls=Command)
@@ -77,33 +77,33 @@ def main(
     from pipedream.graph.config import read_config
     from pipedream.graph.plan import read_plan
     from pipedream.runtime import launch
+    from pipedream.runtime.job import Job
 
-    read = read_plan(plan)
-    run_config = read_config(config)
-    folder = output or Path("runs") / config.stem
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"-o {folder}: this is a file, not a folder")
-    place = launch.environment()
-    if place is None:
-        if workers is not None and workers != read.workers:
-            raise UserError(f"--workers {workers}: the plan is for {read.workers} workers")
-        return launch.spawn(sys.argv, read.workers)
-
-    from pipedream.runtime.trainer import Job
-
-    job = Job(
-        plan=read,
-        config=run_config,
-        directory=config.resolve().parent,
-        run=folder,
-        device=device,
-        schedule=read.schedule if schedule is None else schedule,  # type: ignore[arg-type]
-        epochs=epochs or run_config.epochs,
-        resume=resume,
-        timeout=timeout,
-        evaluate=evaluate,
-    )
-    return _work(job, place)
+    try:
+        read, run_config = read_plan(plan), read_config(config)
+        job = Job(
+            plan=read,
+            config=run_config,
+            directory=config.resolve().parent,
+            run=output or Path("runs") / config.stem,
+            device=device,
+            schedule=read.schedule if schedule is None else schedule,  # type: ignore[arg-type]
+            epochs=epochs or run_config.epochs,
+            resume=resume,
+            timeout=timeout,
+            evaluate=evaluate,
+        )
+        job.check_folder()
+        place = launch.environment()
+        if place is not None:
+            return _work(job, place)
+        if workers is not None and workers != job.plan.workers:
+            raise UserError(f"--workers {workers}: the plan is for {job.plan.workers} workers")
+        return launch.spawn(sys.argv, job.plan.workers)
+    except UserError:
+        if launch.has_the_floor():
+            raise
+        return launch.USER_ERROR
 
 
 def _work(job: Job, place: Place) -> int:
@@ -115,10 +115,6 @@ def _work(job: Job, place: Place) -> int:
     spawned = launch.die_with_parent()
     try:
         train(job, place)
-    except UserError:
-        if launch.has_the_floor():
-            raise
-        return launch.USER_ERROR
     except PeerLost as error:
         if not spawned:
             print(f"pd-train: rank {place.rank}: {error}", file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
 from pipedream.profiler.source import Dataset
 from pipedream.runtime.checkpoint import load_all
@@ -50,5 +51,6 @@ def load_plain(model: nn.Module, path: Path) -> None:
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():
         for name, tensor in tensors.items():
-            assert name in own, name
+            if name not in own:
+                raise UserError(f"{path}: {name} is not in this model")
             own[name].copy_(tensor)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +12,13 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from pipedream.graph.command import UserError
-from pipedream.graph.config import RunConfig
-from pipedream.graph.plan import Plan, ScheduleName
 from pipedream.profiler.capture import Captured, capture
 from pipedream.profiler.source import load_config_model, load_data
 from pipedream.runtime import checkpoint
 from pipedream.runtime.data import Epoch
 from pipedream.runtime.engine import Engine
 from pipedream.runtime.evaluate import evaluate
+from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
 from pipedream.runtime.loss import load_loss
 from pipedream.runtime.optimizers import make_optimizer, restore_state, state_tensors
@@ -38,7 +35,6 @@ from pipedream.runtime.schedule import (
     Action,
     Kind,
     Schedule,
-    Worker,
     parse_action,
     schedule,
     warm_up,
@@ -47,37 +43,6 @@ from pipedream.runtime.stage import Layout, layouts, links, source_text, tied
 from pipedream.runtime.timeline import Event, draw, write_trace
 from pipedream.runtime.transport import Transport
 from pipedream.runtime.weights import Weights
-
-
-@dataclass(frozen=True)
-class Job:
-    """What pd-train was asked to do. `directory` is the run config's, `run` where results go."""
-
-    plan: Plan
-    config: RunConfig
-    directory: Path
-    run: Path
-    device: str = "cpu"
-    schedule: ScheduleName = "weight-stashing"
-    epochs: int = 1
-    resume: bool = False
-    timeout: float = 300.0
-    evaluate: bool = True
-
-    @property
-    def ranks(self) -> list[list[int]]:
-        """The rank of each replica of each stage; they close up where the plan skips devices."""
-        used = sorted(rank for stage in self.plan.stages for rank in stage.ranks)
-        number = {rank: index for index, rank in enumerate(used)}
-        return [[number[rank] for rank in stage.ranks] for stage in self.plan.stages]
-
-    def worker(self, rank: int) -> Worker:
-        (found,) = (
-            (stage, members.index(rank))
-            for stage, members in enumerate(self.ranks)
-            if rank in members
-        )
-        return found
 
 
 def train(job: Job, place: Place) -> None:
@@ -210,7 +175,7 @@ class Rank:
     def _save(self, epoch: int) -> None:
         """Every stage's first replica writes its part; rank 0 makes the checkpoint valid."""
         self._average_buffers()
-        folder = self.job.run / "checkpoints"
+        folder = self.job.checkpoints
         if self.replica == 0:
             checkpoint.write_shard(
                 folder,
@@ -222,7 +187,8 @@ class Rank:
             )
         dist.barrier()
         if self.place.rank == 0:
-            checkpoint.publish(folder, epoch, len(self.layouts))
+            details = {"optimizer": self.job.config.optimizer.name}
+            checkpoint.publish(folder, epoch, len(self.layouts), details)
         dist.barrier()
 
     def _average_buffers(self) -> None:
@@ -236,9 +202,15 @@ class Rank:
 
     def _resume(self) -> int:
         """Loads the newest checkpoint; the number of epochs it has behind it."""
-        path = checkpoint.latest(self.job.run / "checkpoints")
+        path, optimizer = checkpoint.latest(self.job.checkpoints), self.job.config.optimizer.name
         if path is None:
-            raise UserError(f"--resume: there is no checkpoint in {self.job.run / 'checkpoints'}")
+            raise UserError(f"--resume: there is no checkpoint in {self.job.checkpoints}")
+        saved = checkpoint.read_state(path)
+        if saved.details.get("optimizer", optimizer) != optimizer:
+            raise UserError(
+                f"--resume: {path} is of a run with optimizer {saved.details['optimizer']}, "
+                f"and the config says {optimizer}"
+            )
         names = {**self.parameters, **self.buffers}
         with torch.no_grad():
             for name, tensor in checkpoint.load_model(path, names).items():
@@ -246,7 +218,7 @@ class Rank:
         restore_state(
             self.optimizer, self.parameters, checkpoint.load_optimizer(path, self.parameters)
         )
-        return checkpoint.epoch_of(path)
+        return saved.epoch
 
     def _finish(self) -> None:
         """Every rank tells what it measured; rank 0 writes it down and tries the model."""
@@ -286,7 +258,7 @@ class Rank:
             "ranks": reports,
         }
         if job.evaluate and self.held_out is not None:
-            path = checkpoint.latest(job.run / "checkpoints")
+            path = checkpoint.latest(job.checkpoints)
             assert path is not None
             model = load_config_model(config, job.directory)
             summary |= evaluate(model, path, self.held_out, config, self.loss, self.device)

@@ -20,8 +20,8 @@ from pipedream.graph.config import Factory, OptimizerConfig, RunConfig
 from pipedream.graph.plan import Plan
 from pipedream.profiler.capture import Captured, capture
 from pipedream.runtime.data import Epoch
+from pipedream.runtime.job import Job
 from pipedream.runtime.stage import layouts, links
-from pipedream.runtime.trainer import Job
 
 SUPPORT = Path(small_models.__file__).parent
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}

@@ -25,7 +25,7 @@ def run_processes(
     Fails with the first traceback, or when time is up; then every process is killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.export", "pipedream.runtime.trainer"])
+    context.set_forkserver_preload(["warm"])
     answers = context.SimpleQueue()
     workers = [
         context.Process(target=_work, args=(answers, function, rank, processes, args), daemon=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import TensorDataset
 
 
@@ -69,3 +70,21 @@ class Normed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.norm(self.a(x)))
+
+
+def images(size: int, examples: int = 4) -> tuple[TensorDataset, None]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(examples, 3, size, size, generator=generator)
+    return TensorDataset(x, torch.zeros(examples)), None
+
+
+def tokens(length: int = 12, words: int = 64, examples: int = 4) -> tuple[TensorDataset, None]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randint(0, words, (examples, length), generator=generator)
+    return TensorDataset(x, torch.zeros(examples)), None
+
+
+def mean_square(output: object, target: Tensor) -> Tensor:
+    """A loss in which every tensor that the model returns takes part."""
+    leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+    return torch.stack([leaf.square().mean() for leaf in leaves]).sum()

@@ -10,8 +10,9 @@ from processes import free_port, run_processes
 from torch import Tensor
 
 from pipedream.runtime.checkpoint import latest, load_all
+from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
-from pipedream.runtime.trainer import Job, train
+from pipedream.runtime.trainer import train
 
 
 def run_jobs(jobs: Sequence[Job], seconds: float = 100.0) -> None:

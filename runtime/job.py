@@ -1,0 +1,56 @@
+"""What pd-train was asked to do, and which worker each rank is. Pure: no torch, no processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipedream.graph.command import UserError
+from pipedream.graph.config import RunConfig
+from pipedream.graph.plan import Plan, ScheduleName
+from pipedream.runtime.schedule import Worker
+
+
+@dataclass(frozen=True)
+class Job:
+    """What pd-train was asked to do. `directory` is the run config's, `run` where results go."""
+
+    plan: Plan
+    config: RunConfig
+    directory: Path
+    run: Path
+    device: str = "cpu"
+    schedule: ScheduleName = "weight-stashing"
+    epochs: int = 1
+    resume: bool = False
+    timeout: float = 300.0
+    evaluate: bool = True
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run / "checkpoints"
+
+    def check_folder(self) -> None:
+        """Raises UserError where the results would overwrite others, or cannot be written."""
+        if self.run.exists() and not self.run.is_dir():
+            raise UserError(f"-o {self.run}: this is a file, not a folder")
+        if not self.resume and any(self.checkpoints.glob("epoch-*")):
+            raise UserError(
+                f"-o {self.run}: there are checkpoints of an earlier run; go on with --resume, "
+                "or give another folder"
+            )
+
+    @property
+    def ranks(self) -> list[list[int]]:
+        """The rank of each replica of each stage; they close up where the plan skips devices."""
+        used = sorted(rank for stage in self.plan.stages for rank in stage.ranks)
+        number = {rank: index for index, rank in enumerate(used)}
+        return [[number[rank] for rank in stage.ranks] for stage in self.plan.stages]
+
+    def worker(self, rank: int) -> Worker:
+        (found,) = (
+            (stage, members.index(rank))
+            for stage, members in enumerate(self.ranks)
+            if rank in members
+        )
+        return found
