@@ -114,11 +114,6 @@ def read_state(path: Path) -> State:
     return read_artifact(path / "state.json", State)
 
 
-def epoch_of(path: Path) -> int:
-    """How many epochs are behind this checkpoint. Raises UserError."""
-    return read_state(path).epoch
-
-
 def load_model(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors named in `like`, on the CPU; shapes and types have to be those of `like`.
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from pipedream.graph.command import UserError
 from pipedream.runtime.checkpoint import (
-    epoch_of,
     latest,
     load_all,
     load_model,
@@ -121,7 +120,7 @@ def test_latest_is_a_whole_one(tmp_path, model):
     (tmp_path / "epoch-best").mkdir()
     found = latest(tmp_path)
     assert found == tmp_path / "epoch-0010"
-    assert epoch_of(found) == 10
+    assert read_state(found).epoch == 10
 
 
 def test_remains_of_a_stopped_run_do_not_get_in(tmp_path, model):
@@ -231,7 +230,7 @@ def test_another_format_is_named(tmp_path, model):
     path = save(tmp_path, model)
     (path / "state.json").write_text('{"format": "pipedream-checkpoint/9", "epoch": 1}')
     with pytest.raises(UserError, match=r"state\.json: format"):
-        epoch_of(path)
+        read_state(path)
 
 
 def test_a_disk_that_refuses(tmp_path, model):
