@@ -188,14 +188,16 @@ class Search:
         join = np.maximum if within is None else np.add
         for start in reversed(range(begin, end)):
             after = self.cuts.after(start, end)
-            reached = slice(start + 1, None) if piece is None else slice(None)
-            rest = later[:, :, after, reached]
+            reached = after if piece is None else slice(None)
+            rest = later[:, :, after][..., reached]
             if not rest.size:  # a cut that is not within the piece
                 continue
             for first, table in ((False, later), (True, whole)):
                 if not first or piece is None or start == begin:
+                    best = table[:, :, start, reached]
                     for option in self._options(room, start, after, first, within):
-                        _extend(table[:, :, start, reached], rest, option, join)
+                        _extend(best, rest, option, join)
+                    table[:, :, start, reached] = best
         return later, whole
 
     def _options(

@@ -22,6 +22,9 @@ from pipedream.optimizer.prefixes import prefixes
 from pipedream.optimizer.stage_cost import LeastMemory, MemoryLimit, Replication
 from pipedream.runtime.schedule import warm_up
 
+# Cuts to choose from where there are too many to try them all: more take longer and gain little.
+SAMPLE = 3_000
+
 
 @dataclass(frozen=True)
 class Request:
@@ -67,8 +70,8 @@ class Outcome:
 
 
 def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
-    """The best plan over all nested downsets, or over prefixes of topological orders where there
-    are more than `most_cuts` downsets (default: what can be searched in about half a minute).
+    """The best plan over all nested downsets, or over some where there are more than `most_cuts`
+    (default: what can be searched in about half a minute).
 
     Raises UserError if there is nothing to plan, or no plan fits the memory.
     """
@@ -76,7 +79,7 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
     _check(graph, request)
     limit = most_cuts or affordable(request.cluster.machines, request.memory is not None)
     dag = AntichainDag.of(graph, limit)
-    cuts = Cuts(graph, prefixes(graph, limit) if dag is None else dag.downsets)
+    cuts = Cuts(graph, prefixes(graph, min(limit, SAMPLE)) if dag is None else dag.downsets)
     solution = _solve(cuts, request)
     if dag is None:
         bound = lower_bound(graph, request.cluster, request.model, request.rules.straight)

@@ -1,7 +1,8 @@
-"""Where the downsets are too many to enumerate: the prefixes of a few topological orders."""
+"""Where the downsets are too many to enumerate: a few thousand that are worth cutting at."""
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from pipedream.optimizer.planning import PlanningGraph
 
 
 class Prefix(NamedTuple):
-    """The first nodes of an order: their downset, compute time, and output bytes still awaited."""
+    """A downset, its compute time, and the output bytes that are still awaited."""
 
     downset: int
     seconds: float
@@ -20,26 +21,45 @@ class Prefix(NamedTuple):
 def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
     """Downsets (as AntichainDag's: the empty one first, the whole graph last), about `limit`.
 
-    Three orders: the file's, depth first, and the one that keeps the fewest bytes alive. A plan
-    over these is valid, but a better one may cut elsewhere. Where there are more than `limit`, the
-    lightest cut is kept in each of as many equal shares of the compute time.
+    The prefixes of three topological orders (the file's, depth first, the one that keeps the fewest
+    bytes alive), and as many of the lightest cuts of each size as there is room for. A plan over
+    these is valid, but a better one may cut elsewhere. Where the prefixes alone are more than
+    `limit`, the lightest is kept in each of as many equal shares of the compute time.
     """
     orders = (list(range(len(graph))), _depth_first(graph), _fewest_bytes(graph))
     found = {prefix.downset: prefix for order in orders for prefix in _walk(graph, order)}
-    kept = list(found.values()) if len(found) <= limit else _lightest(found.values(), limit)
-    ends = {0, (1 << len(graph)) - 1}
-    downsets = {prefix.downset for prefix in kept} | ends
+    downsets = {0, *found}
+    if len(found) > limit:
+        downsets = {0, (1 << len(graph)) - 1, *_lightest(found.values(), limit)}
+    elif width := (limit - len(found)) // len(graph):
+        downsets.update(_beam(graph, width))
     return tuple(sorted(downsets, key=lambda downset: (downset.bit_count(), downset)))
 
 
-def _lightest(found: Collection[Prefix], limit: int) -> list[Prefix]:
+def _lightest(found: Collection[Prefix], limit: int) -> Iterator[int]:
     total = max(prefix.seconds for prefix in found)
     best: dict[int, Prefix] = {}
     for prefix in found:
         share = int(limit * prefix.seconds / total)
         if share not in best or prefix.live_bytes < best[share].live_bytes:
             best[share] = prefix
-    return list(best.values())
+    return (prefix.downset for prefix in best.values())
+
+
+def _beam(graph: PlanningGraph, width: int) -> Iterator[int]:
+    """The `width` lightest cuts of each size that come of adding a node to those of the last."""
+    generation = {0: (0.0, ready(graph, 0))}
+    for _ in range(len(graph)):
+        following: dict[int, tuple[float, int]] = {}
+        for downset, (live, nodes) in generation.items():
+            for node in bits(nodes):
+                after = downset | 1 << node
+                if after not in following:
+                    grown = live + _growth(graph, downset, node)
+                    following[after] = grown, ready_after(graph, downset, nodes, node)
+        kept = heapq.nsmallest(width, following, key=lambda after: (following[after][0], after))
+        generation = {downset: following[downset] for downset in kept}
+        yield from generation
 
 
 def _walk(graph: PlanningGraph, order: list[int]) -> Iterator[Prefix]:

@@ -106,5 +106,5 @@ def _remark(outcome: Outcome) -> str:
     gap = predicted.seconds_per_minibatch / predicted.lower_bound_seconds - 1
     return (
         f"The graph can be cut in too many ways to try them all: the best plan over {outcome.cuts}"
-        f" cuts along a few topological orders, at most {100 * gap:.1f} % slower than the best."
+        f" likely cuts, at most {100 * gap:.1f} % slower than the best possible."
     )

@@ -7,12 +7,14 @@ many components of the level below, and the nested plan inside each of these (No
 import math
 from itertools import groupby
 
+from pipedream.graph.model import Graph
+
 
 class Costs:
     """A graph (all its nodes working), a cluster and a cost model by name, costed with sets."""
 
     def __init__(self, graph, machines, bandwidth, model, compression=None):
-        self.nodes = {name: node for name, node in graph.nodes.items()}
+        self.nodes = graph.nodes
         self.edges = graph.edges
         self.machines = machines
         self.bandwidth = bandwidth
@@ -20,7 +22,9 @@ class Costs:
         self.compression = compression
 
     def compute(self, names):
-        return math.fsum(self.nodes[n].forward_seconds + self.nodes[n].backward_seconds for n in names)
+        return math.fsum(
+            self.nodes[n].forward_seconds + self.nodes[n].backward_seconds for n in names
+        )
 
     def parameters(self, names):
         return math.fsum(self.nodes[n].parameter_bytes for n in names)
@@ -129,20 +133,38 @@ def _chains(cuts, machines, left, straight, fewer, start, end):
                     yield [(start, stop, replicas, inside), *tail]
 
 
-def nest(plan):
+def working(graph):
+    """The graph without its inputs and the `__getitem__`s that nothing consumes."""
+    fed = {b for _, b in graph.edges}
+    read = {a for a, _ in graph.edges}
+    nodes = {
+        name: node
+        for name, node in graph.nodes.items()
+        if not (node.description.startswith("Input") and name not in fed)
+        and not (node.description.startswith("__getitem__") and name not in read)
+    }
+    return Graph(nodes, tuple((a, b) for a, b in graph.edges if a in nodes and b in nodes))
+
+
+def nest(plan, graph):
     """The nested plan that a plan's ranks stand for, from its stages alone.
 
-    Checks that each stage has the same devices in each component of each level.
+    Only the nodes of `graph` count. Checks that each stage has some of them, and the same devices
+    in each component of each level.
     """
     places = list(plan.cluster.places())
     stages, before = [], frozenset()
     for stage in plan.stages:
-        after = before | frozenset(stage.nodes)
+        after = before | (frozenset(stage.nodes) & frozenset(graph.nodes))
+        assert before < after
         spots = [places[rank] for rank in stage.ranks]
         axes = [sorted({spot[level] for spot in spots}) for level in range(len(spots[0]))]
         assert len(spots) == len(set(spots)) == math.prod(len(axis) for axis in axes)
         stages.append((before, after, axes))
         before = after
+    assert before == frozenset(graph.nodes)
+    for source, target in graph.edges:
+        assert all(source in end for _, end, _ in stages if target in end), "not a downset"
     return _nest(stages, len(plan.cluster.machines) - 1)
 
 

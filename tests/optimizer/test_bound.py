@@ -1,0 +1,45 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedream.graph.cluster import Cluster
+from pipedream.optimizer.bound import lower_bound
+from pipedream.optimizer.cost import COST_MODELS
+from pipedream.optimizer.hierarchy import Rules
+from pipedream.optimizer.optimize import Request, optimize
+from pipedream.optimizer.planning import PlanningGraph
+
+
+def test_devices_share_the_time_at_best(make_graph):
+    graph = make_graph("a b", "a-b", a=(30, 0, 0), b=(50, 0, 0))
+    cluster = Cluster(machines=(4,), bandwidth=(1e9,))
+    bound = lower_bound(PlanningGraph.of(graph), cluster, COST_MODELS["paper"](), straight=False)
+    assert bound == pytest.approx(0.020)
+
+
+def test_a_node_that_cannot_be_replicated_well_bounds_the_time(make_graph):
+    # b alone: 50 ms on one, on two 25 ms of compute but 2*1e9/1e9/2 s of all-reduce.
+    graph = make_graph("a b", "a-b", a=(1, 0, 0), b=(50, 0, 1e9))
+    cluster = Cluster(machines=(4,), bandwidth=(1e9,))
+    for straight in (False, True):
+        bound = lower_bound(PlanningGraph.of(graph), cluster, COST_MODELS["paper"](), straight)
+        assert bound == pytest.approx(0.050)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_no_plan_is_faster(make_graph, data):
+    number = st.integers(0, 9)
+    names = "a b c d e"
+    costs = {
+        n: (data.draw(number) + 1, data.draw(number) * 1e5, data.draw(number) * 1e6)
+        for n in names.split()
+    }
+    graph = make_graph(names, "a-b a-c b-d c-d a-e", **costs)
+    machines = data.draw(st.sampled_from([(3,), (2, 2), (3, 2), (2, 2, 2)]))
+    cluster = Cluster(machines=machines, bandwidth=(1e9, 3e8, 1e8)[: len(machines)])
+    model = COST_MODELS[data.draw(st.sampled_from(["paper", "released"]))](1.0)
+    rules = Rules(fewer_machines=data.draw(st.booleans()))
+    best = optimize(Request(graph, cluster, model, rules=rules)).plan.predicted
+    bound = lower_bound(PlanningGraph.of(graph), cluster, model, straight=False)
+    assert bound <= best.seconds_per_minibatch * (1 + 1e-12)

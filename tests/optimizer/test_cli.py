@@ -1,0 +1,147 @@
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pipedream.graph.plan import read_plan
+from pipedream.graph.text import format_graph, read_graph
+
+TRANSLATION = Path(__file__).with_name("translation.txt")
+LEVELS = ("--machines", "2,2", "--bandwidth", "1GB,500MB")
+
+
+def pd_optimize(*arguments, **options):
+    command = [Path(sys.executable).with_name("pd-optimize"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+def test_writes_plan_graph_and_picture_and_prints_a_table(tmp_path):
+    done = pd_optimize(TRANSLATION, *LEVELS, "-o", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    plan = read_plan(tmp_path / "out" / "plan.json")
+    assert plan.cluster.machines == (2, 2)
+    assert plan.predicted.cost_model == "paper"
+    assert plan.workers == 4
+    staged = read_graph(tmp_path / "out" / "graph.txt")
+    assert {name: node.stage for name, node in staged.nodes.items()} == plan.stage_of
+    assert all(staged.nodes[name].stage == 0 for name in ("in0", "in1", "in2"))
+    assert staged.nodes["hid"].stage == staged.nodes["enc"].stage
+    assert (tmp_path / "out" / ("graph.svg" if shutil.which("dot") else "graph.gv")).exists()
+    for word in ("stage", "one worker", "data parallelism", "times as fast", "Written:"):
+        assert word in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 121
+
+
+def test_the_graph_keeps_its_text_but_for_the_stages(tmp_path):
+    pd_optimize(TRANSLATION, *LEVELS, "-o", tmp_path)
+    before, after = read_graph(TRANSLATION), read_graph(tmp_path / "graph.txt")
+    assert format_graph(after.with_stages({})) == format_graph(before)
+    assert after.fingerprint == before.fingerprint
+
+
+def test_planning_a_planned_graph_again_gives_the_same(tmp_path):
+    for source, target in ((TRANSLATION, "a"), (tmp_path / "a" / "graph.txt", "b")):
+        assert pd_optimize(source, *LEVELS, "-o", tmp_path / target).returncode == 0
+    first, second = (json.loads((tmp_path / name / "plan.json").read_text()) for name in "ab")
+    assert first == second
+
+
+def test_flags_reach_the_planner(tmp_path):
+    shared = ("--machines", "4", "--bandwidth", "1GB", "-o", tmp_path)
+    flags = ("--cost-model", "released", "--activation-compression", "2", "--straight")
+    assert pd_optimize(TRANSLATION, *shared, *flags, "--schedule", "flush").returncode == 0
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.replicas == (1, 1, 1, 1)
+    assert plan.schedule == "flush"
+    assert plan.predicted.cost_model == "released"
+    assert pd_optimize(TRANSLATION, *shared, "--memory", "40MB").returncode == 0
+    assert all(s.memory_bytes <= 40e6 for s in read_plan(tmp_path / "plan.json").stages)
+    slow = ("--machines", "4", "--bandwidth", "1kB", "-o", tmp_path, "--fewer-machines")
+    assert pd_optimize(TRANSLATION, *slow).returncode == 0
+    assert read_plan(tmp_path / "plan.json").workers < 4
+
+
+def test_by_default_the_plan_lies_beside_the_graph(tmp_path):
+    shutil.copy(TRANSLATION, tmp_path / "graph.txt")
+    assert pd_optimize(tmp_path / "graph.txt", *LEVELS).returncode == 0
+    assert (tmp_path / "plan" / "plan.json").exists()
+
+
+WRONG = {
+    "levels": (["--machines", "2,2", "--bandwidth", "1GB"], "2 levels of machines but 1 bandwidth"),
+    "no machine": (["--machines", "0", "--bandwidth", "1GB"], "at least 1 machine"),
+    "machines": (["--machines", "two", "--bandwidth", "1GB"], "--machines two: give whole numbers"),
+    "bandwidth": (["--machines", "2", "--bandwidth", "fast"], "--bandwidth: 'fast' is no amount"),
+    "negative": (["--machines", "2", "--bandwidth", "-1GB"], "--bandwidth: '-1GB' is no amount"),
+    "no bandwidth": (["--machines", "2"], "Missing option '--bandwidth'"),
+    "model": ([*LEVELS, "--cost-model", "best"], "'--cost-model': 'best' is not one of"),
+    "schedule": ([*LEVELS, "--schedule", "gpipe"], "'--schedule': 'gpipe' is not one of"),
+    "compression": ([*LEVELS, "--activation-compression", "0"], "0.0 is not in the range"),
+    "memory": ([*LEVELS, "--memory", "lots"], "--memory: 'lots' is no amount of bytes"),
+    "too little": ([*LEVELS, "--memory", "1kB"], "--memory 1 kB: no plan fits"),
+    "straight": (
+        ["--machines", "99", "--bandwidth", "1GB", "--straight"],
+        "--straight: 99 devices but only 7 nodes",
+    ),
+    "output": ([*LEVELS, "-o", "/dev/null/x"], "-o /dev/null/x: cannot be written"),
+    "unknown": ([*LEVELS, "--fast"], "No such option"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_flag_is_one_line(case, tmp_path):
+    arguments, message = WRONG[case]
+    shutil.copy(TRANSLATION, tmp_path / "graph.txt")
+    done = pd_optimize("graph.txt", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("pd-optimize: ")
+    assert message in done.stderr
+
+
+def test_a_missing_or_broken_graph_is_one_line(tmp_path):
+    done = pd_optimize(tmp_path / "none.txt", *LEVELS)
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"pd-optimize: {tmp_path}/none.txt: cannot be read: No such file or directory\n"
+    )
+    broken = tmp_path / "graph.txt"
+    broken.write_text(TRANSLATION.read_text() + "\n\tout -- nowhere\n")
+    done = pd_optimize(broken, *LEVELS)
+    assert done.returncode == 2
+    assert done.stderr.endswith("edge out -- nowhere: there is no node nowhere\n")
+    assert done.stderr.startswith(f"pd-optimize: {broken}:")
+
+
+def test_help_is_quick_and_loads_neither_torch_nor_numpy():
+    code = (
+        "import sys; import pipedream.optimizer.cli;"
+        "print([name for name in ('torch', 'numpy', 'networkx') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert pd_optimize("--help").returncode == 0
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5
+
+
+def test_planning_needs_no_torch(tmp_path):
+    code = (
+        "import sys; from pipedream.optimizer.cli import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    arguments = [TRANSLATION, *LEVELS, "-o", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "False"

@@ -1,0 +1,44 @@
+from io import StringIO
+
+from rich.console import Console
+
+from pipedream.graph.cluster import Cluster
+from pipedream.optimizer.cost import Paper
+from pipedream.optimizer.optimize import Request, optimize
+from pipedream.optimizer.report import print_report
+
+
+def report(graph, machines, **options):
+    bandwidth = (1e9,) * len(machines)
+    most_cuts = options.pop("most_cuts", None)
+    request = Request(graph, Cluster(machines=machines, bandwidth=bandwidth), Paper(), **options)
+    text = StringIO()
+    outcome = optimize(request, most_cuts)
+    print_report(outcome, graph, Console(file=text, width=120, highlight=False))
+    return [" ".join(line.split()) for line in text.getvalue().splitlines()]
+
+
+def test_a_row_for_each_stage_and_the_comparison(make_graph):
+    graph = make_graph("a b c", "a-b b-c", a=(30, 1e5, 1e3), b=(6, 2e5, 1e8), c=(4, 10, 0))
+    lines = report(graph, (3,))
+    assert lines[0] == "2 stages on 3 of 3 devices (3), weight-stashing, cost model paper"
+    assert "0 1 a Linear 30 ms 2 15 ms compute 2 3 kB 200 kB" in lines
+    assert "1 2 b Linear ... c Linear 10 ms 1 10 ms compute 1 200 MB 300 kB" in lines
+    assert "this plan, per minibatch 15 ms" in lines
+    assert "one worker 40 ms this plan is 2.67 times as fast" in lines
+    assert "The best of all plans over 4 cuts under this cost model." in lines
+
+
+def test_what_does_not_fit_is_said_of_the_simple_plans(make_graph):
+    graph = make_graph("a b", "a-b", a=(30, 10, 1e6), b=(30, 10, 1e6))
+    lines = report(graph, (2,), memory=3.5e6)
+    remark = "this plan is 2.00 times as fast; that one needs 4 MB on each device"
+    assert f"one worker 60 ms {remark}" in lines
+
+
+def test_a_plan_that_is_not_proved_best_says_how_far_off_it_may_be(make_graph):
+    names = "abcdefgh"
+    graph = make_graph(" ".join(names), **dict.fromkeys(names, (8, 10000.0, 1000000000.0)))
+    lines = report(graph, (3,), most_cuts=20)
+    assert lines[-1].startswith("The graph can be cut in too many ways to try them all: the best")
+    assert lines[-1].endswith("% slower than the best possible.")
