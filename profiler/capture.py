@@ -65,9 +65,10 @@ class Captured:
     module_paths: Mapping[str, str]
     parameters: Mapping[str, tuple[str, ...]]
 
-    def rebuild(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """The structure that the model returns, made of the tensors of `self.outputs`."""
-        return pytree.tree_unflatten(list(outputs), self.out_spec)
+
+def rebuild(outputs: Sequence[torch.Tensor], out_spec: pytree.TreeSpec) -> Any:
+    """The structure that a model returns, made of the tensors named in `Captured.outputs`."""
+    return pytree.tree_unflatten(list(outputs), out_spec)
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -15,8 +15,11 @@ from torch import fx
 
 
 def make_functional(module: fx.GraphModule) -> None:
-    """Replaces writes in place by new values; leaves those to buffers and to shared memory."""
-    for node in list(module.graph.nodes):
+    """Replaces writes in place by new values; leaves those to buffers and to shared memory.
+
+    The last write first: until then its result is one more name of the memory written before.
+    """
+    for node in reversed(list(module.graph.nodes)):
         target = written(node)
         if target is None or target.op == "get_attr" or _shares(node, target):
             continue

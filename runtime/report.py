@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +23,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from torch._C._distributed_c10d import Store
+
+from pipedream.graph.units import show_seconds
 
 SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -87,6 +90,19 @@ class Display:
         self.progress.stop()
         self.file.close()
 
+    def end_epoch(self, losses: Losses) -> None:
+        """Writes down what is left of an epoch; without a terminal it gets a line of its own."""
+        self.look(losses, at_once=True)
+        recent = self.losses[-losses.minibatches :]
+        if not self.progress.console.is_terminal:
+            rate = self.done * self.batch_size / (time.perf_counter() - self.begin)
+            mean = math.fsum(recent) / len(recent)
+            print(
+                f"epoch {losses.epoch}: mean loss {mean:.4f}, {rate:.0f} samples/s",
+                file=sys.stderr,
+                flush=True,
+            )
+
     def look(self, losses: Losses, at_once: bool = False) -> None:
         """Shows and writes down what has come; not more than ten times a second, or at once."""
         now = time.perf_counter()
@@ -149,5 +165,20 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
+    """summary.json in the run's folder, and its gist on standard output."""
+    (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    measured = summary["seconds_per_minibatch"]
+    predicted = summary["predicted_seconds_per_minibatch"]
+    lines = [
+        f"time per minibatch  {show_seconds(measured)}, planned {show_seconds(predicted)}",
+        f"samples per second  {summary['samples_per_second']:.0f}",
+    ]
+    if summary["final_loss"] is not None:
+        lines.append(f"final loss          {summary['final_loss']:.4f}")
+    if "held_out_loss" in summary:
+        lines.append(f"held-out loss       {summary['held_out_loss']:.4f}")
+    if "held_out_accuracy" in summary:
+        lines.append(f"held-out accuracy   {summary['held_out_accuracy']:.1%}")
+    print("\n".join(lines))
+    print(f"Written: {run}/summary.json, metrics.jsonl, timeline.png, checkpoints")

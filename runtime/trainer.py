@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from pipedream.graph.command import UserError
-from pipedream.profiler.capture import Captured, capture
+from pipedream.profiler.capture import Captured, capture, rebuild
 from pipedream.profiler.source import load_config_model, load_data
 from pipedream.runtime import checkpoint
 from pipedream.runtime.data import Epoch
@@ -29,7 +29,7 @@ from pipedream.runtime.report import (
     forget_peak_memory,
     peak_memory_bytes,
     seconds_per_minibatch,
-    write_json,
+    write_summary,
 )
 from pipedream.runtime.schedule import (
     Action,
@@ -96,7 +96,7 @@ class Rank:
             text = source_text(captured, job.plan, self.layout, piece)
             (job.run / f"stage{self.stage}.py").write_text(text, encoding="utf-8")
         self.piece = piece.to(self.device)
-        self.outputs, self.rebuild = captured.outputs, captured.rebuild
+        self.outputs, self.out_spec = captured.outputs, captured.out_spec
         self.parameters: dict[str, Parameter] = dict(self.piece.module.named_parameters())
         buffers = self.piece.module.named_buffers()
         self.buffers = {name: buffer for name, buffer in buffers if name in self.persistent}
@@ -161,16 +161,16 @@ class Rank:
             groups=self.groups,
             ranks=self.job.ranks,
             outputs=self.outputs,
-            loss=lambda outputs, target: self.loss(self.rebuild(outputs), target),
+            loss=lambda outputs, target: self.loss(rebuild(outputs, self.out_spec), target),
             on_loss=losses.tell,
             after=after,
         )
         begin = time.perf_counter()
         self.engine.run(actions, Epoch(self.data, self.job.config, number, self.device))
         self.times.append((time.perf_counter() - begin, ends))
-        dist.barrier()
+        self.transport.barrier()
         if self.place.rank == 0:
-            self.display.look(losses, at_once=True)
+            self.display.end_epoch(losses)
 
     def _save(self, epoch: int) -> None:
         """Every stage's first replica writes its part; rank 0 makes the checkpoint valid."""
@@ -185,11 +185,11 @@ class Rank:
                 model={**self.parameters, **self.buffers},
                 optimizer=state_tensors(self.optimizer, self.parameters),
             )
-        dist.barrier()
+        self.transport.barrier()
         if self.place.rank == 0:
             details = {"optimizer": self.job.config.optimizer.name}
             checkpoint.publish(folder, epoch, len(self.layouts), details)
-        dist.barrier()
+        self.transport.barrier()
 
     def _average_buffers(self) -> None:
         """Batch-norm statistics and the like: the mean over the replicas goes on everywhere."""
@@ -206,6 +206,11 @@ class Rank:
         if path is None:
             raise UserError(f"--resume: there is no checkpoint in {self.job.checkpoints}")
         saved = checkpoint.read_state(path)
+        if saved.epoch >= self.job.epochs:
+            raise UserError(
+                f"--resume: {path} has all {self.job.epochs} epochs behind it; ask for more with "
+                "--epochs"
+            )
         if saved.details.get("optimizer", optimizer) != optimizer:
             raise UserError(
                 f"--resume: {path} is of a run with optimizer {saved.details['optimizer']}, "
@@ -240,7 +245,7 @@ class Rank:
             ]
             self._write_summary([report for report, _ in reports])
             self._write_timeline([seen for _, seen in reports])
-        dist.barrier()
+        self.transport.barrier()
 
     def _write_summary(self, reports: list[dict[str, Any]]) -> None:
         job, config = self.job, self.job.config
@@ -253,7 +258,7 @@ class Rank:
             "minibatches_per_epoch": self.minibatches,
             "seconds_per_minibatch": seconds,
             "predicted_seconds_per_minibatch": job.plan.predicted.seconds_per_minibatch,
-            "samples_per_second": config.batch_size / seconds if seconds else None,
+            "samples_per_second": config.batch_size / seconds,
             "final_loss": self.display.losses[-1] if self.display.losses else None,
             "ranks": reports,
         }
@@ -262,7 +267,7 @@ class Rank:
             assert path is not None
             model = load_config_model(config, job.directory)
             summary |= evaluate(model, path, self.held_out, config, self.loss, self.device)
-        write_json(job.run / "summary.json", summary)
+        write_summary(job.run, summary)
 
     def _write_timeline(self, seen: list[list[tuple[str, float, float]]]) -> None:
         ranks = {

@@ -96,6 +96,13 @@ class Transport:
             for tensor, part in zip(same, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
+    def barrier(self) -> None:
+        """Waits until every rank is here. Raises PeerLost."""
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise PeerLost("the ranks did not all come to the end of the epoch") from error
+
     def drain(self) -> None:
         """Waits until every send has arrived. Raises PeerLost."""
         self.outgoing.put(None)

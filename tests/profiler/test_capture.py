@@ -1,4 +1,4 @@
-"""A captured model computes what the model computes, node by node: outputs, gradients, statistics."""
+"""A captured model computes what the model computes: outputs, gradients, statistics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipedream.graph.command import UserError
 from pipedream.graph.text import format_graph, parse_graph
-from pipedream.profiler.capture import Captured, capture, flatten_inputs
+from pipedream.profiler.capture import Captured, capture, flatten_inputs, rebuild
 from pipedream.profiler.segment import segment
 
 
@@ -202,7 +202,7 @@ def test_several_inputs_and_a_dictionary_of_outputs() -> None:
         a=nn.Linear(4, 4),
     )
     captured = assert_transparent(model, torch.randn(2, 4), torch.randn(2, 4))
-    assert set(captured.rebuild([torch.zeros(1), torch.ones(1)])) == {"sum", "first"}
+    assert set(rebuild([torch.zeros(1), torch.ones(1)], captured.out_spec)) == {"sum", "first"}
 
 
 def test_integer_and_boolean_values_cross_without_gradient() -> None:
