@@ -25,9 +25,14 @@ STAGE_COLOURS = (
     "#AAAA00",
 )
 
-# dot's time grows faster than squarely with the edges: 1 s for NASNet's 1,468 of them, 13 s for
-# 3,500, 71 s for 6,500.
-MOST_EDGES = 3000
+# dot's work grows with the length of the edges, counted in ranks that they pass, and much faster
+# than linearly. Up to PLAIN_LENGTH it draws curves in about a second (NASNet: 1,468 edges of length
+# 3,783). Beyond, straight lines and a coarser search take 3 s for DenseNet-121 (966 edges of length
+# 27,818) instead of 23 s; beyond MOST_EDGES or LONGEST even those take many seconds.
+PLAIN_LENGTH = 5_000
+LONGEST = 50_000
+MOST_EDGES = 3_000
+_COARSE = {"splines": "line", "mclimit": "0.1", "nslimit": "0.3", "nslimit1": "0.3"}
 
 _WIDEST_LABEL = 44
 
@@ -61,14 +66,23 @@ def why_text(graph: Graph, written: Path) -> str | None:
     if shutil.which("dot") is None:
         reason = "the dot program is not installed (it comes with graphviz)"
     elif not _can_lay_out(graph):
-        reason = f"{len(graph.edges)} edges can take dot minutes"
+        reason = f"{len(graph.edges)} edges over {_length(graph)} ranks can take dot minutes"
     else:
         reason = "the dot program could not lay it out"
     return f"{reason}; to draw it: dot -Tsvg -O {written}"
 
 
 def _can_lay_out(graph: Graph) -> bool:
-    return shutil.which("dot") is not None and len(graph.edges) <= MOST_EDGES
+    small = len(graph.edges) <= MOST_EDGES and _length(graph) <= LONGEST
+    return small and shutil.which("dot") is not None
+
+
+def _length(graph: Graph) -> int:
+    """How many ranks all edges pass together, a node's rank being the longest way to it."""
+    rank: dict[str, int] = {}
+    for name in graph.order:
+        rank[name] = max((rank[source] + 1 for source in graph.predecessors[name]), default=0)
+    return sum(rank[target] - rank[source] for source, target in graph.edges)
 
 
 def _lay_out(picture: graphviz.Digraph) -> bytes | None:
@@ -80,8 +94,8 @@ def _lay_out(picture: graphviz.Digraph) -> bytes | None:
 
 def _digraph(graph: Graph, title: str, shade: Mapping[str, float] | None) -> graphviz.Digraph:
     picture = graphviz.Digraph("model")
-    # nslimit bounds the network simplex, whose last few percent of tidiness cost most of the time.
-    picture.attr(rankdir="TB", fontname="Helvetica", nslimit="2", nslimit1="2", nodesep="0.2")
+    coarse = _COARSE if _length(graph) > PLAIN_LENGTH else {}
+    picture.attr(rankdir="TB", fontname="Helvetica", nodesep="0.2", **coarse)
     picture.attr("node", shape="box", style="filled", fontname="Helvetica", fontsize="10")
     picture.attr("edge", arrowsize="0.6", color="#555555")
     picture.attr(label=graphviz.escape(title), labelloc="t", fontsize="16")
