@@ -88,3 +88,23 @@ def mean_square(output: object, target: Tensor) -> Tensor:
     """A loss in which every tensor that the model returns takes part."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     return torch.stack([leaf.square().mean() for leaf in leaves]).sum()
+
+
+class Noisy(nn.Module):
+    """A classifier with dropout and batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm = Layer(6), nn.BatchNorm1d(6)
+        self.drop, self.c = nn.Dropout(0.2), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.drop(self.norm(self.a(x))))
+
+
+def classes(examples: int = 80) -> tuple[TensorDataset, TensorDataset]:
+    """Three classes that a linear layer can tell apart; a quarter is held out."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(examples, 6, generator=generator)
+    whole = TensorDataset(x, x[:, :3].argmax(1))
+    return TensorDataset(*whole[: examples * 3 // 4]), TensorDataset(*whole[examples * 3 // 4 :])

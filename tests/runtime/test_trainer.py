@@ -1,0 +1,96 @@
+"""Whole runs by the command: under each launcher, stopped and resumed, several on one machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import small_models
+import torch
+from plans import cut, make_plan
+from training import losses, run_jobs, weights
+
+from pipedream.graph.config import read_config
+from pipedream.graph.plan import read_plan, write_plan
+from pipedream.profiler.capture import capture
+from pipedream.runtime.job import Job
+
+BIN = Path(sys.executable).parent
+SUPPORT = Path(small_models.__file__).parent
+CONFIG = """\
+format: pipedream-run/1
+model: {source: "small_models:Noisy"}
+data: {source: "small_models:classes"}
+optimizer: {name: SGD, args: {lr: 0.1, momentum: 0.9}}
+batch_size: 4
+epochs: 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A plan for two workers and a run config."""
+    graph = capture(small_models.Noisy(), (torch.randn(4, 6),)).graph
+    write_plan(make_plan(graph, cut(graph, 2), (1, 1)), tmp_path / "plan.json")
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(SUPPORT),
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, timeout=110
+    )
+
+
+TRAIN = ("pd-train", "plan.json", "--config", "run.yaml")
+LAUNCHERS = {
+    "alone": (),
+    "torchrun": ("torchrun", "--standalone", "--nproc-per-node=2", "--no-python"),
+    "mpirun": ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_each_launcher_trains_the_plan(launcher: str, folder: Path) -> None:
+    done = run(folder, *LAUNCHERS[launcher], *TRAIN, "-o", "run")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((folder / "run/summary.json").read_text())
+    assert summary["held_out_accuracy"] > 0.5
+    assert [rank["stage"] for rank in summary["ranks"]] == [0, 1]
+    assert all(rank["peak_memory_bytes"] > 0 for rank in summary["ranks"])
+    assert [rank["weight_versions"] for rank in summary["ranks"]] == [2, 1]
+    metrics = (folder / "run/metrics.jsonl").read_text().splitlines()
+    assert len(metrics) == 3 * summary["minibatches_per_epoch"]
+    assert summary["final_loss"] == json.loads(metrics[-1])["loss"]
+    assert "Written: run/summary.json" in done.stdout
+    assert (folder / "run/timeline.png").stat().st_size > 1000
+
+
+def test_a_resumed_run_is_the_run_that_was_never_stopped(folder: Path) -> None:
+    """Dropout, momentum and the order of the data go on as if nothing had happened."""
+    plan, config = read_plan(folder / "plan.json"), read_config(folder / "run.yaml")
+    whole = Job(plan, config, SUPPORT, folder / "whole", epochs=3, evaluate=False)
+    first = replace(whole, run=folder / "parts", epochs=1)
+    run_jobs([whole, first, replace(first, epochs=3, resume=True)])
+    expected, found = weights(whole), weights(first)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+    assert losses(first) == losses(whole)
+
+
+def test_a_checkpoint_loads_into_the_plain_model(folder: Path) -> None:
+    plan, config = read_plan(folder / "plan.json"), read_config(folder / "run.yaml")
+    job = Job(plan, config, SUPPORT, folder / "run", evaluate=False)
+    run_jobs([job])
+    small_models.Noisy().load_state_dict(weights(job))

@@ -1,0 +1,79 @@
+"""Commands as a user types them: as real programs, or in processes that have torch already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+MAIN = {
+    "pd-profile": "pipedream.profiler.cli",
+    "pd-optimize": "pipedream.optimizer.cli",
+    "pd-train": "pipedream.runtime.cli",
+}
+PROGRAMS = Path(sys.executable).parent
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a command ended; `code` is negative for a signal, as in subprocess."""
+
+    code: int
+    out: str
+    error: str
+
+
+def typed(
+    folder: Path,
+    command: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+    seconds: float = 60.0,
+) -> Done:
+    """Runs the command's `main` in `folder`, in a process forked off one that knows torch.
+
+    What that process starts itself are real programs. Fails, and kills it, when time is up.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["warm"])
+    files = folder / ".stdout", folder / ".stderr"
+    process = context.Process(target=_become, args=(folder, command, dict(variables or {}), files))
+    process.start()
+    process.join(seconds)
+    late = process.is_alive()
+    process.kill()
+    process.join()
+    out, error = (path.read_text() if path.exists() else "" for path in files)
+    assert not late, f"{' '.join(command)}: still there after {seconds} s\n{out}{error}"
+    assert process.exitcode is not None
+    return Done(process.exitcode, out, error)
+
+
+def _become(
+    folder: Path, command: Sequence[str], variables: Mapping[str, str], files: tuple[Path, Path]
+) -> None:
+    for path, descriptor in zip(files, (1, 2), strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.chdir(folder)
+    os.environ |= {"OMP_NUM_THREADS": "1", **variables}
+    sys.argv = [str(PROGRAMS / command[0]), *command[1:]]
+    import_module(MAIN[command[0]]).main(list(command[1:]))
+
+
+def start(
+    folder: Path, command: Sequence[str], variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[str]:
+    """Starts the real program in `folder`, in a session of its own."""
+    return subprocess.Popen(
+        [str(PROGRAMS / command[0]), *command[1:]],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
