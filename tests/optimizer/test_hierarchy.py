@@ -135,6 +135,18 @@ def test_plans_within_memory_equal_brute_force(
     check(by_hand, graph, machines, model, rules, 10, share, schedule)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    graph=graphs(most=6),
+    machines=st.sampled_from([(2, 2), (3, 2), (1, 3), (2, 3)]),
+    model=st.sampled_from(MODELS),
+    share=st.sampled_from([0.3, 0.5, 0.7]),
+)
+def test_devices_left_unused_are_counted_exactly(by_hand, graph, machines, model, share):
+    rules = Rules(fewer_machines=True)
+    check(by_hand, graph, machines, model, rules, 8, share, "weight-stashing")
+
+
 def test_affordable_is_less_with_levels_machines_and_memory():
     assert affordable([1]) == 20_000
     assert 5_000 < affordable([16]) < affordable([8]) < affordable([4]) < 20_000

@@ -153,6 +153,17 @@ def test_no_stage_is_idle_where_that_costs_nothing(make_graph):
     assert all(stage.compute_seconds > 0 for stage in outcome.plan.stages)
 
 
+def test_no_stage_is_idle_where_a_slower_one_elsewhere_leaves_the_time(make_graph):
+    # h takes 30 ms on its machine. On the other, a and z would be quickest as a stage each, though
+    # z does nothing; replicated over both devices they take 20 ms.
+    graph = make_graph("h a z", "h-a a-z", h=(60, 0, 0), a=(10, 0, 2e7), z=(0, 0, 0))
+    cluster = Cluster(machines=(2, 2), bandwidth=(1e9, 1e8))
+    plan = optimize(Request(graph, cluster, Paper())).plan
+    assert [stage.nodes for stage in plan.stages] == [("h",), ("a", "z")]
+    assert plan.replicas == (2, 2)
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(0.030)
+
+
 def test_fewer_machines_where_more_would_be_slower(make_graph):
     # Replicating costs 2(m-1)W/B/m: far more than it saves.
     graph = make_graph("a", a=(1, 0, 1e9))
@@ -189,6 +200,17 @@ def test_memory_that_does_not_suffice_names_the_stage_and_the_remedies(make_grap
     )
     fits = optimize(Request(graph, cluster, Paper(), memory=304e3))
     assert max(stage.memory_bytes for stage in fits.plan.stages) <= 304e3
+
+
+def test_replicas_share_the_minibatches_of_the_workers_behind_them(make_graph):
+    # Two workers behind two replicas of a: two minibatches in flight, 10 * 3 + 2 * 100 bytes; the
+    # whole model on one would take 20 * 2 + 200.
+    graph = make_graph("a b", "a-b", a=(20, 100, 10), b=(20, 100, 10))
+    cluster = Cluster(machines=(1, 4), bandwidth=(1e9, 1e9))
+    for rules in (Rules(), Rules(fewer_machines=True)):
+        plan = optimize(Request(graph, cluster, Paper(), memory=235, rules=rules)).plan
+        assert plan.replicas == (2, 2)
+        assert [stage.memory_bytes for stage in plan.stages] == [230, 220]
 
 
 def test_flush_is_named_where_it_would_help(make_graph):

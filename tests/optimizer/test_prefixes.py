@@ -55,6 +55,15 @@ def test_where_there_is_room_the_lightest_cuts_of_each_size_are_added(make_graph
     assert few < many == set(AntichainDag.of(graph, 1000).downsets)
 
 
+def test_a_tensor_is_awaited_until_its_last_reader(make_graph):
+    # After t and a: r leaves 10 bytes more, b leaves 18 more, for c is still to read a.
+    costs = {"t": (1, 5, 0), "a": (1, 9, 0), "r": (1, 15, 0), "b": (1, 18, 0), "c": (1, 18, 0)}
+    edges = "t-r a-b a-c r-end b-end c-end"
+    graph = PlanningGraph.of(make_graph("a b t c r end", edges, **costs))
+    found = {frozenset(graph.names[n] for n in bits(d)) for d in prefixes(graph, 18)}
+    assert {"t", "a", "r"} in found
+
+
 @pytest.mark.parametrize("limit", [2, 5, 10])
 def test_of_too_many_the_lightest_are_kept(make_graph, limit):
     names = [f"n{i}" for i in range(40)]
