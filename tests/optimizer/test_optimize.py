@@ -20,6 +20,7 @@ def add_up(by_hand, graph, outcome, model, compression):
     return costs.time(len(cluster.machines) - 1, by_hand.nest(plan, working))
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", PROFILES)
 def test_every_published_case_has_the_recorded_optimum(by_hand, expected, profile, name):
     graph = profile(name)
