@@ -40,17 +40,10 @@ class Job:
                 "or give another folder"
             )
 
-    @property
-    def ranks(self) -> list[list[int]]:
-        """The rank of each replica of each stage; they close up where the plan skips devices."""
-        used = sorted(rank for stage in self.plan.stages for rank in stage.ranks)
-        number = {rank: index for index, rank in enumerate(used)}
-        return [[number[rank] for rank in stage.ranks] for stage in self.plan.stages]
-
     def worker(self, rank: int) -> Worker:
         (found,) = (
             (stage, members.index(rank))
-            for stage, members in enumerate(self.ranks)
+            for stage, members in enumerate(self.plan.process_ranks)
             if rank in members
         )
         return found

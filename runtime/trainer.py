@@ -106,7 +106,7 @@ class Rank:
     def run(self) -> None:
         job = self.job
         self.store = join(self.place, self.backend, self.device, job.timeout)
-        self.groups = make_groups(self.stage, job.ranks, self.tied)
+        self.groups = make_groups(self.stage, job.plan.process_ranks, self.tied)
         self.transport = Transport(self.device, self.backend)
         first = self._resume() if job.resume else 0
         self.weights = Weights(self.parameters)
@@ -159,7 +159,7 @@ class Rank:
             optimizer=self.optimizer,
             transport=self.transport,
             groups=self.groups,
-            ranks=self.job.ranks,
+            ranks=self.job.plan.process_ranks,
             outputs=self.outputs,
             loss=lambda outputs, target: self.loss(rebuild(outputs, self.out_spec), target),
             on_loss=losses.tell,
@@ -194,7 +194,7 @@ class Rank:
     def _average_buffers(self) -> None:
         """Batch-norm statistics and the like: the mean over the replicas goes on everywhere."""
         if self.groups.stage is not None and self.buffers:
-            count = len(self.job.ranks[self.stage])
+            count = len(self.job.plan.process_ranks[self.stage])
             sums = {name: buffer.double() for name, buffer in self.buffers.items()}
             self.transport.add_up(list(sums.values()), self.groups.stage)
             for name, buffer in self.buffers.items():
@@ -249,7 +249,7 @@ class Rank:
 
     def _write_summary(self, reports: list[dict[str, Any]]) -> None:
         job, config = self.job, self.job.config
-        replicas = len(job.ranks[self.stage])
+        replicas = len(job.plan.process_ranks[self.stage])
         first = warm_up(job.plan.replicas, self.stage)
         seconds = seconds_per_minibatch(self.times, replicas, first, self.minibatches)
         summary: dict[str, Any] = {

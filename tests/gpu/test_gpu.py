@@ -1,0 +1,69 @@
+"""What needs a GPU; `scripts/gpu_check.sh` runs this selection. Skipped where there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import small_models
+import torch
+from click.testing import CliRunner
+from plans import cut, make_plan
+from training import losses, run_jobs, weights
+
+from pipedream.graph.config import Factory, OptimizerConfig, RunConfig
+from pipedream.graph.text import read_graph
+from pipedream.profiler.capture import capture
+from pipedream.profiler.cli import main as pd_profile
+from pipedream.runtime.job import Job
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+]
+SUPPORT = Path(small_models.__file__).parent
+
+
+def config_for(model: str) -> RunConfig:
+    return RunConfig(
+        format="pipedream-run/1",
+        model=Factory(source=f"small_models:{model}"),
+        data=Factory(source="small_models:regression"),
+        loss="mse_loss",
+        optimizer=OptimizerConfig(name="SGD", args={"lr": 0.1, "momentum": 0.9}),
+        batch_size=4,
+        dtype="float64",
+    )
+
+
+@pytest.mark.parametrize("replicas", [(1,), (1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("schedule", ["weight-stashing", "flush"])
+def test_ranks_that_share_a_gpu_train_as_they_do_on_cpus(
+    replicas: tuple[int, ...], schedule: str, tmp_path: Path
+) -> None:
+    """gloo, with every message through host memory, and the same losses and weights."""
+    graph = capture(small_models.Skips(), (torch.randn(4, 6),)).graph
+    plan = make_plan(graph, cut(graph, len(replicas)), replicas)
+    config = config_for("Skips")
+    jobs = [
+        Job(plan, config, SUPPORT, tmp_path / device, device=device, schedule=schedule, epochs=2)  # type: ignore[arg-type]
+        for device in ("cpu", "cuda")
+    ]
+    run_jobs(jobs)
+    cpu, gpu = jobs
+    assert losses(gpu) == pytest.approx(losses(cpu), rel=1e-10)
+    for name, tensor in weights(cpu).items():
+        torch.testing.assert_close(weights(gpu)[name], tensor, rtol=1e-10, atol=1e-10)
+    ranks = json.loads((gpu.run / "summary.json").read_text())["ranks"]
+    assert all(rank["peak_memory_bytes"] > 0 for rank in ranks)
+
+
+def test_a_model_is_profiled_with_cuda_events(tmp_path: Path) -> None:
+    words = ["torchvision:resnet18", "--device", "cuda", "--batch-size", "8", "-o", str(tmp_path)]
+    result = CliRunner().invoke(pd_profile, words)
+    assert result.exit_code == 0, result.output
+    graph = read_graph(tmp_path / "graph.txt")
+    assert sum(node.compute_seconds for node in graph.nodes.values()) > 0
+    profile = json.loads((tmp_path / "profile.json").read_text())
+    assert torch.cuda.get_device_name() in json.dumps(profile)
