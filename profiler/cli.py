@@ -85,7 +85,7 @@ def main(
 
     where = _device(device)
     torch.manual_seed(0)
-    with _progress() as step:
+    with _enough_memory(device), _progress() as step:
         step("loading", 0, 0)
         loaded, args, size = _load(model, args, batch_size, inputs)
         step("capturing", 0, 0)
@@ -159,13 +159,24 @@ def _load(
 
 
 @contextmanager
+def _enough_memory(device: str) -> Iterator[None]:
+    """Running out of memory is the user's to mend, wherever it happens."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's has no class
+        if "out of memory" not in str(error) and "allocate memory" not in str(error):
+            raise
+        raise UserError(f"out of memory on {device}: choose a smaller --batch-size") from error
+
+
+@contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr where that is a terminal; call it with what is done, how far, and of what."""
     from rich.console import Console
     from rich.progress import Progress
 
     with Progress(
-        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+        console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()
     ) as bar:
         task = bar.add_task("", total=None)
         yield lambda what, done, total: bar.update(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from pipedream.graph.command import UserError
 from pipedream.graph.model import Graph
 from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs
 from pipedream.profiler.profile import (
@@ -21,6 +20,7 @@ from pipedream.profiler.profile import (
     Seconds,
     Totals,
 )
+from pipedream.profiler.quiet import quiet
 from pipedream.profiler.source import Loaded
 from pipedream.profiler.timing import Spread, Timing, time_nodes
 
@@ -43,20 +43,14 @@ def measure(
     settings: Settings,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Graph, Profile]:
-    """Captures the model and times it. Raises UserError, also where memory runs out."""
+    """Captures the model and times it. Raises UserError where it cannot be captured."""
     torch.set_num_threads(settings.threads)
-    captured = capture(loaded.model, loaded.args, loaded.kwargs)
+    with quiet():
+        captured = capture(loaded.model, loaded.args, loaded.kwargs)
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
-    try:
-        timings = time_nodes(
-            captured, inputs, settings.warmup, settings.repeats, settings.device, progress
-        )
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's has no class
-        if "out of memory" not in str(error) and "allocate memory" not in str(error):
-            raise
-        raise UserError(
-            f"out of memory on {settings.device}: choose a smaller --batch-size"
-        ) from error
+    timings = time_nodes(
+        captured, inputs, settings.warmup, settings.repeats, settings.device, progress
+    )
     graph = captured.graph.with_nodes(
         replace(
             node,

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipedream.graph.text import read_graph
+from pipedream.profiler.cli import main
+from pipedream.profiler.profile import read_profile
+
+Run = Callable[..., tuple[int, str, str]]
+
+USER = """
+import torch
+from torch import nn
+
+def net(hidden=4, layers=1):
+    return nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)], nn.Linear(3, hidden), nn.ReLU())
+
+def data():
+    return [(torch.zeros(3), 0)] * 8, None
+
+class Choosy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.layer(x)
+        return x
+
+def choosy():
+    return Choosy()
+"""
+CONFIG = """
+format: pipedream-run/1
+model: {source: "users_net:net", args: {hidden: 5}}
+data: {source: "users_net:data"}
+batch_size: 6
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """pd-profile in a folder that has the user's module: exit code, stdout, stderr."""
+    (tmp_path / "users_net.py").write_text(USER)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "users_net", raising=False)
+    threads = torch.get_num_threads()
+
+    def call(*args: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main.main(list(args), prog_name="pd-profile")
+        torch.set_num_threads(threads)
+        printed = capsys.readouterr()
+        assert isinstance(stop.value.code, int)
+        return stop.value.code, printed.out, printed.err
+
+    return call
+
+
+def test_writes_graph_profile_and_picture_and_says_so(run: Run, tmp_path: Path) -> None:
+    code, out, err = run(
+        "users_net:net", "-o", "a/b", "--input", "3", "--arg", "layers=2", "--batch-size", "4"
+    )
+    assert (code, err) == (0, ""), err
+    graph = read_graph(tmp_path / "a/b/graph.txt")
+    assert [node.description.partition("(")[0] for node in graph.nodes.values()] == [
+        "Input0",
+        "Linear",
+        "Linear",
+        "Linear",
+        "ReLU",
+    ]
+    profile = read_profile(tmp_path / "a/b/profile.json")
+    assert profile.graph_fingerprint == graph.fingerprint
+    assert (profile.args, profile.batch_size, profile.repeats) == ({"layers": 2}, 4, 10)
+    picture = "graph.svg" if (tmp_path / "a/b/graph.svg").exists() else "graph.gv"
+    assert (tmp_path / "a/b" / picture).exists()
+    assert f"Written: a/b/graph.txt, profile.json, {picture}" in out
+    assert "heaviest of 5 nodes" in out
+    assert "for a minibatch of 4" in out
+
+
+def test_graph_txt_has_the_measured_milliseconds(run: Run, tmp_path: Path) -> None:
+    assert run("users_net:net", "-o", "out", "--input", "3", "--repeats", "2")[0] == 0
+    profile = read_profile(tmp_path / "out/profile.json")
+    for node in profile.nodes:
+        written = read_graph(tmp_path / "out/graph.txt").nodes[node.id]
+        assert written.forward_seconds == pytest.approx(node.forward_seconds.median, abs=6e-7)
+        assert written.backward_seconds == pytest.approx(node.backward_seconds.median, abs=6e-7)
+
+
+def test_run_config_says_batch_size_and_arguments(run: Run, tmp_path: Path) -> None:
+    assert run("run.yaml", "-o", "out", "--repeats", "1")[0] == 0
+    profile = read_profile(tmp_path / "out/profile.json")
+    assert (profile.batch_size, profile.args) == (6, {"hidden": 5})
+    assert profile.nodes[0].outputs[0].shape == (6, 3)
+    assert run("run.yaml", "-o", "out", "--repeats", "1", "--batch-size", "2")[0] == 0
+    assert read_profile(tmp_path / "out/profile.json").nodes[0].outputs[0].shape == (2, 3)
+
+
+def test_without_dot_one_line_tells(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    code, out, _ = run("users_net:net", "-o", "out", "--input", "3", "--repeats", "1")
+    assert code == 0
+    assert (tmp_path / "out/graph.gv").exists()
+    assert "the dot program is not installed" in out
+
+
+WRONG = {
+    "no such library model": (["torchvision:resnet51", "-o", "out"], "did you mean 'resnet50'"),
+    "no such architecture": (["transformers:gtp2", "-o", "out"], "did you mean 'gpt2'"),
+    "no colon": (["resnet50", "-o", "out"], "write torchvision:NAME"),
+    "no such module": (["nosuch:net", "-o", "out"], "there is no module nosuch"),
+    "no such factory": (["users_net:nett", "-o", "out"], "did you mean 'net'?"),
+    "no inputs": (["users_net:net", "-o", "out"], "--input 3x32x32"),
+    "inputs that do not fit": (
+        ["users_net:net", "-o", "out", "--input", "7"],
+        "cannot be captured",
+    ),
+    "cannot be captured": (
+        ["users_net:choosy", "-o", "out", "--input", "3"],
+        "users_net.py:16: Choosy cannot be captured",
+    ),
+    "no config": (["nosuch.yaml", "-o", "out"], "nosuch.yaml: cannot be read"),
+    "argument beside a config": (
+        ["run.yaml", "-o", "out", "--arg", "hidden=3"],
+        "--arg does not go with a run config",
+    ),
+    "input beside a config": (
+        ["run.yaml", "-o", "out", "--input", "3"],
+        "--input does not go with a run config",
+    ),
+    "argument without value": (
+        ["users_net:net", "-o", "out", "--arg", "hidden"],
+        "--arg hidden: write NAME=VALUE",
+    ),
+    "argument that is no YAML": (
+        ["users_net:net", "-o", "out", "--arg", "hidden=[1"],
+        "--arg hidden=[1: '[1' is no value",
+    ),
+    "input that means nothing": (
+        ["users_net:net", "-o", "out", "--input", "3y4"],
+        "--input 3y4: write 3x224x224",
+    ),
+    "batch size 0": (["users_net:net", "-o", "out", "--batch-size", "0"], "--batch-size"),
+    "no repeats": (["users_net:net", "-o", "out", "--repeats", "0"], "--repeats"),
+    "no device": (["users_net:net", "-o", "out", "--device", "tpu9"], "--device tpu9: write cpu"),
+    "a device of another kind": (
+        ["users_net:net", "-o", "out", "--device", "mps"],
+        "--device mps: write cpu",
+    ),
+    "batch larger than the data": (
+        ["run.yaml", "-o", "out", "--batch-size", "99"],
+        "8 examples do not fill a batch of 99",
+    ),
+    "output is a file": (["users_net:net", "-o", "file"], "-o file: this is a file"),
+    "output below a file": (["users_net:net", "-o", "file/x"], "-o file/x: cannot be made"),
+    "no output": (["users_net:net"], "-o"),
+    "no model": (["-o", "out"], "MODEL"),
+    "no such option": (["users_net:net", "-o", "out", "--fast"], "--fast"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_every_mistake_is_one_line_and_exit_code_2(run: Run, wrong: str) -> None:
+    args, told = WRONG[wrong]
+    code, out, err = run(*args)
+    assert (code, out) == (2, "")
+    assert err.startswith("pd-profile: ")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_one_line(run: Run) -> None:
+    code, _, err = run("users_net:net", "-o", "out", "--device", "cuda:1")
+    assert code == 2
+    assert err == "pd-profile: --device cuda:1: torch finds no CUDA GPU here; use --device cpu\n"
+
+
+def test_out_of_memory_is_one_line(run: Run) -> None:
+    code, _, err = run(
+        "users_net:net", "-o", "out", "--input", "3", "--arg", "hidden=1000",
+        "--batch-size", "100000000000",
+    )  # fmt: skip
+    assert code == 2
+    assert err == "pd-profile: out of memory on cpu: choose a smaller --batch-size\n"
+
+
+def test_help_answers_at_once_and_needs_no_torch() -> None:
+    program = (
+        "import sys; from pipedream.profiler.cli import main\n"
+        "try: main.main(['--help'])\n"
+        "finally: assert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    )
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--batch-size" in done.stdout
+    assert time.perf_counter() - started < 5
+
+
+MODELS = {
+    "vgg16": ["torchvision:vgg16", "--input", "3x32x32"],
+    "resnet50": ["torchvision:resnet50", "--input", "3x32x32"],
+    "densenet121": ["torchvision:densenet121", "--input", "3x32x32"],
+    "inception_v3": ["torchvision:inception_v3"],
+    "vit_b_16": ["torchvision:vit_b_16", "--arg", "image_size=32"],
+    "gpt2": ["transformers:gpt2", "--arg", "n_layer=2", "--arg", "n_embd=32", "--arg", "n_head=2"],
+    "bert": [
+        "transformers:bert", "--arg", "num_hidden_layers=2", "--arg", "hidden_size=32",
+        "--arg", "num_attention_heads=2", "--arg", "intermediate_size=64",
+    ],
+    "llama": [
+        "transformers:llama", "--arg", "num_hidden_layers=2", "--arg", "hidden_size=32",
+        "--arg", "num_attention_heads=2", "--arg", "intermediate_size=64",
+    ],
+}  # fmt: skip
+PARAMETERS = {
+    "vgg16": 138_357_544,
+    "resnet50": 25_557_032,
+    "densenet121": 7_978_856,
+    "inception_v3": 27_161_264,
+}  # as torchvision's documentation gives them
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_real_models_go_through(run: Run, tmp_path: Path, model: str) -> None:
+    small = ["--batch-size", "2", "--warmup", "0", "--repeats", "1"]
+    if model not in PARAMETERS and model != "vit_b_16":
+        small += ["--arg", "vocab_size=99", "--input", "16:int64"]
+    code, _, err = run(*MODELS[model], *small, "-o", "out")
+    assert (code, err) == (0, ""), err
+    graph = read_graph(tmp_path / "out/graph.txt")
+    profile = read_profile(tmp_path / "out/profile.json")
+    assert graph.fingerprint == profile.graph_fingerprint
+    assert profile.totals.backward_seconds > 0
+    assert all(node.output_bytes > 0 for node in graph.nodes.values() if not node.is_input)
+    if model in PARAMETERS:
+        assert profile.totals.parameter_bytes == 4 * PARAMETERS[model]
+
+
+def test_as_installed_from_the_users_folder(tmp_path: Path) -> None:
+    """The program itself finds a module of the current directory, and is quiet when piped."""
+    (tmp_path / "users_net.py").write_text(USER)
+    program = Path(sys.executable).parent / "pd-profile"
+    done = subprocess.run(
+        [program, "users_net:net", "-o", "out", "--input", "3", "--repeats", "1"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {"graph.txt", "profile.json"} < {file.name for file in (tmp_path / "out").iterdir()}
