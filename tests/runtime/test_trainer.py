@@ -31,6 +31,16 @@ batch_size: 4
 epochs: 3
 """
 
+CHAIN = """\
+format: pipedream-run/1
+model: {source: "small_models:Chain"}
+data: {source: "small_models:regression"}
+loss: mse_loss
+optimizer: {name: AdamW, args: {lr: 0.05}}
+batch_size: 4
+dtype: float64
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -94,3 +104,19 @@ def test_a_checkpoint_loads_into_the_plain_model(folder: Path) -> None:
     job = Job(plan, config, SUPPORT, folder / "run", evaluate=False)
     run_jobs([job])
     small_models.Noisy().load_state_dict(weights(job))
+
+
+def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
+    """Checkpoints know parameters, not stages: with flush the losses are those of one plan."""
+    graph = capture(small_models.Chain(), (torch.randn(4, 6),)).graph
+    (tmp_path / "run.yaml").write_text(CHAIN)
+    config = read_config(tmp_path / "run.yaml")
+    two = make_plan(graph, cut(graph, 2), (1, 1), "flush")
+    three = make_plan(graph, cut(graph, 3), (1, 2, 1), "flush")
+    whole = Job(two, config, SUPPORT, tmp_path / "whole", schedule="flush", epochs=2)
+    first = replace(whole, run=tmp_path / "parts", epochs=1)
+    run_jobs([whole, first])
+    run_jobs([replace(first, plan=three, epochs=2, resume=True)])
+    assert losses(first) == pytest.approx(losses(whole), rel=1e-12)
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(first)[name], tensor, rtol=1e-12, atol=1e-12)
