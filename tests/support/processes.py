@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from typing import Any
 
 
@@ -24,8 +26,7 @@ def run_processes(
 
     Fails with the first traceback, or when time is up; then every process is killed.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["warm"])
+    context = _warm_context()
     answers = context.SimpleQueue()
     workers = [
         context.Process(target=_work, args=(answers, function, rank, processes, args), daemon=True)
@@ -50,6 +51,24 @@ def run_processes(
                 worker.kill()
             worker.join()
     return [results[rank] for rank in range(processes)]
+
+
+def _warm_context() -> multiprocessing.context.ForkServerContext:
+    """A server that has imported and done once what every worker would have to.
+
+    Before Python 3.12.4 it looks for modules on PYTHONPATH alone, whatever sys.path it is given.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["warm"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    return context
 
 
 def _work(
