@@ -34,9 +34,7 @@ run, least = Path(sys.argv[1]), float(sys.argv[2])
 summary = json.loads((run / "run/summary.json").read_text())
 picture = next(path for path in (run / "plan/graph.svg", run / "plan/graph.gv") if path.exists())
 accuracy = summary["held_out_accuracy"]
-measured, predicted = summary["seconds_per_minibatch"], summary["predicted_seconds_per_minibatch"]
 print(f"held-out accuracy  {accuracy:.1%}")
-print(f"time per minibatch {measured * 1e3:.1f} ms, predicted {predicted * 1e3:.1f} ms")
 print(f"plan picture       {picture}")
 print(f"timeline           {run / 'run/timeline.png'}")
 print(f"checkpoint         {max((run / 'run/checkpoints').iterdir())}")
