@@ -22,6 +22,7 @@ from pipedream.graph.model import Graph, Node
 from pipedream.profiler.constants import constants
 from pipedream.profiler.functional import make_functional
 from pipedream.profiler.group import Group, group_by_module
+from pipedream.profiler.quiet import quiet
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def capture(
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with warnings.catch_warnings():
+        with quiet(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:  # torch.export raises whatever the model's own code raises

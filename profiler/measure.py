@@ -20,7 +20,6 @@ from pipedream.profiler.profile import (
     Seconds,
     Totals,
 )
-from pipedream.profiler.quiet import quiet
 from pipedream.profiler.source import Loaded
 from pipedream.profiler.timing import Spread, Timing, time_nodes
 
@@ -45,8 +44,7 @@ def measure(
 ) -> tuple[Graph, Profile]:
     """Captures the model and times it. Raises UserError where it cannot be captured."""
     torch.set_num_threads(settings.threads)
-    with quiet():
-        captured = capture(loaded.model, loaded.args, loaded.kwargs)
+    captured = capture(loaded.model, loaded.args, loaded.kwargs)
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
     timings = time_nodes(
         captured, inputs, settings.warmup, settings.repeats, settings.device, progress

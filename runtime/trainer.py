@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from pipedream.graph.command import UserError
 from pipedream.profiler.capture import Captured, capture, rebuild
+from pipedream.profiler.freeze import freeze_constants
 from pipedream.profiler.source import load_config_model, load_data
 from pipedream.runtime import checkpoint
 from pipedream.runtime.data import Epoch
@@ -95,7 +96,7 @@ class Rank:
             job.run.mkdir(parents=True, exist_ok=True)
             text = source_text(captured, job.plan, self.layout, piece)
             (job.run / f"stage{self.stage}.py").write_text(text, encoding="utf-8")
-        self.piece = piece.to(self.device)
+        self.piece = freeze_constants(piece.to(self.device), captured.owner)
         self.outputs, self.out_spec = captured.outputs, captured.out_spec
         self.parameters: dict[str, Parameter] = dict(self.piece.module.named_parameters())
         buffers = self.piece.module.named_buffers()

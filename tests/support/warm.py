@@ -1,10 +1,15 @@
 """Imported once by the server that forks the workers of a test: what all of them would import."""
 
+import matplotlib.backends.backend_agg
+import matplotlib.figure  # noqa: F401
 import torch
+import transformers  # noqa: F401
 from torch import nn
 
 import pipedream.runtime.trainer  # noqa: F401
 from pipedream.profiler.capture import capture
+from pipedream.profiler.from_torchvision import load_torchvision
 
 torch.set_num_threads(1)
+load_torchvision("squeezenet1_1", {})
 capture(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), (torch.randn(1, 2),))
