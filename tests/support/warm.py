@@ -3,7 +3,9 @@
 import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
 import torch
-import transformers  # noqa: F401
+import transformers.models.bert.modeling_bert
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama  # noqa: F401
 from torch import nn
 
 import pipedream.runtime.trainer  # noqa: F401
