@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any, NoReturn
 
@@ -15,6 +16,18 @@ class UserError(click.ClickException):
     """
 
     exit_code = 2
+
+
+class FiniteRange(click.FloatRange):
+    """A range of numbers that has neither nan nor inf in it."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return number
 
 
 class Command(click.Command):

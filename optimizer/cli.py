@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipedream.graph.command import Command, UserError
+from pipedream.graph.command import Command, FiniteRange, UserError
 
 if TYPE_CHECKING:
     from pipedream.graph.cluster import Cluster
     from pipedream.graph.model import Graph
     from pipedream.graph.plan import Plan, ScheduleName
+
+_MOST_DEVICES = 100_000
+"""Far more than planning is made for: it takes time and memory for each."""
 
 
 @click.command("pd-optimize", cls=Command)
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
 @click.option("--fewer-machines", is_flag=True, help="Leave machines unused where that is better.")
 @click.option(
     "--activation-compression",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteRange(min=0, min_open=True),
     metavar="R",
     help="By what factor the bytes between stages are compressed (released: 1 to count them).",
 )
@@ -93,7 +96,12 @@ def main(
         memory=limit,
         rules=Rules(straight, fewer_machines),
     )
-    outcome = optimize(request)
+    try:
+        outcome = optimize(request)
+    except MemoryError as error:
+        raise UserError(
+            f"--machines {machines}: not enough memory here to plan for so many devices; give fewer"
+        ) from error
     folder = graph.parent / "plan" if output is None else output
     print_report(outcome, model)
     _write(outcome.plan, model, folder)
@@ -129,10 +137,13 @@ def _cluster(machines: str, bandwidth: str) -> Cluster:
         raise UserError(f"--machines {machines}: give whole numbers, as 4,2") from None
     speeds = tuple(_bytes("--bandwidth", speed) for speed in bandwidth.split(","))
     try:
-        return Cluster(machines=counts, bandwidth=speeds)
+        cluster = Cluster(machines=counts, bandwidth=speeds)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise UserError(f"--machines {machines} --bandwidth {bandwidth}: {reason}") from None
+    if cluster.devices > _MOST_DEVICES:
+        raise UserError(f"--machines {machines}: give at most {_MOST_DEVICES:,} devices in all")
+    return cluster
 
 
 def _bytes(option: str, text: str) -> float:

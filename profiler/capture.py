@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import traceback
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _pytree as pytree
 
 from pipedream.graph.command import UserError
@@ -23,6 +23,13 @@ from pipedream.profiler.constants import constants
 from pipedream.profiler.functional import make_functional
 from pipedream.profiler.group import Group, group_by_module
 from pipedream.profiler.quiet import quiet
+from pipedream.profiler.usercode import check_call, place
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_DATA_DEPENDENT = (
+    "its control flow, a number or a shape depends on the data; use torch.where or masks of fixed "
+    "shape, or leave this part out of the model"
+)
 
 
 @dataclass(frozen=True)
@@ -83,14 +90,19 @@ def capture(
 ) -> Captured:
     """Captures `model`, in training mode, as it runs on these inputs.
 
-    Raises UserError with the reason where torch.export cannot capture the model.
+    Raises UserError with the reason where torch.export cannot capture the model, or what it
+    captures is no fixed sequence of operators on tensors of fixed shapes.
     """
+    check_call(type(model).__name__, model.forward, args, kwargs or {})
     program = _export(model.train(), args, dict(kwargs or {}))
     module, outputs = _unlift(program, model)
+    _refuse_data_dependence(module, model)
     make_functional(module)
     fixed = constants(module)
     operators = [node for node in module.graph.nodes if node.op == "call_function"]
     groups = group_by_module([node for node in operators if node not in fixed], module, model)
+    if not groups:
+        raise UserError(f"{type(model).__name__} has no operator: there is nothing to measure")
     out_spec = program.call_spec.out_spec
     assert out_spec is not None
     return _assemble(module, groups, outputs, out_spec)
@@ -102,20 +114,28 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             warnings.simplefilter("ignore")
             return torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:  # torch.export raises whatever the model's own code raises
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        where = _user_frame(error)
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        if isinstance(error, GuardOnDataDependentSymNode):
+            reason = _DATA_DEPENDENT
         raise UserError(
-            f"{where}{type(model).__name__} cannot be captured: {type(error).__name__}: {reason}"
+            f"{place(error)}{type(model).__name__} cannot be captured: {reason}"
         ) from error
 
 
-def _user_frame(error: BaseException) -> str:
-    """`FILE:LINE: ` of the last frame that is not torch's or ours."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((*ours, "<")):
-            return f"{frame.filename}:{frame.lineno}: "
-    return ""
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or "no message").splitlines()[0]
+
+
+def _refuse_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:
+    """Raises UserError where a number taken from a tensor, or a shape, depends on the data."""
+    for node in module.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            shape = value.shape if isinstance(value, torch.Tensor) else [value]
+            if any(isinstance(size, _SYMBOLIC) for size in shape):
+                files = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+                where = "{}:{}: ".format(*files[-1]) if files else ""
+                name = type(model).__name__
+                raise UserError(f"{where}{name} cannot be captured: {_DATA_DEPENDENT}")
 
 
 def _unlift(program: ExportedProgram, model: nn.Module) -> tuple[fx.GraphModule, tuple[str, ...]]:

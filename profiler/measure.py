@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from pipedream.graph.command import UserError
 from pipedream.graph.model import Graph
 from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs
 from pipedream.profiler.profile import (
@@ -42,13 +43,21 @@ def measure(
     settings: Settings,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Graph, Profile]:
-    """Captures the model and times it. Raises UserError where it cannot be captured."""
+    """Captures the model and times it. Raises UserError where it cannot be captured, or an index
+    among the inputs is out of range.
+    """
     torch.set_num_threads(settings.threads)
     captured = capture(loaded.model, loaded.args, loaded.kwargs)
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
-    timings = time_nodes(
-        captured, inputs, settings.warmup, settings.repeats, settings.device, progress
-    )
+    try:
+        timings = time_nodes(
+            captured, inputs, settings.warmup, settings.repeats, settings.device, progress
+        )
+    except IndexError as error:
+        raise UserError(
+            f"{settings.model} cannot run on these inputs: {error}: give fewer positions, or a "
+            "lower bound of whole numbers, with --input or in the data"
+        ) from error
     graph = captured.graph.with_nodes(
         replace(
             node,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,12 +17,14 @@ from pipedream.graph.config import RunConfig
 from pipedream.profiler.example import examples
 from pipedream.profiler.from_torchvision import image_shape, load_torchvision
 from pipedream.profiler.from_transformers import load_transformers, transformers_inputs
-from pipedream.profiler.usercode import accepts, blame, call, load_function
+from pipedream.profiler.usercode import accepts, blaming, call, load_function
 
 __all__ = [
     "Dataset",
     "Loaded",
+    "blaming",
     "collate",
+    "fetch",
     "load",
     "load_config",
     "load_config_model",
@@ -84,10 +86,7 @@ def load_config(config: RunConfig, directory: Path, batch_size: int | None = Non
         raise UserError(
             f"{config.data.source}: {len(train)} examples do not fill a batch of {size}"
         )
-    try:
-        batch = [train[index] for index in range(size)]
-    except Exception as error:
-        raise UserError(f"{config.data.source}: {blame(error)}") from error
+    batch = fetch(train, range(size), config.data.source)
     inputs, target = collate(batch, getattr(torch, config.dtype), config.data.source)
     return Loaded(model, (*inputs, target) if config.loss == "output" else inputs)
 
@@ -119,9 +118,17 @@ def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | No
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             kind = type(dataset).__name__
             raise UserError(f"{source}: the {which} set, a {kind}, lacks __len__ or __getitem__")
-        if len(dataset) == 0:
+        with blaming(source):
+            length = len(dataset)
+        if length == 0:
             raise UserError(f"{source}: the {which} set is empty")
     return train, held_out
+
+
+def fetch(dataset: Dataset, indices: Iterable[int], source: str) -> list[Any]:
+    """The examples at these indices. Raises UserError with the user's file and line."""
+    with blaming(source):
+        return [dataset[index] for index in indices]
 
 
 def collate(
@@ -129,7 +136,7 @@ def collate(
 ) -> tuple[tuple[Tensor, ...], Any]:
     """Examples to (inputs, target): a tensor [batch, ...] for each input; floating ones of `dtype`.
 
-    Raises UserError where an example is no pair, or examples differ in shape.
+    Raises UserError where an example is no pair, an input no tensor, or examples differ in shape.
     """
     first = batch[0]
     if not isinstance(first, (tuple, list)) or len(first) != 2:
@@ -146,7 +153,13 @@ def collate(
         return value.to(dtype) if floating else value
 
     inputs, target = pytree.tree_map(convert, (inputs, target))
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), target
+    inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    for value in inputs:
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"{source}: an input is a {type(value).__name__}: give tensors, arrays or numbers"
+            )
+    return inputs, target
 
 
 def _make(

@@ -5,15 +5,20 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from pipedream.graph.command import UserError
+
+_LONGEST = 300
+"""Letters of a message: torch's can list every signature of a function."""
 
 
 def load_function(source: str, directory: Path | None = None) -> Callable[..., Any]:
@@ -41,17 +46,31 @@ def load_function(source: str, directory: Path | None = None) -> Callable[..., A
 
 def call(source: str, function: Callable[..., Any], args: Mapping[str, Any]) -> Any:
     """`function(**args)`; whatever it raises becomes a UserError with the user's file and line."""
+    check_call(source, function, (), args)
+    with blaming(source):
+        return function(**args)
+
+
+def check_call(
+    source: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises UserError with the signature of `function` where it does not take these arguments."""
     try:
-        inspect.signature(function).bind(**args)
+        inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
         raise UserError(f"{source}: {error}: its signature is {_signature(function)}") from error
     except ValueError:
         pass  # something built in that does not tell its signature
+
+
+@contextmanager
+def blaming(source: str) -> Iterator[None]:
+    """Whatever the user's code in here raises, sys.exit included, becomes a UserError: `blame`."""
     try:
-        return function(**args)
+        yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{source}: {blame(error)}") from error
 
 
@@ -66,12 +85,18 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 def blame(error: BaseException) -> str:
     """`FILE:LINE: TypeError: message`, the place being the last one in the user's own files."""
     message = " ".join(str(error).split()) or "no message"
+    if len(message) > _LONGEST:
+        message = f"{message[:_LONGEST]}..."
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    return f"{place(error)}{type(error).__name__}: {message}"
+
+
+def place(error: BaseException) -> str:
+    """`FILE:LINE: ` of the last of the user's own lines that an error came through, if any."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if not frame.filename.startswith(_not_the_users())]
-    where = f"{theirs[-1].filename}:{theirs[-1].lineno}: " if theirs else ""
-    return f"{where}{type(error).__name__}: {message}"
+    return f"{theirs[-1].filename}:{theirs[-1].lineno}: " if theirs else ""
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:
@@ -87,18 +112,17 @@ def _import(name: str, source: str, directory: Path | None) -> ModuleType:
     for place in (Path.cwd(), directory):
         if place is not None and str(place.resolve()) not in sys.path:
             sys.path.insert(0, str(place.resolve()))
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise UserError(f"{source}: {blame(error)}") from error
-        where = f"{directory}, " if directory is not None else ""
-        raise UserError(
-            f"{source}: there is no module {error.name} in {where}the current directory "
-            "or on PYTHONPATH"
-        ) from error
-    except Exception as error:
-        raise UserError(f"{source}: {blame(error)}") from error
+    with blaming(source):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            where = f"{directory}, " if directory is not None else ""
+            raise UserError(
+                f"{source}: there is no module {error.name} in {where}the current directory "
+                "or on PYTHONPATH"
+            ) from error
 
 
 def _file(module: ModuleType) -> str:
@@ -115,5 +139,6 @@ def _not_the_users() -> tuple[str, ...]:
     """Where installed packages, Python and this package live."""
     paths = sysconfig.get_paths()
     installed = (paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
-    here = Path(__file__).parent
-    return (*installed, str(here), str(here.resolve()), "<")
+    house = Path(__file__).parent.parent  # may be the repository, with the user's files beside
+    ours = (f"{house / name}{os.sep}" for name in ("graph", "profiler", "optimizer", "runtime"))
+    return (*installed, *ours, "<")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipedream.graph.command import Command, UserError
+from pipedream.graph.command import Command, FiniteRange, UserError
 
 if TYPE_CHECKING:
     from pipedream.runtime.job import Job
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in the folder.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=1),
+    type=FiniteRange(min=1, max=1e6),
     default=300.0,
     show_default=True,
     help="Seconds without a word from another worker until it counts as lost.",
