@@ -1,11 +1,10 @@
 """Imported once by the server that forks the workers of a test: what all of them would import."""
 
+import importlib
+
 import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
 import torch
-import transformers.models.bert.modeling_bert
-import transformers.models.gpt2.modeling_gpt2
-import transformers.models.llama.modeling_llama  # noqa: F401
 from torch import nn
 
 import pipedream.runtime.trainer  # noqa: F401
@@ -14,4 +13,6 @@ from pipedream.profiler.from_torchvision import load_torchvision
 
 torch.set_num_threads(1)
 load_torchvision("squeezenet1_1", {})
+for family in ("bert", "gpt2", "llama"):  # after torchvision, which they import
+    importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 capture(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), (torch.randn(1, 2),))
