@@ -66,7 +66,7 @@ def pids(folder, workers=2):
     return [int((folder / f"{rank}.pid").read_text()) for rank in range(workers)]
 
 
-def until(condition, seconds=30):
+def until(condition, seconds=90):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
