@@ -229,7 +229,7 @@ def test_another_model_is_named(tmp_path, model):
 def test_another_format_is_named(tmp_path, model):
     path = save(tmp_path, model)
     (path / "state.json").write_text('{"format": "pipedream-checkpoint/9", "epoch": 1}')
-    with pytest.raises(UserError, match=r"state\.json: format"):
+    with pytest.raises(UserError, match=r"state\.json:1: format"):
         read_state(path)
 
 
