@@ -42,7 +42,7 @@ def read_artifact(path: Path, model: type[Model]) -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise UserError(f"{path}: {_first(error)}") from error
+        raise UserError(f"{path}{_line(text, error)}: {_first(error)}") from error
 
 
 def _parse_json(path: Path, text: str) -> Any:
@@ -64,6 +64,29 @@ def _parse_yaml(path: Path, text: str) -> Any:
         raise UserError(f"{path}:{line}: {what}") from error
     except ValueError as error:  # a date that no calendar has
         raise UserError(f"{path}:1: not YAML: {error}") from error
+
+
+def _line(text: str, error: ValidationError) -> str:
+    """`:LINE` of the field that is wrong, or of those it is missing among. JSON is YAML, too.
+
+    Nothing where the fault is in no field, or the text (a JSON one) does not read as YAML.
+    """
+    where = error.errors()[0]["loc"]
+    try:
+        node = yaml.compose(text, _Yaml)
+    except (yaml.YAMLError, RecursionError):
+        node = None
+    if node is None or not where:
+        return ""
+    for part in where:
+        if isinstance(node, yaml.MappingNode):
+            inside = {key.value: value for key, value in node.value}
+        elif isinstance(node, yaml.SequenceNode):
+            inside = dict(enumerate(node.value))
+        else:
+            break
+        node = inside.get(part, node)
+    return f":{node.start_mark.line + 1}"
 
 
 def _first(error: ValidationError) -> str:

@@ -54,7 +54,7 @@ class RunConfig(_Part):
     batch_size: int = Field(ge=1)
     microbatches: int = Field(default=4, ge=1)
     epochs: int = Field(default=1, ge=1)
-    seed: int = 0
+    seed: int = Field(default=0, ge=0, lt=2**32)
     dtype: Literal["float32", "float64"] = "float32"
 
 

@@ -93,7 +93,8 @@ def capture(
     Raises UserError with the reason where torch.export cannot capture the model, or what it
     captures is no fixed sequence of operators on tensors of fixed shapes.
     """
-    check_call(type(model).__name__, model.forward, args, kwargs or {})
+    count = len(args) + len(kwargs or {})
+    check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs or {})
     program = _export(model.train(), args, dict(kwargs or {}))
     module, outputs = _unlift(program, model)
     _refuse_data_dependence(module, model)

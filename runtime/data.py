@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
-from pipedream.profiler.source import Dataset, collate
+from pipedream.profiler.source import Dataset, collate, fetch
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,19 @@ class Batch:
     target: Any
 
     @staticmethod
-    def of(examples: list[Any], config: RunConfig, device: torch.device) -> Batch:
+    def of(
+        dataset: Dataset, indices: Iterable[int], config: RunConfig, device: torch.device
+    ) -> Batch:
+        """Raises UserError, with the user's file and line where the dataset raises something."""
+        examples = fetch(dataset, indices, config.data.source)
         made = collate(examples, getattr(torch, config.dtype), config.data.source)
         inputs, target = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), made)
         return Batch((*inputs, target) if config.loss == "output" else tuple(inputs), target)
+
+    @property
+    def kind(self) -> str:
+        """Shape and type of every input, for a person."""
+        return ", ".join(f"{list(x.shape)} of {str(x.dtype)[6:]}" for x in self.inputs)
 
 
 class Epoch:
@@ -38,12 +47,18 @@ class Epoch:
     The order depends on the seed and `number` alone, so every rank that needs a minibatch makes it
     for itself: stages that read an input of the model, and the last stage for the target. The
     examples that do not fill a minibatch sit this epoch out; which ones changes with the epoch.
+    `kind` is what all minibatches have to be, if that is known: `Batch.kind`.
     """
 
     def __init__(
-        self, dataset: Dataset, config: RunConfig, number: int, device: torch.device
+        self,
+        dataset: Dataset,
+        config: RunConfig,
+        number: int,
+        device: torch.device,
+        kind: str | None = None,
     ) -> None:
-        self.dataset, self.config, self.device = dataset, config, device
+        self.dataset, self.config, self.device, self.kind = dataset, config, device, kind
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
         self.order = torch.randperm(len(dataset), generator=generator).tolist()
         self.last: tuple[int, Batch] | None = None
@@ -72,8 +87,13 @@ class Epoch:
         if self.last is None or self.last[0] != minibatch:
             size = self.config.batch_size
             chosen = self.order[minibatch * size : (minibatch + 1) * size]
-            examples = [self.dataset[index] for index in chosen]
-            self.last = minibatch, Batch.of(examples, self.config, self.device)
+            batch = Batch.of(self.dataset, chosen, self.config, self.device)
+            if batch.kind != (self.kind or batch.kind):
+                raise UserError(
+                    f"{self.config.data.source}: inputs of minibatch {minibatch} are {batch.kind}, "
+                    f"of the first one {self.kind}: all have to have the same shape and type"
+                )
+            self.last = minibatch, batch
         return self.last[1]
 
 
@@ -81,5 +101,4 @@ def in_order(dataset: Dataset, config: RunConfig, device: torch.device) -> Itera
     """All examples of a dataset once, as they come; the last minibatch may be smaller."""
     size = config.batch_size
     for begin in range(0, len(dataset), size):
-        indices = range(begin, min(begin + size, len(dataset)))
-        yield Batch.of([dataset[index] for index in indices], config, device)
+        yield Batch.of(dataset, range(begin, min(begin + size, len(dataset))), config, device)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.func import functional_call
 from torch.optim import Optimizer
 
+from pipedream.graph.command import UserError
 from pipedream.profiler.segment import Segment
 from pipedream.runtime.schedule import Action, Kind, Worker
 from pipedream.runtime.stage import Layout
@@ -31,6 +33,19 @@ class Minibatches(Protocol):
     def inputs(self, minibatch: int, which: Iterable[int]) -> list[torch.Tensor]: ...
 
     def target(self, minibatch: int) -> Any: ...
+
+
+@contextmanager
+def _computing(action: Action) -> Iterator[None]:
+    """What the model's operators cannot do, for its data or for want of memory, the user mends."""
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        raise UserError(
+            f"stage {action.stage} cannot do the {action.kind.name.lower()} pass of minibatch "
+            f"{action.minibatch}: {type(error).__name__}: {reason}"
+        ) from error
 
 
 @dataclass
@@ -144,7 +159,8 @@ class Engine:
         passing.version = self.weights.acquire()
         assert passing.version.number == self.base + action.version
         inputs = tuple(passing.values[name] for name in self.piece.inputs)
-        results = functional_call(self.piece.module, passing.version.tensors, inputs)
+        with _computing(action):
+            results = functional_call(self.piece.module, passing.version.tensors, inputs)
         passing.values |= dict(zip(self.piece.outputs, results, strict=True))
         if action.stage == len(self.ranks) - 1:
             outputs = [passing.values[name] for name in self.outputs]
@@ -176,7 +192,8 @@ class Engine:
         wanted = [*parameters.values(), *(passing.values[name] for name in received)]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if ends and wanted:
-            found = torch.autograd.grad(ends, wanted, end_gradients, allow_unused=True)
+            with _computing(action):
+                found = torch.autograd.grad(ends, wanted, end_gradients, allow_unused=True)
         self.weights.accumulate(dict(zip(parameters, found, strict=False)))
         passing.gradients = {
             name: torch.zeros_like(passing.values[name]) if gradient is None else gradient

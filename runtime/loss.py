@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
 from pipedream.graph.command import UserError
-from pipedream.profiler.source import load_function
+from pipedream.profiler.source import blaming, load_function
 
 Loss = Callable[[Any, Any], Tensor]
 """(what the model returns, target) -> scalar, a mean over the minibatch."""
@@ -36,26 +37,30 @@ def load_loss(name: str, directory: Path) -> Loss:
 
 
 def checked(function: Callable[..., Any], name: str) -> Loss:
-    """`function`, with a line for the user where it gives anything but a scalar tensor."""
+    """`function`, with a line for the user where it raises, or gives no scalar to learn from."""
 
     def loss(output: Any, target: Any) -> Tensor:
-        try:
+        with blaming(f"loss {name}"):
             value = function(output, target)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise UserError(f"loss {name}: {type(error).__name__}: {error}") from error
-        if not isinstance(value, Tensor) or value.dim():
-            kind = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(f"loss {name} gives {kind}, not a scalar tensor")
-        return value
+        return _scalar(value, f"loss {name} gives")
 
     return loss
 
 
 def _own_loss(output: Any, target: Any) -> Tensor:
     first = output if isinstance(output, Tensor) else next(iter(_values(output)))
-    if not isinstance(first, Tensor) or first.dim():
-        raise UserError("loss output: the model's first output is no scalar tensor")
-    return first
+    return _scalar(first, "loss output: the model returns first")
+
+
+def _scalar(value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise UserError(f"{what} a {type(value).__name__}, not a scalar tensor")
+    if value.dim() or not value.is_floating_point():
+        kind = f"{list(value.shape)} of {str(value.dtype)[6:]}"
+        raise UserError(f"{what} a tensor {kind}, not a real scalar: take a mean")
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise UserError(f"{what} what depends on no parameter: nothing could be learned")
+    return value
 
 
 def _values(output: Any) -> Any:

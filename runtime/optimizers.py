@@ -12,6 +12,11 @@ from torch.optim import Optimizer
 from pipedream.graph.command import UserError
 from pipedream.graph.config import OptimizerConfig
 
+_UNFIT = {
+    "LBFGS": "asks for the loss several times in a step",
+    "SparseAdam": "takes sparse gradients only",
+}
+
 
 def make_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
     """A torch.optim optimizer over these parameters. Raises UserError for a wrong name or option.
@@ -23,6 +28,8 @@ def make_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Paramete
         raise UserError(
             f"optimizer {config.name!r}: torch.optim has no such class; write SGD, AdamW"
         )
+    if config.name in _UNFIT:
+        raise UserError(f"optimizer {config.name} {_UNFIT[config.name]}: write SGD, AdamW")
     try:
         return kind(list(parameters.values()) or [nn.Parameter(torch.zeros(()))], **config.args)
     except (TypeError, ValueError) as error:

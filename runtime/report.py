@@ -24,6 +24,7 @@ from rich.progress import (
 )
 from torch._C._distributed_c10d import Store
 
+from pipedream.graph.command import UserError
 from pipedream.graph.units import show_seconds
 
 SECONDS_BETWEEN_LOOKS = 0.1
@@ -37,7 +38,14 @@ class Losses:
         self.next = 0
 
     def tell(self, minibatch: int, loss: torch.Tensor) -> None:
-        self.store.set(self._key(minibatch), repr(loss.item()))
+        """Raises UserError where the loss is no number any more: no later one would be."""
+        value = loss.item()
+        if math.isnan(value):
+            raise UserError(
+                f"the loss of minibatch {minibatch} in epoch {self.epoch} is nan: choose a smaller "
+                "learning rate, or look for nan in the data"
+            )
+        self.store.set(self._key(minibatch), repr(value))
 
     def heard(self) -> list[tuple[int, float]]:
         """The losses that came since the last call, in the order of the minibatches."""

@@ -92,7 +92,10 @@ def _stages(captured: Captured, plan: Plan) -> dict[str, int]:
     """The stage of each captured node: the plan's, matched by topological position."""
     difference = first_difference(plan.graph, captured.graph)
     if difference is not None:
-        raise UserError(f"this plan was made for another model: {difference}")
+        raise UserError(
+            f"this plan was made for another model: {difference}; run pd-profile and pd-optimize "
+            "on this one"
+        )
     pairs = zip(captured.graph.order, plan.graph.nodes, strict=True)
     return {name: plan.stage_of[planned.id] for name, planned in pairs}
 
@@ -110,7 +113,12 @@ def first_difference(planned: PlannedGraph, graph: Graph) -> str | None:
         inputs = sorted(position[source] for source in graph.predecessors[name])
         if inputs != sorted(known[source] for source in node.inputs):
             return f"{node.id} ({node.description}) has other inputs in the model"
-    return f"the plan has {len(planned.nodes)} nodes and the model {len(graph.nodes)}"
+    both = min(len(planned.nodes), len(graph.nodes))
+    if both < len(planned.nodes):
+        node = planned.nodes[both]
+        return f"{node.id} is {node.description!r} in the plan and the model has no more nodes"
+    found = graph.nodes[graph.order[both]].description
+    return f"the plan has no more nodes where the model goes on with {found!r}"
 
 
 def _readers(captured: Captured, stage_of: Mapping[str, int], last: int) -> dict[str, set[int]]:

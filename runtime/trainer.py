@@ -67,7 +67,8 @@ class Rank:
         self.minibatches = len(self.data) // job.config.batch_size
         if not self.minibatches:
             raise UserError(
-                f"batch_size {job.config.batch_size} is more than the {len(self.data)} examples"
+                f"{job.config.data.source}: {len(self.data)} examples do not fill a batch of "
+                f"{job.config.batch_size}: choose a smaller batch_size"
             )
         self._build(self._capture())
 
@@ -77,6 +78,7 @@ class Rank:
         model = load_config_model(job.config, job.directory)
         self.persistent = frozenset(model.state_dict())
         example = Epoch(self.data, job.config, 0, torch.device("cpu")).batch(0)
+        self.kind = example.kind
         return capture(model, example.inputs)
 
     def _build(self, captured: Captured) -> None:
@@ -143,7 +145,8 @@ class Rank:
 
     def _train_epoch(self, number: int, actions: Sequence[Action]) -> None:
         # Each rank has random numbers of its own, the same ones for a resumed epoch.
-        torch.manual_seed((self.job.config.seed * 1_000_003 + number) * 10_007 + self.place.rank)
+        epoch_seed = self.job.config.seed * 1_000_003 + number
+        torch.manual_seed((epoch_seed * 10_007 + self.place.rank) % 2**63)
         losses = Losses(self.store, number, self.minibatches)
         ends: list[float] = []
 
@@ -167,7 +170,7 @@ class Rank:
             after=after,
         )
         begin = time.perf_counter()
-        self.engine.run(actions, Epoch(self.data, self.job.config, number, self.device))
+        self.engine.run(actions, Epoch(self.data, self.job.config, number, self.device, self.kind))
         self.times.append((time.perf_counter() - begin, ends))
         self.transport.barrier()
         if self.place.rank == 0:

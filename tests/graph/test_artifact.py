@@ -26,6 +26,11 @@ class Thing(BaseModel):
         ("a.json", b'{"rate": ' + b"1" * 5000 + b"}", r"a\.json:1: not JSON: "),
         ("a.json", b"[1]", r"a\.json:1: expected named fields, found a list"),
         ("a.json", b"null", r"a\.json:1: expected named fields, found nothing"),
+        (
+            "a.json",
+            b'{"note": 1,\n"rate":\n"x"}',
+            r"a\.json:3: rate: Input should be a valid number",
+        ),
         ("a.json", b'"\xff"', "not a text file"),
         ("a.yaml", b"rate: 1\n  more: 2\n", r"a\.yaml:2: mapping values are not allowed"),
         ("a.yaml", b"rate: [1\n", r"a\.yaml:2: "),
@@ -35,8 +40,8 @@ class Thing(BaseModel):
         ("a.yaml", b"", r"a\.yaml:1: expected named fields, found nothing"),
         ("a.yaml", b"hello\n", r"a\.yaml:1: expected named fields, found a str"),
         ("a.yaml", b"[" * 50_000, r"a\.yaml:1: "),
-        ("a.yaml", b"rate: fast\n", r"a\.yaml: rate: Input should be a valid number"),
-        ("a.yaml", b"note: fast\n", r"a\.yaml: rate: is missing"),
+        ("a.yaml", b"rate: fast\n", r"a\.yaml:1: rate: Input should be a valid number"),
+        ("a.yaml", b"note: fast\n", r"a\.yaml:1: rate: is missing"),
         ("a.yaml", b"rate: !!python/object/apply:os.getcwd []\n", r"a\.yaml:1: could not determ"),
     ],
 )

@@ -59,4 +59,4 @@ def test_a_wrong_config_names_file_and_field(tmp_path: Path, old: str, new: str,
     path = write(tmp_path, MINIMAL.replace(old, new))
     with pytest.raises(UserError, match=says) as caught:
         read_config(path)
-    assert caught.value.format_message().startswith(f"{path}: ")
+    assert caught.value.format_message().startswith(f"{path}:")

@@ -101,5 +101,5 @@ def test_an_impossible_plan_is_refused_in_one_line(
     path.write_text(json.dumps(data))
     with pytest.raises(UserError, match=says) as caught:
         read_plan(path)
-    assert caught.value.format_message().startswith(f"{path}: ")
+    assert caught.value.format_message().startswith(f"{path}:")
     assert "\n" not in caught.value.format_message()
