@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+
+from processes import warm_context
 
 MAIN = {
     "pd-profile": "pipedream.profiler.cli",
@@ -38,10 +39,10 @@ def typed(
 
     What that process starts itself are real programs. Fails, and kills it, when time is up.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["warm"])
     files = folder / ".stdout", folder / ".stderr"
-    process = context.Process(target=_become, args=(folder, command, dict(variables or {}), files))
+    process = warm_context().Process(
+        target=_become, args=(folder, command, dict(variables or {}), files)
+    )
     process.start()
     process.join(seconds)
     late = process.is_alive()

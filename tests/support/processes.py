@@ -26,7 +26,7 @@ def run_processes(
 
     Fails with the first traceback, or when time is up; then every process is killed.
     """
-    context = _warm_context()
+    context = warm_context()
     answers = context.SimpleQueue()
     workers = [
         context.Process(target=_work, args=(answers, function, rank, processes, args), daemon=True)
@@ -53,7 +53,7 @@ def run_processes(
     return [results[rank] for rank in range(processes)]
 
 
-def _warm_context() -> multiprocessing.context.ForkServerContext:
+def warm_context() -> multiprocessing.context.ForkServerContext:
     """A server that has imported and done once what every worker would have to.
 
     Before Python 3.12.4 it looks for modules on PYTHONPATH alone, whatever sys.path it is given.
