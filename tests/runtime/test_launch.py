@@ -26,6 +26,8 @@ rank = int(os.environ["RANK"])
 folder = Path(sys.argv[1])
 (folder / f"{rank}.new").write_text(str(os.getpid()))
 (folder / f"{rank}.new").rename(folder / f"{rank}.pid")
+while len(list(folder.glob("*.pid"))) < int(os.environ["WORLD_SIZE"]):
+    time.sleep(0.01)  # one that ends before another has begun would have it killed unseen
 """
 
 
