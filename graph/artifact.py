@@ -39,6 +39,8 @@ def read_artifact(path: Path, model: type[Model]) -> Model:
     if not isinstance(data, dict):
         found = "nothing" if data is None else f"a {type(data).__name__}"
         raise UserError(f"{path}:1: expected named fields, found {found}")
+    if "format" in model.model_fields and "format" not in data:
+        raise UserError(f"{path}:1: format: is missing")
     try:
         return model.model_validate(data)
     except ValidationError as error:

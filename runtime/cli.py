@@ -74,6 +74,9 @@ def main(
     `torchrun --no-python ... pd-train PLAN ...` or `mpirun ... pd-train PLAN ...` each process is
     one worker.
     """
+    # Else torch adds C++ traces of its own to the line that says which worker was lost.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
     from pipedream.graph.config import read_config
     from pipedream.graph.plan import read_plan
     from pipedream.runtime import launch
@@ -98,9 +101,12 @@ def main(
         if place is not None:
             return _work(job, place)
         if workers is not None and workers != job.plan.workers:
-            raise UserError(f"--workers {workers}: the plan is for {job.plan.workers} workers")
+            raise UserError(
+                f"--workers {workers}: the plan is for {job.plan.workers} workers; make another "
+                "with pd-optimize"
+            )
         return launch.spawn(sys.argv, job.plan.workers)
-    except UserError:
+    except (UserError, OSError):
         if launch.has_the_floor():
             raise
         return launch.USER_ERROR
@@ -109,15 +115,18 @@ def main(
 def _work(job: Job, place: Place) -> int:
     """This process's part of the run; its exit code."""
     from pipedream.runtime import launch
+
+    spawned = launch.die_with_parent()  # before the imports, which take seconds
+
     from pipedream.runtime.trainer import train
     from pipedream.runtime.transport import PeerLost
 
-    spawned = launch.die_with_parent()
     try:
         train(job, place)
     except PeerLost as error:
         if not spawned:
             print(f"pd-train: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+            launch.let_the_cause_show()
         # Not sys.exit: what is left of the process group would wait for the lost peer.
         os._exit(launch.PEER_LOST)
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +32,13 @@ class Job:
         return self.run / "checkpoints"
 
     def check_folder(self) -> None:
-        """Raises UserError where the results would overwrite others, or cannot be written."""
-        if self.run.exists() and not self.run.is_dir():
-            raise UserError(f"-o {self.run}: this is a file, not a folder")
+        """Makes the folder; UserError where that fails, or results would overwrite others."""
+        try:
+            self.run.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"-o {self.run}: cannot be made: {error.strerror}") from error
+        if not os.access(self.run, os.W_OK | os.X_OK):
+            raise UserError(f"-o {self.run}: cannot be written: Permission denied")
         if not self.resume and any(self.checkpoints.glob("epoch-*")):
             raise UserError(
                 f"-o {self.run}: there are checkpoints of an earlier run; go on with --resume, "

@@ -28,6 +28,7 @@ _FLOOR = "PIPEDREAM_FLOOR"
 _LOCALHOST = "127.0.0.1"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
+_CAUSE_SECONDS = 2.0  # torchrun looks every 0.1 s
 _PORTS = range(20_000, 30_000)  # below those that systems give out by themselves
 
 
@@ -287,6 +288,11 @@ def die_with_parent() -> bool:
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
     return True
+
+
+def let_the_cause_show() -> None:
+    """Waits a little, so that the launcher sees first who has died, and last who only noticed."""
+    time.sleep(_CAUSE_SECONDS)
 
 
 def _open_floor() -> int:

@@ -43,7 +43,11 @@ def join(place: Place, backend: str, device: torch.device, timeout: float) -> St
             device_id=device if backend == "nccl" else None,
         )
     except (RuntimeError, ValueError) as error:
-        raise PeerLost(f"the {place.world_size} ranks did not all come together") from error
+        where = f"{place.master_address}:{place.master_port}"
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        raise PeerLost(
+            f"the {place.world_size} ranks did not all meet at {where}: {reason}"
+        ) from error
     return PrefixStore("pipedream", dist.distributed_c10d._get_default_store())
 
 

@@ -113,12 +113,13 @@ def first_difference(planned: PlannedGraph, graph: Graph) -> str | None:
         inputs = sorted(position[source] for source in graph.predecessors[name])
         if inputs != sorted(known[source] for source in node.inputs):
             return f"{node.id} ({node.description}) has other inputs in the model"
-    both = min(len(planned.nodes), len(graph.nodes))
-    if both < len(planned.nodes):
-        node = planned.nodes[both]
+    if len(planned.nodes) > len(graph.nodes):
+        node = planned.nodes[len(graph.nodes)]
         return f"{node.id} is {node.description!r} in the plan and the model has no more nodes"
-    found = graph.nodes[graph.order[both]].description
-    return f"the plan has no more nodes where the model goes on with {found!r}"
+    if len(planned.nodes) < len(graph.nodes):
+        found = graph.nodes[graph.order[len(planned.nodes)]].description
+        return f"the plan has no more nodes where the model goes on with {found!r}"
+    return "its fingerprint is not that of its nodes"
 
 
 def _readers(captured: Captured, stage_of: Mapping[str, int], last: int) -> dict[str, set[int]]:

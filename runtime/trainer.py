@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from pipedream.runtime.engine import Engine
 from pipedream.runtime.evaluate import evaluate
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
+from pipedream.runtime.lock import held
 from pipedream.runtime.loss import load_loss
 from pipedream.runtime.optimizers import make_optimizer, restore_state, state_tensors
 from pipedream.runtime.process import choose_device, join, make_groups
@@ -42,7 +44,7 @@ from pipedream.runtime.schedule import (
 )
 from pipedream.runtime.stage import Layout, layouts, links, source_text, tied
 from pipedream.runtime.timeline import Event, draw, write_trace
-from pipedream.runtime.transport import Transport
+from pipedream.runtime.transport import PeerLost, Transport
 from pipedream.runtime.weights import Weights
 
 
@@ -50,9 +52,14 @@ def train(job: Job, place: Place) -> None:
     """Trains as this rank. Raises UserError for what the user can mend, PeerLost for lost peers."""
     if place.world_size != job.plan.workers:
         raise UserError(
-            f"the plan is for {job.plan.workers} workers and {place.world_size} were started"
+            f"the plan is for {job.plan.workers} workers and {place.world_size} were started: "
+            f"start {job.plan.workers}, or make another plan with pd-optimize"
         )
-    Rank(job, place).run()
+    with held(job.run) if place.rank == 0 else nullcontext():
+        try:
+            Rank(job, place).run()
+        except (dist.DistNetworkError, dist.DistStoreError) as error:
+            raise PeerLost("the store of the ranks does not answer any more") from error
 
 
 class Rank:
