@@ -80,9 +80,17 @@ class Stage(_Part):
 
 
 class Predicted(_Part):
-    """What the cost model says of this plan, and of the two that need no planner."""
+    """What the cost model says of this plan, and of the two that need no planner.
+
+    `seconds_per_minibatch` is the slowest stage's. Where `objective` is latency, a batch of
+    `microbatches` minibatches takes `latency_seconds`: sum t_i + (microbatches - 1) max t_j.
+    """
 
     cost_model: str
+    objective: Literal["throughput", "latency"] = "throughput"
+    microbatches: int | None = Field(default=None, ge=1)
+    latency_seconds: Amount | None = None
+    latency_lower_bound_seconds: Amount | None = None
     seconds_per_minibatch: Amount
     lower_bound_seconds: Amount
     one_worker_seconds: Amount

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 from pipedream.graph.cluster import Cluster
@@ -12,23 +12,33 @@ from pipedream.graph.plan import Plan, PlannedGraph, Predicted, ScheduleName, St
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.antichain import AntichainDag
 from pipedream.optimizer.bound import lower_bound
+from pipedream.optimizer.cluster_operators import layer_cuts
 from pipedream.optimizer.cost import CostModel
 from pipedream.optimizer.cuts import Cuts
 from pipedream.optimizer.hierarchy import TIE, NestedStage, Rules, Search, Solution, affordable
+from pipedream.optimizer.latency import Latency, LatencySearch, affordable_cuts
+from pipedream.optimizer.latency_bound import latency_bound
 from pipedream.optimizer.memory import stage_memory
 from pipedream.optimizer.placement import data_parallel_time, ranks, stage_time
 from pipedream.optimizer.planning import PlanningGraph
-from pipedream.optimizer.prefixes import prefixes
+from pipedream.optimizer.prefixes import orders, prefixes
 from pipedream.optimizer.stage_cost import LeastMemory, MemoryLimit, Replication
+from pipedream.optimizer.submesh import Mesh
 from pipedream.runtime.schedule import warm_up
 
 # Cuts to choose from where there are too many to try them all: more take longer and gain little.
 SAMPLE = 3_000
 
+# Of so many microbatches all that matters is the slowest stage: here, the fullest.
+FULLEST = 10**9
+
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be planned. `memory`: bytes on each device, None for as much as it takes."""
+    """What is to be planned. `memory`: bytes on each device, None for as much as it takes.
+
+    `latency`: the batch that is to be through soonest; None to have the most minibatches through.
+    """
 
     graph: Graph
     cluster: Cluster
@@ -36,6 +46,7 @@ class Request:
     schedule: ScheduleName = "weight-stashing"
     memory: float | None = None
     rules: Rules = field(default_factory=Rules)
+    latency: Latency | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +88,8 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
     """
     graph = PlanningGraph.of(request.graph)
     _check(graph, request)
+    if request.latency is not None:
+        return _optimize_latency(graph, request, request.latency, most_cuts)
     limit = most_cuts or affordable(request.cluster.machines, request.memory is not None)
     dag = AntichainDag.of(graph, limit)
     cuts = Cuts(graph, prefixes(graph, min(limit, SAMPLE)) if dag is None else dag.downsets)
@@ -86,6 +99,43 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
     else:
         bound = solution.cost
     return _outcome(cuts, request, solution, bound, dag is not None)
+
+
+def _optimize_latency(
+    graph: PlanningGraph, request: Request, goal: Latency, most_cuts: int | None
+) -> Outcome:
+    """The best flat pipeline for latency, over all nested downsets or over those between layers."""
+    limit = most_cuts or affordable_cuts(request.cluster.machines, request.memory is not None)
+    dag = AntichainDag.of(graph, limit) if goal.layers is None else None
+    if dag is None:
+        ways = {tuple(order): None for order in orders(graph)}
+        cuts = Cuts(graph, layer_cuts(graph, list(ways), goal.layers or max(1, limit // len(ways))))
+    else:
+        cuts = Cuts(graph, dag.downsets)
+    model, straight = request.model, request.rules.straight
+    bound = latency_bound(graph, request.cluster, model, straight, goal.microbatches)
+    memory = request.memory and MemoryLimit(request.memory, request.schedule)
+    cost = Replication(cuts, request.cluster, model, memory or None)
+    solution = LatencySearch(cuts, Mesh(request.cluster.machines), cost, request.rules, goal).best()
+    if solution is None:
+        assert request.memory is not None
+        raise _nothing_fits(cuts, request, request.memory)
+    slowest = lower_bound(graph, request.cluster, model, straight)
+    outcome = _outcome(cuts, request, Solution(solution.cost, solution.stages), slowest, False)
+    times = [figures.seconds for figures in outcome.figures]
+    seconds = goal.seconds(sum(times), max(times))
+    predicted = outcome.plan.predicted.model_copy(
+        update={
+            "objective": "latency",
+            "microbatches": goal.microbatches,
+            "latency_seconds": seconds,
+            "latency_lower_bound_seconds": min(
+                seconds, bound if dag is None else max(bound, solution.bound)
+            ),
+        }
+    )
+    plan = outcome.plan.model_copy(update={"predicted": predicted})
+    return replace(outcome, plan=plan, exact=dag is not None and not goal.epsilon)
 
 
 def _check(graph: PlanningGraph, request: Request) -> None:
@@ -149,14 +199,14 @@ def _memory(
 
 def _nothing_fits(cuts: Cuts, request: Request, memory: float) -> UserError:
     """Names the stage that is too large in the plan that comes closest, and what would help."""
-    machines, schedule = request.cluster.machines, request.schedule
-    closest = Search(cuts, machines, LeastMemory(cuts, schedule), request.rules).best()
+    schedule = request.schedule
+    closest = _least_memory(cuts, request, schedule)
     assert closest is not None
     position, needed = _fullest(cuts, request, closest)
     minibatches, parameters, stash = _memory(cuts, schedule, closest)[position]
     remedies = [f"give at least --memory {_round_up(needed)}", "more machines", "a smaller batch"]
     if schedule == "weight-stashing":
-        flush = Search(cuts, machines, LeastMemory(cuts, "flush"), request.rules).best()
+        flush = _least_memory(cuts, request, "flush")
         if flush is not None and flush.cost < 0.9 * needed:
             remedies.append(f"--schedule flush (at least {_round_up(flush.cost)})")
     return UserError(
@@ -167,6 +217,15 @@ def _nothing_fits(cuts: Cuts, request: Request, memory: float) -> UserError:
         f" {minibatches} {'minibatch' if minibatches == 1 else 'minibatches'} in flight;"
         f" {', '.join(remedies[:-1])} or {remedies[-1]}"
     )
+
+
+def _least_memory(cuts: Cuts, request: Request, schedule: ScheduleName) -> Solution | None:
+    """The plan whose fullest worker holds least; its cost is in bytes."""
+    machines, cost = request.cluster.machines, LeastMemory(cuts, schedule)
+    if request.latency is None:
+        return Search(cuts, machines, cost, request.rules).best()
+    fullest = LatencySearch(cuts, Mesh(machines), cost, request.rules, Latency(FULLEST)).best()
+    return fullest and Solution(fullest.cost / FULLEST, fullest.stages)
 
 
 def _describe(cuts: Cuts, stage: NestedStage) -> str:

@@ -26,14 +26,18 @@ def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
     these is valid, but a better one may cut elsewhere. Where the prefixes alone are more than
     `limit`, the lightest is kept in each of as many equal shares of the compute time.
     """
-    orders = (list(range(len(graph))), _depth_first(graph), _fewest_bytes(graph))
-    found = {prefix.downset: prefix for order in orders for prefix in _walk(graph, order)}
+    found = {prefix.downset: prefix for order in orders(graph) for prefix in _walk(graph, order)}
     downsets = {0, *found}
     if len(found) > limit:
         downsets = {0, (1 << len(graph)) - 1, *_lightest(found.values(), limit)}
     elif width := (limit - len(found)) // len(graph):
         downsets.update(_beam(graph, width))
     return tuple(sorted(downsets, key=lambda downset: (downset.bit_count(), downset)))
+
+
+def orders(graph: PlanningGraph) -> list[list[int]]:
+    """Topological orders: the file's, depth first, the one that keeps the fewest bytes alive."""
+    return [list(range(len(graph))), _depth_first(graph), _fewest_bytes(graph)]
 
 
 def _lightest(found: Collection[Prefix], limit: int) -> Iterator[int]:

@@ -5,7 +5,7 @@ many components of the level below, and the nested plan inside each of these (No
 """
 
 import math
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from pipedream.graph.model import Graph
 
@@ -179,3 +179,66 @@ def _nest(stages, level):
             assert len(members) == 1
         nested.append((members[0][0], members[-1][1], len(axis), inside))
     return nested
+
+
+def flat_pipelines(cuts, machines, straight=False, fewer=False):
+    """Every flat pipeline: lists of (start, end, devices), each stage's devices numbers in a row.
+
+    A stage has one device, or several whole components of one level within one of the next.
+    """
+    total = math.prod(machines)
+
+    def grow(start, used):
+        if start == cuts[-1] and (fewer or used == total):
+            yield []
+        for begin in range(used, total if fewer else min(used + 1, total)):
+            for count in submeshes(machines, begin, straight):
+                for end in cuts:
+                    if start < end:
+                        for rest in grow(end, begin + count):
+                            yield [(start, end, range(begin, begin + count)), *rest]
+
+    yield from grow(frozenset(), 0)
+
+
+def submeshes(machines, begin, straight):
+    """How many devices a stage may have that begins at this one."""
+    sizes = [math.prod(machines[:level]) for level in range(len(machines) + 1)]
+    for count in range(1, sizes[-1] - begin + 1):
+        last = begin + count - 1
+        if count == 1 or any(
+            begin % inner == count % inner == 0 and begin // outer == last // outer
+            for inner, outer in pairwise(sizes)
+        ):
+            yield count
+        if straight:
+            return
+
+
+def flat_times(costs, pipeline):
+    """What each stage takes: level by level, with the link at the level that joins it on."""
+    times, previous = [], None
+    for start, end, devices in pipeline:
+        seconds, inner = costs.compute(end - start), 1
+        for level, count in enumerate(costs.machines):
+            outer = inner * count
+            spanned = {device // inner % count for device in devices}
+            joins = (
+                previous is not None
+                and previous // outer == devices[0] // outer
+                and previous // inner != devices[0] // inner
+            )
+            seconds = costs.stage(level, start, end, len(spanned), seconds, not joins)
+            inner = outer
+        times.append(seconds)
+        previous = devices[-1]
+    return times
+
+
+def flat_memory(costs, pipeline, schedule):
+    """The bytes on the fullest worker."""
+    workers = [len(devices) for _, _, devices in pipeline]
+    return max(
+        costs.worker_memory(start, end, workers[i], sum(workers[i:]), schedule)
+        for i, (start, end, _) in enumerate(pipeline)
+    )

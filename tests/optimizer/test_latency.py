@@ -1,0 +1,184 @@
+"""The latency search against every flat pipeline there is, tried one by one."""
+
+import math
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.command import UserError
+from pipedream.graph.model import Graph, Node
+from pipedream.optimizer.cost import COST_MODELS
+from pipedream.optimizer.hierarchy import Rules
+from pipedream.optimizer.latency import Latency
+from pipedream.optimizer.optimize import Request, optimize
+
+MODELS = [("paper", None), ("paper", 4.0), ("released", None), ("released", 1.0)]
+BANDWIDTH = (1e9, 2e8, 1e8)
+
+
+@st.composite
+def graphs(draw, most=10):
+    """DAGs of 1 to `most` nodes, in any shape; some nodes free, some without parameters."""
+    count = draw(st.integers(1, most))
+    pairs = [(a, b) for b in range(count) for a in range(max(0, b - 4), b)]
+    chosen = draw(st.lists(st.sampled_from(pairs), unique=True)) if pairs else []
+    step = draw(st.sampled_from([1, 1, 1, 2]))
+    edges = sorted({*chosen, *((a, b) for a, b in pairs if b - a == step)})
+    number = st.integers(0, 9)
+    nodes = {
+        f"n{i}": Node(
+            id=f"n{i}",
+            description=f"Layer{i}",
+            forward_seconds=draw(number) * 1e-3,
+            backward_seconds=draw(number) * 1e-3,
+            activation_bytes=(draw(number) * 1e5, draw(st.sampled_from([0, 1])) * 1e5),
+            parameter_bytes=draw(number) * 1e6,
+        )
+        for i in range(count)
+    }
+    assume(any(node.compute_seconds for node in nodes.values()))
+    return Graph(nodes, tuple((f"n{a}", f"n{b}") for a, b in edges))
+
+
+def batch(times, microbatches):
+    return sum(times) + (microbatches - 1) * max(times)
+
+
+def as_pipeline(plan):
+    """The stages of a plan as by_hand's flat pipelines have them."""
+    stages, before = [], frozenset()
+    for stage in plan.stages:
+        devices = sorted(stage.ranks)
+        assert devices == list(range(devices[0], devices[-1] + 1))
+        after = before | frozenset(stage.nodes)
+        stages.append((before, after, range(devices[0], devices[-1] + 1)))
+        before = after
+    return stages
+
+
+def check(by_hand, graph, machines, model, rules, goal, most_cuts, share=None, schedule="flush"):
+    """Plans, tries every pipeline, compares; with `share` of the memory the free plan needs."""
+    name, compression = model
+    cuts = by_hand.downsets(graph)
+    assume(len(cuts) <= most_cuts)
+    assume(not rules.straight or rules.fewer_machines or math.prod(machines) <= len(graph.nodes))
+    costs = by_hand.Costs(graph, machines, BANDWIDTH[: len(machines)], name, compression)
+    cluster = Cluster(machines=machines, bandwidth=BANDWIDTH[: len(machines)])
+    cost = COST_MODELS[name](compression)
+    memory = None
+    if share is not None:
+        free = optimize(Request(graph, cluster, cost, schedule, None, rules, goal))
+        memory = share * max(stage.memory_bytes for stage in free.plan.stages)
+        assume(memory > 0)
+    pipelines = by_hand.flat_pipelines(cuts, machines, rules.straight, rules.fewer_machines)
+    best = min(
+        (
+            batch(by_hand.flat_times(costs, pipeline), goal.microbatches)
+            for pipeline in pipelines
+            if memory is None or by_hand.flat_memory(costs, pipeline, schedule) <= memory
+        ),
+        default=math.inf,
+    )
+    request = Request(graph, cluster, cost, schedule, memory, rules, goal)
+    if best == math.inf:
+        with pytest.raises(UserError, match="no plan fits"):
+            optimize(request)
+        return
+    outcome = optimize(request)
+    predicted = outcome.plan.predicted
+    pipeline = as_pipeline(outcome.plan)
+    times = by_hand.flat_times(costs, pipeline)
+    assert [figures.seconds for figures in outcome.figures] == pytest.approx(times)
+    assert predicted.latency_seconds == pytest.approx(batch(times, goal.microbatches), rel=1e-9)
+    assert predicted.seconds_per_minibatch == pytest.approx(max(times), rel=1e-9)
+    if goal.epsilon == 0 and goal.layers is None:
+        assert outcome.exact
+        assert predicted.latency_seconds == pytest.approx(best, rel=1e-9)
+        assert predicted.latency_lower_bound_seconds == pytest.approx(best, rel=1e-9)
+    else:
+        assert best <= predicted.latency_seconds * (1 + 1e-9)
+        assert predicted.latency_lower_bound_seconds <= best * (1 + 1e-9)
+    if goal.layers is None:
+        lost = predicted.latency_seconds - best
+        assert lost <= goal.microbatches * goal.epsilon + 1e-9 * best
+    held = by_hand.flat_memory(costs, pipeline, schedule)
+    assert max(stage.memory_bytes for stage in outcome.plan.stages) == pytest.approx(held)
+    assert memory is None or held <= memory
+    assert rules.fewer_machines or outcome.plan.workers == cluster.devices
+
+
+FLAT = [(1,), (2,), (3,), (4,)]
+LEVELS = [(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]
+BATCHES = [1, 2, 5, 64]
+RULES = st.builds(Rules, st.booleans(), st.booleans())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from(FLAT),
+    model=st.sampled_from(MODELS),
+    rules=RULES,
+    goal=st.builds(Latency, st.sampled_from(BATCHES)),
+)
+def test_one_level_equals_brute_force(by_hand, graph, machines, model, rules, goal):
+    check(by_hand, graph, machines, model, rules, goal, most_cuts=24)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from(LEVELS),
+    model=st.sampled_from(MODELS),
+    rules=RULES,
+    goal=st.builds(Latency, st.sampled_from(BATCHES)),
+)
+def test_two_levels_equal_brute_force(by_hand, graph, machines, model, rules, goal):
+    check(by_hand, graph, machines, model, rules, goal, most_cuts=12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(graph=graphs(most=6), goal=st.builds(Latency, st.sampled_from(BATCHES)))
+def test_three_levels_equal_brute_force(by_hand, graph, goal):
+    check(by_hand, graph, (2, 2, 2), ("paper", None), Rules(), goal, most_cuts=8)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from([*FLAT, *LEVELS]),
+    model=st.sampled_from(MODELS),
+    rules=RULES,
+    goal=st.builds(Latency, st.sampled_from(BATCHES)),
+    share=st.sampled_from([0.3, 0.5, 0.7, 0.9]),
+    schedule=st.sampled_from(["weight-stashing", "flush"]),
+)
+def test_plans_within_memory_equal_brute_force(
+    by_hand, graph, machines, model, rules, goal, share, schedule
+):
+    check(by_hand, graph, machines, model, rules, goal, 11, share, schedule)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from([*FLAT, *LEVELS]),
+    goal=st.builds(Latency, st.sampled_from(BATCHES), st.sampled_from([1e-4, 1e-3, 1e-2])),
+)
+def test_epsilon_loses_at_most_itself_for_each_microbatch(by_hand, graph, machines, goal):
+    check(by_hand, graph, machines, ("paper", None), Rules(), goal, most_cuts=14)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from([*FLAT, *LEVELS]),
+    model=st.sampled_from(MODELS),
+    rules=RULES,
+    goal=st.builds(Latency, st.sampled_from(BATCHES), st.just(0.0), st.integers(1, 6)),
+)
+def test_layers_give_a_plan_and_a_bound_that_holds(by_hand, graph, machines, model, rules, goal):
+    assume(not rules.straight or rules.fewer_machines or math.prod(machines) <= goal.layers)
+    check(by_hand, graph, machines, model, rules, goal, most_cuts=12)
