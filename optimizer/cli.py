@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pipedream.graph.cluster import Cluster
     from pipedream.graph.model import Graph
     from pipedream.graph.plan import Plan, ScheduleName
+    from pipedream.optimizer.latency import Latency
 
 _MOST_DEVICES = 100_000
 """Far more than planning is made for: it takes time and memory for each."""
@@ -59,8 +60,32 @@ _MOST_DEVICES = 100_000
 @click.option(
     "--schedule",
     type=click.Choice(["weight-stashing", "flush"]),
-    default="weight-stashing",
+    help="[default: weight-stashing; flush for --objective latency]",
+)
+@click.option(
+    "--objective",
+    type=click.Choice(["throughput", "latency"]),
+    default="throughput",
     show_default=True,
+    help="The most minibatches per second, or the least time for a batch of --microbatches.",
+)
+@click.option(
+    "--microbatches",
+    type=click.IntRange(min=1),
+    metavar="B",
+    help="For latency: the minibatches of GRAPH that make one batch.",
+)
+@click.option(
+    "--epsilon",
+    type=FiniteRange(min=0),
+    metavar="SECONDS",
+    help="For latency: give up as much for each microbatch, to plan faster.  [default: 0]",
+)
+@click.option(
+    "--layers",
+    type=click.IntRange(min=1),
+    metavar="L",
+    help="For latency: make the graph into L layers first and cut between these alone.",
 )
 def main(
     graph: Path,
@@ -72,7 +97,11 @@ def main(
     memory: str | None,
     fewer_machines: bool,
     activation_compression: float | None,
-    schedule: ScheduleName,
+    schedule: ScheduleName | None,
+    objective: str,
+    microbatches: int | None,
+    epsilon: float | None,
+    layers: int | None,
 ) -> None:
     """Plans the model of GRAPH (a graph.txt of pd-profile) for a cluster.
 
@@ -80,6 +109,7 @@ def main(
     """
     cluster = _cluster(machines, bandwidth)
     limit = None if memory is None else _bytes("--memory", memory)
+    latency = _latency(objective, schedule, microbatches, epsilon, layers)
 
     from pipedream.graph.text import read_graph
     from pipedream.optimizer.cost import COST_MODELS
@@ -92,9 +122,10 @@ def main(
         graph=model,
         cluster=cluster,
         model=COST_MODELS[cost_model](activation_compression),
-        schedule=schedule,
+        schedule=schedule or ("weight-stashing" if latency is None else "flush"),
         memory=limit,
         rules=Rules(straight, fewer_machines),
+        latency=latency,
     )
     try:
         outcome = optimize(request)
@@ -105,6 +136,30 @@ def main(
     folder = graph.parent / "plan" if output is None else output
     print_report(outcome, model)
     _write(outcome.plan, model, folder)
+
+
+def _latency(
+    objective: str,
+    schedule: str | None,
+    microbatches: int | None,
+    epsilon: float | None,
+    layers: int | None,
+) -> Latency | None:
+    given = {"--microbatches": microbatches, "--epsilon": epsilon, "--layers": layers}
+    if objective == "throughput":
+        for option, value in given.items():
+            if value is not None:
+                raise UserError(f"{option} is of --objective latency: add that, or leave it out")
+        return None
+    if microbatches is None:
+        raise UserError("--objective latency: add --microbatches B, how many make one batch")
+    if schedule == "weight-stashing":
+        raise UserError(
+            "--objective latency is of the flush schedule: leave out --schedule weight-stashing"
+        )
+    from pipedream.optimizer.latency import Latency
+
+    return Latency(microbatches, epsilon or 0.0, layers)
 
 
 def _write(plan: Plan, model: Graph, folder: Path) -> None:

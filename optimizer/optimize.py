@@ -107,11 +107,7 @@ def _optimize_latency(
     """The best flat pipeline for latency, over all nested downsets or over those between layers."""
     limit = most_cuts or affordable_cuts(request.cluster.machines, request.memory is not None)
     dag = AntichainDag.of(graph, limit) if goal.layers is None else None
-    if dag is None:
-        ways = {tuple(order): None for order in orders(graph)}
-        cuts = Cuts(graph, layer_cuts(graph, list(ways), goal.layers or max(1, limit // len(ways))))
-    else:
-        cuts = Cuts(graph, dag.downsets)
+    cuts = Cuts(graph, _likely_cuts(graph, goal, limit) if dag is None else dag.downsets)
     model, straight = request.model, request.rules.straight
     bound = latency_bound(graph, request.cluster, model, straight, goal.microbatches)
     memory = request.memory and MemoryLimit(request.memory, request.schedule)
@@ -136,6 +132,14 @@ def _optimize_latency(
     )
     plan = outcome.plan.model_copy(update={"predicted": predicted})
     return replace(outcome, plan=plan, exact=dag is not None and not goal.epsilon)
+
+
+def _likely_cuts(graph: PlanningGraph, goal: Latency, limit: int) -> tuple[int, ...]:
+    """Where the operators are too many, or it is asked for, the cuts between layers of them."""
+    ways = list(dict.fromkeys(map(tuple, orders(graph))))
+    if goal.layers is None and len(ways) * len(graph) < limit:
+        return prefixes(graph, limit)
+    return layer_cuts(graph, ways, goal.layers or max(1, limit // len(ways)))
 
 
 def _check(graph: PlanningGraph, request: Request) -> None:

@@ -75,8 +75,8 @@ def _span(stage: Stage, graph: Graph) -> str:
     return " ... ".join(name[:_WIDEST_NAME].rstrip() for name in names)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def _count(number: int, what: str, ending: str = "s") -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}{ending}"
 
 
 def _comparison(outcome: Outcome) -> Table:
@@ -87,23 +87,39 @@ def _comparison(outcome: Outcome) -> Table:
     table.add_column(justify="right")
     table.add_column()
     table.add_row("this plan, per minibatch", show_seconds(seconds))
+    batch = 1
+    if predicted.latency_seconds is not None and predicted.microbatches is not None:
+        batch, seconds = predicted.microbatches, predicted.latency_seconds
+        bubble = 1 - batch * predicted.seconds_per_minibatch / seconds
+        remark = f"{_count(batch, 'microbatch', 'es')}; the slowest stage waits {bubble:.0%} of it"
+        table.add_row("this plan, per batch", show_seconds(seconds), remark)
     rows = (
         ("one worker", predicted.one_worker_seconds),
         ("data parallelism", predicted.data_parallel_seconds),
     )
     for name, time in rows:
-        remark = f"this plan is {time / seconds:.2f} times as fast"
+        remark = f"this plan is {batch * time / seconds:.2f} times as fast"
         if outcome.memory is not None and outcome.whole_model_bytes > outcome.memory:
             remark += f"; that one needs {show_bytes(outcome.whole_model_bytes)} on each device"
-        table.add_row(name, show_seconds(time), remark)
+        table.add_row(name, show_seconds(batch * time), remark)
     return table
 
 
 def _remark(outcome: Outcome) -> str:
     predicted = outcome.plan.predicted
+    seconds, bound = predicted.seconds_per_minibatch, predicted.lower_bound_seconds
+    what = "plans"
+    if predicted.latency_seconds is not None:
+        seconds, bound = predicted.latency_seconds, predicted.latency_lower_bound_seconds or 0.0
+        what = "pipelines of stages on devices of one machine or on whole machines"
     if outcome.exact:
-        return f"The best of all plans over {outcome.cuts} cuts under this cost model."
-    gap = predicted.seconds_per_minibatch / predicted.lower_bound_seconds - 1
+        return f"The best of all {what} over {outcome.cuts} cuts under this cost model."
+    gap = seconds / bound - 1
+    if predicted.latency_seconds is not None:
+        return (
+            f"The best found of all {what} over {outcome.cuts} cuts: at most {100 * gap:.1f} %"
+            " slower than the best possible."
+        )
     return (
         f"The graph can be cut in too many ways to try them all: the best plan over {outcome.cuts}"
         f" likely cuts, at most {100 * gap:.1f} % slower than the best possible."

@@ -65,6 +65,17 @@ def test_flags_reach_the_planner(tmp_path):
     assert read_plan(tmp_path / "plan.json").workers < 4
 
 
+def test_latency_reaches_the_planner_and_the_plan(tmp_path):
+    shared = (TRANSLATION, *LEVELS, "-o", tmp_path, "--objective", "latency")
+    done = pd_optimize(*shared, "--microbatches", "8", "--epsilon", "0.001", "--layers", "4")
+    assert (done.returncode, done.stderr) == (0, "")
+    plan = read_plan(tmp_path / "plan.json")
+    predicted = plan.predicted
+    assert (plan.schedule, predicted.objective, predicted.microbatches) == ("flush", "latency", 8)
+    assert predicted.latency_seconds >= 8 * predicted.seconds_per_minibatch
+    assert "this plan, per batch" in done.stdout
+
+
 def test_by_default_the_plan_lies_beside_the_graph(tmp_path):
     shutil.copy(TRANSLATION, tmp_path / "graph.txt")
     assert pd_optimize(tmp_path / "graph.txt", *LEVELS).returncode == 0
@@ -86,6 +97,19 @@ WRONG = {
     "straight": (
         ["--machines", "99", "--bandwidth", "1GB", "--straight"],
         "--straight: 99 devices but only 7 nodes",
+    ),
+    "no batch": ([*LEVELS, "--objective", "latency"], "add --microbatches B"),
+    "no latency": ([*LEVELS, "--epsilon", "1"], "--epsilon is of --objective latency"),
+    "stashing": (
+        [
+            *LEVELS,
+            "--objective",
+            "latency",
+            "--microbatches",
+            "2",
+            *["--schedule", "weight-stashing"],
+        ],
+        "--objective latency is of the flush schedule",
     ),
     "output": ([*LEVELS, "-o", "/dev/null/x"], "-o /dev/null/x: cannot be written"),
     "unknown": ([*LEVELS, "--fast"], "No such option"),

@@ -4,6 +4,7 @@ from rich.console import Console
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost import Paper
+from pipedream.optimizer.latency import Latency
 from pipedream.optimizer.optimize import Request, optimize
 from pipedream.optimizer.report import print_report
 
@@ -42,3 +43,20 @@ def test_a_plan_that_is_not_proved_best_says_how_far_off_it_may_be(make_graph):
     lines = report(graph, (3,), most_cuts=20)
     assert lines[-1].startswith("The graph can be cut in too many ways to try them all: the best")
     assert lines[-1].endswith("% slower than the best possible.")
+
+
+def test_a_batch_is_compared_with_batches(make_graph):
+    # Three stages of 10 ms: 30 ms for the first of 4 microbatches, 10 ms for each after it.
+    graph = make_graph("a b c", "a-b b-c", **dict.fromkeys("abc", (10, 0, 1e8)))
+    lines = report(graph, (3,), schedule="flush", latency=Latency(microbatches=4))
+    assert "this plan, per minibatch 10 ms" in lines
+    assert "this plan, per batch 60 ms 4 microbatches; the slowest stage waits 33% of it" in lines
+    assert "one worker 120 ms this plan is 2.00 times as fast" in lines
+    assert lines[-1].startswith("The best of all pipelines of stages on devices of one machine")
+
+
+def test_layers_say_how_far_off_the_plan_may_be(make_graph):
+    graph = make_graph("a b c", "a-b b-c", **dict.fromkeys("abc", (10, 0, 0)))
+    lines = report(graph, (2,), schedule="flush", latency=Latency(microbatches=1, layers=2))
+    assert lines[-1].startswith("The best found of all pipelines")
+    assert lines[-1].endswith("over 3 cuts: at most 0.0 % slower than the best possible.")
