@@ -1,23 +1,140 @@
-"""The machines: levels of components, innermost first, each level with its bandwidth."""
+"""The machines: levels of components, innermost first; their links and their kinds of device."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from itertools import product
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+
+from pipedream.graph.units import parse_bytes, parse_seconds
 
 
-class Cluster(BaseModel):
-    """`machines=(4, 2), bandwidth=(1e10, 1e9)`: 4 devices in a machine at 10 GB/s, 2 machines at
-    1 GB/s. Bandwidths in bytes per second. Alpa calls this the 2 x 4 mesh.
-    """
+def _text(value: Any) -> Any:
+    return parse_bytes(value) if isinstance(value, str) else value
+
+
+def _duration(value: Any) -> Any:
+    return parse_seconds(value) if isinstance(value, str) else value
+
+
+_Amount = Field(ge=0, allow_inf_nan=False)
+_Positive = Field(gt=0, allow_inf_nan=False)
+Bytes = Annotated[float, BeforeValidator(_text), _Amount]
+SomeBytes = Annotated[float, BeforeValidator(_text), _Positive]
+Seconds = Annotated[float, BeforeValidator(_duration), _Amount]
+
+
+class _Part(BaseModel):
+    """Frozen, and written without the fields that are as they are by default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @model_serializer(mode="wrap")
+    def _short(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields = type(self).model_fields
+        return {
+            name: value
+            for name, value in write(self).items()
+            if fields[name].is_required() or getattr(self, name) != fields[name].default
+        }
+
+
+class Link(_Part):
+    """How long a message takes: latency plus bytes over bandwidth, or as measured.
+
+    `points`: (bytes, seconds), two or more, more bytes never taking less time. Between them the
+    time is interpolated; fewer bytes than the first take as long as it, more than the last go on
+    at the rate of the last two. So the time never falls as the bytes grow.
+    """
+
+    latency: Seconds = 0.0
+    bandwidth: SomeBytes | None = None
+    points: tuple[tuple[Bytes, Seconds], ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _list_of_points(cls, data: Any) -> Any:
+        return {"points": data} if isinstance(data, list) else data
+
+    @model_validator(mode="after")
+    def _check(self) -> Link:
+        if (self.bandwidth is None) == (not self.points) or (self.points and self.latency):
+            raise ValueError("give either latency and bandwidth, or points of bytes and seconds")
+        if len(self.points) == 1:
+            raise ValueError("one point is not enough: measure two sizes or more")
+        for (fewer, sooner), (more, later) in zip(self.points, self.points[1:], strict=False):
+            if fewer >= more:
+                raise ValueError(f"{more:g} bytes come after {fewer:g}: list the smallest first")
+            if sooner > later:
+                raise ValueError(
+                    f"{more:g} bytes take {later:g} s, fewer take {sooner:g} s: measure again,"
+                    " or leave one of them out"
+                )
+        return self
+
+    def seconds(self, size: ArrayLike) -> NDArray[np.float64]:
+        """For messages of these many bytes, of the same shape; nothing to send takes no time."""
+        size = np.asarray(size, dtype=np.float64)
+        if self.bandwidth is not None:
+            taken = self.latency + size / self.bandwidth
+        else:
+            sizes, times = np.array(self.points).T
+            rate = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2])
+            beyond = np.maximum(size - sizes[-1], 0.0) * rate
+            taken = np.interp(size, sizes, times) + beyond
+        return np.where(size > 0, taken, 0.0)
+
+    def stretched(self, size: float, time: float) -> Link:
+        """The link that takes `time` times as long for messages `size` times as large."""
+        if self.bandwidth is not None:
+            return Link(latency=self.latency * time, bandwidth=self.bandwidth * size / time)
+        return Link(points=tuple((b * size, s * time) for b, s in self.points))
+
+
+class DeviceKind(_Part):
+    """`speed`: relative to the device that the profile was measured on, twice as fast is 2.
+    `memory`: bytes on each device, None where that is not known.
+    """
+
+    name: str = Field(min_length=1)
+    speed: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    memory: SomeBytes | None = None
+
+
+class Cluster(_Part):
+    """`machines=(4, 2), bandwidth=(1e10, 1e9)`: 4 devices in a machine at 10 GB/s, 2 machines at
+    1 GB/s. Alpa calls this the 2 x 4 mesh. Each tuple has one entry for each level, innermost
+    first.
+
+    - `bandwidth` in bytes per second and `latency` in seconds (zero unless given) of each level;
+    - `names` of the levels, if they have any;
+    - `send` and `all_reduce`: what was measured, None at a level where it was not; an all-reduce
+      was over all components of the level;
+    - `kinds` of devices, `machine_kinds` naming that of each component of the outermost level.
+      Without kinds every device is as the one that the profile was measured on.
+    """
+
     machines: tuple[int, ...]
     bandwidth: tuple[float, ...]
+    latency: tuple[Seconds, ...] = ()
+    names: tuple[str, ...] = ()
+    send: tuple[Link | None, ...] = ()
+    all_reduce: tuple[Link | None, ...] = ()
+    kinds: tuple[DeviceKind, ...] = ()
+    machine_kinds: tuple[str, ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Cluster:
@@ -31,11 +148,65 @@ class Cluster(BaseModel):
             raise ValueError("every level has at least 1 machine")
         if not all(0 < speed < math.inf for speed in self.bandwidth):
             raise ValueError("every bandwidth is a positive number of bytes per second")
+        if len(self.latency or self.machines) != len(self.machines):
+            raise ValueError(
+                f"{len(self.machines)} levels of machines but {len(self.latency)} latencies"
+            )
+        for field in ("names", "send", "all_reduce"):
+            found = len(getattr(self, field))
+            if found not in (0, len(self.machines)):
+                raise ValueError(f"{len(self.machines)} levels of machines but {found} of {field}")
+        for count, ring in zip(self.machines, self.all_reduce, strict=False):
+            if ring is not None and count < 2:
+                raise ValueError("an all-reduce was measured at a level of one component")
+        check_kinds(self.kinds, self.machine_kinds, self.machines[-1])
+        object.__setattr__(self, "latency", self.latency or (0.0,) * len(self.machines))
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_latency(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = self._short(write)
+        if not any(self.latency):
+            del fields["latency"]
+        return fields
 
     @property
     def devices(self) -> int:
         return math.prod(self.machines)
+
+    @property
+    def measured(self) -> bool:
+        """Whether any of its links is."""
+        return any((*self.send, *self.all_reduce))
+
+    def link(self, level: int) -> Link:
+        """What carries a message between two components of a level (1 innermost)."""
+        measured = self.send[level - 1] if self.send else None
+        if measured is not None:
+            return measured
+        return Link(latency=self.latency[level - 1], bandwidth=self.bandwidth[level - 1])
+
+    def ring_link(self, level: int) -> Link:
+        """What carries one step of a ring all-reduce at a level (1 innermost).
+
+        On n components a ring takes 2(n-1) steps, each of an n-th of the bytes: that gives the
+        step from the whole, if the whole was measured; else it is a message like others.
+        """
+        whole = self.all_reduce[level - 1] if self.all_reduce else None
+        if whole is None:
+            return self.link(level)
+        count = self.machines[level - 1]
+        return whole.stretched(1 / count, 1 / (2 * (count - 1)))
+
+    def kind(self, machine: int) -> DeviceKind:
+        """What the devices in a component of the outermost level are."""
+        if not self.kinds:
+            return DeviceKind(name="device")
+        return next(kind for kind in self.kinds if kind.name == self.machine_kinds[machine])
+
+    def machine(self, rank: int) -> int:
+        """The component of the outermost level that a rank is in."""
+        return rank // math.prod(self.machines[:-1])
 
     def rank(self, place: tuple[int, ...]) -> int:
         """The rank of a device, `place` giving its index at each level, innermost first.
@@ -53,3 +224,25 @@ class Cluster(BaseModel):
         """Every device's place, in the order of the ranks."""
         outermost_first = product(*(range(count) for count in reversed(self.machines)))
         return (tuple(reversed(place)) for place in outermost_first)
+
+
+def ring_seconds(step: Link, size: ArrayLike, replicas: ArrayLike) -> NDArray[np.float64]:
+    """A ring all-reduce of `size` bytes over `replicas`, arrays that broadcast: 2(m-1) steps."""
+    steps = np.asarray(replicas, dtype=np.float64)
+    return 2 * (steps - 1) * step.seconds(np.asarray(size, dtype=np.float64) / steps)
+
+
+def check_kinds(kinds: tuple[DeviceKind, ...], machine_kinds: tuple[str, ...], count: int) -> None:
+    """Raises ValueError unless each of `count` machines is of a kind, or there are no kinds."""
+    known = [kind.name for kind in kinds]
+    for name in known:
+        if known.count(name) > 1:
+            raise ValueError(f"two kinds are called {name}")
+    for name in machine_kinds:
+        if name not in known:
+            raise ValueError(f"there is no kind {name} among {', '.join(known) or 'none'}")
+    if known and len(machine_kinds) != count:
+        raise ValueError(
+            f"give the kind of each of the {count} machines of the outermost level,"
+            f" not of {len(machine_kinds)}"
+        )

@@ -1,4 +1,4 @@
-"""Text to bytes and back; times for people. Bytes are decimal: 1GB is 10^9, 1GiB is 2^30."""
+"""Text to bytes and seconds, and back for people. Bytes are decimal: 1GB is 10^9, 1GiB is 2^30."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ _FACTORS = {"": 1.0, "B": 1.0} | {
     for base, unit in ((1000, ""), (1000, "B"), (1024, "iB"))
 }
 _AMOUNT = re.compile(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*?)(/s|ps)?\s*")
+
+_IN_A_SECOND = {"": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "ns": 1e9}
+_DURATION = re.compile(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(|s|ms|us|µs|ns)\s*")
 
 
 def parse_bytes(text: str) -> float:
@@ -33,6 +36,18 @@ def parse_bytes(text: str) -> float:
     if not 0 < value < math.inf:
         raise ValueError(f"{text!r} is no positive amount of bytes: write 1e9, 10GB or 16GiB")
     return value / 8 if bits else value
+
+
+def parse_seconds(text: str) -> float:
+    """`20us`, `1.5ms`, `2e-5` or `0.1s` in seconds. Raises ValueError with a sentence."""
+    match = _DURATION.fullmatch(text)
+    try:
+        value = float(match[1]) / _IN_A_SECOND[match[2]] if match else math.nan
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{text!r} is no time: write 20us, 1.5ms or 0.1s")
+    return value
 
 
 def show_bytes(amount: float) -> str:

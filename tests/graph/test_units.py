@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipedream.graph.units import parse_bytes, show_bytes, show_seconds
+from pipedream.graph.units import parse_bytes, parse_seconds, show_bytes, show_seconds
 
 
 @pytest.mark.parametrize(
@@ -89,3 +89,17 @@ def test_shown_bytes(amount: float, text: str) -> None:
 )
 def test_shown_seconds(seconds: float, text: str) -> None:
     assert show_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("20us", 2e-5), ("20 µs", 2e-5), ("1.5ms", 0.0015), ("0.1", 0.1), ("3e-6s", 3e-6), ("0", 0)],
+)
+def test_times(text: str, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1 min", "-1us", "1.2.3us", "1e999"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(ValueError, match="is no time: write 20us, 1.5ms or 0.1s"):
+        parse_seconds(text)

@@ -1,0 +1,89 @@
+"""The cluster file: levels, measured links, kinds of device. YAML, `pipedream-cluster/1`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from pipedream.graph.artifact import read_artifact
+from pipedream.graph.cluster import (
+    Cluster,
+    DeviceKind,
+    Link,
+    Seconds,
+    SomeBytes,
+    check_kinds,
+)
+
+
+class _Level(BaseModel):
+    """`count` components, with what is between two of them; `send` and `all-reduce` as measured,
+    the latter over all components of the level.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1)
+    count: int = Field(ge=1)
+    bandwidth: SomeBytes
+    latency: Seconds = 0.0
+    send: Link | None = None
+    all_reduce: Link | None = Field(default=None, alias="all-reduce")
+
+    @field_validator("all_reduce")
+    @classmethod
+    def _check_ring(cls, ring: Link | None, info: ValidationInfo) -> Link | None:
+        if ring is not None and info.data.get("count") == 1:
+            raise ValueError("there is none over one component")
+        return ring
+
+
+class _ClusterFile(BaseModel):
+    """Levels innermost first. `machine_kinds` may be left out where there is only one kind."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["pipedream-cluster/1"]
+    levels: tuple[_Level, ...] = Field(min_length=1)
+    kinds: tuple[DeviceKind, ...] = ()
+    machine_kinds: tuple[str, ...] = Field(default=(), validate_default=True)
+
+    @field_validator("kinds")
+    @classmethod
+    def _check_names(cls, kinds: tuple[DeviceKind, ...]) -> tuple[DeviceKind, ...]:
+        check_kinds(kinds, tuple(kind.name for kind in kinds), len(kinds))
+        return kinds
+
+    @field_validator("machine_kinds")
+    @classmethod
+    def _check_kinds(cls, names: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
+        if "levels" not in info.data or "kinds" not in info.data:  # they are wrong themselves
+            return names
+        kinds, count = info.data["kinds"], info.data["levels"][-1].count
+        if len(kinds) == 1 and not names:
+            names = (kinds[0].name,) * count
+        check_kinds(kinds, names, count)
+        return names
+
+
+def read_cluster(path: Path) -> Cluster:
+    """Reads a cluster file. Raises UserError that names file, line and field.
+
+    Amounts are numbers (bytes, bytes per second, seconds) or text with a unit: 10GB, 20us.
+    """
+    file = read_artifact(path, _ClusterFile)
+    levels = file.levels
+    send = tuple(level.send for level in levels)
+    all_reduce = tuple(level.all_reduce for level in levels)
+    return Cluster(
+        machines=tuple(level.count for level in levels),
+        bandwidth=tuple(level.bandwidth for level in levels),
+        latency=tuple(level.latency for level in levels),
+        names=tuple(level.name for level in levels),
+        send=send if any(send) else (),
+        all_reduce=all_reduce if any(all_reduce) else (),
+        kinds=file.kinds,
+        machine_kinds=file.machine_kinds,
+    )
