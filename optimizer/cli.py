@@ -22,16 +22,25 @@ _MOST_DEVICES = 100_000
 @click.command("pd-optimize", cls=Command)
 @click.argument("graph", type=click.Path(path_type=Path))
 @click.option(
+    "--cluster",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Cluster file: levels, measured links, kinds of device. In place of the next three.",
+)
+@click.option(
     "--machines",
-    required=True,
     metavar="N,N,...",
     help="Components of each level, innermost first: 4,2 is 2 machines of 4 devices.",
 )
 @click.option(
     "--bandwidth",
-    required=True,
     metavar="B,B,...",
     help="Bytes per second of each level, innermost first: 10GB,1GB.",
+)
+@click.option(
+    "--latency",
+    metavar="T,T,...",
+    help="What any message takes at each level, innermost first: 5us,50us.  [default: nothing]",
 )
 @click.option(
     "-o",
@@ -41,10 +50,9 @@ _MOST_DEVICES = 100_000
 )
 @click.option(
     "--cost-model",
-    type=click.Choice(["paper", "released"]),
-    default="paper",
-    show_default=True,
-    help="PipeDream's formulas as published, or as its released optimizer has them.",
+    type=click.Choice(["paper", "released", "measured"]),
+    help="PipeDream's formulas as published, as its released optimizer has them, or latencies and"
+    " links as measured.  [default: measured for a cluster file with measured links, else paper]",
 )
 @click.option("--straight", is_flag=True, help="No replication: one stage on each device.")
 @click.option(
@@ -89,10 +97,12 @@ _MOST_DEVICES = 100_000
 )
 def main(
     graph: Path,
-    machines: str,
-    bandwidth: str,
+    cluster: Path | None,
+    machines: str | None,
+    bandwidth: str | None,
+    latency: str | None,
     output: Path | None,
-    cost_model: str,
+    cost_model: str | None,
     straight: bool,
     memory: str | None,
     fewer_machines: bool,
@@ -107,9 +117,9 @@ def main(
 
     Writes plan.json for pd-train, graph.txt with a stage for each node, and its picture.
     """
-    cluster = _cluster(machines, bandwidth)
+    where = _cluster(cluster, machines, bandwidth, latency)
     limit = None if memory is None else _bytes("--memory", memory)
-    latency = _latency(objective, schedule, microbatches, epsilon, layers)
+    aim = _latency(objective, schedule, microbatches, epsilon, layers)
 
     from pipedream.graph.text import read_graph
     from pipedream.optimizer.cost import COST_MODELS
@@ -120,18 +130,19 @@ def main(
     model = read_graph(graph)
     request = Request(
         graph=model,
-        cluster=cluster,
-        model=COST_MODELS[cost_model](activation_compression),
-        schedule=schedule or ("weight-stashing" if latency is None else "flush"),
+        cluster=where,
+        model=COST_MODELS[cost_model or _cost_model(where)](activation_compression),
+        schedule=schedule or ("weight-stashing" if aim is None else "flush"),
         memory=limit,
         rules=Rules(straight, fewer_machines),
-        latency=latency,
+        latency=aim,
     )
     try:
         outcome = optimize(request)
     except MemoryError as error:
         raise UserError(
-            f"--machines {machines}: not enough memory here to plan for so many devices; give fewer"
+            f"{_named(cluster, machines)}: not enough memory here to plan for so many devices;"
+            " give fewer"
         ) from error
     folder = graph.parent / "plan" if output is None else output
     print_report(outcome, model)
@@ -181,7 +192,37 @@ def _write(plan: Plan, model: Graph, folder: Path) -> None:
     )
 
 
-def _cluster(machines: str, bandwidth: str) -> Cluster:
+def _cluster(
+    file: Path | None, machines: str | None, bandwidth: str | None, latency: str | None
+) -> Cluster:
+    """From the cluster file, or from the short form."""
+    given = {"--machines": machines, "--bandwidth": bandwidth, "--latency": latency}
+    if file is not None:
+        from pipedream.graph.cluster_file import read_cluster
+
+        twice = [option for option, value in given.items() if value is not None]
+        if twice:
+            raise UserError(
+                f"--cluster {file} and {twice[0]} both say what the cluster is: give one of them"
+            )
+        cluster = read_cluster(file)
+    elif machines is None or bandwidth is None:
+        missing = "--machines" if machines is None else "--bandwidth"
+        raise UserError(
+            f"Missing option '{missing}': give --machines and --bandwidth, or --cluster FILE"
+        )
+    else:
+        cluster = _short_cluster(machines, bandwidth, latency)
+    if cluster.devices > _MOST_DEVICES:
+        raise UserError(f"{_named(file, machines)}: give at most {_MOST_DEVICES:,} devices in all")
+    return cluster
+
+
+def _named(file: Path | None, machines: str | None) -> str:
+    return f"--machines {machines}" if file is None else f"--cluster {file}"
+
+
+def _short_cluster(machines: str, bandwidth: str, latency: str | None) -> Cluster:
     from pydantic import ValidationError
 
     from pipedream.graph.cluster import Cluster
@@ -191,14 +232,17 @@ def _cluster(machines: str, bandwidth: str) -> Cluster:
     except ValueError:
         raise UserError(f"--machines {machines}: give whole numbers, as 4,2") from None
     speeds = tuple(_bytes("--bandwidth", speed) for speed in bandwidth.split(","))
+    delays = tuple(_seconds("--latency", delay) for delay in latency.split(",")) if latency else ()
     try:
-        cluster = Cluster(machines=counts, bandwidth=speeds)
+        return Cluster(machines=counts, bandwidth=speeds, latency=delays)
     except ValidationError as error:
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise UserError(f"--machines {machines} --bandwidth {bandwidth}: {reason}") from None
-    if cluster.devices > _MOST_DEVICES:
-        raise UserError(f"--machines {machines}: give at most {_MOST_DEVICES:,} devices in all")
-    return cluster
+        also = "" if latency is None else f" --latency {latency}"
+        raise UserError(f"--machines {machines} --bandwidth {bandwidth}{also}: {reason}") from None
+
+
+def _cost_model(cluster: Cluster) -> str:
+    return "measured" if cluster.measured else "paper"
 
 
 def _bytes(option: str, text: str) -> float:
@@ -206,5 +250,14 @@ def _bytes(option: str, text: str) -> float:
 
     try:
         return parse_bytes(text)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from None
+
+
+def _seconds(option: str, text: str) -> float:
+    from pipedream.graph.units import parse_seconds
+
+    try:
+        return parse_seconds(text)
     except ValueError as error:
         raise UserError(f"{option}: {error}") from None

@@ -115,6 +115,6 @@ def levels(cluster: Cluster) -> tuple[Level, ...]:
     """What a cost model needs to know of each level, innermost first."""
     inner = (1, *cluster.machines)
     return tuple(
-        Level(bandwidth, machines)
-        for bandwidth, machines in zip(cluster.bandwidth, inner, strict=False)
+        Level(bandwidth, inner[index], cluster.link(index + 1), cluster.ring_link(index + 1))
+        for index, bandwidth in enumerate(cluster.bandwidth)
     )

@@ -101,5 +101,5 @@ def test_times(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "soon", "1 min", "-1us", "1.2.3us", "1e999"])
 def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(ValueError, match="is no time: write 20us, 1.5ms or 0.1s"):
+    with pytest.raises(ValueError, match="is no time: write 20us"):
         parse_seconds(text)

@@ -13,13 +13,14 @@ from pipedream.graph.model import Graph
 class Costs:
     """A graph (all its nodes working), a cluster and a cost model by name, costed with sets."""
 
-    def __init__(self, graph, machines, bandwidth, model, compression=None):
+    def __init__(self, graph, machines, bandwidth, model, compression=None, latency=None):
         self.nodes = graph.nodes
         self.edges = graph.edges
         self.machines = machines
         self.bandwidth = bandwidth
         self.model = model
         self.compression = compression
+        self.latency = latency or [0] * len(machines)
 
     def compute(self, names):
         return math.fsum(
@@ -45,6 +46,11 @@ class Costs:
         if self.model == "paper":
             boundary = 0 if first else 2 * a_in / B / (self.compression or 1)
             return max(max(inner, 2 * (m - 1) * W / B) / m, boundary)
+        if self.model == "measured":
+            delay = self.latency[level]
+            reduce = 2 * (m - 1) * (delay + W / m / B) if W else 0
+            sent = max(a_out, 0 if first else a_in) / (self.compression or 1)
+            return max((inner + reduce) / m, 2 * (delay + sent / B) / m if sent else 0)
         reduce = 4 * (m - 1) * W / (B * m)
         if first:
             q = self.machines[level - 1] if level else 1

@@ -37,8 +37,13 @@ def test_no_plan_is_faster(make_graph, data):
     }
     graph = make_graph(names, "a-b a-c b-d c-d a-e", **costs)
     machines = data.draw(st.sampled_from([(3,), (2, 2), (3, 2), (2, 2, 2)]))
-    cluster = Cluster(machines=machines, bandwidth=(1e9, 3e8, 1e8)[: len(machines)])
-    model = COST_MODELS[data.draw(st.sampled_from(["paper", "released"]))](1.0)
+    levels = len(machines)
+    cluster = Cluster(
+        machines=machines,
+        bandwidth=(1e9, 3e8, 1e8)[:levels],
+        latency=(1e-4, 2e-3, 5e-3)[:levels],
+    )
+    model = COST_MODELS[data.draw(st.sampled_from(sorted(COST_MODELS)))](1.0)
     rules = Rules(fewer_machines=data.draw(st.booleans()))
     best = optimize(Request(graph, cluster, model, rules=rules)).plan.predicted
     bound = lower_bound(PlanningGraph.of(graph), cluster, model, straight=False)

@@ -82,7 +82,47 @@ def test_by_default_the_plan_lies_beside_the_graph(tmp_path):
     assert (tmp_path / "plan" / "plan.json").exists()
 
 
+CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
+
+
+def test_a_cluster_file_is_planned_for_and_lies_in_the_plan(tmp_path):
+    from pipedream.graph.cluster_file import read_cluster
+
+    file = CLUSTERS / "measured.yaml"
+    assert pd_optimize(TRANSLATION, "--cluster", file, "-o", tmp_path).returncode == 0
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.cluster == read_cluster(file)
+    assert plan.predicted.cost_model == "measured"
+    flags = ("--cluster", CLUSTERS / "two_machines.yaml", "-o", tmp_path)
+    assert pd_optimize(TRANSLATION, *flags).returncode == 0
+    assert read_plan(tmp_path / "plan.json").predicted.cost_model == "paper"
+
+
+def test_latencies_have_a_short_form(tmp_path):
+    flags = ("--latency", "10us,1ms", "--cost-model", "measured", "-o", tmp_path)
+    assert pd_optimize(TRANSLATION, *LEVELS, *flags).returncode == 0
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.cluster.latency == (1e-5, 1e-3)
+    assert plan.predicted.cost_model == "measured"
+
+
 WRONG = {
+    "no machines": (["--bandwidth", "1GB"], "Missing option '--machines': give --machines and"),
+    "both": (
+        [*LEVELS, "--cluster", CLUSTERS / "measured.yaml"],
+        "and --machines both say what the cluster is: give one of them",
+    ),
+    "latency beside": (
+        ["--latency", "1us", "--cluster", CLUSTERS / "measured.yaml"],
+        "and --latency both say",
+    ),
+    "latency": ([*LEVELS, "--latency", "1us,soon"], "--latency: 'soon' is no time: write 20us"),
+    "latencies": (
+        [*LEVELS, "--latency", "1us"],
+        "--latency 1us: 2 levels of machines but 1 latencies",
+    ),
+    "no cluster": (["--cluster", "none.yaml"], "none.yaml: cannot be read: No such file"),
+    "not one": (["--cluster", "graph.txt"], "graph.txt:1: "),
     "levels": (["--machines", "2,2", "--bandwidth", "1GB"], "2 levels of machines but 1 bandwidth"),
     "no machine": (["--machines", "0", "--bandwidth", "1GB"], "at least 1 machine"),
     "machines": (["--machines", "two", "--bandwidth", "1GB"], "--machines two: give whole numbers"),

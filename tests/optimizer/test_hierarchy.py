@@ -13,7 +13,15 @@ from pipedream.optimizer.cost import COST_MODELS
 from pipedream.optimizer.hierarchy import Rules, affordable
 from pipedream.optimizer.optimize import Request, optimize
 
-MODELS = [("paper", None), ("paper", 4.0), ("released", None), ("released", 1.0), ("released", 4.0)]
+MODELS = [
+    ("paper", None),
+    ("paper", 4.0),
+    ("released", None),
+    ("released", 1.0),
+    ("released", 4.0),
+    ("measured", None),
+    ("measured", 4.0),
+]
 
 
 @st.composite
@@ -63,8 +71,9 @@ def check(by_hand, graph, machines, model, rules, most_cuts, share=None, schedul
     assume(len(cuts) <= most_cuts)
     assume(not rules.straight or rules.fewer_machines or math.prod(machines) <= len(graph.nodes))
     bandwidth = (1e9, 2e8, 1e8)[: len(machines)]
-    costs = by_hand.Costs(graph, machines, bandwidth, name, compression)
-    cluster = Cluster(machines=machines, bandwidth=bandwidth)
+    latency = (1e-4, 2e-3, 5e-3)[: len(machines)]
+    costs = by_hand.Costs(graph, machines, bandwidth, name, compression, latency)
+    cluster = Cluster(machines=machines, bandwidth=bandwidth, latency=latency)
     request = Request(graph, cluster, COST_MODELS[name](compression), schedule, None, rules)
     outcome = optimize(request)
     memory = None
