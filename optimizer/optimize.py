@@ -145,6 +145,8 @@ def _likely_cuts(graph: PlanningGraph, goal: Latency, limit: int) -> tuple[int, 
 def _check(graph: PlanningGraph, request: Request) -> None:
     if not graph.compute_seconds.sum() > 0:
         raise UserError("no node of the graph takes any time: measure the model with pd-profile")
+    if request.cluster.kinds:
+        raise UserError("kinds: no plan takes kinds of device into account yet; leave them out")
     devices, rules = request.cluster.devices, request.rules
     if rules.straight and not rules.fewer_machines and devices > len(graph):
         raise UserError(
