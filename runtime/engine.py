@@ -14,10 +14,10 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from pipedream.graph.command import UserError
+from pipedream.graph.timeline import Event
 from pipedream.profiler.segment import Segment
 from pipedream.runtime.schedule import Action, Kind, Worker
 from pipedream.runtime.stage import Layout
-from pipedream.runtime.timeline import Event
 from pipedream.runtime.transport import Channel, PeerLost, Transport
 from pipedream.runtime.weights import Version, Weights
 

@@ -4,8 +4,8 @@ A schedule is made by playing one-forward-one-backward (1F1B; PipeDream, SOSP 20
 greedily in unit time and writing down the order that comes out. It fits any replica counts, and it
 cannot deadlock: the play itself is an order in which everything could be done.
 
-Pure: no torch, no processes. The engine executes `Schedule.actions`, `chart` draws the play,
-`pipedream.runtime.checker` proves it sound.
+Pure: no torch, no processes. The engine executes `Schedule.actions`, the simulator times them,
+`chart` draws the play, `pipedream.runtime.checker` proves it sound.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ class Action(NamedTuple):
     peer: Worker | None = None
     divisor: int = 1
 
+    @property
+    def worker(self) -> str:
+        """`2` for replica 0 of stage 2, `2.1` for replica 1."""
+        return show_worker((self.stage, self.replica))
+
     def __str__(self) -> str:
         divisor = "" if self.divisor == 1 else f"/{self.divisor}"
         version = f"@{self.version}" if self.version else ""
@@ -73,8 +78,7 @@ class Action(NamedTuple):
         if self.peer is not None:
             sends = self.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
             peer = (">" if sends else "<") + show_worker(self.peer)
-        worker = show_worker((self.stage, self.replica))
-        return f"{worker}{self.kind}{self.minibatch}{divisor}{version}{peer}"
+        return f"{self.worker}{self.kind}{self.minibatch}{divisor}{version}{peer}"
 
 
 def parse_action(text: str) -> Action:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from pipedream.graph.command import UserError
+from pipedream.graph.timeline import Event, draw, write_chrome
 from pipedream.profiler.capture import Captured, capture, rebuild
 from pipedream.profiler.freeze import freeze_constants
 from pipedream.profiler.source import load_config_model, load_data
@@ -43,7 +44,7 @@ from pipedream.runtime.schedule import (
     warm_up,
 )
 from pipedream.runtime.stage import Layout, layouts, links, source_text, tied
-from pipedream.runtime.timeline import Event, draw, write_trace
+from pipedream.runtime.timeline import write_trace
 from pipedream.runtime.transport import PeerLost, Transport
 from pipedream.runtime.weights import Weights
 
@@ -286,6 +287,7 @@ class Rank:
             for rank, events in enumerate(seen)
         }
         write_trace(ranks, self.job.run / "timeline.csv")
+        write_chrome(ranks, self.job.run / "timeline.json")
         draw(ranks, self.job.run / "timeline.png", f"{self.job.run.name}: last epoch")
 
 

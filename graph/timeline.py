@@ -1,0 +1,279 @@
+"""What happened when, on each rank, as pictures: of a run that was measured or one simulated."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_WIDTH = 14.0  # inches
+_DPI = 110
+_POINTS_PER_DIGIT = 5.5
+_MOST_ROWS = 32
+"""More rows than this are too low to read, and the picture grows beyond any screen."""
+
+
+class Action(Protocol):
+    """What a picture needs to know of a `pipedream.runtime.schedule.Action`."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def minibatch(self) -> int: ...
+
+    @property
+    def worker(self) -> str: ...
+
+
+class Event(NamedTuple):
+    """An action and when it ran, in seconds of any clock that all ranks share."""
+
+    action: Action
+    begin: float
+    end: float
+
+
+Timeline: TypeAlias = Mapping[int, Sequence[Event]]
+"""The events of each rank, in their order."""
+
+Memory: TypeAlias = Mapping[int, Sequence[tuple[float, float]]]
+"""For each rank, from which second on it holds how many bytes; the last of them marks the end."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of several timelines in a picture: of minibatches `first` to `first + count - 1`."""
+
+    title: str
+    ranks: Timeline
+    first: int = 0
+    count: int = 12
+
+
+class _Style(NamedTuple):
+    name: str
+    colour: str
+    text: str = "black"
+
+
+# Okabe and Ito's colours, which colour-blind people tell apart.
+_STYLES = {
+    "F": _Style("forward", "#0072B2", "white"),
+    "B": _Style("backward", "#E69F00"),
+    "AR": _Style("all-reduce", "#CC79A7"),
+    "U": _Style("update", "#000000", "white"),
+    "SA": _Style("send", "#009E73"),
+    "SG": _Style("send", "#009E73"),
+    "RA": _Style("wait for a message", "#DDDDDD"),
+    "RG": _Style("wait for a message", "#DDDDDD"),
+}
+_PASSES = ("F", "B")
+
+
+def draw(ranks: Timeline, path: Path, title: str, first: int = 0, count: int = 12) -> None:
+    """A Gantt chart (PNG) of minibatches `first` to `first + count - 1`, a row for each rank.
+
+    The window reaches from the begin of the first of their passes to the end of the last, and shows
+    whatever else ran meanwhile. A minibatch's number stands in its box where it fits. The first 32
+    ranks are drawn.
+    """
+    draw_panels([Panel(title, ranks, first, count)], path)
+
+
+def draw_panels(panels: Sequence[Panel], path: Path) -> None:
+    """Like `draw`, with one timeline under the other; all have the scale of the longest."""
+    from matplotlib.figure import Figure
+
+    rows = [min(len(panel.ranks), _MOST_ROWS) for panel in panels]
+    windows = [_window(p.ranks, range(p.first, p.first + p.count)) for p in panels]
+    length = max(end - begin for begin, end in windows)
+    height = 1.0 + sum(1.0 + 0.5 * count for count in rows)
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    shares = [1.0 + 0.5 * count for count in rows]
+    all_axes = figure.subplots(len(panels), squeeze=False, height_ratios=shares)[:, 0]
+    for axes, panel, (begin, _) in zip(all_axes, panels, windows, strict=True):
+        _draw_panel(axes, panel, begin, begin + length)
+    _legend(figure, {e.action.kind for p in panels for events in p.ranks.values() for e in events})
+    figure.savefig(path, dpi=_DPI)
+
+
+def draw_memory(memory: Memory, path: Path, title: str, limit: float | None = None) -> None:
+    """Bytes held by each rank over time (PNG); `limit` is what each has."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, 5.0), layout="constrained")
+    axes = figure.add_subplot()
+    most = max((held for steps in memory.values() for _, held in steps), default=0.0)
+    end = max((time for steps in memory.values() for time, _ in steps), default=1.0)
+    (factor, size), (scale, unit) = _size(max(most, limit or 0.0)), _unit(end)
+    shown = sorted(memory)[:_MOST_ROWS]
+    for rank in shown:
+        times, held = zip(*memory[rank], strict=True) if memory[rank] else ((), ())
+        axes.step(
+            [time * scale for time in times],
+            [amount / factor for amount in held],
+            where="post",
+            label=f"rank {rank}",
+        )
+    if limit is not None:
+        axes.axhline(limit / factor, color="black", linestyle="--", label="what each rank has")
+    axes.set_xlabel(f"time in {unit}")
+    axes.set_ylabel(f"memory in {size}")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title + _left_out(len(shown), len(memory)), loc="left")
+    if shown:
+        figure.legend(ncols=min(len(shown) + 1, 10), frameon=False, loc="outside lower center")
+    figure.savefig(path, dpi=_DPI)
+
+
+def write_chrome(ranks: Timeline, path: Path, memory: Memory | None = None) -> None:
+    """The timeline as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+    In the Trace Event Format: a complete event for each action, a counter for each rank's memory;
+    times in microseconds from the first event.
+    """
+    begin = min((events[0].begin for events in ranks.values() if events), default=0.0)
+    written: list[dict[str, Any]] = []
+    for rank, events in sorted(ranks.items()):
+        written.append(_named("process_name", rank, _row_label(rank, events)))
+        written += [
+            {
+                "name": str(event.action),
+                "cat": _STYLES[event.action.kind].name,
+                "ph": "X",
+                "ts": round((event.begin - begin) * 1e6, 3),
+                "dur": round((event.end - event.begin) * 1e6, 3),
+                "pid": rank,
+                "tid": 0,
+                "args": {"minibatch": event.action.minibatch},
+            }
+            for event in events
+        ]
+        written += [
+            {
+                "name": "memory",
+                "ph": "C",
+                "ts": round((time - begin) * 1e6, 3),
+                "pid": rank,
+                "args": {"bytes": held},
+            }
+            for time, held in (memory or {}).get(rank, ())
+        ]
+    text = json.dumps({"traceEvents": written, "displayTimeUnit": "ms"})
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _named(what: str, rank: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": rank, "tid": 0, "args": {"name": name}}
+
+
+def _draw_panel(axes: Axes, panel: Panel, begin: float, end: float) -> None:
+    ranks = {rank: panel.ranks[rank] for rank in sorted(panel.ranks)[:_MOST_ROWS]}
+    scale, unit = _unit(end - begin)
+    axes.set_xlim(0, (end - begin) * scale)
+    for row, events in enumerate(ranks.values()):
+        shown = [event for event in events if event.end > begin and event.begin < end]
+        _draw_row(axes, row, shown, begin, scale)
+    axes.set_xlabel(f"time in {unit}")
+    labels = [_row_label(rank, events) for rank, events in ranks.items()]
+    axes.set_yticks(range(len(ranks)), labels)
+    axes.set_ylim(len(ranks) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    title = f"{panel.title}, {_which(panel)}" + _left_out(len(ranks), len(panel.ranks))
+    axes.set_title(title, loc="left")
+
+
+def _left_out(shown: int, total: int) -> str:
+    return f" ({shown} of {total} ranks)" if shown < total else ""
+
+
+def _window(ranks: Timeline, minibatches: range) -> tuple[float, float]:
+    passes = [
+        event
+        for events in ranks.values()
+        for event in events
+        if event.action.kind in _PASSES and event.action.minibatch in minibatches
+    ]
+    if not passes:
+        return 0.0, 1.0
+    return min(event.begin for event in passes), max(event.end for event in passes)
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    """What to multiply seconds by, so that `seconds` is a number of handy size."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * scale >= 2:
+            return scale, unit
+    return 1e6, "µs"
+
+
+def _size(amount: float) -> tuple[float, str]:
+    """What to divide bytes by, so that `amount` is a number of handy size."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    step = min(int(math.log(max(amount, 1.0), 1000)), len(units) - 1)
+    return 1000.0**step, units[step]
+
+
+def _draw_row(axes: Axes, row: int, events: Sequence[Event], origin: float, scale: float) -> None:
+    """Passes fill the row; what stands between them is lower, so that it does not hide them."""
+    for kind, style in _STYLES.items():
+        spans = [
+            ((event.begin - origin) * scale, (event.end - event.begin) * scale)
+            for event in events
+            if event.action.kind == kind
+        ]
+        height, edge = (0.8, "white") if kind in _PASSES else (0.4, "none")
+        axes.broken_barh(
+            spans, (row - height / 2, height), facecolors=style.colour, edgecolors=edge
+        )
+    points_per_unit = 0.9 * _WIDTH * 72 / axes.get_xlim()[1]
+    for event in events:
+        text = str(event.action.minibatch)
+        room = (event.end - event.begin) * scale * points_per_unit
+        if event.action.kind in _PASSES and room > _POINTS_PER_DIGIT * (len(text) + 0.5):
+            middle = ((event.begin + event.end) / 2 - origin) * scale
+            colour = _STYLES[event.action.kind].text
+            axes.text(
+                middle, row, text, ha="center", va="center", color=colour, size=8, clip_on=True
+            )
+
+
+def _row_label(rank: int, events: Sequence[Event]) -> str:
+    what = f"stage {events[0].action.worker}" if events else "nothing to do"
+    return f"rank {rank}: {what}"
+
+
+def _which(panel: Panel) -> str:
+    """Which of how many minibatches are shown, in words."""
+    numbers = [
+        event.action.minibatch
+        for events in panel.ranks.values()
+        for event in events
+        if event.action.kind in _PASSES
+    ]
+    total = max(numbers, default=-1) + 1
+    if panel.first == 0 and panel.count >= total:
+        return f"all {total} minibatches"
+    return f"minibatches {panel.first} to {min(panel.first + panel.count, total) - 1} of {total}"
+
+
+def _legend(figure: Figure, kinds: set[str]) -> None:
+    from matplotlib.patches import Patch
+
+    colours = {style.name: style.colour for kind, style in _STYLES.items() if kind in kinds}
+    handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
+    if handles:
+        figure.legend(
+            handles=handles, ncols=len(handles), frameon=False, loc="outside lower center"
+        )

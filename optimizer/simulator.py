@@ -1,0 +1,269 @@
+"""Times the schedule that pd-train executes, action by action, on a cluster.
+
+Each worker does its list of actions in order, as the engine does: passes and updates take their
+time, a send takes none of the worker's, a receive waits for the message, an all-reduce for all
+replicas of the stage and then for the network. Messages queue where they share a link.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, lcm
+
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.model import Graph
+from pipedream.graph.plan import Plan
+from pipedream.graph.timeline import Event
+from pipedream.optimizer.network import Network
+from pipedream.optimizer.workload import Workload
+from pipedream.runtime.schedule import Action, Kind, Schedule, Worker, schedule
+
+MICROBATCHES = 4
+"""Minibatches of one flush where nobody says: the run config's default."""
+
+UPDATE_RATE = 5e10
+"""Bytes of parameters a device updates in a second where nobody has measured it: an optimizer with
+two moments moves ten times as many, and a GPU some 5e11 bytes of memory in a second."""
+
+MOST_MOVES = 400_000
+"""Turns of workers in a simulation that nobody waits for: about a second."""
+
+_SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """How a schedule went.
+
+    `seconds_per_minibatch` in the steady state, filling and draining of the pipeline left out.
+    `bubble`: the share of the workers' time, then, in which they neither compute nor update.
+    `memory`: for each rank the bytes it holds from which second on: weight versions, one set of
+    gradients, stashed activations.
+    """
+
+    seconds_per_minibatch: float
+    bubble: float
+    events: Mapping[int, Sequence[Event]]
+    memory: Mapping[int, Sequence[tuple[float, float]]]
+
+
+def simulate_plan(
+    plan: Plan,
+    graph: Graph,
+    microbatches: int = MICROBATCHES,
+    update_rate: float = UPDATE_RATE,
+    most_moves: int | None = None,
+) -> Simulation | None:
+    """Simulates `plan` with the times of `graph`; None where that takes more than `most_moves`."""
+    workload = Workload.of(plan, graph, update_rate)
+    span = Span.of(plan.schedule, plan.replicas, microbatches)
+    if most_moves is not None and span.minibatches * plan.workers > most_moves:
+        return None
+    made = schedule(
+        plan.schedule, plan.replicas, tuple(workload.forward_bytes), span.minibatches, microbatches
+    )
+    ranks = [stage.ranks for stage in plan.stages]
+    return simulate(made, workload, plan.cluster, ranks, span)
+
+
+@dataclass(frozen=True)
+class Span:
+    """How many minibatches are run, and which of them are the steady state: those from `first` to
+    `last`, counted from 0, `last` not among them.
+    """
+
+    minibatches: int
+    first: int
+    last: int
+
+    @staticmethod
+    def of(name: str, replicas: Sequence[int], microbatches: int) -> Span:
+        """Long enough to fill the pipeline twice, then run twice as long, then drain.
+
+        With flush every round fills and drains. The steady state holds whole turns of all replicas
+        together, so that each gets its share, unless a turn is much longer than the pipeline.
+        """
+        workers = sum(replicas)
+        turn = lcm(*replicas)
+        turn = turn if turn <= 4 * workers else max(replicas)
+        if name == "flush":
+            turn = lcm(microbatches, turn)
+            return Span(3 * turn, turn, 3 * turn)
+        fill = turn * ceil(workers / turn)
+        return Span(5 * fill, 2 * fill, 4 * fill)
+
+
+def simulate(
+    made: Schedule,
+    workload: Workload,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    span: Span,
+) -> Simulation:
+    """Runs `made`, whose worker (s, r) is `ranks[s][r]` of the cluster."""
+    run = _Run(made, workload, cluster, ranks)
+    run.finish()
+    done = run.completed
+    window = done[span.last - 1] - done[span.first - 1]
+    period = window / (span.last - span.first)
+    busy = sum(
+        work.forward_seconds
+        + work.backward_seconds
+        + work.update_seconds * count / made.round_size(stage)
+        for stage, (work, count) in enumerate(zip(workload.stages, made.replicas, strict=True))
+    )
+    bubble = 1 - busy / (sum(made.replicas) * period) if period else 0.0
+    return Simulation(
+        seconds_per_minibatch=period,
+        bubble=max(0.0, bubble),
+        events={run.rank(worker): state.events for worker, state in run.states.items()},
+        memory={run.rank(worker): state.memory for worker, state in run.states.items()},
+    )
+
+
+@dataclass
+class _State:
+    """Where one worker stands; `in_flight`: the weight version of each minibatch."""
+
+    actions: Sequence[Action]
+    position: int = 0
+    version: int = 0
+    in_flight: dict[int, int] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
+    memory: list[tuple[float, float]] = field(default_factory=list)
+
+
+class _Run:
+    """The workers in the order of time: `turns` holds when each is ready for its next action.
+
+    A worker that waits for others has no turn until they give it one.
+    """
+
+    def __init__(
+        self,
+        made: Schedule,
+        workload: Workload,
+        cluster: Cluster,
+        ranks: Sequence[Sequence[int]],
+    ) -> None:
+        self.schedule = made
+        self.workload = workload
+        self.ranks = ranks
+        self.network = Network(cluster)
+        self.states = {worker: _State(made.actions(worker)) for worker in made.workers}
+        self.turns: list[tuple[float, Worker]] = [(0.0, worker) for worker in self.states]
+        self.arrivals: dict[tuple[Worker, Worker, Kind, int], float] = {}
+        self.waiting: dict[tuple[Worker, Worker, Kind, int], float] = {}
+        self.gathering: dict[tuple[int, int], dict[Worker, float]] = {}
+        self.passes_over = [0.0] * made.minibatches
+        self.perform = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.UPDATE: self._update,
+            Kind.SEND_ACTIVATION: self._send,
+            Kind.SEND_GRADIENT: self._send,
+            Kind.RECV_ACTIVATION: self._receive,
+            Kind.RECV_GRADIENT: self._receive,
+            Kind.ALL_REDUCE: self._all_reduce,
+        }
+
+    def rank(self, worker: Worker) -> int:
+        return self.ranks[worker[0]][worker[1]]
+
+    def finish(self) -> None:
+        heapq.heapify(self.turns)
+        for worker in self.states:
+            self._hold(worker, 0.0)
+        while self.turns:
+            now, worker = heapq.heappop(self.turns)
+            state = self.states[worker]
+            if state.position < len(state.actions):
+                self.perform[state.actions[state.position].kind](now, worker)
+            else:
+                self._hold(worker, now)
+        assert all(s.position == len(s.actions) for s in self.states.values()), "deadlock"
+
+    @property
+    def completed(self) -> list[float]:
+        """When each minibatch and all before it have gone backward everywhere."""
+        done, latest = [], 0.0
+        for over in self.passes_over:
+            latest = max(latest, over)
+            done.append(latest)
+        return done
+
+    def _done(self, worker: Worker, begin: float, end: float) -> None:
+        """`worker` has done its action from `begin` to `end`, and goes on."""
+        state = self.states[worker]
+        state.events.append(Event(state.actions[state.position], begin, end))
+        state.position += 1
+        heapq.heappush(self.turns, (end, worker))
+
+    def _action(self, worker: Worker) -> Action:
+        state = self.states[worker]
+        return state.actions[state.position]
+
+    def _forward(self, now: float, worker: Worker) -> None:
+        action, state = self._action(worker), self.states[worker]
+        state.in_flight[action.minibatch] = action.version
+        self._hold(worker, now)
+        self._done(worker, now, now + self.workload.stages[worker[0]].forward_seconds)
+
+    def _backward(self, now: float, worker: Worker) -> None:
+        action, state = self._action(worker), self.states[worker]
+        end = now + self.workload.stages[worker[0]].backward_seconds
+        del state.in_flight[action.minibatch]
+        self._hold(worker, end)
+        self.passes_over[action.minibatch] = max(self.passes_over[action.minibatch], end)
+        self._done(worker, now, end)
+
+    def _update(self, now: float, worker: Worker) -> None:
+        self.states[worker].version += 1
+        self._hold(worker, now)
+        self._done(worker, now, now + self.workload.stages[worker[0]].update_seconds)
+
+    def _send(self, now: float, worker: Worker) -> None:
+        action = self._action(worker)
+        assert action.peer is not None
+        forwards = action.kind is Kind.SEND_ACTIVATION
+        link = (worker[0], action.peer[0]) if forwards else (action.peer[0], worker[0])
+        amount = (self.workload.forward_bytes if forwards else self.workload.backward_bytes)[link]
+        arrival = self.network.send(now, self.rank(worker), self.rank(action.peer), amount)
+        received = Kind.RECV_ACTIVATION if forwards else Kind.RECV_GRADIENT
+        message = worker, action.peer, received, action.minibatch
+        self._done(worker, now, now)
+        if message in self.waiting:
+            self._done(action.peer, self.waiting.pop(message), arrival)
+        else:
+            self.arrivals[message] = arrival
+
+    def _receive(self, now: float, worker: Worker) -> None:
+        action = self._action(worker)
+        assert action.peer is not None
+        message = action.peer, worker, action.kind, action.minibatch
+        if message in self.arrivals:
+            self._done(worker, now, max(now, self.arrivals.pop(message)))
+        else:
+            self.waiting[message] = now
+
+    def _all_reduce(self, now: float, worker: Worker) -> None:
+        """The last replica to come lets all go on, once the network has done its part."""
+        stage = worker[0]
+        key = stage, self._action(worker).minibatch
+        here = self.gathering.setdefault(key, {})
+        here[worker] = now
+        if len(here) < self.schedule.replicas[stage]:
+            return
+        amount = self.workload.stages[stage].parameter_bytes
+        end = self.network.all_reduce(now, self.ranks[stage], amount)
+        for each, since in self.gathering.pop(key).items():
+            self._done(each, since, end)
+
+    def _hold(self, worker: Worker, now: float) -> None:
+        """Writes down what `worker` holds from now on."""
+        state, work = self.states[worker], self.workload.stages[worker[0]]
+        versions = len({state.version, *state.in_flight.values()})
+        held = (versions + 1) * work.parameter_bytes + len(state.in_flight) * work.stash_bytes
+        state.memory.append((now, held))

@@ -1,0 +1,105 @@
+"""The pictures show what they say they show."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipedream.graph import timeline
+from pipedream.graph.timeline import Event, Panel, draw, draw_memory, draw_panels, write_chrome
+from pipedream.runtime.schedule import schedule
+
+
+def played(replicas, minibatches, unit=0.01):
+    """The events of a run in which every action takes the time of its place in the play."""
+    made = schedule("weight-stashing", replicas, [(0, 1)], minibatches)
+    ranks = {}
+    for rank, worker in enumerate(made.workers):
+        times = {(step.kind, step.minibatch): step.time * unit for step in made.steps[worker]}
+        now, events = 0.0, []
+        for action in made.actions(worker):
+            begin = times.get((action.kind, action.minibatch), now)
+            now = begin + (unit if (action.kind, action.minibatch) in times else 0)
+            events.append(Event(action, begin, now))
+        ranks[rank] = events
+    return ranks
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    """Every text that a picture saved in the test holds."""
+    from matplotlib.figure import Figure
+    from matplotlib.text import Text
+
+    found = []
+    save = Figure.savefig
+
+    def spy(figure, *args, **kwargs):
+        save(figure, *args, **kwargs)
+        found.extend(t.get_text() for t in figure.findobj(Text) if t.get_visible())
+
+    monkeypatch.setattr(Figure, "savefig", spy)
+    return found
+
+
+def test_picture_has_rows_numbers_and_says_what_it_shows(tmp_path, texts):
+    draw(played((2, 1), 30), tmp_path / "timeline.png", "digits", count=6)
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "digits, minibatches 0 to 5 of 30" in texts
+    assert "time in ms" in texts
+    assert {"rank 0: stage 0", "rank 1: stage 0.1", "rank 2: stage 1"} <= set(texts)
+    assert {"forward", "backward", "all-reduce", "update", "wait for a message"} <= set(texts)
+    assert texts.count("5") >= 4  # forward and backward at either stage
+
+
+def test_numbers_that_do_not_fit_are_left_out(tmp_path, texts):
+    draw(played((1, 1), 400), tmp_path / "timeline.png", "many", count=400)
+    assert "many, all 400 minibatches" in texts
+    assert "399" not in texts
+
+
+def test_picture_of_nothing(tmp_path, texts):
+    draw({0: [], 1: []}, tmp_path / "timeline.png", "empty")
+    assert "rank 1: nothing to do" in texts
+
+
+@pytest.mark.parametrize(("seconds", "unit"), [(90.0, "s"), (0.3, "ms"), (0.0004, "µs")])
+def test_unit(seconds, unit):
+    assert timeline._unit(seconds)[1] == unit
+
+
+def test_panels_share_a_scale_and_a_legend(tmp_path, texts):
+    panels = [Panel("one", played((1, 1), 4)), Panel("other", played((2, 1), 4))]
+    draw_panels(panels, tmp_path / "compare.png")
+    assert {"one, all 4 minibatches", "other, all 4 minibatches"} <= set(texts)
+    assert texts.count("forward") == 1
+
+
+def test_only_so_many_ranks_are_drawn(tmp_path, texts):
+    draw(played((40, 1), 4), tmp_path / "timeline.png", "wide")
+    assert "wide, all 4 minibatches (32 of 41 ranks)" in texts
+    assert "rank 31: stage 0.31" in texts
+    assert "rank 32: stage 0.32" not in texts
+
+
+def test_memory_has_a_line_for_each_rank_and_what_there_is(tmp_path, texts):
+    memory = {0: [(0.0, 1e6), (0.5, 3e6), (1.0, 1e6)], 1: [(0.0, 2e6), (1.0, 2e6)]}
+    draw_memory(memory, tmp_path / "memory.png", "held", limit=4e6)
+    assert {"held", "memory in MB", "time in ms", "rank 1", "what each rank has"} <= set(texts)
+
+
+def test_chrome_trace_has_every_event_in_microseconds(tmp_path):
+    ranks = {
+        rank: [Event(a, b + 100, e + 100) for a, b, e in events]
+        for rank, events in played((2, 1), 5).items()
+    }
+    write_chrome(ranks, tmp_path / "timeline.json", {0: [(100.0, 7.0)]})
+    found = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    passes = [event for event in found if event["ph"] == "X" and event["pid"] == 2]
+    assert [event["name"] for event in passes] == [str(event.action) for event in ranks[2]]
+    backward = next(event for event in passes if event["name"] == "1B0")
+    assert (backward["ts"], backward["dur"], backward["cat"]) == (20_000.0, 10_000.0, "backward")
+    names = [event["args"]["name"] for event in found if event["ph"] == "M"]
+    assert names == ["rank 0: stage 0", "rank 1: stage 0.1", "rank 2: stage 1"]
+    assert [event["args"] for event in found if event["ph"] == "C"] == [{"bytes": 7.0}]

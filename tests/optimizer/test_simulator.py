@@ -1,0 +1,157 @@
+"""Timelines worked out by hand: a column is a second, a dot a second of waiting."""
+
+from textwrap import dedent
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedream.graph.cluster import Cluster
+from pipedream.optimizer.simulator import Span, simulate
+from pipedream.optimizer.workload import StageWork, Workload
+from pipedream.runtime.checker import check
+from pipedream.runtime.schedule import Kind, schedule
+
+FREE = 1e30
+
+
+def chain(*stages, message=0.0):
+    """Stages of (forward, backward) seconds or StageWork, `message` bytes both ways between."""
+    works = tuple(s if isinstance(s, StageWork) else StageWork(*s) for s in stages)
+    links = dict.fromkeys(zip(range(len(works)), range(1, len(works)), strict=False), message)
+    return Workload(works, links, links)
+
+
+def run(workload, replicas, minibatches=None, bandwidth=FREE, name="weight-stashing", micro=1):
+    span = Span.of(name, replicas, micro)
+    if minibatches is not None:
+        span = Span(minibatches, 1, minibatches)
+    made = schedule(name, replicas, tuple(workload.forward_bytes), span.minibatches, micro)
+    workers = sum(replicas)
+    numbers = iter(range(workers))
+    ranks = [[next(numbers) for _ in range(count)] for count in replicas]
+    cluster = Cluster(machines=(workers,), bandwidth=(bandwidth,))
+    return simulate(made, workload, cluster, ranks, span)
+
+
+def chart(simulation):
+    lines = []
+    for _, events in sorted(simulation.events.items()):
+        cells = ["."] * round(events[-1].end)
+        for action, begin, end in events:
+            text = "AR" if action.kind is Kind.ALL_REDUCE else f"{action.kind}{action.minibatch}"
+            if action.kind in (Kind.FORWARD, Kind.BACKWARD, Kind.ALL_REDUCE):
+                assert begin == pytest.approx(round(begin)), action
+                cells[round(begin) : round(end)] = [text] * round(end - begin)
+        lines.append(" ".join(cell.ljust(2) for cell in cells).rstrip())
+    return "\n".join(lines)
+
+
+def drawn(text):
+    return dedent(text).strip()
+
+
+def test_two_stages_and_messages_of_a_second():
+    found = run(chain((1, 1), (1, 1), message=10), (1, 1), minibatches=4, bandwidth=10)
+    assert chart(found) == drawn("""
+        F0 F1 .  .  .  B0 F2 B1 F3 .  .  B2 .  B3
+        .  .  F0 B0 F1 B1 .  .  F2 B2 F3 B3
+    """)
+
+
+def test_three_stages_with_backward_passes_of_two_seconds():
+    found = run(chain((1, 2), (1, 2), (1, 2)), (1, 1, 1), minibatches=4)
+    assert chart(found) == drawn("""
+        F0 F1 F2 .  .  .  .  B0 B0 F3 B1 B1 .  B2 B2 .  B3 B3
+        .  F0 F1 .  .  B0 B0 F2 B1 B1 F3 B2 B2 .  B3 B3
+        .  .  F0 B0 B0 F1 B1 B1 F2 B2 B2 F3 B3 B3
+    """)
+
+
+def test_two_replicas_wait_for_each_other_and_reduce_for_a_second():
+    first = StageWork(2, 2, parameter_bytes=10)
+    found = run(chain(first, (1, 1)), (2, 1), minibatches=4, bandwidth=10)
+    assert chart(found) == drawn("""
+        F0 F0 F2 F2 B0 B0 AR AR AR B2 B2 AR AR
+        F1 F1 F3 F3 .  .  B1 B1 AR .  B3 B3 AR
+        .  .  F0 B0 F1 B1 F2 B2 F3 B3
+    """)
+
+
+def test_flush_fills_and_drains_in_every_round():
+    found = run(chain((1, 1), (1, 1)), (1, 1), minibatches=4, name="flush", micro=2)
+    assert chart(found) == drawn("""
+        F0 F1 .  B0 .  B1 F2 F3 .  B2 .  B3
+        .  F0 B0 F1 B1 .  .  F2 B2 F3 B3
+    """)
+
+
+def test_a_message_waits_for_the_one_before_it_on_the_same_port():
+    # Stage 0 sends two seconds' worth every second: the second message arrives at 5, not at 4.
+    found = run(chain((1, 1), (1, 1), message=20), (1, 1), minibatches=2, bandwidth=10)
+    received = [e.end for e in found.events[1] if e.action.kind is Kind.RECV_ACTIVATION]
+    assert received == [3.0, 5.0]
+
+
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_a_balanced_pipeline_takes_the_time_of_a_stage(stages):
+    found = run(chain(*[(1, 2)] * stages), (1,) * stages)
+    assert found.seconds_per_minibatch == pytest.approx(3.0)
+    assert found.bubble == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("stages", "micro"), [(1, 3), (2, 1), (2, 4), (4, 4), (4, 8), (5, 3)])
+def test_the_bubble_of_a_flush(stages, micro):
+    """(p - 1) / (m + p - 1): GPipe, NeurIPS 2019, section 2.3."""
+    found = run(chain(*[(1, 2)] * stages), (1,) * stages, name="flush", micro=micro)
+    assert found.bubble == pytest.approx((stages - 1) / (micro + stages - 1))
+    assert found.seconds_per_minibatch == pytest.approx(3 * (micro + stages - 1) / micro)
+
+
+def test_the_slowest_stage_sets_the_pace():
+    found = run(chain((1, 1), (2, 3), (1, 1)), (1, 1, 1))
+    assert found.seconds_per_minibatch == pytest.approx(5.0)
+    assert found.bubble == pytest.approx(1 - 9 / 15)
+
+
+def test_data_parallel_workers_share_the_minibatches_and_reduce():
+    found = run(Workload((StageWork(1, 2, 0.5, parameter_bytes=40),), {}, {}), (4,), bandwidth=10)
+    assert found.seconds_per_minibatch == pytest.approx((3 + 2 * 3 * 40 / 4 / 10 + 0.5) / 4)
+    assert found.bubble == pytest.approx(1 - 3.5 / 9.5)
+
+
+works = st.builds(
+    StageWork,
+    *[st.floats(0.1, 5)] * 2,
+    update_seconds=st.floats(0, 1),
+    parameter_bytes=st.floats(0, 50),
+    stash_bytes=st.floats(0, 50),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(works, st.integers(1, 3)), min_size=1, max_size=4),
+    st.floats(0, 50),
+    st.sampled_from(["weight-stashing", "flush"]),
+)
+def test_any_pipeline(stages, message, name):
+    """Every action once, in the schedule's order, none before the last; memory within the bound."""
+    replicas = tuple(count for _, count in stages)
+    workload = chain(*(work for work, _ in stages), message=message)
+    found = run(workload, replicas, bandwidth=10, name=name, micro=2)
+    made = schedule(
+        name, replicas, tuple(workload.forward_bytes), Span.of(name, replicas, 2).minibatches, 2
+    )
+    peaks = check(made)
+    for rank, worker in enumerate(made.workers):
+        events, work = found.events[rank], workload.stages[worker[0]]
+        assert [event.action for event in events] == made.actions(worker)
+        times = [time for event in events for time in (event.begin, event.end)]
+        assert times == sorted(times)
+        bound = (peaks[worker].versions + 1) * work.parameter_bytes
+        bound += peaks[worker].in_flight * work.stash_bytes
+        assert max(held for _, held in found.memory[rank]) <= bound * (1 + 1e-9)
+    slowest = max((w.forward_seconds + w.backward_seconds) / count for w, count in stages)
+    assert found.seconds_per_minibatch >= slowest * (1 - 1e-9)
+    assert 0 <= found.bubble < 1
