@@ -79,11 +79,23 @@ class Stage(_Part):
         return len(self.ranks)
 
 
+class Simulated(_Part):
+    """How the plan's schedule went when it was simulated, action by action.
+
+    In the steady state; `bubble` is the share of the workers' time that is neither computing nor
+    updating.
+    """
+
+    seconds_per_minibatch: Amount
+    bubble: float = Field(ge=0, le=1)
+
+
 class Predicted(_Part):
     """What the cost model says of this plan, and of the two that need no planner.
 
     `seconds_per_minibatch` is the slowest stage's. Where `objective` is latency, a batch of
     `microbatches` minibatches takes `latency_seconds`: sum t_i + (microbatches - 1) max t_j.
+    `simulated` where the plan has been.
     """
 
     cost_model: str
@@ -95,6 +107,7 @@ class Predicted(_Part):
     lower_bound_seconds: Amount
     one_worker_seconds: Amount
     data_parallel_seconds: Amount
+    simulated: Simulated | None = None
 
 
 class Plan(_Part):
@@ -169,4 +182,4 @@ def read_plan(path: Path) -> Plan:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    path.write_text(plan.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    path.write_text(plan.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")

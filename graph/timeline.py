@@ -101,7 +101,8 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     all_axes = figure.subplots(len(panels), squeeze=False, height_ratios=shares)[:, 0]
     for axes, panel, (begin, _) in zip(all_axes, panels, windows, strict=True):
         _draw_panel(axes, panel, begin, begin + length)
-    _legend(figure, {e.action.kind for p in panels for events in p.ranks.values() for e in events})
+    seen = (e for p in panels for events in p.ranks.values() for e in events if e.end > e.begin)
+    _legend(figure, {event.action.kind for event in seen})
     figure.savefig(path, dpi=_DPI)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from pipedream.graph.model import Graph
     from pipedream.graph.plan import Plan, ScheduleName
     from pipedream.optimizer.latency import Latency
+    from pipedream.optimizer.simulator import Simulation
 
 _MOST_DEVICES = 100_000
 """Far more than planning is made for: it takes time and memory for each."""
@@ -95,6 +97,18 @@ _MOST_DEVICES = 100_000
     metavar="L",
     help="For latency: make the graph into L layers first and cut between these alone.",
 )
+@click.option(
+    "--timeline",
+    is_flag=True,
+    help="Draw the simulated schedule: timeline.png, timeline.json (Perfetto), memory.png.",
+)
+@click.option(
+    "--update-rate",
+    metavar="BYTES",
+    default="50GB",
+    show_default=True,
+    help="Parameters that the optimizer updates on a device in a second; for the simulation.",
+)
 def main(
     graph: Path,
     cluster: Path | None,
@@ -112,6 +126,8 @@ def main(
     microbatches: int | None,
     epsilon: float | None,
     layers: int | None,
+    timeline: bool,
+    update_rate: str,
 ) -> None:
     """Plans the model of GRAPH (a graph.txt of pd-profile) for a cluster.
 
@@ -120,12 +136,14 @@ def main(
     where = _cluster(cluster, machines, bandwidth, latency)
     limit = None if memory is None else _bytes("--memory", memory)
     aim = _latency(objective, schedule, microbatches, epsilon, layers)
+    rate = _bytes("--update-rate", update_rate)
 
     from pipedream.graph.text import read_graph
     from pipedream.optimizer.cost import COST_MODELS
     from pipedream.optimizer.hierarchy import Rules
     from pipedream.optimizer.optimize import Request, optimize
     from pipedream.optimizer.report import print_report
+    from pipedream.optimizer.simulator import MOST_MOVES, QUICK_MOVES, simulate_plan
 
     model = read_graph(graph)
     request = Request(
@@ -144,9 +162,13 @@ def main(
             f"{_named(cluster, machines)}: not enough memory here to plan for so many devices;"
             " give fewer"
         ) from error
+    moves = MOST_MOVES if timeline else QUICK_MOVES
+    simulation = simulate_plan(outcome.plan, model, update_rate=rate, most_moves=moves)
+    if simulation is not None:
+        outcome = replace(outcome, plan=simulation.noted_in(outcome.plan))
     folder = graph.parent / "plan" if output is None else output
     print_report(outcome, model)
-    _write(outcome.plan, model, folder)
+    _write(outcome.plan, model, folder, simulation if timeline else None, limit)
 
 
 def _latency(
@@ -173,7 +195,10 @@ def _latency(
     return Latency(microbatches, epsilon or 0.0, layers)
 
 
-def _write(plan: Plan, model: Graph, folder: Path) -> None:
+def _write(
+    plan: Plan, model: Graph, folder: Path, simulation: Simulation | None, memory: float | None
+) -> None:
+    """Writes the plan and its pictures: of the simulation, too, where there is one."""
     from pipedream.graph.draw import draw, why_text
     from pipedream.graph.plan import write_plan
     from pipedream.graph.text import format_graph
@@ -184,12 +209,25 @@ def _write(plan: Plan, model: Graph, folder: Path) -> None:
         write_plan(plan, folder / "plan.json")
         (folder / "graph.txt").write_text(format_graph(staged), encoding="utf-8")
         picture = draw(staged, folder / "graph")
+        drawn = "" if simulation is None else _draw(simulation, folder, memory)
     except OSError as error:
         raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
     why = why_text(staged, picture)
     click.echo(
-        f"Written: {folder}/plan.json, graph.txt, {picture.name}" + (f" ({why})" if why else "")
+        f"Written: {folder}/plan.json, graph.txt, {picture.name}"
+        + (f" ({why})" if why else "")
+        + drawn
     )
+
+
+def _draw(simulation: Simulation, folder: Path, memory: float | None) -> str:
+    """Writes what --timeline asks for; the files, in words."""
+    from pipedream.graph.timeline import draw, draw_memory, write_chrome
+
+    draw(simulation.events, folder / "timeline.png", "simulated schedule")
+    write_chrome(simulation.events, folder / "timeline.json", simulation.memory)
+    draw_memory(simulation.memory, folder / "memory.png", "memory of each rank, simulated", memory)
+    return ", timeline.png, timeline.json, memory.png"
 
 
 def _cluster(

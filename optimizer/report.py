@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedream.graph.model import Graph
-from pipedream.graph.plan import Stage
+from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.optimize import Outcome, StageFigures
 
@@ -87,6 +87,7 @@ def _comparison(outcome: Outcome) -> Table:
     table.add_column(justify="right")
     table.add_column()
     table.add_row("this plan, per minibatch", show_seconds(seconds))
+    table.add_row("its schedule, simulated", *_simulated(outcome.plan))
     batch = 1
     if predicted.latency_seconds is not None and predicted.microbatches is not None:
         batch, seconds = predicted.microbatches, predicted.latency_seconds
@@ -103,6 +104,14 @@ def _comparison(outcome: Outcome) -> Table:
             remark += f"; that one needs {show_bytes(outcome.whole_model_bytes)} on each device"
         table.add_row(name, show_seconds(batch * time), remark)
     return table
+
+
+def _simulated(plan: Plan) -> tuple[str, str]:
+    simulated = plan.predicted.simulated
+    if simulated is None:
+        return "-", f"too long to simulate for {plan.workers} workers"
+    seconds = show_seconds(simulated.seconds_per_minibatch)
+    return seconds, f"workers wait or communicate {simulated.bubble:.1%} of the time"
 
 
 def _remark(outcome: Outcome) -> str:

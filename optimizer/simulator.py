@@ -14,21 +14,24 @@ from math import ceil, lcm
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import Plan, Simulated
 from pipedream.graph.timeline import Event
 from pipedream.optimizer.network import Network
 from pipedream.optimizer.workload import Workload
 from pipedream.runtime.schedule import Action, Kind, Schedule, Worker, schedule
 
 MICROBATCHES = 4
-"""Minibatches of one flush where nobody says: the run config's default."""
+"""Minibatches of one flush where the plan does not say: the run config's default."""
 
 UPDATE_RATE = 5e10
 """Bytes of parameters a device updates in a second where nobody has measured it: an optimizer with
 two moments moves ten times as many, and a GPU some 5e11 bytes of memory in a second."""
 
-MOST_MOVES = 400_000
-"""Turns of workers in a simulation that nobody waits for: about a second."""
+MOST_MOVES = 2_000_000
+"""Workers times minibatches of the largest simulation: some five seconds."""
+
+QUICK_MOVES = 100_000
+"""And of one that nobody asked for: a quarter of a second."""
 
 _SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 
@@ -48,18 +51,27 @@ class Simulation:
     events: Mapping[int, Sequence[Event]]
     memory: Mapping[int, Sequence[tuple[float, float]]]
 
+    def noted_in(self, plan: Plan) -> Plan:
+        """`plan` with the figures of this simulation of it."""
+        figures = Simulated(seconds_per_minibatch=self.seconds_per_minibatch, bubble=self.bubble)
+        predicted = plan.predicted.model_copy(update={"simulated": figures})
+        return plan.model_copy(update={"predicted": predicted})
+
 
 def simulate_plan(
     plan: Plan,
     graph: Graph,
-    microbatches: int = MICROBATCHES,
     update_rate: float = UPDATE_RATE,
-    most_moves: int | None = None,
+    most_moves: int = MOST_MOVES,
 ) -> Simulation | None:
-    """Simulates `plan` with the times of `graph`; None where that takes more than `most_moves`."""
+    """Simulates `plan` with the times of `graph`; None where that takes more than `most_moves`.
+
+    With flush, on as many microbatches as the plan was made for.
+    """
+    microbatches = plan.predicted.microbatches or MICROBATCHES
     workload = Workload.of(plan, graph, update_rate)
     span = Span.of(plan.schedule, plan.replicas, microbatches)
-    if most_moves is not None and span.minibatches * plan.workers > most_moves:
+    if span.minibatches * plan.workers > most_moves:
         return None
     made = schedule(
         plan.schedule, plan.replicas, tuple(workload.forward_bytes), span.minibatches, microbatches
@@ -109,10 +121,9 @@ def simulate(
     window = done[span.last - 1] - done[span.first - 1]
     period = window / (span.last - span.first)
     busy = sum(
-        work.forward_seconds
-        + work.backward_seconds
-        + work.update_seconds * count / made.round_size(stage)
-        for stage, (work, count) in enumerate(zip(workload.stages, made.replicas, strict=True))
+        (work.forward_seconds + work.backward_seconds) / made.replicas[stage]
+        + work.update_seconds / made.round_size(stage)
+        for (stage, _), work in run.works.items()
     )
     bubble = 1 - busy / (sum(made.replicas) * period) if period else 0.0
     return Simulation(
@@ -121,6 +132,10 @@ def simulate(
         events={run.rank(worker): state.events for worker, state in run.states.items()},
         memory={run.rank(worker): state.memory for worker, state in run.states.items()},
     )
+
+
+def _speed(cluster: Cluster, rank: int) -> float:
+    return cluster.kind(cluster.machine(rank)).speed
 
 
 @dataclass
@@ -152,6 +167,10 @@ class _Run:
         self.workload = workload
         self.ranks = ranks
         self.network = Network(cluster)
+        self.works = {
+            worker: workload.stages[worker[0]].at(_speed(cluster, self.rank(worker)))
+            for worker in made.workers
+        }
         self.states = {worker: _State(made.actions(worker)) for worker in made.workers}
         self.turns: list[tuple[float, Worker]] = [(0.0, worker) for worker in self.states]
         self.arrivals: dict[tuple[Worker, Worker, Kind, int], float] = {}
@@ -209,11 +228,11 @@ class _Run:
         action, state = self._action(worker), self.states[worker]
         state.in_flight[action.minibatch] = action.version
         self._hold(worker, now)
-        self._done(worker, now, now + self.workload.stages[worker[0]].forward_seconds)
+        self._done(worker, now, now + self.works[worker].forward_seconds)
 
     def _backward(self, now: float, worker: Worker) -> None:
         action, state = self._action(worker), self.states[worker]
-        end = now + self.workload.stages[worker[0]].backward_seconds
+        end = now + self.works[worker].backward_seconds
         del state.in_flight[action.minibatch]
         self._hold(worker, end)
         self.passes_over[action.minibatch] = max(self.passes_over[action.minibatch], end)
@@ -222,7 +241,7 @@ class _Run:
     def _update(self, now: float, worker: Worker) -> None:
         self.states[worker].version += 1
         self._hold(worker, now)
-        self._done(worker, now, now + self.workload.stages[worker[0]].update_seconds)
+        self._done(worker, now, now + self.works[worker].update_seconds)
 
     def _send(self, now: float, worker: Worker) -> None:
         action = self._action(worker)
@@ -263,7 +282,7 @@ class _Run:
 
     def _hold(self, worker: Worker, now: float) -> None:
         """Writes down what `worker` holds from now on."""
-        state, work = self.states[worker], self.workload.stages[worker[0]]
+        state, work = self.states[worker], self.works[worker]
         versions = len({state.version, *state.in_flight.values()})
         held = (versions + 1) * work.parameter_bytes + len(state.in_flight) * work.stash_bytes
         state.memory.append((now, held))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
@@ -24,6 +24,15 @@ class StageWork:
     update_seconds: float = 0.0
     parameter_bytes: float = 0.0
     stash_bytes: float = 0.0
+
+    def at(self, speed: float) -> StageWork:
+        """The same work on a device that is `speed` times as fast."""
+        return replace(
+            self,
+            forward_seconds=self.forward_seconds / speed,
+            backward_seconds=self.backward_seconds / speed,
+            update_seconds=self.update_seconds / speed,
+        )
 
 
 @dataclass(frozen=True)

@@ -177,9 +177,11 @@ def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
     """summary.json in the run's folder, and its gist on standard output."""
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     measured = summary["seconds_per_minibatch"]
-    predicted = summary["predicted_seconds_per_minibatch"]
+    planned = f"planned {show_seconds(summary['predicted_seconds_per_minibatch'])}"
+    if summary.get("simulated_seconds_per_minibatch") is not None:
+        planned += f", simulated {show_seconds(summary['simulated_seconds_per_minibatch'])}"
     lines = [
-        f"time per minibatch  {show_seconds(measured)}, planned {show_seconds(predicted)}",
+        f"time per minibatch  {show_seconds(measured)}, {planned}",
         f"samples per second  {summary['samples_per_second']:.0f}",
     ]
     if summary["final_loss"] is not None:

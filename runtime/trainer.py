@@ -270,6 +270,7 @@ class Rank:
             "minibatches_per_epoch": self.minibatches,
             "seconds_per_minibatch": seconds,
             "predicted_seconds_per_minibatch": job.plan.predicted.seconds_per_minibatch,
+            "simulated_seconds_per_minibatch": self._simulated(),
             "samples_per_second": config.batch_size / seconds,
             "final_loss": self.display.losses[-1] if self.display.losses else None,
             "ranks": reports,
@@ -280,6 +281,12 @@ class Rank:
             model = load_config_model(config, job.directory)
             summary |= evaluate(model, path, self.held_out, config, self.loss, self.device)
         write_summary(job.run, summary)
+
+    def _simulated(self) -> float | None:
+        """What the simulation of the plan says; of another schedule it says nothing."""
+        plan = self.job.plan
+        simulated = plan.predicted.simulated if self.job.schedule == plan.schedule else None
+        return None if simulated is None else simulated.seconds_per_minibatch
 
     def _write_timeline(self, seen: list[list[tuple[str, float, float]]]) -> None:
         ranks = {

@@ -31,6 +31,7 @@ def plan_json() -> dict[str, Any]:
         ],
         "predicted": {
             "cost_model": "paper",
+            "objective": "throughput",
             "seconds_per_minibatch": 0.5,
             "lower_bound_seconds": 0.4,
             "one_worker_seconds": 1.0,

@@ -50,6 +50,21 @@ def test_planning_a_planned_graph_again_gives_the_same(tmp_path):
     assert first == second
 
 
+def test_the_plan_carries_its_simulated_time_and_timeline_draws_it(tmp_path):
+    done = pd_optimize(TRANSLATION, *LEVELS, "--timeline", "-o", tmp_path)
+    assert done.returncode == 0
+    plan = read_plan(tmp_path / "plan.json")
+    simulated = plan.predicted.simulated
+    assert simulated.seconds_per_minibatch >= plan.predicted.seconds_per_minibatch * 0.99
+    assert f"{1e3 * simulated.seconds_per_minibatch:.4g} ms" in done.stdout
+    for picture in ("timeline.png", "memory.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    pd_optimize(TRANSLATION, *LEVELS, "--update-rate", "100MB", "-o", tmp_path)
+    slower = read_plan(tmp_path / "plan.json").predicted.simulated
+    assert slower.seconds_per_minibatch > simulated.seconds_per_minibatch
+
+
 def test_flags_reach_the_planner(tmp_path):
     shared = ("--machines", "4", "--bandwidth", "1GB", "-o", tmp_path)
     flags = ("--cost-model", "released", "--activation-compression", "2", "--straight")
@@ -133,6 +148,7 @@ WRONG = {
     "schedule": ([*LEVELS, "--schedule", "gpipe"], "'--schedule': 'gpipe' is not one of"),
     "compression": ([*LEVELS, "--activation-compression", "0"], "0.0 is not in the range"),
     "memory": ([*LEVELS, "--memory", "lots"], "--memory: 'lots' is no amount of bytes"),
+    "update rate": ([*LEVELS, "--update-rate", "0"], "--update-rate: '0' is no positive amount"),
     "too little": ([*LEVELS, "--memory", "1kB"], "--memory 1 kB: no plan fits"),
     "straight": (
         ["--machines", "99", "--bandwidth", "1GB", "--straight"],

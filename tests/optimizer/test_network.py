@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipedream.graph.cluster import Cluster
+from pipedream.graph.cluster import Cluster, Link
 from pipedream.optimizer.network import Network
 
 
@@ -38,3 +38,17 @@ def test_a_ring_sends_twice_all_but_one_part(network):
 def test_all_reduces_of_two_stages_share_the_machines_ways(network):
     assert network.all_reduce(0.0, (0, 2), 10) == pytest.approx(1.0)
     assert network.all_reduce(0.0, (1, 3), 10) == pytest.approx(2.0)
+
+
+def test_latency_comes_on_top_and_keeps_nobody_waiting():
+    network = Network(Cluster(machines=(2, 2), bandwidth=(100.0, 10.0), latency=(0.1, 0.5)))
+    assert network.send(0.0, 0, 2, 10) == pytest.approx(1.5)
+    assert network.send(0.0, 0, 2, 10) == pytest.approx(2.5)  # not 3: the port was free at 1
+    assert network.all_reduce(0.0, (2, 3), 50) == pytest.approx(0.5 + 2 * 0.1)
+
+
+def test_a_measured_link_takes_what_was_measured():
+    link = Link(points=((10, 1.0), (20, 4.0)))
+    cluster = Cluster(machines=(2,), bandwidth=(1.0,), send=(link,), all_reduce=(link,))
+    assert Network(cluster).send(0.0, 0, 1, 15) == pytest.approx(2.5)
+    assert Network(cluster).all_reduce(0.0, (0, 1), 15) == pytest.approx(2.5)

@@ -26,6 +26,7 @@ def test_a_row_for_each_stage_and_the_comparison(make_graph):
     assert "0 1 a Linear 30 ms 2 15 ms compute 2 3 kB 200 kB" in lines
     assert "1 2 b Linear ... c Linear 10 ms 1 10 ms compute 1 200 MB 300 kB" in lines
     assert "this plan, per minibatch 15 ms" in lines
+    assert "its schedule, simulated - too long to simulate for 3 workers" in lines
     assert "one worker 40 ms this plan is 2.67 times as fast" in lines
     assert "The best of all plans over 4 cuts under this cost model." in lines
 

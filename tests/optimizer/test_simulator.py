@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedream.graph.cluster import Cluster
+from pipedream.graph.cluster import Cluster, DeviceKind
 from pipedream.optimizer.simulator import Span, simulate
 from pipedream.optimizer.workload import StageWork, Workload
 from pipedream.runtime.checker import check
@@ -91,6 +91,19 @@ def test_a_message_waits_for_the_one_before_it_on_the_same_port():
     found = run(chain((1, 1), (1, 1), message=20), (1, 1), minibatches=2, bandwidth=10)
     received = [e.end for e in found.events[1] if e.action.kind is Kind.RECV_ACTIVATION]
     assert received == [3.0, 5.0]
+
+
+def test_a_device_twice_as_fast_takes_half_as_long():
+    kinds = (DeviceKind(name="slow"), DeviceKind(name="fast", speed=2.0))
+    cluster = Cluster(
+        machines=(1, 2), bandwidth=(FREE, FREE), kinds=kinds, machine_kinds=("slow", "fast")
+    )
+    made = schedule("weight-stashing", (1, 1), ((0, 1),), 2)
+    found = simulate(made, chain((1, 1), (2, 2)), cluster, [[0], [1]], Span(2, 1, 2))
+    assert chart(found) == drawn("""
+        F0 F1 .  B0 .  B1
+        .  F0 B0 F1 B1
+    """)
 
 
 @pytest.mark.parametrize("stages", range(1, 7))
