@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from pipedream.graph.cluster import Cluster, Link
 
-_NEXT_TO_NOTHING = 1e-9  # bytes
-
 
 class _Port(NamedTuple):
     """Where a component of `level` - 1 (0: a device) sends to or receives from its neighbours.
@@ -89,10 +87,9 @@ class Network:
         return begin + max(held)
 
 
-@lru_cache(maxsize=100_000)
 def _latency(link: Link) -> float:
     """What a message of next to nothing takes."""
-    return float(link.seconds(_NEXT_TO_NOTHING))
+    return link.points[0][1] if link.points else link.latency
 
 
 @lru_cache(maxsize=100_000)
