@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,8 @@ from pipedream.graph.model import Graph
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 ScheduleName = Literal["weight-stashing", "flush"]
+OptimizerName = Literal["sgd", "momentum", "adam"]
+Recompute = Literal["never", "auto", "always"]
 
 
 class _Part(BaseModel):
@@ -58,11 +61,36 @@ class PlannedGraph(_Part):
         return PlannedGraph(fingerprint=graph.fingerprint, nodes=nodes)
 
 
+class StageMemory(_Part):
+    """Bytes on one worker at the moment when it holds most; they add up.
+
+    `parameters`: the newest version; `weight_versions`: the older ones that minibatches in flight
+    still use; `optimizer_state`; `gradients`: of the parameters; `activations`: what the nodes keep
+    for the backward passes of the minibatches in flight; `inputs`: what the stage has received and
+    what is on its way, input batches among them; `workspace`: what the backward pass of one node
+    needs beside that.
+    """
+
+    parameters: Amount
+    weight_versions: Amount
+    optimizer_state: Amount
+    gradients: Amount
+    activations: Amount
+    inputs: Amount
+    workspace: Amount
+
+    @property
+    def total(self) -> float:
+        return math.fsum(self.model_dump().values())
+
+
 class Stage(_Part):
     """A stage: its nodes in topological order and the ranks that each hold a replica of it.
 
-    `compute_seconds` is forward plus backward of one minibatch on one worker;
-    `memory_bytes` what one worker needs at most (weight versions, gradients, stashed activations).
+    `compute_seconds` is forward plus backward of one minibatch on one worker; with `recompute` the
+    forward pass is done once more before the backward pass, which that time includes, and only what
+    the stage has received is kept in between. `memory_bytes` is what one worker needs at most, and
+    `memory` what it is made of, where the planner has said so.
     Ranks are places in the cluster (`Cluster.rank`), in no particular order: minibatch b runs on
     `ranks[b % len(ranks)]`.
     """
@@ -73,6 +101,8 @@ class Stage(_Part):
     compute_seconds: Amount
     parameter_bytes: Amount
     memory_bytes: Amount
+    memory: StageMemory | None = None
+    recompute: bool = False
 
     @property
     def replicas(self) -> int:
@@ -111,12 +141,16 @@ class Predicted(_Part):
 
 
 class Plan(_Part):
-    """Everything pd-train needs to know of a plan; `pipedream-plan/1`."""
+    """Everything pd-train needs to know of a plan; `pipedream-plan/1`.
+
+    `optimizer` is the one whose state the memory of the stages counts.
+    """
 
     format: Literal["pipedream-plan/1"] = "pipedream-plan/1"
     graph: PlannedGraph
     cluster: Cluster
     schedule: ScheduleName = "weight-stashing"
+    optimizer: OptimizerName | None = None
     stages: tuple[Stage, ...] = Field(min_length=1)
     predicted: Predicted
 
@@ -125,6 +159,8 @@ class Plan(_Part):
         for position, stage in enumerate(self.stages):
             if stage.stage != position:
                 raise ValueError(f"stage {stage.stage} stands at position {position}")
+        if self.stages[-1].recompute:
+            raise ValueError("the last stage has recompute: its backward pass follows at once")
         self._check_nodes()
         ranks = [rank for stage in self.stages for rank in stage.ranks]
         if len(set(ranks)) != len(ranks):

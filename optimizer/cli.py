@@ -11,9 +11,12 @@ import click
 from pipedream.graph.command import Command, FiniteRange, UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pipedream.graph.cluster import Cluster
+    from pipedream.graph.footprint import Footprint
     from pipedream.graph.model import Graph
-    from pipedream.graph.plan import Plan, ScheduleName
+    from pipedream.graph.plan import OptimizerName, Plan, Recompute, ScheduleName
     from pipedream.optimizer.latency import Latency
     from pipedream.optimizer.simulator import Simulation
 
@@ -109,6 +112,25 @@ _MOST_DEVICES = 100_000
     show_default=True,
     help="Parameters that the optimizer updates on a device in a second; for the simulation.",
 )
+@click.option(
+    "--optimizer",
+    type=click.Choice(["sgd", "momentum", "adam"]),
+    default="adam",
+    show_default=True,
+    help="Whose state takes memory: none, one or two tensors for each parameter.",
+)
+@click.option(
+    "--recompute",
+    type=click.Choice(["never", "auto", "always"]),
+    default="auto",
+    show_default=True,
+    help="Do a stage's forward pass again before its backward pass; auto: where --memory asks it.",
+)
+@click.option(
+    "--profile",
+    type=click.Path(path_type=Path),
+    help="What the layers keep in memory.  [default: profile.json beside GRAPH, if it is there]",
+)
 def main(
     graph: Path,
     cluster: Path | None,
@@ -128,6 +150,9 @@ def main(
     layers: int | None,
     timeline: bool,
     update_rate: str,
+    optimizer: OptimizerName,
+    recompute: Recompute,
+    profile: Path | None,
 ) -> None:
     """Plans the model of GRAPH (a graph.txt of pd-profile) for a cluster.
 
@@ -154,6 +179,9 @@ def main(
         memory=limit,
         rules=Rules(straight, fewer_machines),
         latency=aim,
+        optimizer=optimizer,
+        recompute=recompute,
+        footprints=_footprints(profile, graph, model),
     )
     try:
         outcome = optimize(request)
@@ -193,6 +221,21 @@ def _latency(
     from pipedream.optimizer.latency import Latency
 
     return Latency(microbatches, epsilon or 0.0, layers)
+
+
+def _footprints(profile: Path | None, path: Path, graph: Graph) -> Mapping[str, Footprint] | None:
+    """Of the profile that was asked for; else of the one beside the graph, if it is of this one."""
+    from pipedream.graph.footprint import read_footprints
+
+    if profile is not None:
+        found = read_footprints(profile, graph)
+        if found is None:
+            raise UserError(f"--profile {profile}: has no memory in it: run pd-profile again")
+        return found
+    try:
+        return read_footprints(path.parent / "profile.json", graph)
+    except UserError:
+        return None
 
 
 def _write(

@@ -31,6 +31,7 @@ class Cuts:
         raw = np.frombuffer(packed, dtype=np.uint8).reshape(len(downsets), width)
         self._words = np.ascontiguousarray(raw).view("<u8")
         self._last_read: tuple[int, Floats] = (-1, np.empty(0))
+        self._last_given: tuple[int, Floats] = (-1, np.empty(0))
         self._holds = np.unpackbits(raw, axis=1, count=len(graph), bitorder="little").T.astype(bool)
 
     def __len__(self) -> int:
@@ -39,26 +40,25 @@ class Cuts:
     @cached_property
     def seconds(self) -> Floats:
         """Forward plus backward of all nodes before the cut, on one worker."""
-        return self._sum(self.graph.compute_seconds)
+        return self.sum(self.graph.compute_seconds)
 
     @cached_property
     def working(self) -> Floats:
         """How many nodes before the cut take any time."""
-        return self._sum((self.graph.compute_seconds > 0).astype(np.float64))
+        return self.sum((self.graph.compute_seconds > 0).astype(np.float64))
 
     @cached_property
     def parameter_bytes(self) -> Floats:
-        return self._sum(self.graph.parameter_bytes)
+        return self.sum(self.graph.parameter_bytes)
 
     @cached_property
-    def activation_bytes(self) -> Floats:
-        """The outputs of all nodes before the cut, awaited or not."""
-        return self._sum(self.graph.output_bytes)
+    def forward_seconds(self) -> Floats:
+        return self.sum(self.graph.forward_seconds)
 
     @cached_property
     def bytes_across(self) -> Floats:
         """Bytes of the tensors alive across the cut, each once however many read it."""
-        return self._sum(self.graph.output_bytes, self._live)
+        return self.sum(self.graph.output_bytes, self._live)
 
     @cached_property
     def _live(self) -> NDArray[np.bool_]:
@@ -69,7 +69,8 @@ class Cuts:
                 live[node] = self._holds[node] & ~self._holds[list(readers)].all(axis=0)
         return live
 
-    def _sum(self, values: Floats, among: NDArray[np.bool_] | None = None) -> Floats:
+    def sum(self, values: Floats, among: NDArray[np.bool_] | None = None) -> Floats:
+        """For each state the sum of `values` over the nodes before it, or over those `among`."""
         among = self._holds if among is None else among
         total = np.zeros(len(self))
         for value, member in zip(values, among, strict=True):
@@ -98,4 +99,18 @@ class Cuts:
         for node in np.flatnonzero(self._live[:, start]):
             readers = [n for n in self.graph.consumers[node] if not self._holds[n, start]]
             total[self._holds[readers].any(axis=0)] += self.graph.output_bytes[node]
+        return total
+
+    def bytes_given(self, start: int) -> Floats:
+        """For each state that the stage from `start` may end at: the model's inputs it reads."""
+        if self._last_given[0] != start:
+            self._last_given = (start, self._bytes_given(start))
+        return self._last_given[1]
+
+    def _bytes_given(self, start: int) -> Floats:
+        total = np.zeros(len(self))
+        for size, consumers in self.graph.given:
+            readers = [n for n in consumers if not self._holds[n, start]]
+            if readers:
+                total[self._holds[readers].any(axis=0)] += size
         return total

@@ -1,25 +1,26 @@
-"""What one worker of a stage has to hold."""
+"""What one worker of a stage has to hold, at the moment when it holds most.
+
+That moment is in the backward pass of the oldest minibatch in flight: what it saved goes, node by
+node from the last to the first, while the gradients of the parameters come.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
-from pipedream.graph.plan import ScheduleName
+import numpy as np
+from numpy.typing import NDArray
+
+from pipedream.graph.plan import OptimizerName, ScheduleName
 from pipedream.optimizer.cuts import Cuts, States
-from pipedream.optimizer.planning import Floats
+from pipedream.optimizer.planning import Floats, PlanningGraph
 from pipedream.runtime.schedule import warm_up
 
+STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2}
+"""Tensors of the size of a parameter that the optimizer remembers."""
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one worker: the weight versions and the gradients; the stashed activations."""
-
-    parameters: Floats
-    stash: Floats
-
-    @property
-    def total(self) -> Floats:
-        return self.parameters + self.stash
+MOMENTS = 24
+"""Moments of the backward pass that are looked at in a graph of more nodes than that."""
 
 
 def in_flight(load: int) -> int:
@@ -27,17 +28,124 @@ def in_flight(load: int) -> int:
     return warm_up((1, load), 0)
 
 
-def stage_memory(
-    cuts: Cuts, schedule: ScheduleName, start: int, ends: States, minibatches: int
-) -> Memory:
-    """For the stages from `start` to each of `ends`, with `minibatches` in flight.
+@dataclass(frozen=True)
+class Keeping:
+    """What decides, beside the model, how much a worker holds."""
 
-    Weight stashing keeps one weight version for each minibatch in flight, flush keeps one; either
-    accumulates one set of gradients. Each minibatch in flight stashes the outputs of the stage's
-    nodes and the tensors it has received.
+    schedule: ScheduleName = "weight-stashing"
+    optimizer: OptimizerName = "sgd"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one worker at that moment; `graph.plan.StageMemory` says what each of them is."""
+
+    parameters: Floats
+    weight_versions: Floats
+    optimizer_state: Floats
+    gradients: Floats
+    activations: Floats
+    inputs: Floats
+    workspace: Floats
+
+    @property
+    def total(self) -> Floats:
+        return np.asarray(sum(astuple(self)))
+
+
+class StageMemory:
+    """The memory of any stage between two cuts.
+
+    Work and memory: a few times `MOMENTS` times the number of cuts for each start.
     """
-    parameters = cuts.parameter_bytes[ends] - cuts.parameter_bytes[start]
-    outputs = cuts.activation_bytes[ends] - cuts.activation_bytes[start]
-    versions = minibatches if schedule == "weight-stashing" else 1
-    stash = minibatches * (outputs + cuts.bytes_read(start)[ends])
-    return Memory(parameters=(versions + 1) * parameters, stash=stash)
+
+    def __init__(self, cuts: Cuts, keeping: Keeping) -> None:
+        self.cuts = cuts
+        self.keeping = keeping
+        graph = cuts.graph
+        moment = _moments(graph)
+        self._saved = np.cumsum(self._by_moment(moment, graph.saved_bytes), axis=0)
+        self._made = np.cumsum(self._by_moment(moment, graph.parameter_bytes), axis=0)
+        self._count = self._by_moment(moment, np.ones(len(graph)))
+        self._needs = np.zeros(len(self._count))
+        np.maximum.at(self._needs, moment, graph.workspace_bytes)
+        self._last: tuple[int, Floats] = (-1, np.empty(0))
+
+    def _by_moment(self, moment: NDArray[np.intp], values: Floats) -> Floats:
+        """[moment, state]: the sum over the nodes before the cut that belong to the moment."""
+        found = [self.cuts.sum(np.where(moment == m, values, 0.0)) for m in range(max(moment) + 1)]
+        return np.array(found)
+
+    def total(self, start: int, ends: States, minibatches: int, recompute: bool) -> Floats:
+        """Bytes of the stages from `start` to each of `ends`, with `minibatches` in flight."""
+        if self._last[0] != start:  # a search asks many times in a row
+            self._last = start, self._passing(start, slice(None)).max(axis=0)
+        steady = self._steady(start, ends, minibatches, recompute)
+        return np.asarray(sum(steady.values())) + self._last[1][ends]
+
+    def of(self, start: int, ends: States, minibatches: int, recompute: bool) -> Memory:
+        """Likewise, item by item.
+
+        With weight stashing each minibatch in flight may have a weight version of its own, and
+        gradients last from a backward pass to its update; with flush there is one version, and they
+        last for the round. Each minibatch in flight keeps what the stage has received for it, one
+        more is on its way, and so is a gradient; and it keeps what the nodes saved: with
+        `recompute` only while its backward pass lasts.
+        """
+        held = self._steady(start, ends, minibatches, recompute)
+        at = self._passing(start, ends).argmax(axis=0)[None]
+        parts = self._parts(start, ends)
+        saved, made, needed = (np.take_along_axis(part, at, axis=0)[0] for part in parts)
+        return Memory(
+            **held | {"activations": held["activations"] + saved, "workspace": needed},
+            gradients=made,
+        )
+
+    def _steady(
+        self, start: int, ends: States, minibatches: int, recompute: bool
+    ) -> dict[str, Floats]:
+        """What does not change in the course of the backward pass."""
+        parameters = self._made[-1, ends] - self._made[-1, start]
+        saved = self._saved[-1, ends] - self._saved[-1, start]
+        received = self.cuts.bytes_read(start)[ends] + self.cuts.bytes_given(start)[ends]
+        others = minibatches - 1
+        stashing = self.keeping.schedule == "weight-stashing"
+        return {
+            "parameters": parameters,
+            "weight_versions": others * parameters if stashing else 0 * parameters,
+            "optimizer_state": STATES[self.keeping.optimizer] * parameters,
+            "activations": 0 * saved if recompute else others * saved,
+            "inputs": (minibatches + 1) * received + self.cuts.bytes_across[ends],
+            "workspace": 0 * saved,
+        }
+
+    def _passing(self, start: int, ends: States) -> Floats:
+        """[moment, end]: what does change; the last moment is that of the update."""
+        return np.asarray(sum(self._parts(start, ends)))
+
+    def _parts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats]:
+        """[moment, end]: saved by the oldest minibatch, gradients, workspace."""
+        columns = self._saved[:, ends].shape[1]
+        last = np.zeros((1, columns))
+        saved = self._saved[:, ends] - self._saved[:, start, None]
+        made = self._made[:, ends] - self._made[:, start, None]
+        all_made = made[-1:]
+        made = (
+            all_made - made if self.keeping.schedule == "weight-stashing" else 0 * made + all_made
+        )
+        busy = self._count[:, ends] > self._count[:, start, None]
+        needed = np.where(busy, self._needs[:, None], 0.0)
+        return (
+            np.concatenate([saved, last]),
+            np.concatenate([made, all_made]),
+            np.concatenate([needed, last]),
+        )
+
+
+def _moments(graph: PlanningGraph) -> NDArray[np.intp]:
+    """The moment of each node: its own, or one shared with neighbours where nodes are many."""
+    if len(graph) <= MOMENTS:
+        return np.arange(len(graph))
+    weight = np.cumsum(graph.saved_bytes + graph.parameter_bytes + 1.0)
+    found: NDArray[np.intp] = np.minimum(weight / weight[-1] * MOMENTS, MOMENTS - 1).astype(np.intp)
+    return np.unique(found, return_inverse=True)[1]

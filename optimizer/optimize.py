@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import inf
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.command import UserError
+from pipedream.graph.footprint import Footprint
 from pipedream.graph.model import Graph
-from pipedream.graph.plan import Plan, PlannedGraph, Predicted, ScheduleName, Stage
-from pipedream.graph.units import show_bytes
+from pipedream.graph.plan import (
+    OptimizerName,
+    Plan,
+    PlannedGraph,
+    Predicted,
+    Recompute,
+    ScheduleName,
+    Stage,
+)
 from pipedream.optimizer.antichain import AntichainDag
 from pipedream.optimizer.bound import lower_bound
 from pipedream.optimizer.cluster_operators import layer_cuts
 from pipedream.optimizer.cost import CostModel
 from pipedream.optimizer.cuts import Cuts
-from pipedream.optimizer.hierarchy import TIE, NestedStage, Rules, Search, Solution, affordable
+from pipedream.optimizer.fitting import Load, fullest, loads, nothing_fits
+from pipedream.optimizer.hierarchy import TIE, Rules, Search, Solution, affordable
 from pipedream.optimizer.latency import Latency, LatencySearch, affordable_cuts
 from pipedream.optimizer.latency_bound import latency_bound
-from pipedream.optimizer.memory import stage_memory
-from pipedream.optimizer.placement import data_parallel_time, ranks, stage_time
+from pipedream.optimizer.memory import Keeping, StageMemory
+from pipedream.optimizer.placement import compute_seconds, data_parallel_time, ranks, stage_time
 from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.prefixes import orders, prefixes
-from pipedream.optimizer.stage_cost import LeastMemory, MemoryLimit, Replication
+from pipedream.optimizer.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.submesh import Mesh
-from pipedream.runtime.schedule import warm_up
 
 # Cuts to choose from where there are too many to try them all: more take longer and gain little.
 SAMPLE = 3_000
-
-# Of so many microbatches all that matters is the slowest stage: here, the fullest.
-FULLEST = 10**9
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Request:
     """What is to be planned. `memory`: bytes on each device, None for as much as it takes.
 
     `latency`: the batch that is to be through soonest; None to have the most minibatches through.
+    `footprints` of the graph's nodes; without them they are taken to keep their outputs.
     """
 
     graph: Graph
@@ -47,6 +54,15 @@ class Request:
     memory: float | None = None
     rules: Rules = field(default_factory=Rules)
     latency: Latency | None = None
+    optimizer: OptimizerName = "sgd"
+    recompute: Recompute = "auto"
+    footprints: Mapping[str, Footprint] | None = None
+
+    def limit(self, held: StageMemory, bytes: float | None) -> MemoryLimit | None:
+        """What a stage may hold, where that or recomputation says anything about it."""
+        if bytes is None and self.recompute != "always":
+            return None
+        return MemoryLimit(inf if bytes is None else bytes, held, self.recompute)
 
 
 @dataclass(frozen=True)
@@ -54,14 +70,12 @@ class StageFigures:
     """What the plan leaves out and a person wants to see, for one stage.
 
     `seconds` per minibatch over all replicas; `limit`: compute, all-reduce or boundary, whichever
-    sets them. Bytes on one worker: weight versions and gradients, stashed activations.
+    sets them.
     """
 
     seconds: float
     limit: str
     in_flight: int
-    parameter_bytes: float
-    stash_bytes: float
 
 
 @dataclass(frozen=True)
@@ -70,6 +84,7 @@ class Outcome:
 
     `exact`: they were all the cuts there are, so the plan is the best. `whole_model_bytes`: what
     one worker and data parallelism need on each device; `memory` what there is, None for no limit.
+    `measured`: the memory is made of measured footprints.
     """
 
     plan: Plan
@@ -78,6 +93,7 @@ class Outcome:
     exact: bool
     whole_model_bytes: float
     memory: float | None
+    measured: bool
 
 
 def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
@@ -86,19 +102,20 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
 
     Raises UserError if there is nothing to plan, or no plan fits the memory.
     """
-    graph = PlanningGraph.of(request.graph)
+    graph = PlanningGraph.of(request.graph, request.footprints)
     _check(graph, request)
     if request.latency is not None:
         return _optimize_latency(graph, request, request.latency, most_cuts)
     limit = most_cuts or affordable(request.cluster.machines, request.memory is not None)
     dag = AntichainDag.of(graph, limit)
     cuts = Cuts(graph, prefixes(graph, min(limit, SAMPLE)) if dag is None else dag.downsets)
-    solution = _solve(cuts, request)
+    held = StageMemory(cuts, Keeping(request.schedule, request.optimizer))
+    solution = _solve(held, request)
     if dag is None:
         bound = lower_bound(graph, request.cluster, request.model, request.rules.straight)
     else:
         bound = solution.cost
-    return _outcome(cuts, request, solution, bound, dag is not None)
+    return _outcome(held, request, solution, bound, dag is not None)
 
 
 def _optimize_latency(
@@ -110,14 +127,14 @@ def _optimize_latency(
     cuts = Cuts(graph, _likely_cuts(graph, goal, limit) if dag is None else dag.downsets)
     model, straight = request.model, request.rules.straight
     bound = latency_bound(graph, request.cluster, model, straight, goal.microbatches)
-    memory = request.memory and MemoryLimit(request.memory, request.schedule)
-    cost = Replication(cuts, request.cluster, model, memory or None)
+    held = StageMemory(cuts, Keeping(request.schedule, request.optimizer))
+    cost = Replication(cuts, request.cluster, model, request.limit(held, request.memory))
     solution = LatencySearch(cuts, Mesh(request.cluster.machines), cost, request.rules, goal).best()
     if solution is None:
         assert request.memory is not None
-        raise _nothing_fits(cuts, request, request.memory)
+        raise nothing_fits(held, request, request.memory)
     slowest = lower_bound(graph, request.cluster, model, straight)
-    outcome = _outcome(cuts, request, Solution(solution.cost, solution.stages), slowest, False)
+    outcome = _outcome(held, request, Solution(solution.cost, solution.stages), slowest, False)
     times = [figures.seconds for figures in outcome.figures]
     seconds = goal.seconds(sum(times), max(times))
     predicted = outcome.plan.predicted.model_copy(
@@ -155,20 +172,21 @@ def _check(graph: PlanningGraph, request: Request) -> None:
         )
 
 
-def _solve(cuts: Cuts, request: Request) -> Solution:
+def _solve(held: StageMemory, request: Request) -> Solution:
     """The best plan within the memory; where it is no slower, one whose every stage takes time."""
-    memory = None
-    solution = _search(cuts, request, memory=None, working=False)
+    cuts = held.cuts
+    limit = request.limit(held, None)
+    solution = _search(cuts, request, limit, working=False)
     assert solution is not None
-    if request.memory is not None and _fullest(cuts, request, solution)[1] > request.memory:
-        memory = MemoryLimit(request.memory, request.schedule)
-        solution = _search(cuts, request, memory, working=False)
+    if request.memory is not None and fullest(loads(held, limit, solution)) > request.memory:
+        limit = request.limit(held, request.memory)
+        solution = _search(cuts, request, limit, working=False)
         if solution is None:
-            raise _nothing_fits(cuts, request, request.memory)
+            raise nothing_fits(held, request, request.memory)
     if any(cuts.working[stage.start] == cuts.working[stage.end] for stage in solution.stages):
-        working = _search(cuts, request, memory, working=True)
+        working = _search(cuts, request, limit, working=True)
         fits = working and (
-            request.memory is None or _fullest(cuts, request, working)[1] <= request.memory
+            request.memory is None or fullest(loads(held, limit, working)) <= request.memory
         )
         if working and fits and working.cost <= solution.cost * (1 + TIE):
             return working
@@ -176,84 +194,26 @@ def _solve(cuts: Cuts, request: Request) -> Solution:
 
 
 def _search(
-    cuts: Cuts, request: Request, memory: MemoryLimit | None, working: bool
+    cuts: Cuts, request: Request, limit: MemoryLimit | None, working: bool
 ) -> Solution | None:
-    cost = Replication(cuts, request.cluster, request.model, memory, working)
+    cost = Replication(cuts, request.cluster, request.model, limit, working)
     return Search(cuts, request.cluster.machines, cost, request.rules).best()
 
 
-def _fullest(cuts: Cuts, request: Request, solution: Solution) -> tuple[int, float]:
-    """The stage whose workers hold most, and how many bytes."""
-    figures = _memory(cuts, request.schedule, solution)
-    total = [parameters + stash for _, parameters, stash in figures]
-    return max(enumerate(total), key=lambda pair: pair[1])
-
-
-def _memory(
-    cuts: Cuts, schedule: ScheduleName, solution: Solution
-) -> list[tuple[int, float, float]]:
-    """For each stage: minibatches in flight, bytes for weights and gradients, stashed bytes."""
-    replicas = [stage.replicas for stage in solution.stages]
-    figures = []
-    for position, stage in enumerate(solution.stages):
-        minibatches = warm_up(replicas, position)
-        end = slice(stage.end, stage.end + 1)
-        memory = stage_memory(cuts, schedule, stage.start, end, minibatches)
-        figures.append((minibatches, float(memory.parameters[0]), float(memory.stash[0])))
-    return figures
-
-
-def _nothing_fits(cuts: Cuts, request: Request, memory: float) -> UserError:
-    """Names the stage that is too large in the plan that comes closest, and what would help."""
-    schedule = request.schedule
-    closest = _least_memory(cuts, request, schedule)
-    assert closest is not None
-    position, needed = _fullest(cuts, request, closest)
-    minibatches, parameters, stash = _memory(cuts, schedule, closest)[position]
-    remedies = [f"give at least --memory {_round_up(needed)}", "more machines", "a smaller batch"]
-    if schedule == "weight-stashing":
-        flush = _least_memory(cuts, request, "flush")
-        if flush is not None and flush.cost < 0.9 * needed:
-            remedies.append(f"--schedule flush (at least {_round_up(flush.cost)})")
-    return UserError(
-        f"--memory {show_bytes(memory)}: no plan fits; the closest needs {show_bytes(needed)} in"
-        f" stage {position} of {len(closest.stages)}"
-        f" ({_describe(cuts, closest.stages[position])}): {show_bytes(parameters)} for weights and"
-        f" gradients, {show_bytes(stash)} for the activations of"
-        f" {minibatches} {'minibatch' if minibatches == 1 else 'minibatches'} in flight;"
-        f" {', '.join(remedies[:-1])} or {remedies[-1]}"
-    )
-
-
-def _least_memory(cuts: Cuts, request: Request, schedule: ScheduleName) -> Solution | None:
-    """The plan whose fullest worker holds least; its cost is in bytes."""
-    machines, cost = request.cluster.machines, LeastMemory(cuts, schedule)
-    if request.latency is None:
-        return Search(cuts, machines, cost, request.rules).best()
-    fullest = LatencySearch(cuts, Mesh(machines), cost, request.rules, Latency(FULLEST)).best()
-    return fullest and Solution(fullest.cost / FULLEST, fullest.stages)
-
-
-def _describe(cuts: Cuts, stage: NestedStage) -> str:
-    names = [cuts.graph.names[node] for node in cuts.nodes(stage.start, stage.end)]
-    return names[0] if len(names) == 1 else f"{len(names)} nodes, {names[0]} to {names[-1]}"
-
-
-def _round_up(amount: float) -> str:
-    """An amount that --memory takes and that is enough."""
-    unit, factor = ("MB", 1e6) if amount >= 1e8 else ("kB", 1e3) if amount >= 1e5 else ("B", 1.0)
-    return f"{ceil(amount / factor)}{unit}"
-
-
 def _outcome(
-    cuts: Cuts, request: Request, solution: Solution, bound: float, exact: bool
+    held: StageMemory, request: Request, solution: Solution, bound: float, exact: bool
 ) -> Outcome:
+    cuts = held.cuts
+    limit = request.limit(held, request.memory)
+    found = loads(held, limit, solution)
     cost = Replication(cuts, request.cluster, request.model)
-    times = [stage_time(cost, stage) for stage in solution.stages]
-    memory = _memory(cuts, request.schedule, solution)
+    times = [
+        stage_time(cost, stage, load.recompute)
+        for stage, load in zip(solution.stages, found, strict=True)
+    ]
     figures = tuple(
-        StageFigures(seconds, limit, minibatches, parameters, stash)
-        for (seconds, limit), (minibatches, parameters, stash) in zip(times, memory, strict=True)
+        StageFigures(seconds, what, load.in_flight)
+        for (seconds, what), load in zip(times, found, strict=True)
     )
     seconds = max(stage.seconds for stage in figures)
     predicted = Predicted(
@@ -267,15 +227,18 @@ def _outcome(
         graph=PlannedGraph.of(request.graph),
         cluster=request.cluster,
         schedule=request.schedule,
-        stages=_stages(cuts, request, solution, figures),
+        optimizer=request.optimizer,
+        stages=_stages(cuts, request, solution, found),
         predicted=predicted,
     )
-    whole = stage_memory(cuts, request.schedule, 0, slice(len(cuts) - 1, None), 1)
-    return Outcome(plan, figures, len(cuts), exact, float(whole.total[0]), request.memory)
+    whole = held.total(0, slice(len(cuts) - 1, None), 1, recompute=False)
+    return Outcome(
+        plan, figures, len(cuts), exact, float(whole[0]), request.memory, bool(request.footprints)
+    )
 
 
 def _stages(
-    cuts: Cuts, request: Request, solution: Solution, figures: tuple[StageFigures, ...]
+    cuts: Cuts, request: Request, solution: Solution, found: Sequence[Load]
 ) -> tuple[Stage, ...]:
     graph = cuts.graph
     nodes = [cuts.nodes(stage.start, stage.end) for stage in solution.stages]
@@ -285,11 +248,13 @@ def _stages(
             stage=position,
             nodes=tuple(name for name in request.graph.order if stage_of[name] == position),
             ranks=ranks(stage, request.cluster),
-            compute_seconds=float(graph.compute_seconds[list(inside)].sum()),
+            compute_seconds=compute_seconds(graph, inside, load.recompute),
             parameter_bytes=float(graph.parameter_bytes[list(inside)].sum()),
-            memory_bytes=held.parameter_bytes + held.stash_bytes,
+            memory_bytes=load.bytes,
+            memory=load.items,
+            recompute=load.recompute,
         )
-        for position, (stage, inside, held) in enumerate(
-            zip(solution.stages, nodes, figures, strict=True)
+        for position, (stage, inside, load) in enumerate(
+            zip(solution.stages, nodes, found, strict=True)
         )
     )

@@ -9,6 +9,7 @@ import numpy as np
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.hierarchy import NestedStage
+from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.stage_cost import Replication
 
 
@@ -23,14 +24,21 @@ def ranks(stage: NestedStage, cluster: Cluster) -> tuple[int, ...]:
     return tuple(cluster.rank(place) for place in product(*places))
 
 
-def stage_time(cost: Replication, stage: NestedStage) -> tuple[float, str]:
+def compute_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: bool) -> float:
+    """Forward plus backward of these nodes on one worker; the forward pass twice to recompute."""
+    inside = list(nodes)
+    again = graph.forward_seconds[inside].sum() if recompute else 0.0
+    return float(graph.compute_seconds[inside].sum() + again)
+
+
+def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -> tuple[float, str]:
     """Seconds per minibatch that this stage allows, all levels together, and what sets them.
 
     Costs of a level only grow with the cost inside, so the largest of these over the stages of a
     plan is the plan's time.
     """
     nodes = cost.cuts.nodes(stage.start, stage.end)
-    seconds = np.array([cost.cuts.graph.compute_seconds[list(nodes)].sum()])
+    seconds = np.array([compute_seconds(cost.cuts.graph, nodes, recompute)])
     limit = "compute"
     for share in stage.shares:
         end = slice(share.end, share.end + 1)

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from pipedream.graph.footprint import Footprint
 from pipedream.graph.model import Graph, Node
 
 Floats = NDArray[np.float64]
@@ -21,15 +22,17 @@ class PlanningGraph:
 
     Sources called `Input` cost nothing and are left out: they go to the first stage. A
     `__getitem__` that nothing consumes is left out too and goes where its producer goes (`follows`
-    names the working node, None for one that hangs on an input).
+    names the working node, None for one that hangs on an input). `footprints`, where there are
+    any, say what each node keeps in memory; without them, its outputs.
     """
 
     graph: Graph
     names: tuple[str, ...]
     follows: Mapping[str, str | None]
+    footprints: Mapping[str, Footprint] | None = None
 
     @staticmethod
-    def of(graph: Graph) -> PlanningGraph:
+    def of(graph: Graph, footprints: Mapping[str, Footprint] | None = None) -> PlanningGraph:
         inputs = {
             name
             for name, node in graph.nodes.items()
@@ -46,7 +49,7 @@ class PlanningGraph:
             if name in unread:
                 producer = graph.predecessors[name][0] if graph.predecessors[name] else None
                 follows[name] = producer if producer is None else follows.get(producer, producer)
-        return PlanningGraph(graph, names, follows)
+        return PlanningGraph(graph, names, follows, footprints)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -90,6 +93,38 @@ class PlanningGraph:
     @cached_property
     def output_bytes(self) -> Floats:
         return np.array([self.graph.nodes[name].output_bytes for name in self.names])
+
+    @cached_property
+    def forward_seconds(self) -> Floats:
+        return np.array([self.graph.nodes[name].forward_seconds for name in self.names])
+
+    @cached_property
+    def saved_bytes(self) -> Floats:
+        """What of each node's making is kept for the backward pass.
+
+        A loss is taken to save as much as it reads: the model's outputs once more.
+        """
+        if self.footprints is None:
+            return self.output_bytes
+        saved = np.array([self.footprints[name].saved for name in self.names])
+        returned = np.array([not readers for readers in self.consumers])
+        return saved + np.where(returned, self.output_bytes, 0.0)
+
+    @cached_property
+    def workspace_bytes(self) -> Floats:
+        """What each node's backward pass needs beside that: at least its parameters' gradients."""
+        if self.footprints is None:
+            return self.parameter_bytes
+        return np.array([self.footprints[name].workspace for name in self.names])
+
+    @cached_property
+    def given(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
+        """For each input of the model: its bytes, and the nodes that read it."""
+        return tuple(
+            (footprint.given, self._neighbours(self.graph.successors[name]))
+            for name, footprint in (self.footprints or {}).items()
+            if footprint.given and name in self.follows
+        )
 
     def stage_of(self, stages: Sequence[Sequence[int]]) -> dict[str, int]:
         """The stage of every node of the graph, given the working nodes of each stage."""

@@ -22,6 +22,7 @@ def print_report(outcome: Outcome, graph: Graph, console: Console | None = None)
         if not console.is_terminal:
             console = Console(highlight=False, width=_PIPED_WIDTH)
     console.print(_stage_table(outcome, graph))
+    console.print(_memory_table(outcome))
     console.print(_comparison(outcome))
     console.print(_remark(outcome), markup=False, soft_wrap=True)
 
@@ -33,7 +34,7 @@ def _stage_table(outcome: Outcome, graph: Graph) -> Table:
         title=f"{_count(len(plan.stages), 'stage')} on {plan.workers} of {plan.cluster.devices}"
         f" devices ({machines}), {plan.schedule}, cost model {plan.predicted.cost_model}",
         caption="Time: of a minibatch on one worker; per minibatch over all replicas, the slowest"
-        " stage in bold. Memory: of one worker; weight versions and gradients, stashed outputs.",
+        " stage in bold.",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -41,9 +42,7 @@ def _stage_table(outcome: Outcome, graph: Graph) -> Table:
     for heading in ("stage", "nodes"):
         table.add_column(heading, justify="right")
     table.add_column("first and last")
-    for heading in ("time", "replicas", "per\nminibatch", "limited\nby", "in\nflight"):
-        table.add_column(heading, justify="right")
-    for heading in ("weight\nmemory", "stash\nmemory"):
+    for heading in ("time", "replicas", "per\nminibatch", "limited\nby", "in\nflight", "memory"):
         table.add_column(heading, justify="right")
     for stage, figures in zip(plan.stages, outcome.figures, strict=True):
         slowest = figures.seconds == plan.predicted.seconds_per_minibatch
@@ -61,9 +60,33 @@ def _row(stage: Stage, figures: StageFigures, graph: Graph) -> tuple[str, ...]:
         show_seconds(figures.seconds),
         figures.limit,
         str(figures.in_flight),
-        show_bytes(figures.parameter_bytes),
-        show_bytes(figures.stash_bytes),
+        show_bytes(stage.memory_bytes),
     )
+
+
+def _memory_table(outcome: Outcome) -> Table:
+    """What one worker of each stage holds when it holds most."""
+    plan = outcome.plan
+    measured = "as measured" if outcome.measured else "taken to be the nodes' outputs"
+    again = [str(stage.stage) for stage in plan.stages if stage.recompute]
+    note = f" Forward pass done again: stage {', '.join(again)}." if again else ""
+    table = Table(
+        title=f"Memory of one worker, with {plan.optimizer}'s state",
+        caption=f"At the moment when it holds most. Activations: what the backward passes need,"
+        f" {measured}.{note}",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for heading in ("stage", "parameters", "older\nversions", "optimizer\nstate", "gradients"):
+        table.add_column(heading, justify="right")
+    for heading in ("activations", "received", "workspace", "in all"):
+        table.add_column(heading, justify="right")
+    for stage in plan.stages:
+        if stage.memory is not None:
+            items = [show_bytes(size) for size in stage.memory.model_dump().values()]
+            table.add_row(str(stage.stage), *items, show_bytes(stage.memory_bytes))
+    return table
 
 
 def _span(stage: Stage, graph: Graph) -> str:

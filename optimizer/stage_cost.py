@@ -6,16 +6,19 @@ The solver asks a StageCost and does not care who answers.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipedream.graph.cluster import Cluster
-from pipedream.graph.plan import ScheduleName
+from pipedream.graph.plan import Recompute
 from pipedream.optimizer.cost import CostModel, Level, Terms, Work
 from pipedream.optimizer.cuts import Cuts, States
-from pipedream.optimizer.memory import in_flight, stage_memory
+from pipedream.optimizer.memory import StageMemory, in_flight
 from pipedream.optimizer.planning import Floats, Ints
+
+Bools: TypeAlias = NDArray[np.bool_]
 
 
 class StageCost(Protocol):
@@ -42,10 +45,27 @@ class StageCost(Protocol):
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What each device has, and the schedule that decides how much is stashed."""
+    """What each device has, what is held there, and whether a forward pass may be done again.
+
+    `recompute`: never; in stages that would not fit otherwise; in all stages but the last, whose
+    backward pass follows its forward pass at once.
+    """
 
     bytes: float
-    schedule: ScheduleName
+    held: StageMemory
+    recompute: Recompute = "never"
+
+    def fits(self, start: int, ends: States, minibatches: int, recompute: bool) -> Bools:
+        return self.held.total(start, ends, minibatches, recompute) <= self.bytes
+
+    def choose(self, start: int, ends: States, minibatches: int) -> tuple[Bools, Bools]:
+        """For each stage whether it fits at all, and whether with recomputation."""
+        again = minibatches > 1 and self.recompute != "never"
+        plain = not (again and self.recompute == "always")
+        fits = self.fits(start, ends, minibatches, recompute=not plain)
+        if not (again and plain) or fits.all():
+            return fits, np.full_like(fits, not plain)
+        return fits | self.fits(start, ends, minibatches, recompute=True), ~fits
 
 
 class Replication:
@@ -74,8 +94,10 @@ class Replication:
         if self.working:
             seconds[self.cuts.working[ends] == self.cuts.working[start]] = np.inf
         if self.limit is not None:
-            needed = stage_memory(self.cuts, self.limit.schedule, start, ends, in_flight(load))
-            seconds[needed.total > self.limit.bytes] = np.inf
+            fits, again = self.limit.choose(start, ends, in_flight(load))
+            forward = self.cuts.forward_seconds
+            seconds = seconds + np.where(again, forward[ends] - forward[start], 0.0)
+            seconds[~fits] = np.inf
         return seconds
 
     def replicated(
@@ -98,12 +120,14 @@ class LeastMemory:
 
     depends_on_load = True
 
-    def __init__(self, cuts: Cuts, schedule: ScheduleName) -> None:
-        self.cuts = cuts
-        self.schedule = schedule
+    def __init__(self, held: StageMemory, recompute: bool) -> None:
+        self.held = held
+        self.recompute = recompute
 
     def on_device(self, start: int, ends: States, load: int) -> Floats:
-        return stage_memory(self.cuts, self.schedule, start, ends, in_flight(load)).total
+        minibatches = in_flight(load)
+        again = self.recompute and minibatches > 1
+        return self.held.total(start, ends, minibatches, again)
 
     def replicated(
         self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool

@@ -72,12 +72,14 @@ class Workload:
             nodes = [graph.nodes[name] for name in stage.nodes]
             parameters = sum(node.parameter_bytes for node in nodes)
             outputs = sum(node.output_bytes for node in nodes if not node.is_input)
+            forward_seconds = sum(node.forward_seconds for node in nodes if not node.is_input)
             work = StageWork(
-                forward_seconds=sum(node.forward_seconds for node in nodes if not node.is_input),
-                backward_seconds=sum(node.backward_seconds for node in nodes if not node.is_input),
+                forward_seconds=forward_seconds,
+                backward_seconds=sum(node.backward_seconds for node in nodes if not node.is_input)
+                + (forward_seconds if stage.recompute else 0.0),
                 update_seconds=parameters / update_rate,
                 parameter_bytes=parameters,
-                stash_bytes=outputs + read,
+                stash_bytes=read if stage.recompute else outputs + read,
             )
             stages.append(work)
         return Workload(tuple(stages), dict(forward), dict(backward))

@@ -13,6 +13,7 @@ import torch
 from pipedream.graph.command import UserError
 from pipedream.graph.model import Graph
 from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs
+from pipedream.profiler.footprint import Footprint, footprints
 from pipedream.profiler.profile import (
     Machine,
     Profile,
@@ -50,6 +51,7 @@ def measure(
     captured = capture(loaded.model, loaded.args, loaded.kwargs)
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
     try:
+        kept = footprints(captured, inputs, settings.device)
         timings = time_nodes(
             captured, inputs, settings.warmup, settings.repeats, settings.device, progress
         )
@@ -66,11 +68,15 @@ def measure(
         )
         for node in captured.graph.nodes.values()
     )
-    return graph, _profile(captured, graph, timings, settings)
+    return graph, _profile(captured, graph, timings, kept, settings)
 
 
 def _profile(
-    captured: Captured, graph: Graph, timings: Mapping[str, Timing], settings: Settings
+    captured: Captured,
+    graph: Graph,
+    timings: Mapping[str, Timing],
+    kept: Mapping[str, Footprint],
+    settings: Settings,
 ) -> Profile:
     nodes = graph.nodes.values()
     leaving = _leaving(captured)
@@ -88,7 +94,9 @@ def _profile(
             parameter_bytes=sum(node.parameter_bytes for node in nodes),
             activation_bytes=sum(node.output_bytes for node in nodes),
         ),
-        nodes=tuple(_node(captured, name, leaving[name], timings[name]) for name in graph.nodes),
+        nodes=tuple(
+            _node(captured, name, leaving[name], timings[name], kept[name]) for name in graph.nodes
+        ),
     )
 
 
@@ -105,7 +113,9 @@ def _leaving(captured: Captured) -> dict[str, list[Value]]:
     return leaving
 
 
-def _node(captured: Captured, name: str, leaving: list[Value], timing: Timing) -> ProfiledNode:
+def _node(
+    captured: Captured, name: str, leaving: list[Value], timing: Timing, kept: Footprint
+) -> ProfiledNode:
     description = captured.graph.nodes[name].description
     return ProfiledNode(
         id=name,
@@ -126,6 +136,8 @@ def _node(captured: Captured, name: str, leaving: list[Value], timing: Timing) -
         ),
         forward_seconds=_seconds(timing.forward),
         backward_seconds=_seconds(timing.backward),
+        saved_bytes=kept.saved,
+        workspace_bytes=kept.workspace,
     )
 
 

@@ -33,7 +33,11 @@ class ProfiledTensor(_Part):
 
 
 class ProfiledNode(_Part):
-    """A node of graph.txt: the module it is a call of, the parameters it reads, what leaves it."""
+    """A node of graph.txt: the module it is a call of, the parameters it reads, what leaves it.
+
+    `saved_bytes` and `workspace_bytes` as in `pipedream.profiler.footprint`; None where an older
+    version did not measure them.
+    """
 
     id: str
     description: str
@@ -44,6 +48,8 @@ class ProfiledNode(_Part):
     outputs: tuple[ProfiledTensor, ...]
     forward_seconds: Seconds
     backward_seconds: Seconds
+    saved_bytes: int | None = Field(default=None, ge=0)
+    workspace_bytes: int | None = Field(default=None, ge=0)
 
 
 class Machine(_Part):

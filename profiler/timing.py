@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from pipedream.profiler.capture import Captured
-from pipedream.profiler.freeze import freeze_constants
-from pipedream.profiler.segment import Segment, segment
+from pipedream.profiler.pieces import Piece, pieces, pieces_kept
+from pipedream.profiler.segment import Segment
 from pipedream.profiler.stopwatch import CpuStopwatch, CudaStopwatch, Stopwatch
 
 
@@ -62,19 +62,13 @@ def time_nodes(
     """
     assert warmup >= 0
     assert repeats >= 1
-    kept = {name: buffer.clone() for name, buffer in captured.module.named_buffers()}
-    try:
-        with _no_garbage_collection(), torch.enable_grad():
-            walk = _Walk(captured, inputs, device)
-            total = (warmup + repeats) * len(walk.pieces)
-            count = itertools.count(1)
-            turns = [
-                walk.run(lambda: progress(next(count), total)) for _ in range(warmup + repeats)
-            ][warmup:]
-    finally:
-        captured.module.cpu()
-        for name, buffer in captured.module.named_buffers():
-            buffer.copy_(kept[name])
+    with pieces_kept(captured), _no_garbage_collection(), torch.enable_grad():
+        walk = _Walk(captured, inputs, device)
+        total = (warmup + repeats) * len(walk.pieces)
+        count = itertools.count(1)
+        turns = [walk.run(lambda: progress(next(count), total)) for _ in range(warmup + repeats)][
+            warmup:
+        ]
     none = (0.0, 0.0)
     return {
         node: Timing(
@@ -88,16 +82,6 @@ def time_nodes(
 _Marks = tuple[tuple[Any, Any], tuple[Any, Any]]  # start and end, forward and backward
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """One node as a module of its own; `gradients` says for each input whether it wants one."""
-
-    node: str
-    segment: Segment
-    gradients: tuple[bool, ...]
-    parameters: tuple[Tensor, ...]
-
-
 class _Walk:
     """The model node by node, each followed at once by its backward pass."""
 
@@ -107,21 +91,11 @@ class _Walk:
             CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
         )
         self.inputs = [value.to(device) for value in inputs]
-        nodes = captured.graph.nodes
-        self.pieces = [
-            self._piece(n, device) for n in captured.graph.order if not nodes[n].is_input
-        ]
+        self.pieces = pieces(captured, device)
         self.readers = Counter(name for piece in self.pieces for name in piece.segment.inputs)
         self.noise = _Noise(device)
         self.nothing = _nothing()
         self.scalar = torch.ones(1, device=device)
-
-    def _piece(self, node: str, device: torch.device) -> _Piece:
-        part = segment(self.captured, [node], keep=self.captured.outputs).to(device)
-        freeze_constants(part, self.captured.owner)
-        wants = tuple(self.captured.values[name].requires_grad for name in part.inputs)
-        parameters = tuple(p for p in part.module.parameters() if p.requires_grad)
-        return _Piece(node, part, wants, parameters)
 
     def run(self, progress: Callable[[], None]) -> dict[str, tuple[float, float]]:
         """Seconds forward and backward of every node in one walk."""
@@ -156,17 +130,13 @@ class _Walk:
             for node, (forward, backward) in marks.items()
         }
 
-    def _step(self, piece: _Piece, values: Mapping[str, Tensor]) -> tuple[list[Tensor], _Marks]:
-        inputs = [
-            values[name].detach().requires_grad_(wants)
-            for name, wants in zip(piece.segment.inputs, piece.gradients, strict=True)
-        ]
+    def _step(self, piece: Piece, values: Mapping[str, Tensor]) -> tuple[list[Tensor], _Marks]:
+        inputs = piece.inputs(values)
         start = self.watch.mark()
         outputs = piece.segment.module(*inputs)
         forward = (start, self.watch.mark())
         backward = (start, start)
-        given = [value for value in outputs if value.requires_grad]
-        wanted = [value for value in inputs if value.requires_grad] + list(piece.parameters)
+        given, wanted = piece.ends(inputs, outputs)
         if given and wanted:
             gradients = [self.noise.like(value) for value in given]
             start = self.watch.mark()
@@ -191,12 +161,12 @@ class _Noise:
         return torch.empty_like(value).copy_(noise)
 
 
-def _nothing() -> _Piece:
+def _nothing() -> Piece:
     """A piece of no node: what it takes is not the model's, yet every node's time contains it."""
     graph = fx.Graph()
     graph.output((graph.placeholder("x"),))
     part = Segment(fx.GraphModule({}, graph), ("x",), ("x",))
-    return _Piece("", part, (True,), ())
+    return Piece("", part, (True,), ())
 
 
 @contextmanager

@@ -16,7 +16,10 @@ from pipedream.graph.plan import Plan, read_plan, write_plan
 def plan_json() -> dict[str, Any]:
     """A diamond a -> b, c -> d in two stages: {a, b} on ranks 0 and 1, {c, d} on rank 2."""
     inputs = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"]}
+    memory = {"parameters": 8.0, "weight_versions": 8.0, "optimizer_state": 16.0, "gradients": 8.0}
+    memory |= {"activations": 20.0, "inputs": 3.0, "workspace": 1.0}
     figures = {"compute_seconds": 0.5, "parameter_bytes": 8.0, "memory_bytes": 64.0}
+    figures |= {"memory": memory}  # type: ignore[dict-item]
     return {
         "format": "pipedream-plan/1",
         "graph": {
@@ -25,9 +28,10 @@ def plan_json() -> dict[str, Any]:
         },
         "cluster": {"machines": [2, 2], "bandwidth": [1e10, 1e9]},
         "schedule": "weight-stashing",
+        "optimizer": "adam",
         "stages": [
-            {"stage": 0, "nodes": ["a", "b"], "ranks": [0, 1], **figures},
-            {"stage": 1, "nodes": ["c", "d"], "ranks": [2], **figures},
+            {"stage": 0, "nodes": ["a", "b"], "ranks": [0, 1], **figures, "recompute": True},
+            {"stage": 1, "nodes": ["c", "d"], "ranks": [2], **figures, "recompute": False},
         ],
         "predicted": {
             "cost_model": "paper",
@@ -45,6 +49,21 @@ def test_a_plan_written_and_read_is_the_same_plan(tmp_path: Path) -> None:
     write_plan(plan, tmp_path / "plan.json")
     assert read_plan(tmp_path / "plan.json") == plan
     assert json.loads((tmp_path / "plan.json").read_text()) == plan_json()
+
+
+def test_a_plan_of_before_there_was_recomputation_is_read() -> None:
+    data = plan_json()
+    del data["optimizer"]
+    for stage in data["stages"]:
+        del stage["memory"], stage["recompute"]
+    plan = Plan.model_validate(data)
+    assert [(stage.memory, stage.recompute) for stage in plan.stages] == [(None, False)] * 2
+
+
+def test_the_items_of_memory_add_up() -> None:
+    memory = Plan.model_validate(plan_json()).stages[0].memory
+    assert memory is not None
+    assert memory.total == 64.0
 
 
 def test_what_a_plan_knows() -> None:

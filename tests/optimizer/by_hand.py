@@ -61,36 +61,54 @@ class Costs:
                 seconds = max(seconds, 2 * sent / (B * m) / self.compression)
         return seconds
 
-    def time(self, level, plan):
+    def time(self, level, plan, seconds=None):
+        """`seconds[start, end]` of the stages on one device, where that is not their compute."""
+
+        def inner(start, end, inside):
+            if inside is not None:
+                return self.time(level - 1, inside, seconds)
+            return self.compute(end - start) if seconds is None else seconds[start, end]
+
         return max(
-            self.stage(
-                level,
-                start,
-                end,
-                replicas,
-                self.compute(end - start) if inside is None else self.time(level - 1, inside),
-                index == 0,
-            )
+            self.stage(level, start, end, replicas, inner(start, end, inside), index == 0)
             for index, (start, end, replicas, inside) in enumerate(plan)
         )
 
-    def memory(self, plan, schedule):
-        """The bytes on the fullest worker."""
-        stages = list(flatten(plan))
-        return max(
-            self.worker_memory(start, end, replicas, sum(s[2] for s in stages[i:]), schedule)
-            for i, (start, end, replicas) in enumerate(stages)
-        )
+    def within(self, plan, schedule, memory, recompute="never", states=0):
+        """The bytes on the fullest worker, and the seconds of each stage on one device.
 
-    def worker_memory(self, start, end, replicas, workers_from_here, schedule):
-        in_flight = math.ceil(workers_from_here / replicas)
-        versions = in_flight if schedule == "weight-stashing" else 1
+        None where a stage does not fit in `memory`. With `auto` one that does not do so plain may
+        do its forward pass again; with `always` all do but the last.
+        """
+        stages, most, seconds = list(flatten(plan)), 0, {}
+        for i, (start, end, replicas) in enumerate(stages):
+            in_flight = math.ceil(sum(s[2] for s in stages[i:]) / replicas)
+            ways = {"never": [False], "auto": [False, True], "always": [True]}[recompute]
+            for again in ways if i < len(stages) - 1 else [False]:
+                held = self.worker_memory(start, end, in_flight, schedule, again, states)
+                if held <= memory:
+                    break
+            else:
+                return None
+            most = max(most, held)
+            forward = math.fsum(self.nodes[n].forward_seconds for n in end - start)
+            seconds[start, end] = self.compute(end - start) + (forward if again else 0)
+        return most, seconds
+
+    def worker_memory(self, start, end, in_flight, schedule, again=False, states=0):
+        """Without measured footprints: a node saves its outputs and needs its gradients."""
+        stashing = schedule == "weight-stashing"
         weights = self.parameters(end - start)
-        return (
-            weights * versions
-            + weights
-            + in_flight * (self.outputs(end - start) + self.read(start, end))
-        )
+        held = weights * (1 + states) + (in_flight - 1) * weights * stashing
+        held += (in_flight + 1) * self.read(start, end) + self.across(end)
+        held += 0 if again else (in_flight - 1) * self.outputs(end - start)
+        inside = [name for name in self.nodes if name in end - start]
+        moments = [weights]
+        for position, name in enumerate(inside):
+            gone = weights if not stashing else self.parameters(inside[position + 1 :])
+            kept = self.outputs(inside[: position + 1])
+            moments.append(gone + kept + self.parameters([name]))
+        return held + max(moments)
 
 
 def flatten(plan):
@@ -221,11 +239,14 @@ def submeshes(machines, begin, straight):
             return
 
 
-def flat_times(costs, pipeline):
-    """What each stage takes: level by level, with the link at the level that joins it on."""
+def flat_times(costs, pipeline, alone):
+    """What each stage takes: level by level, with the link at the level that joins it on.
+
+    `alone[start, end]`: on one device.
+    """
     times, previous = [], None
     for start, end, devices in pipeline:
-        seconds, inner = costs.compute(end - start), 1
+        seconds, inner = alone[start, end], 1
         for level, count in enumerate(costs.machines):
             outer = inner * count
             spanned = {device // inner % count for device in devices}
@@ -241,10 +262,7 @@ def flat_times(costs, pipeline):
     return times
 
 
-def flat_memory(costs, pipeline, schedule):
-    """The bytes on the fullest worker."""
-    workers = [len(devices) for _, _, devices in pipeline]
-    return max(
-        costs.worker_memory(start, end, workers[i], sum(workers[i:]), schedule)
-        for i, (start, end, _) in enumerate(pipeline)
-    )
+def flat_within(costs, pipeline, *keeping):
+    """As `Costs.within`, for a flat pipeline."""
+    plan = [(start, end, len(devices), None) for start, end, devices in pipeline]
+    return costs.within(plan, *keeping)

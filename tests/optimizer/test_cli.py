@@ -73,8 +73,8 @@ def test_flags_reach_the_planner(tmp_path):
     assert plan.replicas == (1, 1, 1, 1)
     assert plan.schedule == "flush"
     assert plan.predicted.cost_model == "released"
-    assert pd_optimize(TRANSLATION, *shared, "--memory", "40MB").returncode == 0
-    assert all(s.memory_bytes <= 40e6 for s in read_plan(tmp_path / "plan.json").stages)
+    assert pd_optimize(TRANSLATION, *shared, "--memory", "50MB").returncode == 0
+    assert all(s.memory_bytes <= 50e6 for s in read_plan(tmp_path / "plan.json").stages)
     slow = ("--machines", "4", "--bandwidth", "1kB", "-o", tmp_path, "--fewer-machines")
     assert pd_optimize(TRANSLATION, *slow).returncode == 0
     assert read_plan(tmp_path / "plan.json").workers < 4

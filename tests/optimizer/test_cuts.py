@@ -35,7 +35,7 @@ def test_what_lies_before_a_cut(cuts):
     assert cuts.seconds[state] == pytest.approx(0.003)
     assert cuts.working[state] == 2
     assert cuts.parameter_bytes[state] == 111
-    assert cuts.activation_bytes[state] == 123
+    assert cuts.sum(cuts.graph.output_bytes)[state] == 123
 
 
 def test_each_live_tensor_crosses_once(cuts):

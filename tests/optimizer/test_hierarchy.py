@@ -1,6 +1,7 @@
 """The dynamic program against every plan there is, tried one by one."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -50,21 +51,28 @@ def graphs(draw, most=10):
     return graph
 
 
-def best_of_all(by_hand, costs, cuts, rules, memory=None, schedule="weight-stashing"):
+def best_of_all(by_hand, costs, cuts, rules, *keeping):
     """The least time over every plan, infinite if none fits."""
     level = len(costs.machines) - 1
     plans = by_hand.every_plan(cuts, costs.machines, rules.straight, rules.fewer_machines)
+    held = ((plan, costs.within(plan, *keeping)) for plan in plans)
     return min(
-        (
-            costs.time(level, plan)
-            for plan in plans
-            if memory is None or costs.memory(plan, schedule) <= memory
-        ),
-        default=math.inf,
+        (costs.time(level, plan, found[1]) for plan, found in held if found), default=math.inf
     )
 
 
-def check(by_hand, graph, machines, model, rules, most_cuts, share=None, schedule="flush"):
+def check(
+    by_hand,
+    graph,
+    machines,
+    model,
+    rules,
+    most_cuts,
+    share=None,
+    schedule="flush",
+    recompute="auto",
+    optimizer="sgd",
+):
     """Plans, tries every plan, compares; with `share` of the memory that the free plan needs."""
     name, compression = model
     cuts = by_hand.downsets(graph)
@@ -74,14 +82,24 @@ def check(by_hand, graph, machines, model, rules, most_cuts, share=None, schedul
     latency = (1e-4, 2e-3, 5e-3)[: len(machines)]
     costs = by_hand.Costs(graph, machines, bandwidth, name, compression, latency)
     cluster = Cluster(machines=machines, bandwidth=bandwidth, latency=latency)
-    request = Request(graph, cluster, COST_MODELS[name](compression), schedule, None, rules)
+    request = Request(
+        graph,
+        cluster,
+        COST_MODELS[name](compression),
+        schedule,
+        rules=rules,
+        recompute=recompute,
+        optimizer=optimizer,
+    )
     outcome = optimize(request)
     memory = None
     if share is not None:
         memory = share * max(stage.memory_bytes for stage in outcome.plan.stages)
         assume(memory > 0)
-        request = Request(graph, cluster, request.model, schedule, memory, rules)
-    best = best_of_all(by_hand, costs, cuts, rules, memory, schedule)
+        request = replace(request, memory=memory)
+    room = math.inf if memory is None else memory
+    keeping = (schedule, room, recompute, {"sgd": 0, "momentum": 1, "adam": 2}[optimizer])
+    best = best_of_all(by_hand, costs, cuts, rules, *keeping)
     if best == math.inf:
         with pytest.raises(UserError, match="no plan fits"):
             optimize(request)
@@ -93,10 +111,16 @@ def check(by_hand, graph, machines, model, rules, most_cuts, share=None, schedul
     assert predicted.seconds_per_minibatch == pytest.approx(best, rel=1e-9)
     assert predicted.lower_bound_seconds == pytest.approx(best, rel=1e-9)
     nested = by_hand.nest(outcome.plan, graph)
-    assert costs.time(len(machines) - 1, nested) == pytest.approx(best, rel=1e-9)
+    most, seconds = costs.within(nested, *keeping)
+    assert costs.time(len(machines) - 1, nested, seconds) == pytest.approx(best, rel=1e-9)
     held = max(stage.memory_bytes for stage in outcome.plan.stages)
-    assert held == pytest.approx(costs.memory(nested, schedule))
+    assert held == pytest.approx(most)
     assert memory is None or held <= memory
+    assert [stage.compute_seconds for stage in outcome.plan.stages] == pytest.approx(
+        list(seconds.values())
+    )
+    for stage in outcome.plan.stages:
+        assert stage.memory.total == pytest.approx(stage.memory_bytes)
     if not rules.fewer_machines:
         assert outcome.plan.workers == cluster.devices
 
@@ -137,11 +161,13 @@ def test_three_levels_equal_brute_force(by_hand, graph, model, rules):
     rules=st.builds(Rules, st.booleans(), st.booleans()),
     share=st.sampled_from([0.3, 0.5, 0.7, 0.9]),
     schedule=st.sampled_from(["weight-stashing", "flush"]),
+    recompute=st.sampled_from(["never", "auto", "always"]),
+    optimizer=st.sampled_from(["sgd", "momentum", "adam"]),
 )
 def test_plans_within_memory_equal_brute_force(
-    by_hand, graph, machines, model, rules, share, schedule
+    by_hand, graph, machines, model, rules, share, schedule, recompute, optimizer
 ):
-    check(by_hand, graph, machines, model, rules, 10, share, schedule)
+    check(by_hand, graph, machines, model, rules, 10, share, schedule, recompute, optimizer)
 
 
 @settings(max_examples=60, deadline=None)

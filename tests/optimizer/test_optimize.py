@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -110,8 +111,10 @@ def test_figures_of_a_plan_worked_out_by_hand(make_graph):
     assert (last.nodes, last.ranks) == (("b",), (3,))
     assert first.compute_seconds == pytest.approx(0.030)
     assert first.parameter_bytes == 1e3
-    assert first.memory_bytes == 1e3 * (2 + 1) + 2 * 1e5
-    assert last.memory_bytes == 1e8 * (1 + 1) + (1e5 + 2e5)
+    # Two versions, the gradients; two sets of activations, the gradient of what is sent.
+    assert first.memory_bytes == 1e3 * (2 + 1) + 2 * 1e5 + 1e5
+    # One more input is on its way.
+    assert last.memory_bytes == 1e8 * (1 + 1) + 2 * 1e5 + 2e5
     predicted = outcome.plan.predicted
     assert predicted.cost_model == "paper"
     assert predicted.seconds_per_minibatch == pytest.approx(0.010)
@@ -193,35 +196,59 @@ def test_memory_that_does_not_suffice_names_the_stage_and_the_remedies(make_grap
     with pytest.raises(UserError) as caught:
         optimize(Request(graph, cluster, Paper(), memory=250e3))
     message = caught.value.format_message()
-    # Both devices with the whole model: 3e3 * 2 + 3e5. Or b with what it reads: 2e3 * 2 + 3e5.
+    # Both devices with the whole model, at b's gradients: 3e3 + 3e5 + 2e3. More devices do not
+    # help: b with what it reads needs more.
     assert message == (
-        "--memory 250 kB: no plan fits; the closest needs 304 kB in stage 1 of 2 (b): 4 kB for"
-        " weights and gradients, 300 kB for the activations of 1 minibatch in flight; give at least"
-        " --memory 304kB, more machines or a smaller batch"
+        "--memory 250 kB: no plan fits; the closest needs 305 kB in stage 0 of 1 (2 nodes, a to b):"
+        " 3 kB for weights, optimizer and gradients, 302 kB for the activations of 1 minibatch in"
+        " flight; give at least --memory 305kB or a profile with half the batch"
     )
-    fits = optimize(Request(graph, cluster, Paper(), memory=304e3))
-    assert max(stage.memory_bytes for stage in fits.plan.stages) <= 304e3
+    fits = optimize(Request(graph, cluster, Paper(), memory=305e3))
+    assert max(stage.memory_bytes for stage in fits.plan.stages) <= 305e3
 
 
 def test_replicas_share_the_minibatches_of_the_workers_behind_them(make_graph):
-    # Two workers behind two replicas of a: two minibatches in flight, 10 * 3 + 2 * 100 bytes; the
-    # whole model on one would take 20 * 2 + 200.
-    graph = make_graph("a b", "a-b", a=(20, 100, 10), b=(20, 100, 10))
+    # Two workers behind two replicas of a: two minibatches in flight, 1000 * 3 + 2 * 10 + 10
+    # bytes; the whole model on one would take more than 2000 * 2.
+    graph = make_graph("a b", "a-b", a=(20, 10, 1000), b=(20, 10, 1000))
     cluster = Cluster(machines=(1, 4), bandwidth=(1e9, 1e9))
     for rules in (Rules(), Rules(fewer_machines=True)):
-        plan = optimize(Request(graph, cluster, Paper(), memory=235, rules=rules)).plan
+        plan = optimize(Request(graph, cluster, Paper(), memory=3500, rules=rules)).plan
         assert plan.replicas == (2, 2)
-        assert [stage.memory_bytes for stage in plan.stages] == [230, 220]
+        assert [stage.memory_bytes for stage in plan.stages] == [3030, 2030]
 
 
-def test_flush_is_named_where_it_would_help(make_graph):
+def refusal(request):
+    """The remedies that are named where nothing fits."""
+    with pytest.raises(UserError) as caught:
+        optimize(request)
+    return caught.value.format_message().partition("give at least ")[2]
+
+
+def test_each_remedy_is_named_where_it_would_help_and_does(make_graph):
+    straight, small = Rules(straight=True), {"a": (30, 10, 1e6), "b": (30, 10, 1e6)}
+    # Weights are what is large: the first of three stages has three versions.
+    graph = make_graph("a b c", "a-b b-c", **small, c=(30, 10, 1e6))
+    request = Request(
+        graph, Cluster(machines=(3,), bandwidth=(1e9,)), Paper(), memory=3.5e6, rules=straight
+    )
+    assert refusal(request) == "--memory 4001kB or --schedule flush"
+    assert optimize(replace(request, schedule="flush")).plan.schedule == "flush"
+    # Activations are: the first stage has two sets of them.
+    graph = make_graph("a b c", "a-b b-c", a=(30, 1e6, 10), b=(30, 10, 10), c=(30, 10, 10))
+    two = Cluster(machines=(2,), bandwidth=(1e9,))
+    request = Request(graph, two, Paper(), memory=1.5e6, rules=straight, recompute="never")
+    remedies = "--memory 2001kB, --recompute auto or a profile with half the batch"
+    assert refusal(request) == remedies
+    plan = optimize(replace(request, recompute="auto")).plan
+    assert [stage.recompute for stage in plan.stages] == [True, False]
+    assert plan.stages[0].compute_seconds == pytest.approx(2 * 0.060)
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(2 * 0.060)
+    # More devices: weights without versions in flight, a half on each.
     graph = make_graph("a b", "a-b", a=(30, 10, 1e6), b=(30, 10, 1e6))
-    cluster = Cluster(machines=(2,), bandwidth=(1e9,))
-    straight = Rules(straight=True)
-    with pytest.raises(UserError, match=r"or --schedule flush \(at least 2001kB\)"):
-        optimize(Request(graph, cluster, Paper(), memory=2.5e6, rules=straight))
-    plan = optimize(Request(graph, cluster, Paper(), "flush", 2.5e6, straight)).plan
-    assert plan.schedule == "flush"
+    one = Request(graph, Cluster(machines=(1,), bandwidth=(1e9,)), Paper(), memory=3.2e6)
+    assert refusal(one) == "--memory 4001kB or --machines 2"
+    assert len(optimize(replace(one, cluster=two)).plan.stages) == 2
 
 
 def test_straight_needs_a_node_for_each_device(make_graph):

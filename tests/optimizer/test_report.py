@@ -23,8 +23,10 @@ def test_a_row_for_each_stage_and_the_comparison(make_graph):
     graph = make_graph("a b c", "a-b b-c", a=(30, 1e5, 1e3), b=(6, 2e5, 1e8), c=(4, 10, 0))
     lines = report(graph, (3,))
     assert lines[0] == "2 stages on 3 of 3 devices (3), weight-stashing, cost model paper"
-    assert "0 1 a Linear 30 ms 2 15 ms compute 2 3 kB 200 kB" in lines
-    assert "1 2 b Linear ... c Linear 10 ms 1 10 ms compute 1 200 MB 300 kB" in lines
+    assert "0 1 a Linear 30 ms 2 15 ms compute 2 303 kB" in lines
+    assert "1 2 b Linear ... c Linear 10 ms 1 10 ms compute 1 200 MB" in lines
+    assert "0 1 kB 1 kB 0 B 0 B 200 kB 100 kB 1 kB 303 kB" in lines
+    assert "Memory of one worker, with sgd's state" in lines
     assert "this plan, per minibatch 15 ms" in lines
     assert "its schedule, simulated - too long to simulate for 3 workers" in lines
     assert "one worker 40 ms this plan is 2.67 times as fast" in lines

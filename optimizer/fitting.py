@@ -1,0 +1,174 @@
+"""What the workers of a plan hold; where nothing fits, which comes closest and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from math import ceil
+from typing import TYPE_CHECKING
+
+from pipedream.graph.command import UserError
+from pipedream.graph.footprint import Footprint
+from pipedream.graph.plan import StageMemory as StageItems
+from pipedream.graph.units import show_bytes
+from pipedream.optimizer.cuts import Cuts
+from pipedream.optimizer.hierarchy import NestedStage, Search, Solution
+from pipedream.optimizer.latency import Latency, LatencySearch
+from pipedream.optimizer.memory import Memory, StageMemory
+from pipedream.optimizer.planning import PlanningGraph
+from pipedream.optimizer.prefixes import prefixes
+from pipedream.optimizer.stage_cost import LeastMemory, MemoryLimit
+from pipedream.optimizer.submesh import Mesh
+from pipedream.runtime.schedule import warm_up
+
+FULLEST = 10**9
+"""Of so many microbatches all that matters is the slowest stage: here, the fullest."""
+
+if TYPE_CHECKING:
+    from pipedream.optimizer.optimize import Request
+
+_FEW = 300
+"""Cuts over which a remedy is tried: one that gives a plan over these gives a plan."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a worker of one stage holds, for how many minibatches, and whether it recomputes."""
+
+    in_flight: int
+    recompute: bool
+    memory: Memory
+
+    @property
+    def bytes(self) -> float:
+        return float(self.memory.total[0])
+
+    @property
+    def items(self) -> StageItems:
+        """The memory as plan.json has it."""
+        items = {item.name: getattr(self.memory, item.name)[0] for item in fields(Memory)}
+        return StageItems(**items)
+
+
+def loads(held: StageMemory, limit: MemoryLimit | None, solution: Solution) -> list[Load]:
+    """The load of each stage, by the rule that the search goes by."""
+    replicas = [stage.replicas for stage in solution.stages]
+    found = []
+    for position, stage in enumerate(solution.stages):
+        minibatches = warm_up(replicas, position)
+        end = slice(stage.end, stage.end + 1)
+        again = False
+        if limit is not None:
+            again = bool(limit.choose(stage.start, end, minibatches)[1][0])
+        found.append(Load(minibatches, again, held.of(stage.start, end, minibatches, again)))
+    return found
+
+
+def fullest(loads: Sequence[Load]) -> float:
+    """The bytes on the worker that holds most."""
+    return max(load.bytes for load in loads)
+
+
+def nothing_fits(held: StageMemory, request: Request, memory: float) -> UserError:
+    """Names the stage that is too large in the plan that comes closest, and what would help."""
+    cuts, again = held.cuts, request.recompute != "never"
+    closest = _least(held, request, again)
+    assert closest is not None
+    # The least memory: as much recomputation as the user allows.
+    limit = MemoryLimit(0.0, held, "always" if again else "never")
+    found = loads(held, limit, closest)
+    position = max(range(len(found)), key=lambda stage: found[stage].bytes)
+    load = found[position]
+    remedies = [f"give at least --memory {_round_up(load.bytes)}"]
+    remedies += _remedies(held, request, memory)
+    help = ", ".join(remedies[:-1]) + " or " + remedies[-1] if remedies[1:] else remedies[0]
+    return UserError(
+        f"--memory {show_bytes(memory)}: no plan fits; the closest needs {show_bytes(load.bytes)}"
+        f" in stage {position} of {len(closest.stages)}"
+        f" ({_describe(cuts, closest.stages[position])}): {_items(load)}; {help}"
+    )
+
+
+def _least(held: StageMemory, request: Request, recompute: bool) -> Solution | None:
+    """The plan whose fullest worker holds least; its cost is those bytes."""
+    machines, cost = request.cluster.machines, LeastMemory(held, recompute)
+    if request.latency is None:
+        return Search(held.cuts, machines, cost, request.rules).best()
+    search = LatencySearch(held.cuts, Mesh(machines), cost, request.rules, Latency(FULLEST))
+    fullest = search.best()
+    return fullest and Solution(fullest.cost / FULLEST, fullest.stages)
+
+
+def _remedies(held: StageMemory, request: Request, memory: float) -> Iterator[str]:
+    """What would make a plan fit, each tried by planning."""
+    graph, keeping, again = held.cuts.graph, held.keeping, request.recompute != "never"
+    cuts = held.cuts if len(held.cuts) <= _FEW else Cuts(graph, prefixes(graph, _FEW))
+    held = StageMemory(cuts, keeping)
+
+    def fits(held: StageMemory, request: Request, recompute: bool) -> bool:
+        best = _least(held, request, recompute)
+        return best is not None and best.cost <= memory
+
+    helped = not again and fits(held, request, True)
+    if helped:
+        yield "--recompute auto"
+    if keeping.schedule == "weight-stashing":
+        flush = StageMemory(cuts, replace(keeping, schedule="flush"))
+        if fits(flush, request, again):
+            yield "--schedule flush"
+        elif not again and not helped and fits(flush, request, True):
+            yield "--schedule flush with --recompute auto"
+    *inner, outer = request.cluster.machines
+    for factor in (2, 4, 8):
+        machines = (*inner, outer * factor)
+        more = replace(request, cluster=request.cluster.model_copy(update={"machines": machines}))
+        if fits(held, more, again):
+            yield "--machines " + ",".join(map(str, machines))
+            break
+    for part, name in ((2, "half"), (4, "a quarter of"), (8, "an eighth of")):
+        smaller = StageMemory(Cuts(_batch_divided(graph, part), cuts.downsets), keeping)
+        if fits(smaller, request, again):
+            yield f"a profile with {name} the batch"
+            break
+
+
+def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
+    """The same model with a smaller minibatch: what goes by example shrinks, parameters do not."""
+    nodes = graph.graph.nodes
+    smaller = graph.graph.with_nodes(
+        replace(node, activation_bytes=tuple(size / part for size in node.activation_bytes))
+        for node in nodes.values()
+    )
+    footprints = graph.footprints and {
+        name: Footprint(
+            saved=kept.saved / part,
+            workspace=max(kept.workspace / part, nodes[name].parameter_bytes),
+            given=kept.given / part,
+        )
+        for name, kept in graph.footprints.items()
+    }
+    return PlanningGraph.of(smaller, footprints)
+
+
+def _items(load: Load) -> str:
+    """What it is made of, for a person."""
+    memory = load.memory
+    weights = memory.parameters + memory.weight_versions + memory.optimizer_state
+    passing = memory.activations + memory.inputs + memory.workspace
+    plural = "" if load.in_flight == 1 else "es"
+    return (
+        f"{show_bytes(float(weights[0] + memory.gradients[0]))} for weights, optimizer and"
+        f" gradients, {show_bytes(float(passing[0]))} for the activations of"
+        f" {load.in_flight} minibatch{plural} in flight"
+    )
+
+
+def _describe(cuts: Cuts, stage: NestedStage) -> str:
+    names = [cuts.graph.names[node] for node in cuts.nodes(stage.start, stage.end)]
+    return names[0] if len(names) == 1 else f"{len(names)} nodes, {names[0]} to {names[-1]}"
+
+
+def _round_up(amount: float) -> str:
+    """An amount that --memory takes and that is enough."""
+    unit, factor = ("MB", 1e6) if amount >= 1e8 else ("kB", 1e3) if amount >= 1e5 else ("B", 1.0)
+    return f"{ceil(amount / factor)}{unit}"
