@@ -50,12 +50,20 @@ Memory: TypeAlias = Mapping[int, Sequence[tuple[float, float]]]
 
 @dataclass(frozen=True)
 class Panel:
-    """One of several timelines in a picture: of minibatches `first` to `first + count - 1`."""
+    """One of several timelines in a picture: of minibatches `first` to `first + count - 1`.
+
+    Of more ranks than `most_rows` some are drawn, evenly spaced.
+    """
 
     title: str
     ranks: Timeline
     first: int = 0
     count: int = 12
+    most_rows: int = _MOST_ROWS
+
+    @property
+    def shown(self) -> Timeline:
+        return {rank: self.ranks[rank] for rank in _some(sorted(self.ranks), self.most_rows)}
 
 
 class _Style(NamedTuple):
@@ -82,8 +90,8 @@ def draw(ranks: Timeline, path: Path, title: str, first: int = 0, count: int = 1
     """A Gantt chart (PNG) of minibatches `first` to `first + count - 1`, a row for each rank.
 
     The window reaches from the begin of the first of their passes to the end of the last, and shows
-    whatever else ran meanwhile. A minibatch's number stands in its box where it fits. The first 32
-    ranks are drawn.
+    whatever else ran meanwhile. A minibatch's number stands in its box where it fits. Of more than
+    32 ranks some are drawn, evenly spaced.
     """
     draw_panels([Panel(title, ranks, first, count)], path)
 
@@ -92,7 +100,7 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     """Like `draw`, with one timeline under the other; all have the scale of the longest."""
     from matplotlib.figure import Figure
 
-    rows = [min(len(panel.ranks), _MOST_ROWS) for panel in panels]
+    rows = [len(panel.shown) for panel in panels]
     windows = [_window(p.ranks, range(p.first, p.first + p.count)) for p in panels]
     length = max(end - begin for begin, end in windows)
     height = 1.0 + sum(1.0 + 0.5 * count for count in rows)
@@ -115,7 +123,7 @@ def draw_memory(memory: Memory, path: Path, title: str, limit: float | None = No
     most = max((held for steps in memory.values() for _, held in steps), default=0.0)
     end = max((time for steps in memory.values() for time, _ in steps), default=1.0)
     (factor, size), (scale, unit) = _size(max(most, limit or 0.0)), _unit(end)
-    shown = sorted(memory)[:_MOST_ROWS]
+    shown = _some(sorted(memory), _MOST_ROWS)
     for rank in shown:
         times, held = zip(*memory[rank], strict=True) if memory[rank] else ((), ())
         axes.step(
@@ -179,7 +187,7 @@ def _named(what: str, rank: int, name: str) -> dict[str, Any]:
 
 
 def _draw_panel(axes: Axes, panel: Panel, begin: float, end: float) -> None:
-    ranks = {rank: panel.ranks[rank] for rank in sorted(panel.ranks)[:_MOST_ROWS]}
+    ranks = panel.shown
     scale, unit = _unit(end - begin)
     axes.set_xlim(0, (end - begin) * scale)
     for row, events in enumerate(ranks.values()):
@@ -193,6 +201,13 @@ def _draw_panel(axes: Axes, panel: Panel, begin: float, end: float) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     title = f"{panel.title}, {_which(panel)}" + _left_out(len(ranks), len(panel.ranks))
     axes.set_title(title, loc="left")
+
+
+def _some(ranks: Sequence[int], most: int) -> list[int]:
+    """All of them, or `most` from the first to the last."""
+    if len(ranks) <= most:
+        return list(ranks)
+    return [ranks[round(index * (len(ranks) - 1) / (most - 1))] for index in range(most)]
 
 
 def _left_out(shown: int, total: int) -> str:

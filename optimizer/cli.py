@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipedream.graph.model import Graph
     from pipedream.graph.plan import OptimizerName, Plan, Recompute, ScheduleName
     from pipedream.optimizer.latency import Latency
+    from pipedream.optimizer.optimize import Request
     from pipedream.optimizer.simulator import Simulation
 
 _MOST_DEVICES = 100_000
@@ -86,7 +87,8 @@ _MOST_DEVICES = 100_000
     "--microbatches",
     type=click.IntRange(min=1),
     metavar="B",
-    help="For latency: the minibatches of GRAPH that make one batch.",
+    help="For latency: the minibatches of GRAPH that make one batch. For --compare, the same of"
+    " plans with a flush.  [default: 4 for each device]",
 )
 @click.option(
     "--epsilon",
@@ -104,6 +106,11 @@ _MOST_DEVICES = 100_000
     "--timeline",
     is_flag=True,
     help="Draw the simulated schedule: timeline.png, timeline.json (Perfetto), memory.png.",
+)
+@click.option(
+    "--compare",
+    is_flag=True,
+    help="Set the plan beside five others, each simulated: a table, compare.csv, compare.png.",
 )
 @click.option(
     "--update-rate",
@@ -149,6 +156,7 @@ def main(
     epsilon: float | None,
     layers: int | None,
     timeline: bool,
+    compare: bool,
     update_rate: str,
     optimizer: OptimizerName,
     recompute: Recompute,
@@ -160,7 +168,8 @@ def main(
     """
     where = _cluster(cluster, machines, bandwidth, latency)
     limit = None if memory is None else _bytes("--memory", memory)
-    aim = _latency(objective, schedule, microbatches, epsilon, layers)
+    of_latency = None if compare and objective == "throughput" else microbatches
+    aim = _latency(objective, schedule, of_latency, epsilon, layers)
     rate = _bytes("--update-rate", update_rate)
 
     from pipedream.graph.text import read_graph
@@ -197,6 +206,25 @@ def main(
     folder = graph.parent / "plan" if output is None else output
     print_report(outcome, model)
     _write(outcome.plan, model, folder, simulation if timeline else None, limit)
+    if compare:
+        _compare(request, microbatches or 4 * where.devices, rate, folder)
+
+
+def _compare(request: Request, microbatches: int, update_rate: float, folder: Path) -> None:
+    """Prints the table of --compare, and writes it as data and as timelines."""
+    from pipedream.optimizer.compare import (
+        compare,
+        comparison_frame,
+        comparison_table,
+        draw_comparison,
+    )
+    from pipedream.optimizer.report import make_console
+
+    contenders = compare(request, microbatches, update_rate)
+    make_console().print(comparison_table(contenders, microbatches))
+    comparison_frame(contenders).to_csv(folder / "compare.csv", index=False)
+    draw_comparison(contenders, folder / "compare.png")
+    click.echo(f"Written: {folder}/compare.csv, compare.png")
 
 
 def _latency(

@@ -24,10 +24,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pipedream.optimizer.cuts import Cuts, States
-from pipedream.optimizer.hierarchy import TIE, NestedStage, Rules, Share
+from pipedream.optimizer.hierarchy import TIE, NestedStage, Rules
 from pipedream.optimizer.planning import Floats, Ints
 from pipedream.optimizer.stage_cost import StageCost
-from pipedream.optimizer.submesh import Mesh, Submesh
+from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
 
 # Elementary steps that one pass may have; about 20 are made. Costs of stages that may be kept.
 _STEPS = 2e8
@@ -165,7 +165,8 @@ class LatencySearch:
                 ranges.append(_Range(low, _below(found.slowest), found.total))
                 if goal.seconds(found.total, found.slowest) < cost:
                     best, cost = found, goal.seconds(found.total, found.slowest)
-        return LatencySolution(cost, cost - slack, tuple(map(self._nested, best.stages)))
+        stages = tuple(nested_stage(self.mesh, *stage) for stage in best.stages)
+        return LatencySolution(cost, cost - slack, stages)
 
     def _within(self, limit: float) -> _Pipeline | None:
         """The pipeline of the least sum whose every stage takes at most `limit`."""
@@ -288,22 +289,6 @@ class LatencySearch:
             yield float(costs[moves.kind[move], column]), (start, end, submesh)
             choices = self._onward[moves.target[move]]
             spot, start = int(choices[least[choices, end].argmin()]), end
-
-    def _nested(self, stage: tuple[int, int, Submesh]) -> NestedStage:
-        """The stage as shares of every level, each with the stage's own cuts."""
-        start, end, submesh = stage
-        shares = (
-            Share(
-                level=level,
-                start=start,
-                end=end,
-                offset=self.mesh.offset(submesh.begin, level),
-                replicas=replicas,
-                first=level != submesh.entry,
-            )
-            for level, replicas in enumerate(self.mesh.shape(submesh.size), start=1)
-        )
-        return NestedStage(tuple(shares))
 
 
 def _below(seconds: float) -> float:

@@ -33,7 +33,7 @@ from pipedream.optimizer.placement import compute_seconds, data_parallel_time, r
 from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.prefixes import orders, prefixes
 from pipedream.optimizer.stage_cost import MemoryLimit, Replication
-from pipedream.optimizer.submesh import Mesh
+from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
 
 # Cuts to choose from where there are too many to try them all: more take longer and gain little.
 SAMPLE = 3_000
@@ -258,3 +258,21 @@ def _stages(
             zip(solution.stages, nodes, found, strict=True)
         )
     )
+
+
+def given_plan(
+    request: Request, graph: PlanningGraph, ends: Sequence[int], sizes: Sequence[int]
+) -> Outcome:
+    """The plan whose stages are runs of `graph`'s nodes: nothing is sought, and no limit kept.
+
+    Stage s ends before node `ends[s]`, on the next `sizes[s]` devices, a submesh of the cluster.
+    """
+    cuts = Cuts(graph, [(1 << end) - 1 for end in (0, *ends)])
+    mesh = Mesh(request.cluster.machines)
+    stages, begin = [], 0
+    for stage, size in enumerate(sizes):
+        submesh = Submesh(begin, size, mesh.entry(begin))
+        stages.append(nested_stage(mesh, stage, stage + 1, submesh))
+        begin += size
+    held = StageMemory(cuts, Keeping(request.schedule, request.optimizer))
+    return _outcome(held, request, Solution(0.0, tuple(stages)), 0.0, exact=False)

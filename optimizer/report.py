@@ -17,14 +17,17 @@ _WIDEST_NAME = 24
 
 def print_report(outcome: Outcome, graph: Graph, console: Console | None = None) -> None:
     """Prints a row for each stage, then the time per minibatch beside the two simple plans'."""
-    if console is None:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=_PIPED_WIDTH)
+    console = console or make_console()
     console.print(_stage_table(outcome, graph))
     console.print(_memory_table(outcome))
     console.print(_comparison(outcome))
     console.print(_remark(outcome), markup=False, soft_wrap=True)
+
+
+def make_console() -> Console:
+    """The terminal, or a page of fixed width where the output goes elsewhere."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
 
 
 def _stage_table(outcome: Outcome, graph: Graph) -> Table:

@@ -42,12 +42,13 @@ class Simulation:
 
     `seconds_per_minibatch` in the steady state, filling and draining of the pipeline left out.
     `bubble`: the share of the workers' time, then, in which they neither compute nor update.
-    `memory`: for each rank the bytes it holds from which second on: weight versions, one set of
-    gradients, stashed activations.
+    `steady_from`: the first minibatch of that state. `memory`: for each rank the bytes it holds
+    from which second on, as `Held` has it.
     """
 
     seconds_per_minibatch: float
     bubble: float
+    steady_from: int
     events: Mapping[int, Sequence[Event]]
     memory: Mapping[int, Sequence[tuple[float, float]]]
 
@@ -129,6 +130,7 @@ def simulate(
     return Simulation(
         seconds_per_minibatch=period,
         bubble=max(0.0, bubble),
+        steady_from=span.first,
         events={run.rank(worker): state.events for worker, state in run.states.items()},
         memory={run.rank(worker): state.memory for worker, state in run.states.items()},
     )
@@ -140,12 +142,15 @@ def _speed(cluster: Cluster, rank: int) -> float:
 
 @dataclass
 class _State:
-    """Where one worker stands; `in_flight`: the weight version of each minibatch."""
+    """Where one worker stands; `in_flight`: the weight version of each minibatch; `gradients`:
+    whether it holds any that no update has used.
+    """
 
     actions: Sequence[Action]
     position: int = 0
     version: int = 0
     in_flight: dict[int, int] = field(default_factory=dict)
+    gradients: bool = False
     events: list[Event] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
 
@@ -233,15 +238,20 @@ class _Run:
     def _backward(self, now: float, worker: Worker) -> None:
         action, state = self._action(worker), self.states[worker]
         end = now + self.works[worker].backward_seconds
+        self._hold(worker, now, backward=True)
         del state.in_flight[action.minibatch]
+        state.gradients = True
         self._hold(worker, end)
         self.passes_over[action.minibatch] = max(self.passes_over[action.minibatch], end)
         self._done(worker, now, end)
 
     def _update(self, now: float, worker: Worker) -> None:
-        self.states[worker].version += 1
+        state, end = self.states[worker], now + self.works[worker].update_seconds
+        state.version += 1
         self._hold(worker, now)
-        self._done(worker, now, now + self.works[worker].update_seconds)
+        state.gradients = False
+        self._hold(worker, end)
+        self._done(worker, now, end)
 
     def _send(self, now: float, worker: Worker) -> None:
         action = self._action(worker)
@@ -280,9 +290,13 @@ class _Run:
         for each, since in self.gathering.pop(key).items():
             self._done(each, since, end)
 
-    def _hold(self, worker: Worker, now: float) -> None:
-        """Writes down what `worker` holds from now on."""
-        state, work = self.states[worker], self.works[worker]
-        versions = len({state.version, *state.in_flight.values()})
-        held = (versions + 1) * work.parameter_bytes + len(state.in_flight) * work.stash_bytes
-        state.memory.append((now, held))
+    def _hold(self, worker: Worker, now: float, backward: bool = False) -> None:
+        """Writes down what `worker` holds from now on; `backward`: in a backward pass."""
+        state, held = self.states[worker], self.works[worker].held
+        older = len({state.version, *state.in_flight.values()}) - 1
+        amount = held.always + older * held.version + len(state.in_flight) * held.minibatch
+        if backward:
+            amount += held.backward
+        elif state.gradients:
+            amount += held.gradients
+        state.memory.append((now, amount))

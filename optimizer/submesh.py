@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from pipedream.optimizer.hierarchy import NestedStage, Share
+
 
 class Submesh(NamedTuple):
     """`size` devices from number `begin` on; `entry` as in `Mesh.entry`."""
@@ -70,3 +72,19 @@ class Mesh:
         """
         starts = {-(-end // size) * size for size in self.within}
         return tuple(sorted(start for start in starts if start < self.devices or start == end))
+
+
+def nested_stage(mesh: Mesh, start: int, end: int, submesh: Submesh) -> NestedStage:
+    """The stage between two cuts as shares of every level, each with the stage's own cuts."""
+    shares = (
+        Share(
+            level=level,
+            start=start,
+            end=end,
+            offset=mesh.offset(submesh.begin, level),
+            replicas=replicas,
+            first=level != submesh.entry,
+        )
+        for level, replicas in enumerate(mesh.shape(submesh.size), start=1)
+    )
+    return NestedStage(tuple(shares))

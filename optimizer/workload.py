@@ -7,23 +7,51 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from pipedream.graph.model import Graph
-from pipedream.graph.plan import Plan
-from pipedream.runtime.schedule import Link
+from pipedream.graph.plan import Plan, StageMemory
+from pipedream.runtime.schedule import Link, warm_up
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes on one worker: always; for each older version of the weights; for each minibatch in
+    flight; while a backward pass lasts; from then to the update.
+    """
+
+    always: float = 0.0
+    version: float = 0.0
+    minibatch: float = 0.0
+    backward: float = 0.0
+    gradients: float = 0.0
+
+    @staticmethod
+    def of(memory: StageMemory | None, in_flight: int, recompute: bool) -> Held:
+        """What makes up `memory`, that of the fullest moment with so many minibatches in flight.
+
+        Nothing where the planner has not said.
+        """
+        if memory is None:
+            return Held()
+        passing = memory.workspace + memory.gradients
+        return Held(
+            always=memory.parameters + memory.optimizer_state,
+            version=memory.weight_versions / max(1, in_flight - 1),
+            minibatch=(memory.inputs + (0.0 if recompute else memory.activations)) / in_flight,
+            backward=passing + (memory.activations if recompute else 0.0),
+            gradients=memory.parameters,
+        )
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """Seconds of one minibatch on one worker, and bytes that the worker holds.
-
-    `update_seconds`: of the optimizer's step; `stash_bytes` for each minibatch in flight: the
-    outputs of the stage's nodes and what it has received.
+    """Seconds of one minibatch on one worker, `update_seconds` those of the optimizer's step; the
+    bytes of the parameters, and all that the worker holds.
     """
 
     forward_seconds: float
     backward_seconds: float
     update_seconds: float = 0.0
     parameter_bytes: float = 0.0
-    stash_bytes: float = 0.0
+    held: Held = Held()
 
     def at(self, speed: float) -> StageWork:
         """The same work on a device that is `speed` times as fast."""
@@ -56,7 +84,6 @@ class Workload:
         stage_of = plan.stage_of
         forward: dict[Link, float] = defaultdict(float)
         backward: dict[Link, float] = defaultdict(float)
-        received = [0.0] * len(plan.stages)
         learning = _learning(graph)
         for name, node in graph.nodes.items():
             if node.is_input and not graph.predecessors[name]:
@@ -66,12 +93,10 @@ class Workload:
                 link = stage_of[name], target
                 forward[link] += node.output_bytes
                 backward[link] += node.output_bytes if name in learning else 0.0
-                received[target] += node.output_bytes
         stages = []
-        for stage, read in zip(plan.stages, received, strict=True):
+        for stage in plan.stages:
             nodes = [graph.nodes[name] for name in stage.nodes]
             parameters = sum(node.parameter_bytes for node in nodes)
-            outputs = sum(node.output_bytes for node in nodes if not node.is_input)
             forward_seconds = sum(node.forward_seconds for node in nodes if not node.is_input)
             work = StageWork(
                 forward_seconds=forward_seconds,
@@ -79,7 +104,7 @@ class Workload:
                 + (forward_seconds if stage.recompute else 0.0),
                 update_seconds=parameters / update_rate,
                 parameter_bytes=parameters,
-                stash_bytes=read if stage.recompute else outputs + read,
+                held=Held.of(stage.memory, warm_up(plan.replicas, stage.stage), stage.recompute),
             )
             stages.append(work)
         return Workload(tuple(stages), dict(forward), dict(backward))

@@ -80,8 +80,7 @@ def test_panels_share_a_scale_and_a_legend(tmp_path, texts):
 def test_only_so_many_ranks_are_drawn(tmp_path, texts):
     draw(played((40, 1), 4), tmp_path / "timeline.png", "wide")
     assert "wide, all 4 minibatches (32 of 41 ranks)" in texts
-    assert "rank 31: stage 0.31" in texts
-    assert "rank 32: stage 0.32" not in texts
+    assert {"rank 0: stage 0", "rank 40: stage 1"} <= set(texts)
 
 
 def test_memory_has_a_line_for_each_rank_and_what_there_is(tmp_path, texts):

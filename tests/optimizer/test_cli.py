@@ -65,6 +65,17 @@ def test_the_plan_carries_its_simulated_time_and_timeline_draws_it(tmp_path):
     assert slower.seconds_per_minibatch > simulated.seconds_per_minibatch
 
 
+def test_compare_prints_a_table_and_writes_it_and_the_timelines(tmp_path):
+    done = pd_optimize(TRANSLATION, *LEVELS, "--compare", "--microbatches", "8", "-o", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in ("PipeDream", "Alpa", "straight", "GPipe", "equal parameters", "data parallelism"):
+        assert name in done.stdout
+    assert "of batches of 8" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 121
+    assert len((tmp_path / "compare.csv").read_text().splitlines()) == 7
+    assert (tmp_path / "compare.png").exists()
+
+
 def test_flags_reach_the_planner(tmp_path):
     shared = ("--machines", "4", "--bandwidth", "1GB", "-o", tmp_path)
     flags = ("--cost-model", "released", "--activation-compression", "2", "--straight")

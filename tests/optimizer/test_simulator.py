@@ -1,5 +1,6 @@
 """Timelines worked out by hand: a column is a second, a dot a second of waiting."""
 
+from itertools import pairwise
 from textwrap import dedent
 
 import pytest
@@ -7,8 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedream.graph.cluster import Cluster, DeviceKind
-from pipedream.optimizer.simulator import Span, simulate
-from pipedream.optimizer.workload import StageWork, Workload
+from pipedream.graph.model import Graph, Node
+from pipedream.optimizer.cost import Paper
+from pipedream.optimizer.optimize import Request, given_plan
+from pipedream.optimizer.planning import PlanningGraph
+from pipedream.optimizer.simulator import Span, simulate, simulate_plan
+from pipedream.optimizer.workload import Held, StageWork, Workload
 from pipedream.runtime.checker import check
 from pipedream.runtime.schedule import Kind, schedule
 
@@ -138,7 +143,7 @@ works = st.builds(
     *[st.floats(0.1, 5)] * 2,
     update_seconds=st.floats(0, 1),
     parameter_bytes=st.floats(0, 50),
-    stash_bytes=st.floats(0, 50),
+    held=st.builds(Held, *[st.floats(0, 50)] * 5),
 )
 
 
@@ -162,9 +167,41 @@ def test_any_pipeline(stages, message, name):
         assert [event.action for event in events] == made.actions(worker)
         times = [time for event in events for time in (event.begin, event.end)]
         assert times == sorted(times)
-        bound = (peaks[worker].versions + 1) * work.parameter_bytes
-        bound += peaks[worker].in_flight * work.stash_bytes
+        held, peak = work.held, peaks[worker]
+        bound = held.always + (peak.versions - 1) * held.version + peak.in_flight * held.minibatch
+        bound += max(held.backward, held.gradients)
         assert max(held for _, held in found.memory[rank]) <= bound * (1 + 1e-9)
     slowest = max((w.forward_seconds + w.backward_seconds) / count for w, count in stages)
     assert found.seconds_per_minibatch >= slowest * (1 - 1e-9)
     assert 0 <= found.bubble < 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_a_plans_memory_over_time_is_within_what_the_planner_says(data):
+    """Whatever the cuts, replicas, schedule and sizes; and it comes close."""
+    count = data.draw(st.integers(2, 6))
+    sizes = st.floats(0, 100)
+    nodes = {
+        f"n{i}": Node(f"n{i}", "Linear", 1.0, 2.0, (data.draw(sizes),), data.draw(sizes))
+        for i in range(count)
+    }
+    names = list(nodes)
+    graph = Graph(nodes, tuple(pairwise(names)))
+    ends = sorted(data.draw(st.sets(st.integers(1, count), min_size=1)) | {count})
+    counts = [data.draw(st.integers(1, 3)) for _ in ends]
+    request = Request(
+        graph,
+        Cluster(machines=(sum(counts),), bandwidth=(1e3,)),
+        Paper(),
+        schedule=data.draw(st.sampled_from(["weight-stashing", "flush"])),
+        optimizer=data.draw(st.sampled_from(["sgd", "adam"])),
+        recompute=data.draw(st.sampled_from(["never", "always"])),
+    )
+    plan = given_plan(request, PlanningGraph.of(graph), ends, counts).plan
+    found = simulate_plan(plan, graph)
+    for stage in plan.stages:
+        for rank in stage.ranks:
+            most = max(held for _, held in found.memory[rank])
+            assert most <= stage.memory_bytes * (1 + 1e-9)
+            assert most >= 0.5 * stage.memory_bytes

@@ -1,0 +1,181 @@
+"""The planner's plan beside others for the same graph and cluster, each of them simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from pipedream.graph.command import UserError
+from pipedream.graph.plan import Plan
+from pipedream.graph.timeline import Panel, draw_panels
+from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.optimizer.baselines import data_parallel, equal_layers, equal_parameters
+from pipedream.optimizer.hierarchy import Rules
+from pipedream.optimizer.latency import Latency
+from pipedream.optimizer.optimize import Outcome, Request, optimize
+from pipedream.optimizer.simulator import Simulation, simulate_plan
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_DRAWN = 8
+"""Ranks and minibatches of each plan in the picture."""
+
+_MOST_COUNTS = 6
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A plan by the name of its kind; or why there is none. Not simulated where that is long."""
+
+    name: str
+    plan: Plan | None
+    problem: str | None
+    simulation: Simulation | None
+    fits: bool = True
+
+    @property
+    def seconds(self) -> float | None:
+        """Per minibatch, by the closed form: of one batch shared out where there are batches."""
+        if self.plan is None:
+            return None
+        predicted = self.plan.predicted
+        if predicted.latency_seconds is not None and predicted.microbatches is not None:
+            return predicted.latency_seconds / predicted.microbatches
+        return predicted.seconds_per_minibatch
+
+    @property
+    def memory(self) -> float | None:
+        """Bytes that the fullest worker needs."""
+        return max(stage.memory_bytes for stage in self.plan.stages) if self.plan else None
+
+
+def compare(request: Request, microbatches: int, update_rate: float) -> list[Contender]:
+    """PipeDream's plan, Alpa's and four simple ones; `microbatches` for those with a flush."""
+    ours = replace(request, latency=None, schedule="weight-stashing")
+    crowded = request.cluster.devices > len(request.graph.nodes) // 2
+    straight = replace(ours, rules=Rules(straight=True, fewer_machines=crowded))
+    alpa = replace(ours, latency=Latency(microbatches), schedule="flush")
+    makers: dict[str, Callable[[], Outcome]] = {
+        "PipeDream": lambda: optimize(ours),
+        "Alpa, one submesh a stage": lambda: optimize(alpa),
+        "straight pipeline": lambda: optimize(straight),
+        "GPipe, equal layers": lambda: equal_layers(ours, microbatches),
+        "equal parameters": lambda: equal_parameters(ours),
+        "data parallelism": lambda: data_parallel(ours),
+    }
+    return [_contender(name, make, request, update_rate) for name, make in makers.items()]
+
+
+def _contender(
+    name: str, make: Callable[[], Outcome], request: Request, update_rate: float
+) -> Contender:
+    try:
+        plan = make().plan
+    except UserError as error:
+        return Contender(name, None, error.format_message(), None, fits=False)
+    simulation = simulate_plan(plan, request.graph, update_rate=update_rate)
+    if simulation is not None:
+        plan = simulation.noted_in(plan)
+    found = Contender(name, plan, None, simulation)
+    fits = request.memory is None or (found.memory or 0.0) <= request.memory
+    return replace(found, fits=fits)
+
+
+def comparison_table(contenders: list[Contender], microbatches: int) -> Table:
+    """A row for each; the best simulated time of those that fit in bold."""
+    table = Table(
+        title="Other plans for the same graph and cluster",
+        caption=f"Per minibatch; with flush, of batches of {microbatches}. Waiting: the share of"
+        " the workers' time that is not computing. Memory: of the fullest worker.",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    table.add_column("plan")
+    table.add_column("schedule")
+    for heading in ("replicas of\neach stage", "closed\nform", "simulated", "waiting", "memory"):
+        table.add_column(heading, justify="right")
+    table.add_column("")
+    simulated = [c.simulation.seconds_per_minibatch for c in contenders if c.simulation and c.fits]
+    best = min(simulated, default=None)
+    for contender in contenders:
+        simulation = contender.simulation
+        winner = simulation and contender.fits and simulation.seconds_per_minibatch == best
+        table.add_row(*_row(contender), style="bold" if winner else None)
+    return table
+
+
+def _row(contender: Contender) -> tuple[str, ...]:
+    plan, simulation = contender.plan, contender.simulation
+    if plan is None:
+        reason = "does not fit" if "no plan fits" in (contender.problem or "") else "no plan"
+        return (contender.name, "", "", "", "", "", "", reason)
+    return (
+        contender.name,
+        plan.schedule,
+        _counts(plan.replicas),
+        show_seconds(contender.seconds or 0.0),
+        "-" if simulation is None else show_seconds(simulation.seconds_per_minibatch),
+        "-" if simulation is None else f"{simulation.bubble:.1%}",
+        show_bytes(contender.memory or 0.0),
+        "" if contender.fits else "does not fit",
+    )
+
+
+def _counts(replicas: tuple[int, ...]) -> str:
+    """`2 x 3, 1`: two stages of three replicas, then one of one."""
+    runs: list[tuple[int, int]] = []
+    for count in replicas:
+        if runs and runs[-1][1] == count:
+            runs[-1] = runs[-1][0] + 1, count
+        else:
+            runs.append((1, count))
+    shown = [f"{times} x {count}" if times > 1 else str(count) for times, count in runs]
+    if len(shown) > _MOST_COUNTS:
+        return f"{len(replicas)} stages"
+    return ", ".join(shown)
+
+
+def comparison_frame(contenders: list[Contender]) -> pd.DataFrame:
+    """The table as data: seconds, bytes and shares."""
+    import pandas as pd
+
+    return pd.DataFrame(
+        {
+            "plan": contender.name,
+            "schedule": contender.plan and contender.plan.schedule,
+            "stages": contender.plan and len(contender.plan.stages),
+            "replicas": contender.plan and " ".join(map(str, contender.plan.replicas)),
+            "seconds_per_minibatch": contender.seconds,
+            "simulated_seconds_per_minibatch": simulation and simulation.seconds_per_minibatch,
+            "bubble": simulation and simulation.bubble,
+            "memory_bytes": contender.memory,
+            "fits": contender.fits,
+            "problem": contender.problem,
+        }
+        for contender in contenders
+        for simulation in [contender.simulation]
+    )
+
+
+def draw_comparison(contenders: list[Contender], path: Path) -> None:
+    """The timelines one under the other (PNG), on one scale, each from its steady state on."""
+    panels = [
+        Panel(
+            f"{contender.name}: {show_seconds(simulation.seconds_per_minibatch)} per minibatch",
+            simulation.events,
+            first=simulation.steady_from,
+            count=_DRAWN,
+            most_rows=_DRAWN,
+        )
+        for contender in contenders
+        if (simulation := contender.simulation) is not None
+    ]
+    if panels:
+        draw_panels(panels, path)
