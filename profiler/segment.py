@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from pipedream.profiler.capture import Captured
+from pipedream.profiler.functional import written
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,12 @@ class Segment:
     module: fx.GraphModule
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+
+    @property
+    def written_buffers(self) -> tuple[str, ...]:
+        """The buffers that a forward pass changes, such as batch norm's statistics."""
+        changed = (node for each in self.module.graph.nodes for node in _changed(each))
+        return tuple(dict.fromkeys(str(node.target) for node in changed if node.op == "get_attr"))
 
     def to(self, device: torch.device) -> Segment:
         """Moves parameters, buffers and the device named in `arange` and the like. In place."""
@@ -78,3 +85,15 @@ def _members(captured: Captured, nodes: Collection[str]) -> set[fx.Node]:
 
 def _leaves(node: fx.Node, members: set[fx.Node]) -> bool:
     return any(user not in members and user.op != "output" for user in node.users)
+
+
+def _changed(node: fx.Node) -> Iterator[fx.Node]:
+    """What an operator writes: its schema says so, but for the statistics of batch norm."""
+    target = written(node)
+    if target is not None:
+        yield target
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = zip(node.target._schema.arguments, node.args, strict=False)
+        for argument, value in arguments:
+            if argument.name in ("running_mean", "running_var") and isinstance(value, fx.Node):
+                yield value

@@ -6,16 +6,19 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 from torch.optim import Optimizer
 
 from pipedream.graph.command import UserError
 from pipedream.graph.timeline import Event
 from pipedream.profiler.segment import Segment
+from pipedream.runtime.recompute import Again
 from pipedream.runtime.schedule import Action, Kind, Worker
 from pipedream.runtime.stage import Layout
 from pipedream.runtime.transport import Channel, PeerLost, Transport
@@ -50,12 +53,20 @@ def _computing(action: Action) -> Iterator[None]:
 
 @dataclass
 class Passing:
-    """What one minibatch leaves on this rank between its forward and its backward pass."""
+    """What one minibatch leaves on this rank between its forward and its backward pass.
 
-    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    `received`: values from other stages; `leaving`: those to be sent; `ends`: where the backward
+    pass may begin, the values that need a gradient, without their data. `again` takes the place of
+    the autograd graph where the stage recomputes.
+    """
+
+    received: dict[str, torch.Tensor] = field(default_factory=dict)
+    leaving: dict[str, torch.Tensor] = field(default_factory=dict)
+    ends: dict[str, GradientEdge] = field(default_factory=dict)
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     version: Version | None = None
     loss: torch.Tensor | None = None
+    again: Again | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,8 @@ class Engine:
 
     `ranks[stage][replica]` is the rank of a worker; `loss(outputs, target)` is for the last stage,
     which has `outputs`, the names of the values that the model returns; `on_loss` hears of it, and
-    `after` of every action done.
+    `after` of every action done. With `recompute` the backward pass does the forward pass again:
+    not in the last stage, whose backward pass follows at once.
     """
 
     layout: Layout
@@ -89,6 +101,7 @@ class Engine:
     loss: Callable[[Sequence[torch.Tensor], Any], torch.Tensor]
     on_loss: Callable[[int, torch.Tensor], None]
     after: Callable[[Action], None]
+    recompute: bool = False
     events: list[Event] = field(default_factory=list)
 
     def run(self, actions: Sequence[Action], data: Minibatches) -> None:
@@ -149,29 +162,43 @@ class Engine:
         tensors = self.transport.receive(self._channel(action))
         values = self.layout.receives[action.peer[0]]
         for value, tensor in zip(values, tensors, strict=True):
-            passing.values[value.name] = tensor.requires_grad_(value.requires_grad)
+            passing.received[value.name] = tensor.requires_grad_(value.requires_grad)
 
     def _forward(self, action: Action) -> None:
         passing = self.passing.setdefault(action.minibatch, Passing())
         reads = self.layout.reads
-        tensors = self.data.inputs(action.minibatch, reads.values())
-        passing.values |= dict(zip(reads, tensors, strict=True))
+        given = self.data.inputs(action.minibatch, reads.values())
+        known = {**passing.received, **dict(zip(reads, given, strict=True))}
+        inputs = tuple(known[name] for name in self.piece.inputs)
         passing.version = self.weights.acquire()
         assert passing.version.number == self.base + action.version
-        inputs = tuple(passing.values[name] for name in self.piece.inputs)
+        if self.recompute:
+            passing.again = Again.before(self.piece, inputs, self.transport.device)
         with _computing(action):
             results = functional_call(self.piece.module, passing.version.tensors, inputs)
-        passing.values |= dict(zip(self.piece.outputs, results, strict=True))
+        made = dict(zip(self.piece.outputs, results, strict=True))
+        self._keep_ends(passing, made)
         if action.stage == len(self.ranks) - 1:
-            outputs = [passing.values[name] for name in self.outputs]
+            known |= made
+            outputs = [known[name] for name in self.outputs]
             passing.loss = self.loss(outputs, self.data.target(action.minibatch))
             self.on_loss(action.minibatch, passing.loss.detach())
+        passing.leaving = {name: made[name].detach() for name in self.sent}
+        passing.received = {name: passing.received[name] for name in self.received_for_gradient}
+
+    def _keep_ends(self, passing: Passing, made: Mapping[str, torch.Tensor]) -> None:
+        """Of what is sent the autograd graph needs the edges; the data may go once it is sent."""
+        if passing.again is None:
+            ends = {name: made[name] for name in self.sent if made[name].requires_grad}
+            passing.ends = {name: get_gradient_edge(tensor) for name, tensor in ends.items()}
 
     def _send_activation(self, action: Action) -> None:
         assert action.peer is not None
-        values = self.passing[action.minibatch].values
-        message = [values[value.name] for value in self.layout.sends[action.peer[0]]]
+        passing = self.passing[action.minibatch]
+        message = [passing.leaving[value.name] for value in self.layout.sends[action.peer[0]]]
         self.transport.send(self._channel(action), message)
+        if action.peer[0] == max(self.layout.sends):
+            passing.leaving = {}
 
     def _receive_gradient(self, action: Action) -> None:
         assert action.peer is not None
@@ -186,34 +213,54 @@ class Engine:
         passing = self.passing[action.minibatch]
         version = passing.version
         assert version is not None
-        received = self._received_needing_gradient()
-        ends, end_gradients = self._ends(passing)
+        if passing.again is not None:
+            with _computing(action):
+                results = passing.again.run(self.piece, version.tensors)
+            passing.again = None
+            self._keep_ends(passing, dict(zip(self.piece.outputs, results, strict=True)))
+            del results
+        self._find_gradients(action, passing, version)
+        passing.received, passing.ends, passing.loss, passing.version = {}, {}, None, None
+        self.weights.release(version)
+        if not self.layout.receives:
+            del self.passing[action.minibatch]
+
+    def _find_gradients(self, action: Action, passing: Passing, version: Version) -> None:
+        """Those of the parameters go to the round, those of what was received are to be sent."""
+        received = {name: passing.received[name] for name in self.received_for_gradient}
         parameters = {n: t for n, t in version.tensors.items() if t.requires_grad}
-        wanted = [*parameters.values(), *(passing.values[name] for name in received)]
+        ends, end_gradients = self._ends(passing)
+        passing.gradients = {}
+        wanted = [*parameters.values(), *received.values()]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if ends and wanted:
             with _computing(action):
                 found = torch.autograd.grad(ends, wanted, end_gradients, allow_unused=True)
         self.weights.accumulate(dict(zip(parameters, found, strict=False)))
         passing.gradients = {
-            name: torch.zeros_like(passing.values[name]) if gradient is None else gradient
-            for name, gradient in zip(received, found[len(parameters) :], strict=True)
+            name: torch.zeros_like(tensor) if gradient is None else gradient
+            for (name, tensor), gradient in zip(
+                received.items(), found[len(parameters) :], strict=True
+            )
         }
-        passing.values, passing.loss, passing.version = {}, None, None
-        self.weights.release(version)
-        if not self.layout.receives:
-            del self.passing[action.minibatch]
 
-    def _received_needing_gradient(self) -> list[str]:
+    @cached_property
+    def sent(self) -> tuple[str, ...]:
+        """The values that other stages read."""
+        values = (value for values in self.layout.sends.values() for value in values)
+        return tuple(dict.fromkeys(value.name for value in values))
+
+    @cached_property
+    def received_for_gradient(self) -> tuple[str, ...]:
         received = (value for values in self.layout.receives.values() for value in values)
-        return [value.name for value in received if value.requires_grad]
+        return tuple(value.name for value in received if value.requires_grad)
 
-    def _ends(self, passing: Passing) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    def _ends(self, passing: Passing) -> tuple[Sequence[Any], list[torch.Tensor] | None]:
         """Where the backward pass of this stage begins: at the loss, or at what was sent."""
         if passing.loss is not None:
             return ([passing.loss] if passing.loss.requires_grad else []), None
-        names = [name for name in passing.gradients if passing.values[name].requires_grad]
-        return [passing.values[n] for n in names], [passing.gradients[n] for n in names]
+        names = [name for name in passing.gradients if name in passing.ends]
+        return [passing.ends[n] for n in names], [passing.gradients[n] for n in names]
 
     def _send_gradient(self, action: Action) -> None:
         assert action.peer is not None

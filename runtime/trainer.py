@@ -176,6 +176,7 @@ class Rank:
             loss=lambda outputs, target: self.loss(rebuild(outputs, self.out_spec), target),
             on_loss=losses.tell,
             after=after,
+            recompute=self.job.plan.stages[self.stage].recompute,
         )
         begin = time.perf_counter()
         self.engine.run(actions, Epoch(self.data, self.job.config, number, self.device, self.kind))

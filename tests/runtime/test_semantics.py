@@ -5,7 +5,7 @@ Replicas (4, 3, 1), counts that do not divide each other, hang in the released P
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -45,7 +45,12 @@ def config_for(model: str, dtype: str, optimizer: OptimizerConfig) -> RunConfig:
     )
 
 
-def plan_for(captured: Captured, parts: Sequence[str], replicas: Sequence[int]) -> Plan:
+def plan_for(
+    captured: Captured,
+    parts: Sequence[str],
+    replicas: Sequence[int],
+    recompute: Collection[int] = (),
+) -> Plan:
     """Stages made of the modules whose names stand in `parts`, such as ("a", "bc")."""
     stage_of = {letter: stage for stage, letters in enumerate(parts) for letter in letters}
     pieces: list[list[str]] = [[] for _ in parts]
@@ -53,7 +58,7 @@ def plan_for(captured: Captured, parts: Sequence[str], replicas: Sequence[int]) 
         path = captured.module_paths[node]
         is_input = captured.graph.nodes[node].is_input
         pieces[0 if is_input else stage_of.get(path[:1], len(parts) - 1)].append(node)
-    return make_plan(captured.graph, pieces, replicas)
+    return make_plan(captured.graph, pieces, replicas, recompute=recompute)
 
 
 def chain_stages(serial: ModuleType, model: nn.Module, parts: Sequence[str]) -> list[object]:
@@ -171,3 +176,41 @@ def test_batch_norm_statistics_move_with_their_replica_and_are_averaged_when_sav
     job = Job(plan, config, SUPPORT, tmp_path, epochs=EPOCHS)
     run_jobs([job])
     assert_equals_serial(job, serial, chain_stages, ("an", "c"))
+
+
+@pytest.mark.parametrize("schedule", ["weight-stashing", "flush"])
+def test_recomputation_changes_nothing_batch_norm_moves_once(
+    schedule: str, serial: ModuleType, tmp_path: Path
+) -> None:
+    """All stages but the last do their forward pass again, on the version they used before."""
+    jobs = []
+    for name, parts, replicas in (
+        ("Normed", ("an", "c"), (3, 1)),
+        ("Skips", ("a", "b", "c"), (2, 1, 1)),
+    ):
+        captured = capture(getattr(small_models, name)(), (torch.randn(4, 6),))
+        again = range(len(parts) - 1)
+        plan = plan_for(captured, parts, replicas, recompute=again)
+        config = config_for(name, "float64", SGD)
+        jobs.append(Job(plan, config, SUPPORT, tmp_path / name, schedule=schedule, epochs=EPOCHS))  # type: ignore[arg-type]
+    run_jobs(jobs)
+    assert_equals_serial(jobs[0], serial, chain_stages, ("an", "c"))
+    assert_equals_serial(jobs[1], serial, skip_stages, ("a", "b", "c"))
+
+
+def test_recomputation_draws_the_same_random_numbers(tmp_path: Path) -> None:
+    """Dropout and batch norm in a stage that recomputes: every bit is that of the plain run."""
+    captured = capture(small_models.Noisy(), (torch.randn(4, 6),))
+    jobs = []
+    for again in ((), (0,)):
+        plan = plan_for(captured, ("and", "c"), (1, 1), recompute=again)
+        config = config_for("Noisy", "float32", ADAM).model_copy(
+            update={"data": Factory(source="small_models:classes"), "loss": "cross_entropy"}
+        )
+        run = tmp_path / f"again{len(again)}"
+        jobs.append(Job(plan, config, SUPPORT, run, epochs=EPOCHS))
+    run_jobs(jobs)
+    plain, recomputed = jobs
+    assert losses(plain) == losses(recomputed)
+    for name, tensor in weights(plain).items():
+        assert torch.equal(tensor, weights(recomputed)[name]), name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
@@ -14,8 +14,12 @@ def make_plan(
     pieces: Sequence[Sequence[str]],
     replicas: Sequence[int],
     schedule: ScheduleName = "weight-stashing",
+    recompute: Collection[int] = (),
 ) -> Plan:
-    """A plan with these nodes and replica counts for each stage; ranks in order."""
+    """A plan with these nodes and replica counts for each stage; ranks in order.
+
+    `recompute`: the stages that do so.
+    """
     workers = sum(replicas)
     first = [sum(replicas[:stage]) for stage in range(len(replicas))]
     return Plan(
@@ -30,6 +34,7 @@ def make_plan(
                 compute_seconds=0.0,
                 parameter_bytes=0.0,
                 memory_bytes=0.0,
+                recompute=stage in recompute,
             )
             for stage, (nodes, count) in enumerate(zip(pieces, replicas, strict=True))
         ),
