@@ -77,6 +77,13 @@ _MOST_DEVICES = 100_000
     help="[default: weight-stashing; flush for --objective latency]",
 )
 @click.option(
+    "--export",
+    "exports",
+    type=click.Choice(["torch", "torchtitan", "deepspeed", "megatron"]),
+    multiple=True,
+    help="Write the plan for another framework, too; may be repeated.",
+)
+@click.option(
     "--objective",
     type=click.Choice(["throughput", "latency"]),
     default="throughput",
@@ -151,6 +158,7 @@ def main(
     fewer_machines: bool,
     activation_compression: float | None,
     schedule: ScheduleName | None,
+    exports: tuple[str, ...],
     objective: str,
     microbatches: int | None,
     epsilon: float | None,
@@ -206,6 +214,8 @@ def main(
     folder = graph.parent / "plan" if output is None else output
     print_report(outcome, model)
     _write(outcome.plan, model, folder, simulation if timeline else None, limit)
+    for framework in exports:
+        _export(framework, outcome.plan, model, graph.with_name("profile.json"), folder)
     if compare:
         _compare(request, microbatches or 4 * where.devices, rate, folder)
 
@@ -225,6 +235,24 @@ def _compare(request: Request, microbatches: int, update_rate: float, folder: Pa
     comparison_frame(contenders).to_csv(folder / "compare.csv", index=False)
     draw_comparison(contenders, folder / "compare.png")
     click.echo(f"Written: {folder}/compare.csv, compare.png")
+
+
+def _export(framework: str, plan: Plan, model: Graph, profile: Path, folder: Path) -> None:
+    from pipedream.optimizer.export import export, write_export
+
+    if not profile.exists():
+        raise UserError(
+            f"--export {framework} needs {profile}: pd-profile writes it with graph.txt"
+        )
+    made = export(framework, plan, model, profile)
+    path = folder / f"export-{framework}.json"
+    try:
+        write_export(made, path)
+    except OSError as error:
+        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
+    click.echo(f"Exported: {path}")
+    for note in made.notes:
+        click.echo(f"  {note}")
 
 
 def _latency(

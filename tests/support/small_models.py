@@ -108,3 +108,18 @@ def classes(examples: int = 80) -> tuple[TensorDataset, TensorDataset]:
     x = torch.randn(examples, 6, generator=generator)
     whole = TensorDataset(x, x[:, :3].argmax(1))
     return TensorDataset(*whole[: examples * 3 // 4]), TensorDataset(*whole[examples * 3 // 4 :])
+
+
+class Towers(nn.Module):
+    """Two branches that run in turn and meet, and a mask that both halves of the model read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Sequential(Layer(6), Layer(6)), nn.Sequential(Layer(6), Layer(6))
+        self.top = Layer(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.arange(6, device=x.device) < 4
+        left = self.left(torch.where(mask, x, 0.5 * x))
+        right = self.right(x)
+        return self.top(left + torch.where(mask, right, -right))
