@@ -102,6 +102,26 @@ def test_latency_reaches_the_planner_and_the_plan(tmp_path):
     assert "this plan, per batch" in done.stdout
 
 
+def test_an_export_lies_beside_the_plan_and_needs_the_profile(tmp_path):
+    shutil.copy(TRANSLATION, tmp_path / "graph.txt")
+    arguments = (tmp_path / "graph.txt", *LEVELS, "--export", "torch", "-o", tmp_path)
+    done = pd_optimize(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"pd-optimize: --export torch needs {tmp_path}/profile.json")
+    graph = read_graph(tmp_path / "graph.txt")
+    nodes = [
+        {"id": name, "module": name, "parameters": [], "outputs": [{"name": name}]}
+        for name in graph.order
+    ]
+    profile = {"model": "m", "machine": {"torch": "2"}, "graph_fingerprint": graph.fingerprint}
+    (tmp_path / "profile.json").write_text(json.dumps({**profile, "nodes": nodes}))
+    done = pd_optimize(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"Exported: {tmp_path}/export-torch.json" in done.stdout
+    stages = json.loads((tmp_path / "export-torch.json").read_text())["stages"]
+    assert len(stages) == len(read_plan(tmp_path / "plan.json").stages)
+
+
 def test_by_default_the_plan_lies_beside_the_graph(tmp_path):
     shutil.copy(TRANSLATION, tmp_path / "graph.txt")
     assert pd_optimize(tmp_path / "graph.txt", *LEVELS).returncode == 0
