@@ -87,10 +87,10 @@ class StageMemory(_Part):
 class Stage(_Part):
     """A stage: its nodes in topological order and the ranks that each hold a replica of it.
 
-    `compute_seconds` is forward plus backward of one minibatch on one worker; with `recompute` the
-    forward pass is done once more before the backward pass, which that time includes, and only what
-    the stage has received is kept in between. `memory_bytes` is what one worker needs at most, and
-    `memory` what it is made of, where the planner has said so.
+    `compute_seconds` is forward plus backward of one minibatch on one worker, the slowest; with
+    `recompute` the forward pass is done once more before the backward pass, which that time
+    includes, and only what the stage has received is kept in between. `memory_bytes` is what one
+    worker needs at most, and `memory` what it is made of, where the planner has said so.
     Ranks are places in the cluster (`Cluster.rank`), in no particular order: minibatch b runs on
     `ranks[b % len(ranks)]`.
     """

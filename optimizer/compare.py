@@ -16,6 +16,7 @@ from pipedream.graph.timeline import Panel, draw_panels
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.baselines import data_parallel, equal_layers, equal_parameters
 from pipedream.optimizer.hierarchy import Rules
+from pipedream.optimizer.kinds import Kinds
 from pipedream.optimizer.latency import Latency
 from pipedream.optimizer.optimize import Outcome, Request, optimize
 from pipedream.optimizer.simulator import Simulation, simulate_plan
@@ -83,8 +84,14 @@ def _contender(
     if simulation is not None:
         plan = simulation.noted_in(plan)
     found = Contender(name, plan, None, simulation)
-    fits = request.memory is None or (found.memory or 0.0) <= request.memory
-    return replace(found, fits=fits)
+    return replace(found, fits=_fits(plan, request.kinds))
+
+
+def _fits(plan: Plan, kinds: Kinds) -> bool:
+    machine = plan.cluster.machine
+    grades = [kinds.of_machines(map(machine, stage.ranks)) for stage in plan.stages]
+    pairs = zip(plan.stages, grades, strict=True)
+    return all(stage.memory_bytes <= grade.memory for stage, grade in pairs)
 
 
 def comparison_table(contenders: list[Contender], microbatches: int) -> Table:

@@ -143,10 +143,10 @@ class Measured:
     Stage: (C' + ring(W, m))/m, where ring(W, m) = 2(m-1) step(W/m) is an all-reduce over m
     components, each step a message of an m-th of the bytes. It is added, not hidden behind the
     backward pass: the engine waits for the sums before it updates the weights (engine.py,
-    `_all_reduce`), once for every m minibatches. Boundary: 2 send(a)/m for the larger of what goes
-    in and out; a minibatch's activations and their gradients cross one of m links in turn, while
-    the engine computes. As in `Paper`, what begins a pipeline comes in at an outer level; what
-    ends one leaves through the component's own link, too.
+    `_all_reduce`), once for every m minibatches. Boundary: (send(a_in) + send(a_out))/m, while the
+    engine computes; the m components take turns, and the link of each carries both directions at
+    once, the gradients of what came in beside the activations that go out. What crosses at an outer
+    level passes through the links within, too.
 
     A component is taken to add up all its weights for every minibatch it has done, though replicas
     inside it share these: with replication at several levels the time is no less than it will be.
@@ -158,9 +158,9 @@ class Measured:
 
     def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms:
         reduced = ring_seconds(level.ring, work.parameter_bytes, replicas)
-        crossing = work.bytes_out if first else np.maximum(work.bytes_in, work.bytes_out)
-        sent = 2 * level.link.seconds(crossing / (self.compression or 1.0))
-        return Terms(work.inner_seconds / replicas, reduced / replicas, sent / replicas)
+        ratio = self.compression or 1.0
+        into, out = (level.link.seconds(size / ratio) for size in (work.bytes_in, work.bytes_out))
+        return Terms(work.inner_seconds / replicas, reduced / replicas, (into + out) / replicas)
 
     def seconds(self, terms: Terms) -> Floats:
         return np.maximum(terms.compute + terms.all_reduce, terms.boundary)

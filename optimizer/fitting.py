@@ -13,6 +13,7 @@ from pipedream.graph.plan import StageMemory as StageItems
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.cuts import Cuts
 from pipedream.optimizer.hierarchy import NestedStage, Search, Solution
+from pipedream.optimizer.kinds import Grade, Kinds
 from pipedream.optimizer.latency import Latency, LatencySearch
 from pipedream.optimizer.memory import Memory, StageMemory
 from pipedream.optimizer.planning import PlanningGraph
@@ -33,15 +34,24 @@ _FEW = 300
 
 @dataclass(frozen=True)
 class Load:
-    """What a worker of one stage holds, for how many minibatches, and whether it recomputes."""
+    """What a worker of one stage holds, for how many minibatches, and whether it recomputes.
+
+    `grade`: what every device of the stage has.
+    """
 
     in_flight: int
     recompute: bool
     memory: Memory
+    grade: Grade
 
     @property
     def bytes(self) -> float:
         return float(self.memory.total[0])
+
+    @property
+    def part(self) -> float:
+        """Of the device's memory: above 1, too much."""
+        return self.bytes / self.grade.memory
 
     @property
     def items(self) -> StageItems:
@@ -50,56 +60,65 @@ class Load:
         return StageItems(**items)
 
 
-def loads(held: StageMemory, limit: MemoryLimit | None, solution: Solution) -> list[Load]:
+def loads(
+    held: StageMemory, limit: MemoryLimit | None, solution: Solution, kinds: Kinds
+) -> list[Load]:
     """The load of each stage, by the rule that the search goes by."""
     replicas = [stage.replicas for stage in solution.stages]
     found = []
     for position, stage in enumerate(solution.stages):
         minibatches = warm_up(replicas, position)
         end = slice(stage.end, stage.end + 1)
-        again = False
+        again, grade = False, kinds.of_machines(stage.shares[-1].components)
         if limit is not None:
-            again = bool(limit.choose(stage.start, end, minibatches)[1][0])
-        found.append(Load(minibatches, again, held.of(stage.start, end, minibatches, again)))
+            again = bool(limit.on(grade).choose(stage.start, end, minibatches)[1][0])
+        held_there = held.of(stage.start, end, minibatches, again)
+        found.append(Load(minibatches, again, held_there, grade))
     return found
 
 
-def fullest(loads: Sequence[Load]) -> float:
-    """The bytes on the worker that holds most."""
-    return max(load.bytes for load in loads)
+def fit(loads: Sequence[Load]) -> bool:
+    """Whether every worker has what it needs."""
+    return all(load.part <= 1 for load in loads)
 
 
-def nothing_fits(held: StageMemory, request: Request, memory: float) -> UserError:
+def nothing_fits(held: StageMemory, request: Request) -> UserError:
     """Names the stage that is too large in the plan that comes closest, and what would help."""
     cuts, again = held.cuts, request.recompute != "never"
     closest = _least(held, request, again)
     assert closest is not None
     # The least memory: as much recomputation as the user allows.
     limit = MemoryLimit(0.0, held, "always" if again else "never")
-    found = loads(held, limit, closest)
-    position = max(range(len(found)), key=lambda stage: found[stage].bytes)
+    found = loads(held, limit, closest, request.kinds)
+    position = max(range(len(found)), key=lambda stage: found[stage].part)
     load = found[position]
-    remedies = [f"give at least --memory {_round_up(load.bytes)}"]
-    remedies += _remedies(held, request, memory)
+    if load.grade.memory == request.memory:
+        lacking, remedies = "--memory", [f"give at least --memory {_round_up(load.bytes)}"]
+    else:
+        lacking, remedies = "memory of the cluster's kinds:", ["devices with more"]
+    remedies += _remedies(held, request)
     help = ", ".join(remedies[:-1]) + " or " + remedies[-1] if remedies[1:] else remedies[0]
     return UserError(
-        f"--memory {show_bytes(memory)}: no plan fits; the closest needs {show_bytes(load.bytes)}"
-        f" in stage {position} of {len(closest.stages)}"
+        f"{lacking} {show_bytes(load.grade.memory)}: no plan fits; the closest needs"
+        f" {show_bytes(load.bytes)} in stage {position} of {len(closest.stages)}"
         f" ({_describe(cuts, closest.stages[position])}): {_items(load)}; {help}"
     )
 
 
 def _least(held: StageMemory, request: Request, recompute: bool) -> Solution | None:
-    """The plan whose fullest worker holds least; its cost is those bytes."""
-    machines, cost = request.cluster.machines, LeastMemory(held, recompute)
+    """The plan whose fullest worker holds least; its cost is those bytes, as if all devices had
+    what the smallest has.
+    """
+    machines, kinds = request.cluster.machines, request.kinds
+    cost = LeastMemory(held, recompute, kinds.least)
     if request.latency is None:
-        return Search(held.cuts, machines, cost, request.rules).best()
+        return Search(held.cuts, machines, cost, request.rules, kinds).best()
     search = LatencySearch(held.cuts, Mesh(machines), cost, request.rules, Latency(FULLEST))
     fullest = search.best()
     return fullest and Solution(fullest.cost / FULLEST, fullest.stages)
 
 
-def _remedies(held: StageMemory, request: Request, memory: float) -> Iterator[str]:
+def _remedies(held: StageMemory, request: Request) -> Iterator[str]:
     """What would make a plan fit, each tried by planning."""
     graph, keeping, again = held.cuts.graph, held.keeping, request.recompute != "never"
     cuts = held.cuts if len(held.cuts) <= _FEW else Cuts(graph, prefixes(graph, _FEW))
@@ -107,7 +126,7 @@ def _remedies(held: StageMemory, request: Request, memory: float) -> Iterator[st
 
     def fits(held: StageMemory, request: Request, recompute: bool) -> bool:
         best = _least(held, request, recompute)
-        return best is not None and best.cost <= memory
+        return best is not None and best.cost <= request.kinds.least
 
     helped = not again and fits(held, request, True)
     if helped:
@@ -121,7 +140,9 @@ def _remedies(held: StageMemory, request: Request, memory: float) -> Iterator[st
     *inner, outer = request.cluster.machines
     for factor in (2, 4, 8):
         machines = (*inner, outer * factor)
-        more = replace(request, cluster=request.cluster.model_copy(update={"machines": machines}))
+        kinds = request.cluster.machine_kinds * factor
+        changes = {"machines": machines, "machine_kinds": kinds}
+        more = replace(request, cluster=request.cluster.model_copy(update=changes))
         if fits(held, more, again):
             yield "--machines " + ",".join(map(str, machines))
             break

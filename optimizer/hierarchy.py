@@ -9,7 +9,9 @@ device. Differences from the source:
 - it grows pipelines from their end, so that a stage knows the workers behind it when it is placed,
   and with them its minibatches in flight and its memory. A component's inner pipeline needs to know
   one number of what is behind: the workers of later stages per component, its `load`. That may be
-  rounded up at each level, since ceil((n + x) / a) = ceil((n + ceil(x)) / a) for whole n and a.
+  rounded up at each level, since ceil((n + x) / a) = ceil((n + ceil(x)) / a) for whole n and a;
+- components of the outermost level may be of several kinds (kinds.py): what is counted there is how
+  many of each kind, and what is inside one is planned for each grade of device.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipedream.optimizer.cuts import Cuts, States
+from pipedream.optimizer.kinds import Grade, Kinds, Tally
 from pipedream.optimizer.planning import Floats
 from pipedream.optimizer.stage_cost import StageCost
 
@@ -43,7 +46,8 @@ class Rules:
 
 class Share(NamedTuple):
     """A stage at one level (1 innermost): from cut `start` to `end`, on `replicas` components of
-    the level below, of which the first is number `offset`. `first`: it begins its pipeline.
+    the level below. `first`: it begins its pipeline. The components are those from number `offset`
+    on, unless `chosen` says which.
     """
 
     level: int
@@ -52,6 +56,11 @@ class Share(NamedTuple):
     offset: int
     replicas: int
     first: bool
+    chosen: tuple[int, ...] = ()
+
+    @property
+    def components(self) -> Sequence[int]:
+        return self.chosen or range(self.offset, self.offset + self.replicas)
 
 
 class NestedStage(NamedTuple):
@@ -78,14 +87,17 @@ class Solution(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """A component of `level` to be filled, and the workers behind it for each such, rounded up."""
+    """A component of `level` to be filled, with devices of this grade, and the workers behind it
+    for each such, rounded up.
+    """
 
     level: int
     load: int
+    grade: Grade
 
 
 class _Left(NamedTuple):
-    """The components and devices (0 where they are not counted) of a room for a pipeline."""
+    """The components (their `Tally`) and devices (0 where they are not counted) for a pipeline."""
 
     components: int
     devices: int
@@ -94,19 +106,23 @@ class _Left(NamedTuple):
 class _Placing(NamedTuple):
     """A stage on `replicas` components and `used` devices of each (0 where not counted).
 
-    `behind`: how many components may be left to the stages behind it. `loads[m][w]`: the load
-    inside each component with `behind[m]` components and w devices behind it. Of one row where m
-    makes no difference, of one column where devices are not counted.
+    `taken`: the components of each kind, `tally` their number, `grade` what all of them can do.
+    `behind`: which components may be left to the stages behind it. `loads[m][w]`: the load
+    inside each component with `behind[m]` and w devices behind it. Of one row where m makes no
+    difference, of one column where devices are not counted.
     """
 
     replicas: int
+    taken: tuple[int, ...]
+    tally: int
+    grade: Grade
     used: int
-    behind: range
+    behind: Sequence[int]
     loads: list[list[int]]
 
     def leaves(self, left: _Left) -> _Left | None:
         """What is left to the stages behind; None if this stage does not fit."""
-        components = left.components - self.replicas
+        components = left.components - self.tally
         devices = left.devices - self.replicas * self.used
         fits = components in self.behind and 0 <= devices < len(self.loads[0])
         return _Left(components, devices) if fits else None
@@ -126,14 +142,27 @@ class _Option(NamedTuple):
 class Search:
     """Finds the pipeline whose costliest stage costs least; ties go to the fewest stages.
 
-    Work: N^2 M^2 for N cuts and M machines at the outermost level, N^3 M^2 at each within.
+    `kinds`: those of the outermost level's components; all alike unless given.
+
+    Work: N^2 M^2 for N cuts and M machines at the outermost level, N^3 M^2 at each within. With
+    M1, M2, ... machines of each kind the first is N^2 M1^2 M2^2 ..., the second for each grade.
     """
 
-    def __init__(self, cuts: Cuts, machines: Sequence[int], cost: StageCost, rules: Rules) -> None:
+    def __init__(
+        self,
+        cuts: Cuts,
+        machines: Sequence[int],
+        cost: StageCost,
+        rules: Rules,
+        kinds: Kinds | None = None,
+    ) -> None:
         self.cuts = cuts
         self.machines = machines
         self.cost = cost
         self.rules = rules
+        self.kinds = kinds or Kinds.alike(machines[-1])
+        self.tallies = [*(Tally((count,)) for count in machines[:-1]), Tally(self.kinds.counts)]
+        self._on = {grade: cost.on(grade) if kinds else cost for grade in self.kinds.grades}
         self.devices = tuple(prod(machines[:level]) for level in range(len(machines) + 1))
         # The load needs the number of devices behind a stage. It follows from the number of
         # components, unless a component may use only some of its devices: from level 2 on.
@@ -143,7 +172,8 @@ class Search:
 
     def best(self) -> Solution | None:
         """The best pipeline; None if there is none."""
-        room, piece = _Room(len(self.machines), 0), (0, len(self.cuts) - 1)
+        room = _Room(len(self.machines), 0, self.kinds.each[0])
+        piece = (0, len(self.cuts) - 1)
         costs = self._by_devices(room, self._pipelines(room, piece)[1])[:, 0, 0]
         used = int(costs.argmin())
         cost = float(costs[used])
@@ -152,7 +182,7 @@ class Search:
     def _inside(self, room: _Room, start: int, ends: States) -> Floats:
         """[used, end]: the best cost in this room of the pieces that begin at `start`."""
         if room.level == 0:
-            return self.cost.on_device(start, ends, room.load)[None]
+            return self._on[room.grade].on_device(start, ends, room.load)[None]
         if room not in self._tables:
             self._tables[room] = self._by_devices(room, self._pipelines(room)[1])
         return self._tables[room][:, start, ends]
@@ -173,16 +203,16 @@ class Search:
     ) -> tuple[Floats, Floats]:
         """The best pipelines in this room, for every piece of the model or the one given.
 
-        Returns `later[m, w, start, end]`, for those on m components and w devices (0 where they are
-        not counted) that another stage comes before, and `whole`, likewise, for those that are the
-        whole piece; `end` is the last axis, of length 1 for one piece. The figures are costs; or,
-        where `within` is given, numbers of stages none of which costs more.
+        Returns `later[m, w, start, end]`, for those on m components (their `Tally`) and w devices
+        (0 where they are not counted) that another stage comes before, and `whole`, likewise, for
+        those that are the whole piece; `end` is the last axis, of length 1 for one piece. The
+        figures are costs; or, where `within` is given, numbers of stages none of which costs more.
         """
         begin, end = piece or (0, len(self.cuts) - 1)
         ends = range(len(self.cuts)) if piece is None else range(end, end + 1)
         width = self.devices[room.level] + 1 if self._counts(room.level) else 1
-        count = self.machines[room.level - 1]
-        later = np.full((count + 1, width, len(self.cuts), len(ends)), inf)
+        tallies = self.tallies[room.level - 1].size
+        later = np.full((tallies, width, len(self.cuts), len(ends)), inf)
         whole = np.full_like(later, inf)
         later[0, 0, ends, range(len(ends))] = 0.0
         join = np.maximum if within is None else np.add
@@ -211,12 +241,15 @@ class Search:
         placings = self._placings(room, first)
         if not placings:
             return
-        cases = [(placing, load) for placing in placings for row in placing.loads for load in row]
-        below = {
-            load: self._inside(_Room(room.level - 1, load), start, after)
-            for load in {load for _, load in cases}
-        }
-        inner = np.array([below[load][placing.used] for placing, load in cases])
+        cases = [
+            (placing, _Room(room.level - 1, load, placing.grade))
+            for placing in placings
+            for row in placing.loads
+            for load in row
+        ]
+        rooms = {inside for _, inside in cases}
+        below = {inside: self._inside(inside, start, after) for inside in rooms}
+        inner = np.array([below[inside][placing.used] for placing, inside in cases])
         replicas = np.array([[placing.replicas] for placing, _ in cases])
         cost = self.cost.replicated(inner, start, after, room.level, replicas, first)
         if within is not None:
@@ -236,25 +269,33 @@ class Search:
         return self._placed[room, first]
 
     def _new_placings(self, room: _Room, first: bool) -> Iterator[_Placing]:
-        count = self.machines[room.level - 1]
+        outermost = room.level == len(self.machines)
+        tally = self.tallies[room.level - 1]
         inner = self.devices[room.level - 1]
         counts = range(1, inner + 1) if self._counts(room.level) else range(1)
-        for replicas in range(1, 2 if self.rules.straight else count + 1):
-            left = count - replicas
-            behind = range(left)  # what is not first leaves a component to the stage before it
-            if first:
-                behind = range(0 if self.rules.fewer_machines else left, left + 1)
+        for taken in tally.takings():
+            replicas = sum(taken)
+            if self.rules.straight and replicas > 1:
+                continue
+            behind = tally.besides(taken)
+            if not first:  # it leaves a component to the stage before it
+                behind = behind[:-1]
+            elif not self.rules.fewer_machines:
+                behind = behind[-1:]
+            grade = self.kinds.grade(taken) if outermost else room.grade
+            loads = self._loads(room, replicas, behind) if behind else []
             for used in counts if behind else ():
-                yield _Placing(replicas, used, behind, self._loads(room, replicas, behind))
+                yield _Placing(replicas, taken, tally.number(taken), grade, used, behind, loads)
 
-    def _loads(self, room: _Room, replicas: int, behind: range) -> list[list[int]]:
+    def _loads(self, room: _Room, replicas: int, behind: Sequence[int]) -> list[list[int]]:
         if not self.cost.depends_on_load:
             return [[0]]
         inner = self.devices[room.level - 1]
+        components = list(map(self.tallies[room.level - 1].total, behind))
         if self._counts(room.level):
-            most = behind[-1] * inner
+            most = max(components) * inner
             return [[-(-(number + room.load) // replicas) for number in range(most + 1)]]
-        return [[-(-(m * inner + room.load) // replicas)] for m in behind]
+        return [[-(-(m * inner + room.load) // replicas)] for m in components]
 
     def _unfold(
         self, room: _Room, piece: tuple[int, int], used: int, cost: float
@@ -267,17 +308,29 @@ class Search:
         later, whole = self._pipelines(room, piece, within)
         start, end = piece
         left, offset = self._all(room, whole, start, used), 0
+        free = self._free(room)
         while start != end:
             placing, behind, stop = self._next_stage(
                 room, (start, end), left, later, within, first=not offset
             )
-            share = Share(room.level, start, stop, offset, placing.replicas, first=not offset)
+            chosen = tuple(
+                next(machines)
+                for machines, count in zip(free, placing.taken, strict=True)
+                for _ in range(count)
+            )
+            share = Share(room.level, start, stop, offset, placing.replicas, not offset, chosen)
             m, w = placing.at(behind)
-            inner = _Room(room.level - 1, placing.loads[m][w])
+            inner = _Room(room.level - 1, placing.loads[m][w], placing.grade)
             inside = float(self._inside(inner, start, slice(stop, stop + 1))[placing.used, 0])
             for stage in self._unfold(inner, (start, stop), placing.used, inside):
                 yield NestedStage((*stage.shares, share))
             start, left, offset = stop, behind, offset + placing.replicas
+
+    def _free(self, room: _Room) -> list[Iterator[int]]:
+        """The components of each kind, to be taken in turn."""
+        if room.level == len(self.machines):
+            return [iter(machines) for machines in self.kinds.machines]
+        return [iter(range(self.machines[room.level - 1]))]
 
     def _all(self, room: _Room, whole: Floats, start: int, used: int) -> _Left:
         """The components and devices of the best pipeline of `_by_devices` number `used`."""
@@ -311,26 +364,44 @@ class Search:
 
 def _extend(best: Floats, rest: Floats, option: _Option, join: Callable[..., Floats]) -> None:
     """Lowers `best[m, w, end]` by this stage before each pipeline of `rest[m, w, stop, end]`."""
-    replicas, used, behind, _ = option.placing
-    widths, devices = option.cost.shape[1], replicas * used
+    placing = option.placing
+    widths, devices = option.cost.shape[1], placing.replicas * placing.used
     # All m at once where that is small; else one by one, to stay within the processor's cache.
-    step = len(behind) if rest.shape[3] == 1 else 1
-    for low in range(0, len(behind), step):
-        some = behind[low : low + step]
+    step = len(placing.behind) if rest.shape[3] == 1 else 1
+    for low in range(0, len(placing.behind), step):
+        some = placing.behind[low : low + step]
         cost = option.cost if len(option.cost) == 1 else option.cost[low : low + step]
-        joined = join(cost[..., None], rest[some.start : some.stop, :widths])
-        target = best[some.start + replicas : some.stop + replicas, devices : devices + widths]
-        np.minimum(target, joined.min(axis=2), out=target)
+        joined = join(cost[..., None], rest[_at(some, 0), :widths])
+        target = _at(some, placing.tally), slice(devices, devices + widths)
+        best[target] = np.minimum(best[target], joined.min(axis=2))
 
 
-def affordable(machines: Sequence[int], with_memory: bool = False, most: int = 20_000) -> int:
+def _at(tallies: Sequence[int], more: int) -> slice | list[int]:
+    """An index to the entries of these, so many further on; a slice where they are in a row."""
+    if isinstance(tallies, range):
+        return slice(tallies.start + more, tallies.stop + more)
+    return [tally + more for tally in tallies]
+
+
+def affordable(
+    machines: Sequence[int],
+    with_memory: bool = False,
+    most: int = 20_000,
+    kinds: Kinds | None = None,
+) -> int:
     """How many cuts `Search` gets through in about half a minute, at most `most`.
 
     A memory limit calls for a table of each inner level for every load, about as many as there are
-    components outside it.
+    components outside it; kinds of device for one for every grade.
     """
-    placings = [count * (count + 3) / 2 for count in machines]
-    cuts = min(most, (_BUDGET / placings[-1]) ** (1 / 2))
-    tables = [prod(machines[level + 1 :]) if with_memory else 1 for level in range(len(machines))]
-    inner = sum(map(mul, placings[:-1], tables))
+    placings = [count * (count + 3) / 2 for count in machines[:-1]]
+    kinds = kinds or Kinds.alike(machines[-1])
+    outermost = prod((count + 1) * (count + 2) / 2 for count in kinds.counts) - 1
+    cuts = min(most, (_BUDGET / outermost) ** (1 / 2))
+    grades = len(kinds.grades)
+    tables = [
+        grades * (prod(machines[level + 1 :]) if with_memory else 1)
+        for level in range(len(machines) - 1)
+    ]
+    inner = sum(map(mul, placings, tables))
     return int(min(cuts, (3 * _BUDGET / inner) ** (1 / 3)) if inner else cuts)

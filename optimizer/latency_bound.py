@@ -6,6 +6,7 @@ import numpy as np
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost import CostModel, Work
+from pipedream.optimizer.kinds import Kinds
 from pipedream.optimizer.planning import Floats, PlanningGraph
 from pipedream.optimizer.stage_cost import levels
 from pipedream.optimizer.submesh import Mesh
@@ -23,12 +24,13 @@ def latency_bound(
     would alone on the submesh that suits it best; and each straight stage has one device.
     """
     mesh = Mesh(cluster.machines)
-    total, devices = float(graph.compute_seconds.sum()), mesh.devices
-    nodes = _least(graph.compute_seconds, graph.parameter_bytes, cluster, model, straight)
+    seconds = graph.compute_seconds / Kinds.of(cluster).fastest
+    total, devices = float(seconds.sum()), mesh.devices
+    nodes = _least(seconds, graph.parameter_bytes, cluster, model, straight)
     slowest = float(nodes.max())
     if straight:
         return total + (microbatches - 1) * max(slowest, total / devices)
-    work, parameters = graph.compute_seconds.sum(), graph.parameter_bytes.sum()
+    work, parameters = seconds.sum(), graph.parameter_bytes.sum()
     whole = _least(np.array([work]), np.array([parameters]), cluster, model, straight)
     one = microbatches * float(whole[0])
     if devices == 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.command import UserError
@@ -24,8 +23,9 @@ from pipedream.optimizer.bound import lower_bound
 from pipedream.optimizer.cluster_operators import layer_cuts
 from pipedream.optimizer.cost import CostModel
 from pipedream.optimizer.cuts import Cuts
-from pipedream.optimizer.fitting import Load, fullest, loads, nothing_fits
+from pipedream.optimizer.fitting import Load, fit, loads, nothing_fits
 from pipedream.optimizer.hierarchy import TIE, Rules, Search, Solution, affordable
+from pipedream.optimizer.kinds import Kinds
 from pipedream.optimizer.latency import Latency, LatencySearch, affordable_cuts
 from pipedream.optimizer.latency_bound import latency_bound
 from pipedream.optimizer.memory import Keeping, StageMemory
@@ -58,11 +58,16 @@ class Request:
     recompute: Recompute = "auto"
     footprints: Mapping[str, Footprint] | None = None
 
-    def limit(self, held: StageMemory, bytes: float | None) -> MemoryLimit | None:
+    @property
+    def kinds(self) -> Kinds:
+        """What the machines are, and the bytes that may be used of each device."""
+        return Kinds.of(self.cluster, self.memory)
+
+    def limit(self, held: StageMemory, kinds: Kinds) -> MemoryLimit | None:
         """What a stage may hold, where that or recomputation says anything about it."""
-        if bytes is None and self.recompute != "always":
+        if not kinds.limited and self.recompute != "always":
             return None
-        return MemoryLimit(inf if bytes is None else bytes, held, self.recompute)
+        return MemoryLimit(kinds.least, held, self.recompute)
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,9 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
     _check(graph, request)
     if request.latency is not None:
         return _optimize_latency(graph, request, request.latency, most_cuts)
-    limit = most_cuts or affordable(request.cluster.machines, request.memory is not None)
+    limit = most_cuts or affordable(
+        request.cluster.machines, request.kinds.limited, kinds=request.kinds
+    )
     dag = AntichainDag.of(graph, limit)
     cuts = Cuts(graph, prefixes(graph, min(limit, SAMPLE)) if dag is None else dag.downsets)
     held = StageMemory(cuts, Keeping(request.schedule, request.optimizer))
@@ -122,17 +129,17 @@ def _optimize_latency(
     graph: PlanningGraph, request: Request, goal: Latency, most_cuts: int | None
 ) -> Outcome:
     """The best flat pipeline for latency, over all nested downsets or over those between layers."""
-    limit = most_cuts or affordable_cuts(request.cluster.machines, request.memory is not None)
+    limit = most_cuts or affordable_cuts(request.cluster.machines, request.kinds.limited)
     dag = AntichainDag.of(graph, limit) if goal.layers is None else None
     cuts = Cuts(graph, _likely_cuts(graph, goal, limit) if dag is None else dag.downsets)
     model, straight = request.model, request.rules.straight
     bound = latency_bound(graph, request.cluster, model, straight, goal.microbatches)
     held = StageMemory(cuts, Keeping(request.schedule, request.optimizer))
-    cost = Replication(cuts, request.cluster, model, request.limit(held, request.memory))
+    (grade,) = request.kinds.each
+    cost = Replication(cuts, request.cluster, model, request.limit(held, request.kinds)).on(grade)
     solution = LatencySearch(cuts, Mesh(request.cluster.machines), cost, request.rules, goal).best()
     if solution is None:
-        assert request.memory is not None
-        raise nothing_fits(held, request, request.memory)
+        raise nothing_fits(held, request)
     slowest = lower_bound(graph, request.cluster, model, straight)
     outcome = _outcome(held, request, Solution(solution.cost, solution.stages), slowest, False)
     times = [figures.seconds for figures in outcome.figures]
@@ -162,8 +169,8 @@ def _likely_cuts(graph: PlanningGraph, goal: Latency, limit: int) -> tuple[int, 
 def _check(graph: PlanningGraph, request: Request) -> None:
     if not graph.compute_seconds.sum() > 0:
         raise UserError("no node of the graph takes any time: measure the model with pd-profile")
-    if request.cluster.kinds:
-        raise UserError("kinds: no plan takes kinds of device into account yet; leave them out")
+    if request.latency is not None and len(request.kinds.each) > 1:
+        raise UserError("--objective latency: plans for machines of one kind alone; give such")
     devices, rules = request.cluster.devices, request.rules
     if rules.straight and not rules.fewer_machines and devices > len(graph):
         raise UserError(
@@ -174,41 +181,41 @@ def _check(graph: PlanningGraph, request: Request) -> None:
 
 def _solve(held: StageMemory, request: Request) -> Solution:
     """The best plan within the memory; where it is no slower, one whose every stage takes time."""
-    cuts = held.cuts
-    limit = request.limit(held, None)
-    solution = _search(cuts, request, limit, working=False)
+    cuts, kinds = held.cuts, request.kinds.unlimited
+    solution = _search(held, request, kinds, working=False)
     assert solution is not None
-    if request.memory is not None and fullest(loads(held, limit, solution)) > request.memory:
-        limit = request.limit(held, request.memory)
-        solution = _search(cuts, request, limit, working=False)
+    if not _fits(held, request, kinds, solution):
+        kinds = request.kinds
+        solution = _search(held, request, kinds, working=False)
         if solution is None:
-            raise nothing_fits(held, request, request.memory)
+            raise nothing_fits(held, request)
     if any(cuts.working[stage.start] == cuts.working[stage.end] for stage in solution.stages):
-        working = _search(cuts, request, limit, working=True)
-        fits = working and (
-            request.memory is None or fullest(loads(held, limit, working)) <= request.memory
-        )
+        working = _search(held, request, kinds, working=True)
+        fits = working and _fits(held, request, kinds, working)
         if working and fits and working.cost <= solution.cost * (1 + TIE):
             return working
     return solution
 
 
-def _search(
-    cuts: Cuts, request: Request, limit: MemoryLimit | None, working: bool
-) -> Solution | None:
-    cost = Replication(cuts, request.cluster, request.model, limit, working)
-    return Search(cuts, request.cluster.machines, cost, request.rules).best()
+def _search(held: StageMemory, request: Request, kinds: Kinds, working: bool) -> Solution | None:
+    limit = request.limit(held, kinds)
+    cost = Replication(held.cuts, request.cluster, request.model, limit, working)
+    return Search(held.cuts, request.cluster.machines, cost, request.rules, kinds).best()
+
+
+def _fits(held: StageMemory, request: Request, kinds: Kinds, solution: Solution) -> bool:
+    """Whether what was found on devices of `kinds` fits on those that there are."""
+    return fit(loads(held, request.limit(held, kinds), solution, request.kinds))
 
 
 def _outcome(
     held: StageMemory, request: Request, solution: Solution, bound: float, exact: bool
 ) -> Outcome:
-    cuts = held.cuts
-    limit = request.limit(held, request.memory)
-    found = loads(held, limit, solution)
+    cuts, kinds = held.cuts, request.kinds
+    found = loads(held, request.limit(held, kinds), solution, kinds)
     cost = Replication(cuts, request.cluster, request.model)
     times = [
-        stage_time(cost, stage, load.recompute)
+        stage_time(cost.on(load.grade), stage, load.recompute)
         for stage, load in zip(solution.stages, found, strict=True)
     ]
     figures = tuple(
@@ -220,8 +227,10 @@ def _outcome(
         cost_model=request.model.name,
         seconds_per_minibatch=seconds,
         lower_bound_seconds=min(bound, seconds),
-        one_worker_seconds=float(cuts.graph.compute_seconds.sum()),
-        data_parallel_seconds=data_parallel_time(cost, request.cluster.machines),
+        one_worker_seconds=float(cuts.graph.compute_seconds.sum()) / kinds.fastest,
+        data_parallel_seconds=data_parallel_time(
+            cost.on(kinds.grade(kinds.counts)), request.cluster.machines
+        ),
     )
     plan = Plan(
         graph=PlannedGraph.of(request.graph),
@@ -232,8 +241,9 @@ def _outcome(
         predicted=predicted,
     )
     whole = held.total(0, slice(len(cuts) - 1, None), 1, recompute=False)
+    memory = kinds.least if kinds.limited else None
     return Outcome(
-        plan, figures, len(cuts), exact, float(whole[0]), request.memory, bool(request.footprints)
+        plan, figures, len(cuts), exact, float(whole[0]), memory, bool(request.footprints)
     )
 
 
@@ -248,7 +258,7 @@ def _stages(
             stage=position,
             nodes=tuple(name for name in request.graph.order if stage_of[name] == position),
             ranks=ranks(stage, request.cluster),
-            compute_seconds=compute_seconds(graph, inside, load.recompute),
+            compute_seconds=compute_seconds(graph, inside, load.recompute) / load.grade.speed,
             parameter_bytes=float(graph.parameter_bytes[list(inside)].sum()),
             memory_bytes=load.bytes,
             memory=load.items,

@@ -20,7 +20,7 @@ def ranks(stage: NestedStage, cluster: Cluster) -> tuple[int, ...]:
     which share a machine's inner pipeline keep each minibatch inside that machine, as the cost
     model takes for granted, whatever their replica counts.
     """
-    places = (range(share.offset, share.offset + share.replicas) for share in stage.shares)
+    places = (share.components for share in stage.shares)
     return tuple(cluster.rank(place) for place in product(*places))
 
 
@@ -34,11 +34,13 @@ def compute_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: bool)
 def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -> tuple[float, str]:
     """Seconds per minibatch that this stage allows, all levels together, and what sets them.
 
+    `cost` is that on devices of the stage's grade.
+
     Costs of a level only grow with the cost inside, so the largest of these over the stages of a
     plan is the plan's time.
     """
     nodes = cost.cuts.nodes(stage.start, stage.end)
-    seconds = np.array([compute_seconds(cost.cuts.graph, nodes, recompute)])
+    seconds = np.array([compute_seconds(cost.cuts.graph, nodes, recompute)]) / cost.speed
     limit = "compute"
     for share in stage.shares:
         end = slice(share.end, share.end + 1)

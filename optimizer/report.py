@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.units import show_bytes, show_seconds
@@ -33,6 +37,9 @@ def make_console() -> Console:
 def _stage_table(outcome: Outcome, graph: Graph) -> Table:
     plan = outcome.plan
     machines = " x ".join(str(count) for count in plan.cluster.machines)
+    mixed = len(plan.cluster.kinds) > 1
+    if mixed:
+        machines += f": {_kinds(plan.cluster, range(plan.cluster.devices))}"
     table = Table(
         title=f"{_count(len(plan.stages), 'stage')} on {plan.workers} of {plan.cluster.devices}"
         f" devices ({machines}), {plan.schedule}, cost model {plan.predicted.cost_model}",
@@ -47,19 +54,33 @@ def _stage_table(outcome: Outcome, graph: Graph) -> Table:
     table.add_column("first and last")
     for heading in ("time", "replicas", "per\nminibatch", "limited\nby", "in\nflight", "memory"):
         table.add_column(heading, justify="right")
+        if heading == "replicas" and mixed:
+            table.add_column("kinds")
     for stage, figures in zip(plan.stages, outcome.figures, strict=True):
         slowest = figures.seconds == plan.predicted.seconds_per_minibatch
-        table.add_row(*_row(stage, figures, graph), style="bold" if slowest else None)
+        kinds = (_kinds(plan.cluster, stage.ranks),) if mixed else ()
+        table.add_row(*_row(stage, figures, graph, kinds), style="bold" if slowest else None)
     return table
 
 
-def _row(stage: Stage, figures: StageFigures, graph: Graph) -> tuple[str, ...]:
+def _kinds(cluster: Cluster, ranks: Iterable[int]) -> str:
+    """How many of these devices are of each kind."""
+    count = Counter(cluster.kind(cluster.machine(rank)).name for rank in ranks)
+    return ", ".join(
+        f"{count[kind.name]} {kind.name}" for kind in cluster.kinds if count[kind.name]
+    )
+
+
+def _row(
+    stage: Stage, figures: StageFigures, graph: Graph, kinds: tuple[str, ...]
+) -> tuple[str, ...]:
     return (
         str(stage.stage),
         str(len(stage.nodes)),
         _span(stage, graph),
         show_seconds(stage.compute_seconds),
         str(stage.replicas),
+        *kinds,
         show_seconds(figures.seconds),
         figures.limit,
         str(figures.in_flight),

@@ -5,7 +5,8 @@ The solver asks a StageCost and does not care who answers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -15,6 +16,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.plan import Recompute
 from pipedream.optimizer.cost import CostModel, Level, Terms, Work
 from pipedream.optimizer.cuts import Cuts, States
+from pipedream.optimizer.kinds import Grade
 from pipedream.optimizer.memory import StageMemory, in_flight
 from pipedream.optimizer.planning import Floats, Ints
 
@@ -29,6 +31,10 @@ class StageCost(Protocol):
     """
 
     depends_on_load: bool
+
+    def on(self, grade: Grade) -> StageCost:
+        """The same question where devices are of this grade."""
+        ...
 
     def on_device(self, start: int, ends: States, load: int) -> Floats:
         """On one device."""
@@ -54,6 +60,10 @@ class MemoryLimit:
     bytes: float
     held: StageMemory
     recompute: Recompute = "never"
+
+    def on(self, grade: Grade) -> MemoryLimit:
+        """With the memory that devices of this grade have."""
+        return replace(self, bytes=grade.memory)
 
     def fits(self, start: int, ends: States, minibatches: int, recompute: bool) -> Bools:
         return self.held.total(start, ends, minibatches, recompute) <= self.bytes
@@ -86,8 +96,15 @@ class Replication:
         self.model = model
         self.limit = limit
         self.working = working
+        self.speed = 1.0
         self.levels = levels(cluster)
         self.depends_on_load = limit is not None
+
+    def on(self, grade: Grade) -> Replication:
+        graded = copy(self)
+        graded.speed = grade.speed
+        graded.limit = self.limit and self.limit.on(grade)
+        return graded
 
     def on_device(self, start: int, ends: States, load: int) -> Floats:
         seconds: Floats = np.maximum(self.cuts.seconds[ends] - self.cuts.seconds[start], 0.0)
@@ -98,7 +115,7 @@ class Replication:
             forward = self.cuts.forward_seconds
             seconds = seconds + np.where(again, forward[ends] - forward[start], 0.0)
             seconds[~fits] = np.inf
-        return seconds
+        return seconds / self.speed
 
     def replicated(
         self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
@@ -116,18 +133,30 @@ class Replication:
 
 
 class LeastMemory:
-    """Bytes on the fullest worker, not seconds: for the plan that needs the least memory."""
+    """Bytes on the fullest worker, not seconds: for the plan that needs the least memory.
+
+    Where devices differ, bytes count by what part they are of the device's memory: they are given
+    as if every device had `like` of them.
+    """
 
     depends_on_load = True
 
-    def __init__(self, held: StageMemory, recompute: bool) -> None:
+    def __init__(self, held: StageMemory, recompute: bool, like: float = 1.0) -> None:
         self.held = held
         self.recompute = recompute
+        self.like = like
+        self.memory = like
+
+    def on(self, grade: Grade) -> LeastMemory:
+        graded = copy(self)
+        graded.memory = grade.memory
+        return graded
 
     def on_device(self, start: int, ends: States, load: int) -> Floats:
         minibatches = in_flight(load)
         again = self.recompute and minibatches > 1
-        return self.held.total(start, ends, minibatches, again)
+        needed = self.held.total(start, ends, minibatches, again)
+        return needed if self.memory == self.like else needed * (self.like / self.memory)
 
     def replicated(
         self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool

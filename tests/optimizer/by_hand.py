@@ -5,7 +5,7 @@ many components of the level below, and the nested plan inside each of these (No
 """
 
 import math
-from itertools import groupby, pairwise
+from itertools import combinations, groupby, pairwise
 
 from pipedream.graph.model import Graph
 
@@ -49,8 +49,8 @@ class Costs:
         if self.model == "measured":
             delay = self.latency[level]
             reduce = 2 * (m - 1) * (delay + W / m / B) if W else 0
-            sent = max(a_out, 0 if first else a_in) / (self.compression or 1)
-            return max((inner + reduce) / m, 2 * (delay + sent / B) / m if sent else 0)
+            sent = [a / (self.compression or 1) for a in (a_in, a_out) if a]
+            return max((inner + reduce) / m, sum(delay + a / B for a in sent) / m)
         reduce = 4 * (m - 1) * W / (B * m)
         if first:
             q = self.machines[level - 1] if level else 1
@@ -77,8 +77,9 @@ class Costs:
     def within(self, plan, schedule, memory, recompute="never", states=0):
         """The bytes on the fullest worker, and the seconds of each stage on one device.
 
-        None where a stage does not fit in `memory`. With `auto` one that does not do so plain may
-        do its forward pass again; with `always` all do but the last.
+        None where a stage does not fit in `memory`, of all or of each stage's devices. With `auto`
+        one that does not do so plain may do its forward pass again; with `always` all do but the
+        last.
         """
         stages, most, seconds = list(flatten(plan)), 0, {}
         for i, (start, end, replicas) in enumerate(stages):
@@ -86,7 +87,7 @@ class Costs:
             ways = {"never": [False], "auto": [False, True], "always": [True]}[recompute]
             for again in ways if i < len(stages) - 1 else [False]:
                 held = self.worker_memory(start, end, in_flight, schedule, again, states)
-                if held <= memory:
+                if held <= (memory[i] if isinstance(memory, list) else memory):
                     break
             else:
                 return None
@@ -94,6 +95,23 @@ class Costs:
             forward = math.fsum(self.nodes[n].forward_seconds for n in end - start)
             seconds[start, end] = self.compute(end - start) + (forward if again else 0)
         return most, seconds
+
+    def time_on_kinds(self, plan, taken, speeds, limits, schedule, recompute):
+        """Infinite where it does not fit. `taken[i]`: the components of the outermost level that
+        stage i has; `speeds` and `limits` of each component.
+        """
+        slowest, smallest = [], []
+        for stage, components in zip(plan, taken, strict=True):
+            assert len(components) == stage[2]
+            inside = len(list(flatten([stage])))
+            slowest += [min(speeds[component] for component in components)] * inside
+            smallest += [min(limits[component] for component in components)] * inside
+        found = self.within(plan, schedule, smallest, recompute)
+        if found is None:
+            return math.inf
+        pairs = zip(found[1].items(), slowest, strict=True)
+        seconds = {stage: time / speed for (stage, time), speed in pairs}
+        return self.time(len(self.machines) - 1, plan, seconds)
 
     def worker_memory(self, start, end, in_flight, schedule, again=False, states=0):
         """Without measured footprints: a node saves its outputs and needs its gradients."""
@@ -118,6 +136,16 @@ def flatten(plan):
         else:
             for inner_start, inner_end, inner_replicas in flatten(inside):
                 yield inner_start, inner_end, replicas * inner_replicas
+
+
+def assignments(replicas, components):
+    """Every way to give each stage as many components as it has replicas, none to two."""
+    if not replicas:
+        yield []
+        return
+    for first in combinations(sorted(components), replicas[0]):
+        for rest in assignments(replicas[1:], set(components) - set(first)):
+            yield [first, *rest]
 
 
 def downsets(graph):

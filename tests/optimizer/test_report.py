@@ -2,17 +2,23 @@ from io import StringIO
 
 from rich.console import Console
 
-from pipedream.graph.cluster import Cluster
+from pipedream.graph.cluster import Cluster, DeviceKind
 from pipedream.optimizer.cost import Paper
 from pipedream.optimizer.latency import Latency
 from pipedream.optimizer.optimize import Request, optimize
 from pipedream.optimizer.report import print_report
 
 
-def report(graph, machines, **options):
-    bandwidth = (1e9,) * len(machines)
+def report(graph, machines, kinds=(), **options):
+    names = tuple({kind.name: kind for kind in kinds}.values())
+    cluster = Cluster(
+        machines=machines,
+        bandwidth=(1e9,) * len(machines),
+        kinds=names,
+        machine_kinds=tuple(kind.name for kind in kinds),
+    )
     most_cuts = options.pop("most_cuts", None)
-    request = Request(graph, Cluster(machines=machines, bandwidth=bandwidth), Paper(), **options)
+    request = Request(graph, cluster, Paper(), **options)
     text = StringIO()
     outcome = optimize(request, most_cuts)
     print_report(outcome, graph, Console(file=text, width=120, highlight=False))
@@ -31,6 +37,15 @@ def test_a_row_for_each_stage_and_the_comparison(make_graph):
     assert "its schedule, simulated - too long to simulate for 3 workers" in lines
     assert "one worker 40 ms this plan is 2.67 times as fast" in lines
     assert "The best of all plans over 4 cuts under this cost model." in lines
+
+
+def test_the_kinds_of_devices_are_shown_where_there_are_several(make_graph):
+    graph = make_graph("a b", "a-b", a=(30, 10, 0), b=(30, 10, 1e9))
+    new, old = DeviceKind(name="new"), DeviceKind(name="old", speed=0.5)
+    lines = report(graph, (3,), [old, new, old])
+    assert lines[0].startswith("2 stages on 3 of 3 devices (3: 2 old, 1 new), weight-stash")
+    assert "0 1 a Linear 60 ms 2 2 old 30 ms compute 2 30 B" in lines
+    assert any(line.startswith("1 1 b Linear 30 ms 1 1 new") for line in lines)
 
 
 def test_what_does_not_fit_is_said_of_the_simple_plans(make_graph):

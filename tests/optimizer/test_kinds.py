@@ -1,0 +1,230 @@
+"""Machines of several kinds: against every plan on every choice of machines, tried one by one."""
+
+import math
+from itertools import groupby
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pipedream.graph.cluster import Cluster, DeviceKind
+from pipedream.graph.command import UserError
+from pipedream.graph.model import Graph, Node
+from pipedream.optimizer.bound import lower_bound
+from pipedream.optimizer.cost import COST_MODELS
+from pipedream.optimizer.hierarchy import Rules
+from pipedream.optimizer.kinds import Grade, Kinds, Tally
+from pipedream.optimizer.latency import Latency
+from pipedream.optimizer.optimize import Request, optimize
+from pipedream.optimizer.planning import PlanningGraph
+
+NEW = DeviceKind(name="new", speed=1.0)
+OLD = DeviceKind(name="old", speed=0.5)
+
+
+def cluster_of(machines, *kinds, **fields):
+    """`kinds`: that of each component of the outermost level."""
+    return Cluster(
+        machines=machines,
+        bandwidth=(1e9, 2e8)[: len(machines)],
+        kinds=tuple({kind.name: kind for kind in kinds}.values()),
+        machine_kinds=tuple(kind.name for kind in kinds),
+        **fields,
+    )
+
+
+def plan_of(graph, cluster, model="paper", **more):
+    return optimize(Request(graph, cluster, COST_MODELS[model](), **more)).plan
+
+
+def test_two_fast_and_two_slow_machines(make_graph):
+    # 20 | 20 | 10 | 10 ms, each with too many parameters to replicate: the fast machines, wherever
+    # they stand, take the long stages; the slow ones, at half the speed, 20 ms for the short ones.
+    # A slow machine for a long stage would take 40 ms.
+    graph = make_graph(
+        "a b c d", "a-b b-c c-d", a=(20, 0, 1e9), b=(20, 0, 1e9), c=(10, 0, 1e9), d=(10, 0, 1e9)
+    )
+    plan = plan_of(graph, cluster_of((4,), OLD, NEW, OLD, NEW))
+    assert [stage.nodes for stage in plan.stages] == [("a",), ("b",), ("c",), ("d",)]
+    assert sorted(rank for stage in plan.stages[:2] for rank in stage.ranks) == [1, 3]
+    assert sorted(rank for stage in plan.stages[2:] for rank in stage.ranks) == [0, 2]
+    assert [s.compute_seconds for s in plan.stages] == pytest.approx([0.02, 0.02, 0.02, 0.02])
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(0.02)
+    assert plan.predicted.one_worker_seconds == pytest.approx(0.06)
+
+
+def test_a_stage_on_both_kinds_goes_at_the_pace_of_the_slow(make_graph):
+    # 60 ms on the new machine alone; on two of different kinds each takes the 120 ms that the old
+    # one does, for every second minibatch: no gain. On all three 120 / 3.
+    graph = make_graph("a", a=(60, 0, 0))
+    plan = plan_of(graph, cluster_of((3,), NEW, OLD, OLD), rules=Rules(fewer_machines=True))
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(0.04)
+    much_slower = DeviceKind(name="slow", speed=0.1)
+    plan = plan_of(graph, cluster_of((2,), much_slower, NEW), rules=Rules(fewer_machines=True))
+    assert plan.stages[0].ranks == (1,)
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(0.06)
+
+
+def test_devices_all_of_one_other_speed_scale_the_time(make_graph):
+    graph = make_graph("a b", "a-b", a=(20, 0, 1e9), b=(20, 0, 1e9))
+    for more in ({}, {"latency": Latency(4), "schedule": "flush"}):
+        plan = plan_of(graph, cluster_of((2,), OLD, OLD), **more)
+        assert plan.predicted.seconds_per_minibatch == pytest.approx(0.04)
+
+
+def test_latency_is_planned_for_one_kind_alone(make_graph):
+    with pytest.raises(UserError, match="--objective latency: plans for machines of one kind"):
+        plan_of(make_graph("a"), cluster_of((2,), OLD, NEW), latency=Latency(4))
+
+
+def test_what_the_kinds_lack_is_said(make_graph):
+    graph = make_graph("a b", "a-b", a=(10, 100, 5e6), b=(10, 100, 5e6))
+    small = OLD.model_copy(update={"memory": 1e6})
+    large = NEW.model_copy(update={"memory": 12e6})
+    with pytest.raises(UserError) as caught:
+        plan_of(graph, cluster_of((2,), large, small))
+    message = caught.value.format_message()
+    assert message.startswith(
+        "memory of the cluster's kinds: 1 MB: no plan fits; the closest needs"
+    )
+    assert "devices with more" in message
+    # The large one holds both nodes' weights and gradients if the small one may be left out.
+    large = NEW.model_copy(update={"memory": 24e6})
+    plan = plan_of(graph, cluster_of((2,), small, large), rules=Rules(fewer_machines=True))
+    assert [stage.ranks for stage in plan.stages] == [(1,)]
+    with pytest.raises(UserError, match=r"^--memory 12 MB: no plan fits"):
+        plan_of(graph, cluster_of((2,), large, large), memory=12e6, rules=Rules(straight=True))
+
+
+def test_grades_are_those_of_the_slowest_and_the_smallest():
+    fast_small, slow_large = NEW.model_copy(update={"memory": 8.0}), OLD
+    kinds = Kinds.of(cluster_of((3,), fast_small, slow_large, fast_small), memory=None)
+    assert kinds.machines == ((0, 2), (1,))
+    assert kinds.grade((2, 0)) == Grade(1.0, 8.0)
+    assert kinds.grade((0, 1)) == Grade(0.5, math.inf)
+    assert kinds.grade((1, 1)) == Grade(0.5, 8.0)
+    assert len(kinds.grades) == 3
+    assert Kinds.of(cluster_of((2,), fast_small, slow_large), memory=4.0).least == 4.0
+
+
+def test_kinds_that_differ_in_name_alone_are_one():
+    twin = NEW.model_copy(update={"name": "twin"})
+    assert len(Kinds.of(cluster_of((2,), NEW, twin)).each) == 1
+
+
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3))
+def test_a_tally_adds_up(counts):
+    tally = Tally(counts)
+    for taken in tally.takings():
+        besides = tally.besides(taken)
+        assert besides[-1] + tally.number(taken) == tally.size - 1
+        assert len(set(besides)) == math.prod(n - t + 1 for n, t in zip(counts, taken, strict=True))
+        assert all(tally.total(b) <= sum(counts) - sum(taken) for b in besides)
+        assert tally.total(tally.number(taken)) == sum(taken)
+
+
+def graphs(most):
+    return st.integers(1, most).flatmap(
+        lambda count: st.builds(
+            make,
+            st.lists(st.tuples(*[st.integers(0, 9)] * 3), min_size=count, max_size=count),
+            st.sets(st.sampled_from([(a, b) for b in range(count) for a in range(b)] or [(0, 0)])),
+        )
+    )
+
+
+def make(figures, edges):
+    nodes = {
+        f"n{i}": Node(
+            id=f"n{i}",
+            description=f"Layer{i}",
+            forward_seconds=(1 + milliseconds) * 1e-3,
+            activation_bytes=(outputs * 1e5,),
+            parameter_bytes=parameters * 1e6,
+        )
+        for i, (milliseconds, outputs, parameters) in enumerate(figures)
+    }
+    return Graph(nodes, tuple((f"n{a}", f"n{b}") for a, b in sorted(edges) if a < b))
+
+
+def taken_by(plan):
+    """The components of the outermost level that each of its stages has, from the ranks."""
+    sets = ({plan.cluster.machine(rank) for rank in stage.ranks} for stage in plan.stages)
+    return [sorted(machines) for machines, _ in groupby(sets)]
+
+
+def check(by_hand, graph, cluster, model, rules, schedule="flush", memory=None, recompute="auto"):
+    cuts = by_hand.downsets(graph)
+    assume(len(cuts) <= 10)
+    machines = cluster.machines
+    assume(not rules.straight or rules.fewer_machines or cluster.devices <= len(graph.nodes))
+    costs = by_hand.Costs(graph, machines, cluster.bandwidth, model, None, cluster.latency)
+    components = range(machines[-1])
+    speeds = [cluster.kind(component).speed for component in components]
+    limits = [
+        min(cluster.kind(component).memory or math.inf, memory or math.inf)
+        for component in components
+    ]
+    best = min(
+        (
+            costs.time_on_kinds(plan, taken, speeds, limits, schedule, recompute)
+            for plan in by_hand.every_plan(cuts, machines, rules.straight, rules.fewer_machines)
+            for taken in by_hand.assignments([stage[2] for stage in plan], components)
+        ),
+        default=math.inf,
+    )
+    request = Request(
+        graph, cluster, COST_MODELS[model](), schedule, memory, rules, recompute=recompute
+    )
+    if best == math.inf:
+        with pytest.raises(UserError, match="no plan fits"):
+            optimize(request)
+        return
+    plan = optimize(request).plan
+    assert plan.predicted.seconds_per_minibatch == pytest.approx(best, rel=1e-9)
+    bound = lower_bound(PlanningGraph.of(graph), cluster, request.model, rules.straight)
+    assert bound <= best * (1 + 1e-12)
+    nested, taken = by_hand.nest(plan, graph), taken_by(plan)
+    time = costs.time_on_kinds(nested, taken, speeds, limits, schedule, recompute)
+    assert time == pytest.approx(best, rel=1e-9)
+    if not rules.fewer_machines:
+        assert plan.workers == cluster.devices
+
+
+SPEED = st.sampled_from([0.3, 0.5, 1.0, 2.0])
+MEMORY = st.sampled_from([None, 2e7, 4e7, 8e7])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    graph=graphs(6),
+    machines=st.sampled_from([(2,), (3,), (4,), (2, 2), (1, 3), (2, 3)]),
+    speeds=st.tuples(SPEED, SPEED),
+    memories=st.tuples(MEMORY, MEMORY),
+    memory=st.sampled_from([None, None, 3e7]),
+    model=st.sampled_from(sorted(COST_MODELS)),
+    rules=st.builds(Rules, st.booleans(), st.booleans()),
+    schedule=st.sampled_from(["weight-stashing", "flush"]),
+    recompute=st.sampled_from(["never", "auto", "always"]),
+    data=st.data(),
+)
+def test_plans_on_two_kinds_equal_brute_force(
+    by_hand, graph, machines, speeds, memories, memory, model, rules, schedule, recompute, data
+):
+    kinds = [
+        DeviceKind(name=name, speed=speed, memory=most)
+        for name, speed, most in zip("xy", speeds, memories, strict=True)
+    ]
+    which = data.draw(
+        st.lists(st.sampled_from(kinds), min_size=machines[-1], max_size=machines[-1])
+    )
+    cluster = cluster_of(machines, *which, latency=(1e-4, 2e-3)[: len(machines)])
+    check(by_hand, graph, cluster, model, rules, schedule, memory, recompute)
+
+
+@settings(max_examples=15, deadline=None)
+@given(graph=graphs(5), speeds=st.tuples(SPEED, SPEED, SPEED), model=st.sampled_from(["paper"]))
+def test_three_kinds_equal_brute_force(by_hand, graph, speeds, model):
+    kinds = [DeviceKind(name=n, speed=s) for n, s in zip("xyz", speeds, strict=True)]
+    cluster = cluster_of((4,), *kinds, kinds[0])
+    check(by_hand, graph, cluster, model, Rules())
