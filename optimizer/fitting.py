@@ -144,7 +144,9 @@ def _remedies(held: StageMemory, request: Request) -> Iterator[str]:
         changes = {"machines": machines, "machine_kinds": kinds}
         more = replace(request, cluster=request.cluster.model_copy(update=changes))
         if fits(held, more, again):
-            yield "--machines " + ",".join(map(str, machines))
+            names = request.cluster.names
+            short = "--machines " + ",".join(map(str, machines))
+            yield f"{machines[-1]} of the level {names[-1]}" if names else short
             break
     for part, name in ((2, "half"), (4, "a quarter of"), (8, "an eighth of")):
         smaller = StageMemory(Cuts(_batch_divided(graph, part), cuts.downsets), keeping)

@@ -53,9 +53,9 @@ def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -
 
 
 def data_parallel_time(cost: Replication, machines: Sequence[int]) -> float:
-    """Seconds per minibatch with the whole model on every device."""
+    """Seconds per minibatch with the whole model on every device; `cost` is on the slowest."""
     end = len(cost.cuts) - 1
-    seconds = np.array([cost.cuts.seconds[end]])
+    seconds = np.array([cost.cuts.seconds[end]]) / cost.speed
     for level, count in enumerate(machines, start=1):
         replicas = np.array([count])
         seconds = cost.replicated(seconds, 0, slice(end, end + 1), level, replicas, True)

@@ -51,6 +51,13 @@ def test_two_fast_and_two_slow_machines(make_graph):
     assert [s.compute_seconds for s in plan.stages] == pytest.approx([0.02, 0.02, 0.02, 0.02])
     assert plan.predicted.seconds_per_minibatch == pytest.approx(0.02)
     assert plan.predicted.one_worker_seconds == pytest.approx(0.06)
+    # 120 ms on a slow device; its parameters, 4 GB at 1 GB/s, cross 2 * 3/4 times for each.
+    assert plan.predicted.data_parallel_seconds == pytest.approx(6.0)
+
+
+def test_data_parallelism_goes_at_the_pace_of_the_slowest(make_graph):
+    plan = plan_of(make_graph("a", a=(60, 0, 0)), cluster_of((3,), NEW, OLD, OLD))
+    assert plan.predicted.data_parallel_seconds == pytest.approx(0.04)
 
 
 def test_a_stage_on_both_kinds_goes_at_the_pace_of_the_slow(make_graph):
