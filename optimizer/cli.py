@@ -120,6 +120,12 @@ _MOST_DEVICES = 100_000
     help="Set the plan beside five others, each simulated: a table, compare.csv, compare.png.",
 )
 @click.option(
+    "--sweep",
+    metavar="FIRST..LAST",
+    help="Plan for so many workers, too, as 1..64: a table, sweep.csv, sweep.png. They fill"
+    " machines as --machines has them; the outermost level grows.",
+)
+@click.option(
     "--update-rate",
     metavar="BYTES",
     default="50GB",
@@ -165,6 +171,7 @@ def main(
     layers: int | None,
     timeline: bool,
     compare: bool,
+    sweep: str | None,
     update_rate: str,
     optimizer: OptimizerName,
     recompute: Recompute,
@@ -179,6 +186,7 @@ def main(
     of_latency = None if compare and objective == "throughput" else microbatches
     aim = _latency(objective, schedule, of_latency, epsilon, layers)
     rate = _bytes("--update-rate", update_rate)
+    numbers = None if sweep is None else _numbers(sweep)
 
     from pipedream.graph.text import read_graph
     from pipedream.optimizer.cost import COST_MODELS
@@ -216,8 +224,28 @@ def main(
     _write(outcome.plan, model, folder, simulation if timeline else None, limit)
     for framework in exports:
         _export(framework, outcome.plan, model, graph.with_name("profile.json"), folder)
+    if numbers is not None:
+        _sweep(request, numbers, rate, folder)
     if compare:
         _compare(request, microbatches or 4 * where.devices, rate, folder)
+
+
+def _numbers(text: str) -> range:
+    from pipedream.optimizer.sweep import parse_range
+
+    return parse_range(text)
+
+
+def _sweep(request: Request, numbers: range, update_rate: float, folder: Path) -> None:
+    """Prints the table of --sweep, and writes it as data and as a picture."""
+    from pipedream.optimizer.report import make_console
+    from pipedream.optimizer.sweep import draw_sweep, sweep, sweep_frame, sweep_table
+
+    frame = sweep_frame(list(sweep(request, numbers, update_rate)))
+    make_console().print(sweep_table(frame))
+    frame.to_csv(folder / "sweep.csv", index=False)
+    draw_sweep(frame, folder / "sweep.png")
+    click.echo(f"Written: {folder}/sweep.csv, sweep.png")
 
 
 def _compare(request: Request, microbatches: int, update_rate: float, folder: Path) -> None:
