@@ -19,6 +19,7 @@ from pipedream.optimizer.hierarchy import Rules
 from pipedream.optimizer.kinds import Kinds
 from pipedream.optimizer.latency import Latency
 from pipedream.optimizer.optimize import Outcome, Request, optimize
+from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.simulator import Simulation, simulate_plan
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class Contender:
 def compare(request: Request, microbatches: int, update_rate: float) -> list[Contender]:
     """PipeDream's plan, Alpa's and four simple ones; `microbatches` for those with a flush."""
     ours = replace(request, latency=None, schedule="weight-stashing")
-    crowded = request.cluster.devices > len(request.graph.nodes) // 2
+    crowded = request.cluster.devices > len(PlanningGraph.of(request.graph))
     straight = replace(ours, rules=Rules(straight=True, fewer_machines=crowded))
     alpa = replace(ours, latency=Latency(microbatches), schedule="flush")
     makers: dict[str, Callable[[], Outcome]] = {

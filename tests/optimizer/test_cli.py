@@ -76,6 +76,15 @@ def test_compare_prints_a_table_and_writes_it_and_the_timelines(tmp_path):
     assert (tmp_path / "compare.png").exists()
 
 
+def test_sweep_prints_a_table_and_writes_it_and_the_picture(tmp_path):
+    done = pd_optimize(TRANSLATION, *LEVELS, "--sweep", "1..6", "-o", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = (tmp_path / "sweep.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[0] for row in rows] == ["1", "2", "4", "6"]
+    assert "2,3" in done.stdout
+    assert (tmp_path / "sweep.png").exists()
+
+
 def test_flags_reach_the_planner(tmp_path):
     shared = ("--machines", "4", "--bandwidth", "1GB", "-o", tmp_path)
     flags = ("--cost-model", "released", "--activation-compression", "2", "--straight")
@@ -180,6 +189,7 @@ WRONG = {
     "compression": ([*LEVELS, "--activation-compression", "0"], "0.0 is not in the range"),
     "memory": ([*LEVELS, "--memory", "lots"], "--memory: 'lots' is no amount of bytes"),
     "update rate": ([*LEVELS, "--update-rate", "0"], "--update-rate: '0' is no positive amount"),
+    "sweep": ([*LEVELS, "--sweep", "64"], "--sweep 64: give the fewest and the most workers"),
     "too little": ([*LEVELS, "--memory", "1kB"], "--memory 1 kB: no plan fits"),
     "straight": (
         ["--machines", "99", "--bandwidth", "1GB", "--straight"],
