@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from math import prod
 from operator import mul
 
@@ -9,8 +10,11 @@ import numpy as np
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost import CostModel, Work
-from pipedream.optimizer.kinds import Kinds
-from pipedream.optimizer.planning import Floats, PlanningGraph
+from pipedream.optimizer.cuts import States
+from pipedream.optimizer.frontier import Bins
+from pipedream.optimizer.hierarchy import Rules, Search
+from pipedream.optimizer.kinds import Grade, Kinds
+from pipedream.optimizer.planning import Floats, Ints, PlanningGraph
 from pipedream.optimizer.stage_cost import levels
 
 
@@ -32,3 +36,65 @@ def lower_bound(graph: PlanningGraph, cluster: Cluster, model: CostModel, straig
         replicas = np.arange(1, 2 if straight else count + 1)[:, None]
         alone = model.seconds(model.terms(work, level, replicas, first=True)).min(axis=0)
     return max(shared, float(alone.max()))
+
+
+def bound_over_bins(
+    bins: Bins, cluster: Cluster, model: CostModel, straight: bool, within: float
+) -> float:
+    """Seconds per minibatch that no plan beats; `within` where that is below what bins can show.
+
+    Every plan cuts at downsets, each of some bin. Had each stage no more compute and parameters
+    than lie between the bins of its two ends at least, and no more bytes to send than the least of
+    each bin, the plan would cost no more; nor if it could leave machines unused, as it does where
+    two of its cuts share a bin. The best of all such plans is a bound on every plan.
+    """
+    rules = Rules(straight, fewer_machines=True)
+    cost = _BinCost(bins, cluster, model)
+    kinds = Kinds.of(cluster).unlimited
+    best = Search(_BinCuts(bins), cluster.machines, cost, rules, kinds, within).bottleneck()
+    return min(best, within)
+
+
+class _BinCuts:
+    """Bins as the states of a search."""
+
+    def __init__(self, bins: Bins) -> None:
+        self.bins = bins
+        self.working = np.arange(len(bins), dtype=np.float64)
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def after(self, start: int, end: int) -> States:
+        rows = self.bins.row
+        return np.flatnonzero(rows[start + 1 : end + 1] >= rows[start]) + start + 1
+
+
+class _BinCost:
+    """The least that a stage between downsets of two bins can cost."""
+
+    depends_on_load = False
+
+    def __init__(self, bins: Bins, cluster: Cluster, model: CostModel) -> None:
+        self.bins = bins
+        self.model = model
+        self.levels = levels(cluster)
+        self.speed = 1.0
+
+    def on(self, grade: Grade) -> _BinCost:
+        graded = copy(self)
+        graded.speed = grade.speed
+        return graded
+
+    def on_device(self, start: int, ends: States, load: int) -> Floats:
+        least, most = self.bins.least_seconds[ends], self.bins.most_seconds[start]
+        seconds: Floats = np.maximum(least - most, 0.0) / self.speed
+        return seconds
+
+    def replicated(
+        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
+    ) -> Floats:
+        least, most = self.bins.least_parameters[ends], self.bins.most_parameters[start]
+        across = self.bins.bytes_across
+        work = Work(inner, np.maximum(least - most, 0.0), float(across[start]), across[ends])
+        return self.model.seconds(self.model.terms(work, self.levels[level - 1], replicas, first))

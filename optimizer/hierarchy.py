@@ -16,15 +16,16 @@ device. Differences from the source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from numba import njit
 
-from pipedream.optimizer.cuts import Cuts, States
+from pipedream.optimizer.cuts import States
 from pipedream.optimizer.kinds import Grade, Kinds, Tally
 from pipedream.optimizer.planning import Floats
 from pipedream.optimizer.stage_cost import StageCost
@@ -32,8 +33,8 @@ from pipedream.optimizer.stage_cost import StageCost
 # Two costs this close are the same: what rounding can do to a sum of a thousand times.
 TIE = 1e-11
 
-# Elementary steps that numpy does in about half a minute: the search is exact up to here.
-_BUDGET = 5e9
+# Elementary steps of the outermost and of an inner level that take about half a minute.
+_OUTER_BUDGET, _INNER_BUDGET = 1e10, 3e11
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,21 @@ class Rules:
 
     straight: bool = False
     fewer_machines: bool = False
+
+
+class Family(Protocol):
+    """The states of a search, as `Cuts`: the first the empty one, the last the whole graph."""
+
+    @property
+    def working(self) -> Floats:
+        """How much work is before each: a stage without any is one that a plan does not need."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def after(self, start: int, end: int) -> States:
+        """The states up to `end` that a stage from `start` may end at."""
+        ...
 
 
 class Share(NamedTuple):
@@ -142,7 +158,8 @@ class _Option(NamedTuple):
 class Search:
     """Finds the pipeline whose costliest stage costs least; ties go to the fewest stages.
 
-    `kinds`: those of the outermost level's components; all alike unless given.
+    `kinds`: those of the outermost level's components; all alike unless given. Pipelines that cost
+    more than `limit` need not be found: nothing that costs more is looked into.
 
     Work: N^2 M^2 for N cuts and M machines at the outermost level, N^3 M^2 at each within. With
     M1, M2, ... machines of each kind the first is N^2 M1^2 M2^2 ..., the second for each grade.
@@ -150,16 +167,18 @@ class Search:
 
     def __init__(
         self,
-        cuts: Cuts,
+        cuts: Family,
         machines: Sequence[int],
         cost: StageCost,
         rules: Rules,
         kinds: Kinds | None = None,
+        limit: float = inf,
     ) -> None:
         self.cuts = cuts
         self.machines = machines
         self.cost = cost
         self.rules = rules
+        self.limit = limit * (1 + TIE)
         self.kinds = kinds or Kinds.alike(machines[-1])
         self.tallies = [*(Tally((count,)) for count in machines[:-1]), Tally(self.kinds.counts)]
         self._on = {grade: cost.on(grade) if kinds else cost for grade in self.kinds.grades}
@@ -172,12 +191,23 @@ class Search:
 
     def best(self) -> Solution | None:
         """The best pipeline; None if there is none."""
-        room = _Room(len(self.machines), 0, self.kinds.each[0])
-        piece = (0, len(self.cuts) - 1)
-        costs = self._by_devices(room, self._pipelines(room, piece)[1])[:, 0, 0]
+        costs = self._costs()
         used = int(costs.argmin())
-        cost = float(costs[used])
+        cost, room, piece = float(costs[used]), self._outermost, (0, len(self.cuts) - 1)
         return None if cost == inf else Solution(cost, tuple(self._unfold(room, piece, used, cost)))
+
+    def bottleneck(self) -> float:
+        """What the best pipeline costs; infinite if there is none."""
+        return float(self._costs().min())
+
+    @property
+    def _outermost(self) -> _Room:
+        return _Room(len(self.machines), 0, self.kinds.each[0])
+
+    def _costs(self) -> Floats:
+        """[used]: the best pipelines of the whole model."""
+        whole = self._pipelines(self._outermost, (0, len(self.cuts) - 1))[1]
+        return self._by_devices(self._outermost, whole)[:, 0, 0]
 
     def _inside(self, room: _Room, start: int, ends: States) -> Floats:
         """[used, end]: the best cost in this room of the pieces that begin at `start`."""
@@ -215,19 +245,24 @@ class Search:
         later = np.full((tallies, width, len(self.cuts), len(ends)), inf)
         whole = np.full_like(later, inf)
         later[0, 0, ends, range(len(ends))] = 0.0
-        join = np.maximum if within is None else np.add
+        # A stage on m components takes at least an m-th of its time on one, by any cost model.
+        limit = inf if within is not None else self.limit * prod(self.machines[room.level :])
         for start in reversed(range(begin, end)):
             after = self.cuts.after(start, end)
-            reached = after if piece is None else slice(None)
-            rest = later[:, :, after][..., reached]
-            if not rest.size:  # a cut that is not within the piece
+            stops = np.arange(len(self.cuts))[after]
+            if piece is not None:
+                stops = stops[(later[:, :, stops, 0] < inf).any(axis=(0, 1))]
+            if not len(stops):
                 continue
+            first_end = stops if piece is None else np.zeros_like(stops)
             for first, table in ((False, later), (True, whole)):
-                if not first or piece is None or start == begin:
-                    best = table[:, :, start, reached]
-                    for option in self._options(room, start, after, first, within):
-                        _extend(best, rest, option, join)
-                    table[:, :, start, reached] = best
+                if first and piece is not None and start != begin:
+                    continue
+                for placing, costs in self._options(room, start, stops, first, within):
+                    size = placing.replicas * placing.used
+                    where = np.asarray(placing.behind), placing.tally, size
+                    counting = within is not None
+                    _extend(table, later, start, stops, first_end, costs, where, limit, counting)
         return later, whole
 
     def _options(
@@ -362,25 +397,31 @@ class Search:
         return placing, behind, stop
 
 
-def _extend(best: Floats, rest: Floats, option: _Option, join: Callable[..., Floats]) -> None:
-    """Lowers `best[m, w, end]` by this stage before each pipeline of `rest[m, w, stop, end]`."""
-    placing = option.placing
-    widths, devices = option.cost.shape[1], placing.replicas * placing.used
-    # All m at once where that is small; else one by one, to stay within the processor's cache.
-    step = len(placing.behind) if rest.shape[3] == 1 else 1
-    for low in range(0, len(placing.behind), step):
-        some = placing.behind[low : low + step]
-        cost = option.cost if len(option.cost) == 1 else option.cost[low : low + step]
-        joined = join(cost[..., None], rest[_at(some, 0), :widths])
-        target = _at(some, placing.tally), slice(devices, devices + widths)
-        best[target] = np.minimum(best[target], joined.min(axis=2))
+@njit(cache=True)
+def _extend(table, later, start, stops, first_end, costs, placing, limit, counting):  # type: ignore[no-untyped-def]
+    """Lowers `table[m, w, start, end]` by a stage before each pipeline of `later[m, w, stop, end]`.
 
-
-def _at(tallies: Sequence[int], more: int) -> slice | list[int]:
-    """An index to the entries of these, so many further on; a slice where they are in a row."""
-    if isinstance(tallies, range):
-        return slice(tallies.start + more, tallies.stop + more)
-    return [tally + more for tally in tallies]
+    `costs[m, w, k]` is the stage's to `stops[k]`, of which those above `limit` are passed over;
+    `placing`: the components that are behind and those that it takes, by their tallies, and the
+    devices; `first_end`: the least end worth a look from each stop. Costs are joined by the larger,
+    or added if `counting`.
+    """
+    behind, tally, devices = placing
+    for k, m in enumerate(behind):
+        for w in range(costs.shape[1]):
+            row = costs[min(k, len(costs) - 1), w]
+            target = table[m + tally, w + devices, start]
+            for position in range(len(stops)):
+                cost = row[position]
+                if cost > limit:
+                    continue
+                rest = later[m, w, stops[position]]
+                if counting:
+                    for end in range(first_end[position], len(rest)):
+                        target[end] = min(target[end], cost + rest[end])
+                else:
+                    for end in range(first_end[position], len(rest)):
+                        target[end] = min(target[end], max(cost, rest[end]))
 
 
 def affordable(
@@ -397,11 +438,11 @@ def affordable(
     placings = [count * (count + 3) / 2 for count in machines[:-1]]
     kinds = kinds or Kinds.alike(machines[-1])
     outermost = prod((count + 1) * (count + 2) / 2 for count in kinds.counts) - 1
-    cuts = min(most, (_BUDGET / outermost) ** (1 / 2))
+    cuts = min(most, (_OUTER_BUDGET / outermost) ** (1 / 2))
     grades = len(kinds.grades)
     tables = [
         grades * (prod(machines[level + 1 :]) if with_memory else 1)
         for level in range(len(machines) - 1)
     ]
     inner = sum(map(mul, placings, tables))
-    return int(min(cuts, (3 * _BUDGET / inner) ** (1 / 3)) if inner else cuts)
+    return int(min(cuts, (_INNER_BUDGET / inner) ** (1 / 3)) if inner else cuts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.command import UserError
@@ -19,11 +20,12 @@ from pipedream.graph.plan import (
     Stage,
 )
 from pipedream.optimizer.antichain import AntichainDag
-from pipedream.optimizer.bound import lower_bound
+from pipedream.optimizer.bound import bound_over_bins, lower_bound
 from pipedream.optimizer.cluster_operators import layer_cuts
 from pipedream.optimizer.cost import CostModel
 from pipedream.optimizer.cuts import Cuts
 from pipedream.optimizer.fitting import Load, fit, loads, nothing_fits
+from pipedream.optimizer.frontier import bins_of
 from pipedream.optimizer.hierarchy import TIE, Rules, Search, Solution, affordable
 from pipedream.optimizer.kinds import Kinds
 from pipedream.optimizer.latency import Latency, LatencySearch, affordable_cuts
@@ -31,12 +33,12 @@ from pipedream.optimizer.latency_bound import latency_bound
 from pipedream.optimizer.memory import Keeping, StageMemory
 from pipedream.optimizer.placement import compute_seconds, data_parallel_time, ranks, stage_time
 from pipedream.optimizer.planning import PlanningGraph
-from pipedream.optimizer.prefixes import orders, prefixes
+from pipedream.optimizer.prefixes import lightest, likely_cuts, orders, prefixes
 from pipedream.optimizer.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
 
-# Cuts to choose from where there are too many to try them all: more take longer and gain little.
-SAMPLE = 3_000
+# Cuts for a first plan, and for one where there are too many to try them all.
+_FEW, _MANY = 200, 3_000
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,21 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
         request.cluster.machines, request.kinds.limited, kinds=request.kinds
     )
     dag = AntichainDag.of(graph, limit)
-    cuts = Cuts(graph, prefixes(graph, min(limit, SAMPLE)) if dag is None else dag.downsets)
-    held = StageMemory(cuts, Keeping(request.schedule, request.optimizer))
+    if dag is not None:
+        held = _held(graph, request, dag.downsets)
+        solution = _solve(held, request)
+        return _outcome(held, request, solution, solution.cost, exact=True)
+    bins, few = bins_of(graph), min(limit // 3, _MANY)
+    held = _held(graph, request, likely_cuts(graph, bins, few))
     solution = _solve(held, request)
-    if dag is None:
-        bound = lower_bound(graph, request.cluster, request.model, request.rules.straight)
-    else:
-        bound = solution.cost
-    return _outcome(held, request, solution, bound, dag is not None)
+    cluster, model, straight = request.cluster, request.model, request.rules.straight
+    simple = lower_bound(graph, cluster, model, straight)
+    over_bins = bound_over_bins(bins.merged(few), cluster, model, straight, solution.cost)
+    return _outcome(held, request, solution, max(simple, over_bins), exact=False)
+
+
+def _held(graph: PlanningGraph, request: Request, downsets: Sequence[int]) -> StageMemory:
+    return StageMemory(Cuts(graph, downsets), Keeping(request.schedule, request.optimizer))
 
 
 def _optimize_latency(
@@ -190,17 +199,28 @@ def _solve(held: StageMemory, request: Request) -> Solution:
         if solution is None:
             raise nothing_fits(held, request)
     if any(cuts.working[stage.start] == cuts.working[stage.end] for stage in solution.stages):
-        working = _search(held, request, kinds, working=True)
+        working = _search(held, request, kinds, working=True, within=solution.cost)
         fits = working and _fits(held, request, kinds, working)
         if working and fits and working.cost <= solution.cost * (1 + TIE):
             return working
     return solution
 
 
-def _search(held: StageMemory, request: Request, kinds: Kinds, working: bool) -> Solution | None:
+def _search(
+    held: StageMemory, request: Request, kinds: Kinds, working: bool, within: float = inf
+) -> Solution | None:
+    """The best plan, None if there is none or it costs more than `within`.
+
+    Where the cuts are many, a plan over a few of them tells first what need not be looked into.
+    """
     limit = request.limit(held, kinds)
-    cost = Replication(held.cuts, request.cluster, request.model, limit, working)
-    return Search(held.cuts, request.cluster.machines, cost, request.rules, kinds).best()
+    cuts, machines, rules = held.cuts, request.cluster.machines, request.rules
+    if len(cuts) > 2 * _FEW and limit is None:
+        few = Cuts(cuts.graph, [cuts.downsets[index] for index in lightest(cuts, _FEW)])
+        rough = Replication(few, request.cluster, request.model, working=working)
+        within = min(within, Search(few, machines, rough, rules, kinds, within).bottleneck())
+    cost = Replication(cuts, request.cluster, request.model, limit, working)
+    return Search(cuts, machines, cost, rules, kinds, within).best()
 
 
 def _fits(held: StageMemory, request: Request, kinds: Kinds, solution: Solution) -> bool:

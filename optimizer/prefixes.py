@@ -2,112 +2,55 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Collection
+from itertools import accumulate
+from operator import or_
 
-from pipedream.optimizer.antichain import bits, ready, ready_after
+import numpy as np
+
+from pipedream.optimizer.cuts import Cuts
+from pipedream.optimizer.frontier import Bins
 from pipedream.optimizer.planning import PlanningGraph
-
-
-class Prefix(NamedTuple):
-    """A downset, its compute time, and the output bytes that are still awaited."""
-
-    downset: int
-    seconds: float
-    live_bytes: float
+from pipedream.optimizer.topological import depth_first, fewest_bytes
 
 
 def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
     """Downsets (as AntichainDag's: the empty one first, the whole graph last), about `limit`.
 
     The prefixes of three topological orders (the file's, depth first, the one that keeps the fewest
-    bytes alive), and as many of the lightest cuts of each size as there is room for. A plan over
-    these is valid, but a better one may cut elsewhere. Where the prefixes alone are more than
-    `limit`, the lightest is kept in each of as many equal shares of the compute time.
+    bytes alive). A plan over these is valid, but a better one may cut elsewhere. Where they are
+    more than `limit`, the lightest is kept in each of as many equal shares of the compute time.
     """
-    found = {prefix.downset: prefix for order in orders(graph) for prefix in _walk(graph, order)}
-    downsets = {0, *found}
-    if len(found) > limit:
-        downsets = {0, (1 << len(graph)) - 1, *_lightest(found.values(), limit)}
-    elif width := (limit - len(found)) // len(graph):
-        downsets.update(_beam(graph, width))
+    found = {0}
+    for order in orders(graph):
+        found.update(accumulate((1 << node for node in order), or_))
+    downsets = _sorted(found)
+    if len(downsets) <= limit + 1:
+        return downsets
+    return tuple(downsets[index] for index in lightest(Cuts(graph, downsets), limit))
+
+
+def likely_cuts(graph: PlanningGraph, bins: Bins, limit: int) -> tuple[int, ...]:
+    """`prefixes`, and twice as many of the lightest cuts of all, spread evenly over the compute."""
+    lightest = {downset for downset in bins.merged(2 * limit // 3).lightest if downset is not None}
+    return _sorted({*lightest, *prefixes(graph, max(1, limit - len(lightest)))})
+
+
+def _sorted(downsets: Collection[int]) -> tuple[int, ...]:
     return tuple(sorted(downsets, key=lambda downset: (downset.bit_count(), downset)))
 
 
 def orders(graph: PlanningGraph) -> list[list[int]]:
     """Topological orders: the file's, depth first, the one that keeps the fewest bytes alive."""
-    return [list(range(len(graph))), _depth_first(graph), _fewest_bytes(graph)]
+    return [list(range(len(graph))), depth_first(graph), fewest_bytes(graph)]
 
 
-def _lightest(found: Collection[Prefix], limit: int) -> Iterator[int]:
-    total = max(prefix.seconds for prefix in found)
-    best: dict[int, Prefix] = {}
-    for prefix in found:
-        share = int(limit * prefix.seconds / total)
-        if share not in best or prefix.live_bytes < best[share].live_bytes:
-            best[share] = prefix
-    return (prefix.downset for prefix in best.values())
+def lightest(cuts: Cuts, count: int) -> list[int]:
+    """The cuts of fewest bytes in each of `count` equal shares of the compute time, and the ends.
 
-
-def _beam(graph: PlanningGraph, width: int) -> Iterator[int]:
-    """The `width` lightest cuts of each size that come of adding a node to those of the last."""
-    generation = {0: (0.0, ready(graph, 0))}
-    for _ in range(len(graph)):
-        following: dict[int, tuple[float, int]] = {}
-        for downset, (live, nodes) in generation.items():
-            for node in bits(nodes):
-                after = downset | 1 << node
-                if after not in following:
-                    grown = live + _growth(graph, downset, node)
-                    following[after] = grown, ready_after(graph, downset, nodes, node)
-        kept = heapq.nsmallest(width, following, key=lambda after: (following[after][0], after))
-        generation = {downset: following[downset] for downset in kept}
-        yield from generation
-
-
-def _walk(graph: PlanningGraph, order: list[int]) -> Iterator[Prefix]:
-    downset, seconds, live = 0, 0.0, 0.0
-    for node in order:
-        live += _growth(graph, downset, node)
-        seconds += graph.compute_seconds[node]
-        downset |= 1 << node
-        yield Prefix(downset, seconds, live)
-
-
-def _growth(graph: PlanningGraph, downset: int, node: int) -> float:
-    """By how much the bytes still awaited grow when `node` joins the downset."""
-    awaited = ~(downset | 1 << node)
-    freed = sum(
-        float(graph.output_bytes[producer])
-        for producer in graph.producers[node]
-        if not graph.consumer_masks[producer] & awaited
-    )
-    return (float(graph.output_bytes[node]) if graph.consumers[node] else 0.0) - freed
-
-
-def _depth_first(graph: PlanningGraph) -> list[int]:
-    """Always the node whose producers came last: a branch is finished before the next begins."""
-    came: dict[int, int] = {}
-
-    def age(downset: int, node: int) -> float:
-        return -max((came[producer] for producer in graph.producers[node]), default=-1)
-
-    for node in _greedy(graph, age):
-        came[node] = len(came)
-    return list(came)
-
-
-def _fewest_bytes(graph: PlanningGraph) -> list[int]:
-    """Always the node that adds least to the bytes still awaited, or takes most from them."""
-    return list(_greedy(graph, lambda downset, node: _growth(graph, downset, node)))
-
-
-def _greedy(graph: PlanningGraph, key: Callable[[int, int], float]) -> Iterator[int]:
-    """The order that always takes the ready node of the smallest key; ties by number."""
-    downset, nodes = 0, ready(graph, 0)
-    while nodes:
-        node = min(bits(nodes), key=lambda ready: key(downset, ready))
-        yield node
-        nodes = ready_after(graph, downset, nodes, node)
-        downset |= 1 << node
+    In the order of `cuts`, by their positions.
+    """
+    share = np.floor(cuts.seconds / cuts.seconds[-1] * count)
+    share[0], share[-1] = -1, count + 1
+    by_bytes = np.lexsort((cuts.bytes_across, share))
+    return sorted(by_bytes[np.flatnonzero(np.diff(share[by_bytes], prepend=-2))].tolist())

@@ -1,10 +1,12 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_graphs import graphs
 
 from pipedream.graph.cluster import Cluster
-from pipedream.optimizer.bound import lower_bound
+from pipedream.optimizer.bound import bound_over_bins, lower_bound
 from pipedream.optimizer.cost import COST_MODELS
+from pipedream.optimizer.frontier import bins_of
 from pipedream.optimizer.hierarchy import Rules
 from pipedream.optimizer.optimize import Request, optimize
 from pipedream.optimizer.planning import PlanningGraph
@@ -48,3 +50,42 @@ def test_no_plan_is_faster(make_graph, data):
     best = optimize(Request(graph, cluster, model, rules=rules)).plan.predicted
     bound = lower_bound(PlanningGraph.of(graph), cluster, model, straight=False)
     assert bound <= best.seconds_per_minibatch * (1 + 1e-12)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from([(2,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2)]),
+    model=st.sampled_from(sorted(COST_MODELS)),
+    compression=st.sampled_from([None, 1.0]),
+    rules=st.builds(Rules, st.just(False), st.booleans()),
+    work=st.sampled_from([1, 1e4, 1e7]),
+    most=st.sampled_from([3, 6, 40]),
+)
+def test_no_plan_is_faster_than_one_over_bins(
+    graph, machines, model, compression, rules, work, most
+):
+    levels = len(machines)
+    cluster = Cluster(
+        machines=machines,
+        bandwidth=(1e9, 3e8, 1e8)[:levels],
+        latency=(1e-4, 2e-3, 5e-3)[:levels],
+    )
+    model = COST_MODELS[model](compression)
+    best = optimize(Request(graph, cluster, model, rules=rules)).plan.predicted
+    optimum = best.seconds_per_minibatch
+    bins = bins_of(PlanningGraph.of(graph), work).merged(most)
+    for within in (optimum, 2 * optimum):
+        bound = bound_over_bins(bins, cluster, model, False, within)
+        assert bound <= optimum * (1 + 1e-9)
+    assert bound_over_bins(bins, cluster, model, False, optimum / 2) <= optimum / 2
+
+
+def test_bins_see_what_a_cut_costs(make_graph):
+    # 30 ms on each of two devices, but that sends 100 MB and takes 200 ms; together 60 ms.
+    costs = {"a": (30, 1e8, 1e9), "b": (30, 0, 1e9)}
+    graph = PlanningGraph.of(make_graph("a b", "a-b", **costs))
+    cluster = Cluster(machines=(2,), bandwidth=(1e9,))
+    model = COST_MODELS["paper"]()
+    assert lower_bound(graph, cluster, model, False) == pytest.approx(0.030)
+    assert bound_over_bins(bins_of(graph), cluster, model, False, 1.0) == pytest.approx(0.060)

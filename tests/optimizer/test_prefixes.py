@@ -3,8 +3,9 @@ from itertools import pairwise
 import pytest
 
 from pipedream.optimizer.antichain import AntichainDag, bits
+from pipedream.optimizer.frontier import bins_of
 from pipedream.optimizer.planning import PlanningGraph
-from pipedream.optimizer.prefixes import prefixes
+from pipedream.optimizer.prefixes import likely_cuts, prefixes
 
 
 def ladder(make_graph, branches, length):
@@ -49,10 +50,12 @@ def test_there_is_an_order_that_keeps_few_bytes_alive(make_graph):
     assert {"a", "fat"} in found
 
 
-def test_where_there_is_room_the_lightest_cuts_of_each_size_are_added(make_graph):
+def test_the_lightest_cuts_of_all_are_likely(make_graph):
     graph = ladder(make_graph, 3, 3)
-    few, many = (set(prefixes(graph, limit)) for limit in (33, 1000))
-    assert few < many == set(AntichainDag.of(graph, 1000).downsets)
+    bins = bins_of(graph)
+    found = likely_cuts(graph, bins, 60)
+    assert set(found) >= set(prefixes(graph, 20)) | set(bins.merged(40).lightest)
+    assert [downset.bit_count() for downset in found] == sorted(d.bit_count() for d in found)
 
 
 def test_a_tensor_is_awaited_until_its_last_reader(make_graph):
