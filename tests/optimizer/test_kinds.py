@@ -229,6 +229,26 @@ def test_plans_on_two_kinds_equal_brute_force(
     check(by_hand, graph, cluster, model, rules, schedule, memory, recompute)
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    graph=graphs(9),
+    speeds=st.tuples(SPEED, SPEED, SPEED),
+    inner=st.sampled_from([(), (2,)]),
+    model=st.sampled_from(sorted(COST_MODELS)),
+    straight=st.booleans(),
+)
+def test_the_certificate_holds_on_kinds_and_with_latency(graph, speeds, inner, model, straight):
+    kinds = [DeviceKind(name=n, speed=s) for n, s in zip("xyz", speeds, strict=True)]
+    latency = (1e-4, 2e-3)[: len(inner) + 1]
+    cluster = cluster_of((*inner, 3), *kinds, latency=latency)
+    rules = Rules(straight, fewer_machines=True)
+    request = Request(graph, cluster, COST_MODELS[model](), rules=rules)
+    best = optimize(request).plan.predicted.seconds_per_minibatch
+    rough = optimize(request, most_cuts=6).plan.predicted
+    assert rough.lower_bound_seconds <= best * (1 + 1e-9)
+    assert best <= rough.seconds_per_minibatch * (1 + 1e-9)
+
+
 @settings(max_examples=15, deadline=None)
 @given(graph=graphs(5), speeds=st.tuples(SPEED, SPEED, SPEED), model=st.sampled_from(["paper"]))
 def test_three_kinds_equal_brute_force(by_hand, graph, speeds, model):
