@@ -179,7 +179,10 @@ def _check(graph: PlanningGraph, request: Request) -> None:
     if not graph.compute_seconds.sum() > 0:
         raise UserError("no node of the graph takes any time: measure the model with pd-profile")
     if request.latency is not None and len(request.kinds.each) > 1:
-        raise UserError("--objective latency: plans for machines of one kind alone; give such")
+        raise UserError(
+            "--objective latency: plans for machines of one kind alone; leave it out, or leave all"
+            " but one of the kinds out of --cluster"
+        )
     devices, rules = request.cluster.devices, request.rules
     if rules.straight and not rules.fewer_machines and devices > len(graph):
         raise UserError(
