@@ -228,21 +228,17 @@ class Engine:
     def _find_gradients(self, action: Action, passing: Passing, version: Version) -> None:
         """Those of the parameters go to the round, those of what was received are to be sent."""
         received = {name: passing.received[name] for name in self.received_for_gradient}
-        parameters = {n: t for n, t in version.tensors.items() if t.requires_grad}
+        learning = [tensor for tensor in version.tensors.values() if tensor.requires_grad]
+        wanted = [*learning, *received.values()]
         ends, end_gradients = self._ends(passing)
         passing.gradients = {}
-        wanted = [*parameters.values(), *received.values()]
-        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if ends and wanted:
-            with _computing(action):
-                found = torch.autograd.grad(ends, wanted, end_gradients, allow_unused=True)
-        self.weights.accumulate(dict(zip(parameters, found, strict=False)))
-        passing.gradients = {
-            name: torch.zeros_like(tensor) if gradient is None else gradient
-            for (name, tensor), gradient in zip(
-                received.items(), found[len(parameters) :], strict=True
+            with _computing(action), self.weights.accumulating(version):
+                torch.autograd.backward(ends, end_gradients, inputs=wanted)
+        for name, tensor in received.items():
+            passing.gradients[name] = (
+                torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             )
-        }
 
     @cached_property
     def sent(self) -> tuple[str, ...]:

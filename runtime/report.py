@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -25,7 +23,7 @@ from rich.progress import (
 from torch._C._distributed_c10d import Store
 
 from pipedream.graph.command import UserError
-from pipedream.graph.units import show_seconds
+from pipedream.graph.units import show_bytes, show_seconds
 
 SECONDS_BETWEEN_LOOKS = 0.1
 
@@ -150,29 +148,6 @@ def seconds_per_minibatch(
     return sum(whole for whole, _ in epochs) / max(1, len(epochs) * minibatches)
 
 
-def forget_peak_memory(device: torch.device) -> None:
-    """Starts the measurement of peak memory anew, where the system can."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    with suppress(OSError):  # Linux alone has a resident high-water mark that can be reset
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory in use since `forget_peak_memory`: the GPU's, or the process's on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
     """summary.json in the run's folder, and its gist on standard output."""
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
@@ -190,5 +165,15 @@ def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
         lines.append(f"held-out loss       {summary['held_out_loss']:.4f}")
     if "held_out_accuracy" in summary:
         lines.append(f"held-out accuracy   {summary['held_out_accuracy']:.1%}")
+    lines += _memory_lines(summary["ranks"])
     print("\n".join(lines))
     print(f"Written: {run}/summary.json, metrics.jsonl, timeline.png, checkpoints")
+
+
+def _memory_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The tensors of the rank that holds most."""
+    fullest = max(ranks, key=lambda rank: rank["peak_memory_bytes"])
+    planned = fullest["predicted_memory_bytes"]
+    more = f", planned {show_bytes(planned)}" if planned else ""
+    held = show_bytes(fullest["peak_memory_bytes"])
+    return [f"memory              {held} on rank {fullest['rank']}{more}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -26,12 +26,11 @@ from pipedream.runtime.launch import Place
 from pipedream.runtime.lock import held
 from pipedream.runtime.loss import load_loss
 from pipedream.runtime.optimizers import make_optimizer, restore_state, state_tensors
+from pipedream.runtime.peak_memory import PeakMemory, return_freed_memory
 from pipedream.runtime.process import choose_device, join, make_groups
 from pipedream.runtime.report import (
     Display,
     Losses,
-    forget_peak_memory,
-    peak_memory_bytes,
     seconds_per_minibatch,
     write_summary,
 )
@@ -71,6 +70,7 @@ class Rank:
         self.worker = job.worker(place.rank)
         self.stage, self.replica = self.worker
         self.device, self.backend = choose_device(job.device, place)
+        return_freed_memory()
         self.data, self.held_out = load_data(job.config, job.directory)
         self.minibatches = len(self.data) // job.config.batch_size
         if not self.minibatches:
@@ -122,7 +122,7 @@ class Rank:
         first = self._resume() if job.resume else 0
         self.weights = Weights(self.parameters)
         self.schedule = self._schedule()
-        forget_peak_memory(self.device)
+        self.memory = PeakMemory(self.device, self._tensors())
         self.times: list[tuple[float, list[float]]] = []
         if self.place.rank == 0:
             total = self.minibatches * max(0, job.epochs - first)
@@ -178,9 +178,11 @@ class Rank:
             after=after,
             recompute=self.job.plan.stages[self.stage].recompute,
         )
+        self.memory.begin()
         begin = time.perf_counter()
         self.engine.run(actions, Epoch(self.data, self.job.config, number, self.device, self.kind))
         self.times.append((time.perf_counter() - begin, ends))
+        self.memory.end()
         self.transport.barrier()
         if self.place.rank == 0:
             self.display.end_epoch(losses)
@@ -238,13 +240,26 @@ class Rank:
         )
         return saved.epoch
 
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """What a rank holds between epochs."""
+        yield from self.piece.module.parameters()
+        yield from self.piece.module.buffers()
+        yield from state_tensors(self.optimizer, self.parameters).values()
+
+    def _predicted_memory(self) -> float | None:
+        """What the plan says that this rank needs; of another schedule it says nothing."""
+        plan = self.job.plan
+        held = plan.stages[self.stage].memory if self.job.schedule == plan.schedule else None
+        return None if held is None else held.total
+
     def _finish(self) -> None:
         """Every rank tells what it measured; rank 0 writes it down and tries the model."""
         mine = {
             "rank": self.place.rank,
             "stage": self.stage,
             "replica": self.replica,
-            "peak_memory_bytes": peak_memory_bytes(self.device),
+            "peak_memory_bytes": self.memory.bytes,
+            "predicted_memory_bytes": self._predicted_memory(),
             "weight_versions": self.weights.peak_versions,
         }
         events = self.engine.events if self.times else []

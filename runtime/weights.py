@@ -6,7 +6,8 @@ of a forward pass keeps the tensors of its version until its backward pass is do
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -53,15 +54,19 @@ class Weights:
             self.older.remove(version)
             self.spare.append(version.tensors)
 
-    def accumulate(self, gradients: Mapping[str, torch.Tensor | None]) -> None:
-        """Adds the gradients of one minibatch to those of the round."""
-        for name, gradient in gradients.items():
-            if gradient is None:
-                continue
-            if name in self.gradients:
-                self.gradients[name] += gradient
-            else:
-                self.gradients[name] = gradient
+    @contextmanager
+    def accumulating(self, version: Version) -> Iterator[None]:
+        """A backward pass in here adds its gradients to those of the round.
+
+        Autograd does so in place, parameter by parameter: never are there two whole sets.
+        """
+        for name, tensor in version.tensors.items():
+            tensor.grad = self.gradients.pop(name, None)
+        yield
+        for name, tensor in version.tensors.items():
+            if tensor.grad is not None:
+                self.gradients[name] = tensor.grad
+                tensor.grad = None
 
     def update(self, optimizer: Optimizer, divisor: int) -> None:
         """Makes the next version from the mean of the round's gradients, a sum of `divisor`."""

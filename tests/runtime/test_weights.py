@@ -14,7 +14,7 @@ def one_weight(value: float = 1.0) -> tuple[Weights, torch.optim.Optimizer]:
 
 
 def step(weights: Weights, optimizer: torch.optim.Optimizer, gradient: float = 1.0) -> None:
-    weights.accumulate({"w": torch.tensor([gradient])})
+    weights.gradients["w"] = torch.tensor([gradient])
     weights.update(optimizer, divisor=1)
 
 
@@ -64,8 +64,12 @@ def test_the_optimizer_remembers_across_versions() -> None:
 
 def test_gradients_of_a_round_are_averaged() -> None:
     weights, optimizer = one_weight(0.0)
-    weights.accumulate({"w": torch.tensor([1.0])})
-    weights.accumulate({"w": torch.tensor([5.0])})
+    for factor in (1.0, 5.0):
+        version = weights.acquire()
+        with weights.accumulating(version):
+            (factor * version.tensors["w"]).sum().backward()
+        weights.release(version)
+        assert version.tensors["w"].grad is None
     weights.update(optimizer, divisor=4)
     assert weights.current.tensors["w"].item() == -1.5
 
@@ -74,7 +78,7 @@ def test_a_parameter_without_gradient_is_left_alone_as_torch_does() -> None:
     used, unused = nn.Parameter(torch.tensor([1.0])), nn.Parameter(torch.tensor([1.0]))
     weights = Weights({"used": used, "unused": unused})
     optimizer = torch.optim.SGD([used, unused], lr=1.0, weight_decay=0.5)
-    weights.accumulate({"used": torch.tensor([0.0]), "unused": None})
+    weights.gradients["used"] = torch.tensor([0.0])
     weights.update(optimizer, divisor=1)
     assert weights.current.tensors["used"].item() == 0.5
     assert weights.current.tensors["unused"].item() == 1.0

@@ -1,0 +1,73 @@
+"""How much memory the tensors of a rank took at most."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_M_MMAP_THRESHOLD = -3
+_LARGE = 1 << 18  # bytes; asking the system for such a block costs little beside filling it
+
+
+class PeakMemory:
+    """Measures from when it is made, in stretches between `begin` and `end`.
+
+    On a GPU it is torch's own count. On a CPU it is the resident memory of the process, without the
+    files mapped into it, less what was resident when this was made and is none of `held`, the
+    tensors that the rank had by then: the interpreter, torch, the dataset.
+    """
+
+    def __init__(self, device: torch.device, held: Iterable[torch.Tensor]) -> None:
+        self.device = device
+        self.bytes = 0
+        self.aside = 0
+        if device.type == "cpu":
+            _give_back()
+            self.aside = _resident("RssAnon") - sum(tensor.nbytes for tensor in held)
+
+    def begin(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            with suppress(OSError):  # Linux alone has a high-water mark that can be reset
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+    def end(self) -> None:
+        """`bytes` is then the most since any `begin`."""
+        if self.device.type == "cuda":
+            now = torch.cuda.max_memory_allocated(self.device)
+        else:
+            now = _resident("VmHWM") - _resident("RssFile") - self.aside
+        self.bytes = max(self.bytes, now)
+
+
+def return_freed_memory() -> None:
+    """Has glibc return large blocks to the system when they are freed, now and for good.
+
+    By itself it keeps blocks of up to 32 MB in its heap, full of holes after a few minibatches: a
+    third of the memory of a convolutional network. An environment that says otherwise is obeyed.
+    """
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+def _give_back() -> None:
+    """Lets the allocator return what is free: the rest of the model that this rank has built."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # glibc's
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident(what: str) -> int:
+    """Bytes of the process: `RssAnon` and `RssFile` now, `VmHWM` the most of both."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{what}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(what)
