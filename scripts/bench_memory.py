@@ -20,7 +20,7 @@ import yaml
 if TYPE_CHECKING:
     from torch.utils.data import TensorDataset
 
-MINIBATCHES = 5
+MINIBATCHES = 10
 SCRIPTS = Path(__file__).parent
 
 
