@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-
-_M_MMAP_THRESHOLD = -3
-_LARGE = 1 << 18  # bytes; asking the system for such a block costs little beside filling it
 
 
 class PeakMemory:
@@ -20,7 +16,8 @@ class PeakMemory:
 
     On a GPU it is torch's own count. On a CPU it is the resident memory of the process, without the
     files mapped into it, less what was resident when this was made and is none of `held`, the
-    tensors that the rank had by then: the interpreter, torch, the dataset.
+    tensors that the rank had by then: the interpreter, torch, the dataset. glibc keeps part of what
+    is freed, which counts, too, unless MALLOC_MMAP_THRESHOLD_ is set in the environment.
     """
 
     def __init__(self, device: torch.device, held: Iterable[torch.Tensor]) -> None:
@@ -45,17 +42,6 @@ class PeakMemory:
         else:
             now = _resident("VmHWM") - _resident("RssFile") - self.aside
         self.bytes = max(self.bytes, now)
-
-
-def return_freed_memory() -> None:
-    """Has glibc return large blocks to the system when they are freed, now and for good.
-
-    By itself it keeps blocks of up to 32 MB in its heap, full of holes after a few minibatches: a
-    third of the memory of a convolutional network. An environment that says otherwise is obeyed.
-    """
-    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def _give_back() -> None:

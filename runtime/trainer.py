@@ -26,7 +26,7 @@ from pipedream.runtime.launch import Place
 from pipedream.runtime.lock import held
 from pipedream.runtime.loss import load_loss
 from pipedream.runtime.optimizers import make_optimizer, restore_state, state_tensors
-from pipedream.runtime.peak_memory import PeakMemory, return_freed_memory
+from pipedream.runtime.peak_memory import PeakMemory
 from pipedream.runtime.process import choose_device, join, make_groups
 from pipedream.runtime.report import (
     Display,
@@ -70,7 +70,6 @@ class Rank:
         self.worker = job.worker(place.rank)
         self.stage, self.replica = self.worker
         self.device, self.backend = choose_device(job.device, place)
-        return_freed_memory()
         self.data, self.held_out = load_data(job.config, job.directory)
         self.minibatches = len(self.data) // job.config.batch_size
         if not self.minibatches:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from pipedream.runtime.peak_memory import PeakMemory, return_freed_memory
+from pipedream.runtime.peak_memory import PeakMemory
 
 MB = 2**20
 
 
 def test_the_most_between_begin_and_end_with_what_was_there_before() -> None:
-    return_freed_memory()
     held = torch.ones(24 * MB // 4)
     meter = PeakMemory(torch.device("cpu"), [held])
     before = torch.ones(64 * MB // 4)  # not in a stretch that counts
