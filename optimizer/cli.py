@@ -260,6 +260,9 @@ def _compare(request: Request, microbatches: int, update_rate: float, folder: Pa
 
     contenders = compare(request, microbatches, update_rate)
     make_console().print(comparison_table(contenders, microbatches))
+    for contender in contenders:
+        if contender.problem is not None:
+            click.echo(f"{contender.name}: {contender.problem}")
     comparison_frame(contenders).to_csv(folder / "compare.csv", index=False)
     draw_comparison(contenders, folder / "compare.png")
     click.echo(f"Written: {folder}/compare.csv, compare.png")
