@@ -149,7 +149,8 @@ _MOST_DEVICES = 100_000
 @click.option(
     "--profile",
     type=click.Path(path_type=Path),
-    help="What the layers keep in memory.  [default: profile.json beside GRAPH, if it is there]",
+    help="What the layers keep in memory, and their modules."
+    "  [default: profile.json beside GRAPH, if it is there]",
 )
 def main(
     graph: Path,
@@ -223,7 +224,8 @@ def main(
     print_report(outcome, model)
     _write(outcome.plan, model, folder, simulation if timeline else None, limit)
     for framework in exports:
-        _export(framework, outcome.plan, model, graph.with_name("profile.json"), folder)
+        made = profile or graph.with_name("profile.json")
+        _export(framework, outcome.plan, model, made, folder)
     if numbers is not None:
         _sweep(request, numbers, rate, folder)
     if compare:

@@ -30,8 +30,8 @@ from pipedream.optimizer.stage_cost import StageCost
 from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
 
 # Elementary steps that one pass may have; about 20 are made. Costs of stages that may be kept.
-_STEPS = 2e8
-_COSTS = 2e8
+_STEPS = 8e8
+_COSTS = 3e8
 
 _RANGE = 1.02
 """A range of t_max narrower than this is tried from above, a wider one in its middle."""

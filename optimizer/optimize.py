@@ -25,7 +25,7 @@ from pipedream.optimizer.cluster_operators import layer_cuts
 from pipedream.optimizer.cost import CostModel
 from pipedream.optimizer.cuts import Cuts
 from pipedream.optimizer.fitting import Load, fit, loads, nothing_fits
-from pipedream.optimizer.frontier import bins_of
+from pipedream.optimizer.frontier import Bins, bins_of
 from pipedream.optimizer.hierarchy import TIE, Rules, Search, Solution, affordable
 from pipedream.optimizer.kinds import Kinds
 from pipedream.optimizer.latency import Latency, LatencySearch, affordable_cuts
@@ -33,7 +33,7 @@ from pipedream.optimizer.latency_bound import latency_bound
 from pipedream.optimizer.memory import Keeping, StageMemory
 from pipedream.optimizer.placement import compute_seconds, data_parallel_time, ranks, stage_time
 from pipedream.optimizer.planning import PlanningGraph
-from pipedream.optimizer.prefixes import lightest, likely_cuts, orders, prefixes
+from pipedream.optimizer.prefixes import lightest, likely_cuts, orders
 from pipedream.optimizer.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
 
@@ -140,7 +140,12 @@ def _optimize_latency(
     """The best flat pipeline for latency, over all nested downsets or over those between layers."""
     limit = most_cuts or affordable_cuts(request.cluster.machines, request.kinds.limited)
     dag = AntichainDag.of(graph, limit) if goal.layers is None else None
-    cuts = Cuts(graph, _likely_cuts(graph, goal, limit) if dag is None else dag.downsets)
+    bins = None
+    if dag is None:
+        bins = bins_of(graph)
+        cuts = Cuts(graph, _some_cuts(graph, bins, goal, limit))
+    else:
+        cuts = Cuts(graph, dag.downsets)
     model, straight = request.model, request.rules.straight
     bound = latency_bound(graph, request.cluster, model, straight, goal.microbatches)
     held = StageMemory(cuts, Keeping(request.schedule, request.optimizer))
@@ -153,25 +158,31 @@ def _optimize_latency(
     outcome = _outcome(held, request, Solution(solution.cost, solution.stages), slowest, False)
     times = [figures.seconds for figures in outcome.figures]
     seconds = goal.seconds(sum(times), max(times))
+    if bins is None:
+        bound = max(bound, solution.bound)
+    elif model.name == "paper":
+        # A flat pipeline is a nested one, and by this model its slowest stage takes as long there.
+        few = min(affordable(request.cluster.machines) // 3, _MANY)
+        merged = bins.merged(few)
+        alike = bound_over_bins(merged, request.cluster, model, straight, max(times))
+        bound = max(bound, goal.seconds(alike, alike))
     predicted = outcome.plan.predicted.model_copy(
         update={
             "objective": "latency",
             "microbatches": goal.microbatches,
             "latency_seconds": seconds,
-            "latency_lower_bound_seconds": min(
-                seconds, bound if dag is None else max(bound, solution.bound)
-            ),
+            "latency_lower_bound_seconds": min(seconds, bound),
         }
     )
     plan = outcome.plan.model_copy(update={"predicted": predicted})
     return replace(outcome, plan=plan, exact=dag is not None and not goal.epsilon)
 
 
-def _likely_cuts(graph: PlanningGraph, goal: Latency, limit: int) -> tuple[int, ...]:
+def _some_cuts(graph: PlanningGraph, bins: Bins, goal: Latency, limit: int) -> tuple[int, ...]:
     """Where the operators are too many, or it is asked for, the cuts between layers of them."""
     ways = list(dict.fromkeys(map(tuple, orders(graph))))
     if goal.layers is None and len(ways) * len(graph) < limit:
-        return prefixes(graph, limit)
+        return likely_cuts(graph, bins, limit)
     return layer_cuts(graph, ways, goal.layers or max(1, limit // len(ways)))
 
 
