@@ -27,7 +27,7 @@ from numba import njit
 
 from pipedream.optimizer.cuts import States
 from pipedream.optimizer.kinds import Grade, Kinds, Tally
-from pipedream.optimizer.planning import Floats
+from pipedream.optimizer.planning import Floats, Ints
 from pipedream.optimizer.stage_cost import StageCost
 
 # Two costs this close are the same: what rounding can do to a sum of a thousand times.
@@ -186,6 +186,7 @@ class Search:
         # The load needs the number of devices behind a stage. It follows from the number of
         # components, unless a component may use only some of its devices: from level 2 on.
         self._counted = cost.depends_on_load and rules.fewer_machines
+        self.steps = 0  # how much work it was
         self._tables: dict[_Room, Floats] = {}
         self._placed: dict[tuple[_Room, bool], list[_Placing]] = {}
 
@@ -245,15 +246,17 @@ class Search:
         later = np.full((tallies, width, len(self.cuts), len(ends)), inf)
         whole = np.full_like(later, inf)
         later[0, 0, ends, range(len(ends))] = 0.0
-        # A stage on m components takes at least an m-th of its time on one, by any cost model.
-        limit = inf if within is not None else self.limit * prod(self.machines[room.level :])
+        reach = np.zeros(later.shape[:3], dtype=np.intp)
+        reach[0, 0, ends] = np.arange(len(ends)) + 1
         for start in reversed(range(begin, end)):
-            after = self.cuts.after(start, end)
-            stops = np.arange(len(self.cuts))[after]
+            stops = self._stops(room, start, end)
             if piece is not None:
                 stops = stops[(later[:, :, stops, 0] < inf).any(axis=(0, 1))]
             if not len(stops):
                 continue
+            limits = np.full(len(stops), inf)
+            if within is None:
+                limits = self._limits(room.level, start, stops)
             first_end = stops if piece is None else np.zeros_like(stops)
             for first, table in ((False, later), (True, whole)):
                 if first and piece is not None and start != begin:
@@ -261,9 +264,41 @@ class Search:
                 for placing, costs in self._options(room, start, stops, first, within):
                     size = placing.replicas * placing.used
                     where = np.asarray(placing.behind), placing.tally, size
-                    counting = within is not None
-                    _extend(table, later, start, stops, first_end, costs, where, limit, counting)
+                    rest = later, reach, stops, first_end
+                    self.steps += _extend(
+                        table, start, rest, costs, where, limits, within is not None
+                    )
+            reach[:, :, start] = _reach(later[:, :, start])
         return later, whole
+
+    def _stops(self, room: _Room, start: int, end: int) -> Ints:
+        """Where a stage from `start` may end, and not cost more than any plan of interest."""
+        stops = np.arange(len(self.cuts))[self.cuts.after(start, end)]
+        if self.limit == inf:
+            return stops
+        alone = np.min([cost.on_device(start, stops, 0) for cost in self._on.values()], axis=0)
+        shared = alone / self.devices[room.level]  # by all that a stage may have
+        within: Ints = stops[shared <= self._limits(room.level, start, stops)]
+        return within
+
+    def _limits(self, level: int, start: int, ends: Ints) -> Floats:
+        """The most that each of these pieces may cost in a component of `level`.
+
+        Beyond that no number of such components makes a stage that costs no more than `limit`: by
+        any cost model one on m takes at least an m-th of its time on one, and at least what it
+        takes with nothing to compute. What is part of a larger stage may cost no more than that.
+        """
+        if level == len(self.machines) or self.limit == inf:
+            return np.full(len(ends), self.limit)
+        outside = self._limits(level + 1, start, ends)
+        replicas = np.arange(1, 2 if self.rules.straight else self.machines[level] + 1)[:, None]
+        idle = np.zeros((len(replicas), len(ends)))
+        least = np.minimum(
+            self.cost.replicated(idle, start, ends, level + 1, replicas, True),
+            self.cost.replicated(idle, start, ends, level + 1, replicas, False),
+        )
+        most: Floats = (np.where(least <= outside, replicas, 0) * outside).max(axis=0)
+        return most
 
     def _options(
         self, room: _Room, start: int, after: States, first: bool, within: float | None
@@ -398,30 +433,47 @@ class Search:
 
 
 @njit(cache=True)
-def _extend(table, later, start, stops, first_end, costs, placing, limit, counting):  # type: ignore[no-untyped-def]
+def _extend(table, start, rest, costs, placing, limits, counting):  # type: ignore[no-untyped-def]
     """Lowers `table[m, w, start, end]` by a stage before each pipeline of `later[m, w, stop, end]`.
 
-    `costs[m, w, k]` is the stage's to `stops[k]`, of which those above `limit` are passed over;
+    `rest`: `later`, the end of what is finite in it, the stops, and the least end worth a look from
+    each. `costs[m, w, k]` is the stage's to `stops[k]`, which is passed over above `limits[k]`.
     `placing`: the components that are behind and those that it takes, by their tallies, and the
-    devices; `first_end`: the least end worth a look from each stop. Costs are joined by the larger,
-    or added if `counting`.
+    devices. Costs are joined by the larger, or added if `counting`. Returns how many it looked at.
     """
+    later, reach, stops, first_end = rest
     behind, tally, devices = placing
+    steps = 0
     for k, m in enumerate(behind):
         for w in range(costs.shape[1]):
             row = costs[min(k, len(costs) - 1), w]
             target = table[m + tally, w + devices, start]
-            for position in range(len(stops)):
+            for position, stop in enumerate(stops):
                 cost = row[position]
-                if cost > limit:
+                if cost > limits[position]:
                     continue
-                rest = later[m, w, stops[position]]
+                after = later[m, w, stop]
+                end_of_reach = reach[m, w, stop]
+                steps += end_of_reach - first_end[position]
                 if counting:
-                    for end in range(first_end[position], len(rest)):
-                        target[end] = min(target[end], cost + rest[end])
+                    for end in range(first_end[position], end_of_reach):
+                        target[end] = min(target[end], cost + after[end])
                 else:
-                    for end in range(first_end[position], len(rest)):
-                        target[end] = min(target[end], max(cost, rest[end]))
+                    for end in range(first_end[position], end_of_reach):
+                        target[end] = min(target[end], max(cost, after[end]))
+    return steps
+
+
+@njit(cache=True)
+def _reach(rows):  # type: ignore[no-untyped-def]
+    """[m, w]: one more than the last finite entry of `rows[m, w, end]`."""
+    reach = np.zeros(rows.shape[:2], dtype=np.intp)
+    for m in range(rows.shape[0]):
+        for w in range(rows.shape[1]):
+            for end in range(rows.shape[2]):
+                if rows[m, w, end] < np.inf:
+                    reach[m, w] = end + 1
+    return reach
 
 
 def affordable(

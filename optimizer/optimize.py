@@ -38,7 +38,7 @@ from pipedream.optimizer.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
 
 # Cuts for a first plan, and for one where there are too many to try them all.
-_FEW, _MANY = 200, 3_000
+_FEW, _MANY, _STEPS = 200, 3_000, 1e9
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,26 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
         held = _held(graph, request, dag.downsets)
         solution = _solve(held, request)
         return _outcome(held, request, solution, solution.cost, exact=True)
-    bins, few = bins_of(graph), min(limit // 3, _MANY)
-    held = _held(graph, request, likely_cuts(graph, bins, few))
+    bins = bins_of(graph)
+    many = most_cuts or _many(graph, bins, request)
+    held = _held(graph, request, likely_cuts(graph, bins, many))
     solution = _solve(held, request)
     cluster, model, straight = request.cluster, request.model, request.rules.straight
     simple = lower_bound(graph, cluster, model, straight)
-    over_bins = bound_over_bins(bins.merged(few), cluster, model, straight, solution.cost)
+    over_bins = bound_over_bins(bins.merged(many), cluster, model, straight, solution.cost)
     return _outcome(held, request, solution, max(simple, over_bins), exact=False)
+
+
+def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
+    """How many cuts can be searched in some seconds, going by what a few of them take."""
+    machines, kinds = request.cluster.machines, request.kinds.unlimited
+    cuts = Cuts(graph, likely_cuts(graph, bins, _FEW))
+    cost = Replication(cuts, request.cluster, request.model)
+    first = Search(cuts, machines, cost, request.rules, kinds).bottleneck()
+    again = Search(cuts, machines, cost, request.rules, kinds, first)
+    again.bottleneck()
+    growth = (_STEPS / max(again.steps, 1)) ** (1 / (2 if len(machines) == 1 else 3))
+    return int(min(max(_FEW, _FEW * growth), _MANY))
 
 
 def _held(graph: PlanningGraph, request: Request, downsets: Sequence[int]) -> StageMemory:
@@ -229,7 +242,7 @@ def _search(
     """
     limit = request.limit(held, kinds)
     cuts, machines, rules = held.cuts, request.cluster.machines, request.rules
-    if len(cuts) > 2 * _FEW and limit is None:
+    if len(cuts) > 3 * _FEW and limit is None:
         few = Cuts(cuts.graph, [cuts.downsets[index] for index in lightest(cuts, _FEW)])
         rough = Replication(few, request.cluster, request.model, working=working)
         within = min(within, Search(few, machines, rough, rules, kinds, within).bottleneck())

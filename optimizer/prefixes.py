@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from itertools import accumulate
-from operator import or_
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
 from pipedream.optimizer.cuts import Cuts
 from pipedream.optimizer.frontier import Bins
-from pipedream.optimizer.planning import PlanningGraph
-from pipedream.optimizer.topological import depth_first, fewest_bytes
+from pipedream.optimizer.planning import Floats, Ints, PlanningGraph
+from pipedream.optimizer.topological import depth_first, fewest_bytes, growth
 
 
 def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
@@ -21,13 +19,22 @@ def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
     bytes alive). A plan over these is valid, but a better one may cut elsewhere. Where they are
     more than `limit`, the lightest is kept in each of as many equal shares of the compute time.
     """
-    found = {0}
-    for order in orders(graph):
-        found.update(accumulate((1 << node for node in order), or_))
-    downsets = _sorted(found)
-    if len(downsets) <= limit + 1:
-        return downsets
-    return tuple(downsets[index] for index in lightest(Cuts(graph, downsets), limit))
+    found = dict(prefix for order in orders(graph) for prefix in _walk(graph, order))
+    if len(found) > limit:
+        seconds, live = np.array(list(found.values())).T
+        chosen = list(found)
+        found = {chosen[index]: found[chosen[index]] for index in _lightest(seconds, live, limit)}
+    return _sorted({0, (1 << len(graph)) - 1, *found})
+
+
+def _walk(graph: PlanningGraph, order: Sequence[int]) -> Iterator[tuple[int, tuple[float, float]]]:
+    """Every prefix of the order, its compute time, and the output bytes that are still awaited."""
+    downset, seconds, live = 0, 0.0, 0.0
+    for node in order:
+        live += growth(graph, downset, node)
+        seconds += graph.compute_seconds[node]
+        downset |= 1 << node
+        yield downset, (seconds, live)
 
 
 def likely_cuts(graph: PlanningGraph, bins: Bins, limit: int) -> tuple[int, ...]:
@@ -46,11 +53,16 @@ def orders(graph: PlanningGraph) -> list[list[int]]:
 
 
 def lightest(cuts: Cuts, count: int) -> list[int]:
-    """The cuts of fewest bytes in each of `count` equal shares of the compute time, and the ends.
-
-    In the order of `cuts`, by their positions.
+    """The positions, in order, of the cuts of fewest bytes in each of `count` equal shares of the
+    compute time, and of the ends.
     """
-    share = np.floor(cuts.seconds / cuts.seconds[-1] * count)
-    share[0], share[-1] = -1, count + 1
-    by_bytes = np.lexsort((cuts.bytes_across, share))
-    return sorted(by_bytes[np.flatnonzero(np.diff(share[by_bytes], prepend=-2))].tolist())
+    inner = _lightest(cuts.seconds[1:-1], cuts.bytes_across[1:-1], count) + 1
+    return [0, *sorted(inner.tolist()), len(cuts) - 1]
+
+
+def _lightest(seconds: Floats, live: Floats, count: int) -> Ints:
+    """The places of what is least in `live`, one for each of `count` equal shares of `seconds`."""
+    total = max(seconds.max(initial=0.0), 1e-300)
+    share = np.minimum(np.floor(seconds / total * count), count - 1)
+    by_bytes = np.lexsort((live, share))
+    return by_bytes[np.flatnonzero(np.diff(share[by_bytes], prepend=-1))]
