@@ -9,7 +9,7 @@ from operator import mul
 import numpy as np
 
 from pipedream.graph.cluster import Cluster
-from pipedream.optimizer.cost import CostModel, Work
+from pipedream.optimizer.cost import CostModel, Work, overhead
 from pipedream.optimizer.cuts import States
 from pipedream.optimizer.frontier import Bins
 from pipedream.optimizer.hierarchy import Rules, Search
@@ -94,7 +94,15 @@ class _BinCost:
     def replicated(
         self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
     ) -> Floats:
-        least, most = self.bins.least_parameters[ends], self.bins.most_parameters[start]
         across = self.bins.bytes_across
-        work = Work(inner, np.maximum(least - most, 0.0), float(across[start]), across[ends])
+        work = Work(inner, self._parameters(start, ends), float(across[start]), across[ends])
         return self.model.seconds(self.model.terms(work, self.levels[level - 1], replicas, first))
+
+    def overhead(self, start: int, ends: States, level: int, replicas: Ints) -> Floats:
+        parameters = self._parameters(start, ends)
+        return overhead(self.model, parameters, self.levels[level - 1], replicas)
+
+    def _parameters(self, start: int, ends: States) -> Floats:
+        least, most = self.bins.least_parameters[ends], self.bins.most_parameters[start]
+        parameters: Floats = np.maximum(least - most, 0.0)
+        return parameters

@@ -76,6 +76,14 @@ class CostModel(Protocol):
         ...
 
 
+def overhead(model: CostModel, parameter_bytes: Floats, level: Level, replicas: Ints) -> Floats:
+    """[case, end]: seconds of stages with nothing to compute inside and no boundaries."""
+    idle = np.zeros_like(parameter_bytes)
+    work = Work(idle[None], parameter_bytes, 0.0, idle)
+    ways = (model.terms(work, level, replicas, first) for first in (True, False))
+    return np.minimum(*map(model.seconds, ways))
+
+
 @dataclass(frozen=True)
 class Paper:
     """PipeDream, SOSP 2019, section 3.1; seeds/004, section 4.2.

@@ -285,18 +285,14 @@ class Search:
         """The most that each of these pieces may cost in a component of `level`.
 
         Beyond that no number of such components makes a stage that costs no more than `limit`: by
-        any cost model one on m takes at least an m-th of its time on one, and at least what it
-        takes with nothing to compute. What is part of a larger stage may cost no more than that.
+        any cost model one on m takes at least an m-th of its time on one, and at least its overhead.
+        What is part of a larger stage may cost no more than that, which has the larger overhead.
         """
         if level == len(self.machines) or self.limit == inf:
             return np.full(len(ends), self.limit)
         outside = self._limits(level + 1, start, ends)
         replicas = np.arange(1, 2 if self.rules.straight else self.machines[level] + 1)[:, None]
-        idle = np.zeros((len(replicas), len(ends)))
-        least = np.minimum(
-            self.cost.replicated(idle, start, ends, level + 1, replicas, True),
-            self.cost.replicated(idle, start, ends, level + 1, replicas, False),
-        )
+        least = self.cost.overhead(start, ends, level + 1, replicas)
         most: Floats = (np.where(least <= outside, replicas, 0) * outside).max(axis=0)
         return most
 

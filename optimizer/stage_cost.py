@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.plan import Recompute
-from pipedream.optimizer.cost import CostModel, Level, Terms, Work
+from pipedream.optimizer.cost import CostModel, Level, Terms, Work, overhead
 from pipedream.optimizer.cuts import Cuts, States
 from pipedream.optimizer.kinds import Grade
 from pipedream.optimizer.memory import StageMemory, in_flight
@@ -45,6 +45,12 @@ class StageCost(Protocol):
     ) -> Floats:
         """[case, end]: on `replicas[case, 0]` components of `level` (1 innermost), given the cost
         on one component `inner[case, end]`. `first`: it begins the pipeline of its level.
+        """
+        ...
+
+    def overhead(self, start: int, ends: States, level: int, replicas: Ints) -> Floats:
+        """[case, end]: what is left of that with nothing to compute inside and nothing to send over
+        a boundary; never less for a stage than for a part of it.
         """
         ...
 
@@ -122,6 +128,10 @@ class Replication:
     ) -> Floats:
         return self.model.seconds(self.terms(inner, start, ends, level, replicas, first))
 
+    def overhead(self, start: int, ends: States, level: int, replicas: Ints) -> Floats:
+        parameters = self.cuts.parameter_bytes[ends] - self.cuts.parameter_bytes[start]
+        return overhead(self.model, parameters, self.levels[level - 1], replicas)
+
     def terms(
         self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
     ) -> Terms:
@@ -162,6 +172,9 @@ class LeastMemory:
         self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
     ) -> Floats:
         return inner
+
+    def overhead(self, start: int, ends: States, level: int, replicas: Ints) -> Floats:
+        return np.zeros(np.broadcast_shapes(replicas.shape, np.shape(self.held.cuts.seconds[ends])))
 
 
 def levels(cluster: Cluster) -> tuple[Level, ...]:
