@@ -284,9 +284,9 @@ class Search:
     def _limits(self, level: int, start: int, ends: Ints) -> Floats:
         """The most that each of these pieces may cost in a component of `level`.
 
-        Beyond that no number of such components makes a stage that costs no more than `limit`: by
-        any cost model one on m takes at least an m-th of its time on one, and at least its overhead.
-        What is part of a larger stage may cost no more than that, which has the larger overhead.
+        Beyond that no number of such components makes a stage that costs no more than `limit`: one
+        on m takes at least an m-th of its time on one, and at least its overhead, by any cost
+        model. What is part of a larger stage may cost no more, for that has more overhead.
         """
         if level == len(self.machines) or self.limit == inf:
             return np.full(len(ends), self.limit)

@@ -216,7 +216,9 @@ def _check(graph: PlanningGraph, request: Request) -> None:
 
 
 def _solve(held: StageMemory, request: Request) -> Solution:
-    """The best plan within the memory; where it is no slower, one whose every stage takes time."""
+    """The best plan within the memory; where it is no slower, one whose every stage takes time, if
+    need be on fewer machines: rather one without work than a stage without work.
+    """
     cuts, kinds = held.cuts, request.kinds.unlimited
     solution = _search(held, request, kinds, working=False)
     assert solution is not None
@@ -226,10 +228,12 @@ def _solve(held: StageMemory, request: Request) -> Solution:
         if solution is None:
             raise nothing_fits(held, request)
     if any(cuts.working[stage.start] == cuts.working[stage.end] for stage in solution.stages):
-        working = _search(held, request, kinds, working=True, within=solution.cost)
-        fits = working and _fits(held, request, kinds, working)
-        if working and fits and working.cost <= solution.cost * (1 + TIE):
-            return working
+        for rules in (request.rules, replace(request.rules, fewer_machines=True)):
+            asked = replace(request, rules=rules)
+            working = _search(held, asked, kinds, working=True, within=solution.cost)
+            fits = working and _fits(held, request, kinds, working)
+            if working and fits and working.cost <= solution.cost * (1 + TIE):
+                return working
     return solution
 
 

@@ -95,8 +95,9 @@ def check(
     )
     for stage in outcome.plan.stages:
         assert stage.memory.total == pytest.approx(stage.memory_bytes)
-    if not rules.fewer_machines:
-        assert outcome.plan.workers == cluster.devices
+    if not rules.fewer_machines and outcome.plan.workers < cluster.devices:
+        # Rather a machine without work than a stage without, which every plan would have had.
+        assert all(stage.compute_seconds for stage in outcome.plan.stages)
 
 
 @settings(max_examples=150, deadline=None)

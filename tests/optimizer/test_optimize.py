@@ -37,6 +37,7 @@ def test_every_published_case_has_the_recorded_optimum(by_hand, expected, profil
         assert outcome.plan.predicted.seconds_per_minibatch == best, case
         assert outcome.plan.predicted.lower_bound_seconds == best, case
         assert add_up(by_hand, graph, outcome, "released", compression) == best, case
+        assert all(stage.nodes and stage.compute_seconds > 0 for stage in outcome.plan.stages), case
 
 
 def test_gnmt_on_10_machines_as_in_the_source_document(profile):
