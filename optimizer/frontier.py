@@ -24,7 +24,7 @@ from pipedream.optimizer.planning import Floats, PlanningGraph
 from pipedream.optimizer.topological import depth_first, fewest_bytes
 
 _SLOTS = 31  # places of the frontier: two bits each of a state's code
-_MOST_STATES = 20_000
+_MOST_STATES = 4_096
 _WORK = 6e7  # cells that take about two seconds to fill
 _FEWEST, _ENOUGH, _MOST = 100, 1_000, 5_000  # bins by compute time
 _BY_PARAMETERS = 64
@@ -44,7 +44,8 @@ class Bins:
     bytes, and neither is less for a downset than for one inside it; bins come by column, then by
     row; one more at each end has the empty downset and the whole graph alone. `bytes_across` is
     what no downset of the bin has less of, and `lightest` one that has so little, as bits (node 0
-    lowest): None where too wide a frontier was cut short, and the bound is below any downset's.
+    lowest). Where too wide a frontier was cut short the bound may be below any downset's, and
+    `lightest` one that has more, or None.
     """
 
     column: Numbers
@@ -105,12 +106,28 @@ def bins_of(graph: PlanningGraph, work: float = _WORK, most_states: int = _MOST_
     are forgotten: their readers are taken to come before the cut whether they did or not, and their
     bytes never to cross. Bounds stay valid.
     """
-    survey = _walked(graph, _Grid(_FEWEST), most_states)
-    cells = 1 + sum(len(trail.came) for trail in survey.trails)
+    cells = None
+    while cells is None:
+        cells = _survey(graph, most_states, budget=work / 4)
+        most_states = most_states if cells else max(1, most_states // 8)
     count = int(_FEWEST * work / cells)
     by_both = _Grid(min(count // (_BY_PARAMETERS + 1), _MOST), _BY_PARAMETERS)
     grid = by_both if by_both.columns >= _ENOUGH else _Grid(max(_FEWEST, min(count, _MOST)))
-    return _walked(graph, grid, most_states).bins()
+    walk = _Walk(graph, grid, most_states)
+    for step in range(len(graph)):
+        walk.advance(step)
+    return walk.bins()
+
+
+def _survey(graph: PlanningGraph, most_states: int, budget: float) -> int | None:
+    """How many cells the fewest bins take; None if more than `budget`, where it could be fewer."""
+    walk, cells = _Walk(graph, _Grid(_FEWEST), most_states), 1
+    for step in range(len(graph)):
+        walk.advance(step)
+        cells += len(walk.trails[-1].came)
+        if cells > budget and most_states > 1:
+            return None
+    return cells
 
 
 class _Grid(NamedTuple):
@@ -124,13 +141,6 @@ class _Grid(NamedTuple):
     @property
     def bins(self) -> int:
         return (self.columns + 1) * (self.rows + 1)
-
-
-def _walked(graph: PlanningGraph, grid: _Grid, most_states: int) -> _Walk:
-    walk = _Walk(graph, grid, most_states)
-    for step in range(len(graph)):
-        walk.advance(step)
-    return walk
 
 
 class _States(NamedTuple):

@@ -38,7 +38,7 @@ def test_every_downset_is_within_a_bin(graph, work, most):
 
 
 @settings(max_examples=150, deadline=None)
-@given(graph=graphs(), work=st.sampled_from([1, 1e4, 1e7]), most=st.sampled_from([3, 5, 30, 5000]))
+@given(graph=graphs(), work=st.sampled_from([1e6, 1e7]), most=st.sampled_from([3, 5, 30, 5000]))
 def test_the_lightest_of_a_bin_is_a_downset_of_as_few_bytes(graph, work, most):
     graph = PlanningGraph.of(graph)
     cuts, bins = all_cuts(graph), bins_of(graph, work)
