@@ -114,8 +114,17 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     figure.savefig(path, dpi=_DPI)
 
 
-def draw_memory(memory: Memory, path: Path, title: str, limit: float | None = None) -> None:
-    """Bytes held by each rank over time (PNG); `limit` is what each has."""
+def draw_memory(
+    memory: Memory,
+    stages: Sequence[Sequence[int]],
+    path: Path,
+    title: str,
+    limit: float | None = None,
+) -> None:
+    """Bytes held by each rank over time (PNG), in the colour of its stage.
+
+    `stages` has the ranks of each stage; `limit` is what each rank has.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH, 5.0), layout="constrained")
@@ -123,26 +132,56 @@ def draw_memory(memory: Memory, path: Path, title: str, limit: float | None = No
     most = max((held for steps in memory.values() for _, held in steps), default=0.0)
     end = max((time for steps in memory.values() for time, _ in steps), default=1.0)
     (factor, size), (scale, unit) = _size(max(most, limit or 0.0)), _unit(end)
-    shown = _some(sorted(memory), _MOST_ROWS)
+    shown = _some(sorted(rank for rank in memory if memory[rank]), _MOST_ROWS)
+    stage_of = {rank: stage for stage, ranks in enumerate(stages) for rank in ranks}
+    colours = _stage_colours(len(stages))
     for rank in shown:
-        times, held = zip(*memory[rank], strict=True) if memory[rank] else ((), ())
+        times, held = zip(*memory[rank], strict=True)
         axes.step(
             [time * scale for time in times],
             [amount / factor for amount in held],
             where="post",
-            label=f"rank {rank}",
+            color=colours[stage_of[rank]],
+            alpha=0.8,
         )
     if limit is not None:
-        axes.axhline(limit / factor, color="black", linestyle="--", label="what each rank has")
+        axes.axhline(limit / factor, color="black", linestyle="--")
     axes.set_xlabel(f"time in {unit}")
     axes.set_ylabel(f"memory in {size}")
     axes.set_ylim(bottom=0)
     axes.margins(x=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title + _left_out(len(shown), len(memory)), loc="left")
-    if shown:
-        figure.legend(ncols=min(len(shown) + 1, 10), frameon=False, loc="outside lower center")
+    drawn = {stage_of[rank]: len(stages[stage_of[rank]]) for rank in shown}
+    _stage_legend(figure, drawn, colours, limit is not None)
     figure.savefig(path, dpi=_DPI)
+
+
+def _stage_colours(count: int) -> list[Any]:
+    """Ten that are easy to tell apart; of more stages, their order at least."""
+    from matplotlib import colormaps
+
+    if count <= 10:
+        return [colormaps["tab10"](stage) for stage in range(count)]
+    return [colormaps["viridis"](stage / (count - 1)) for stage in range(count)]
+
+
+def _stage_legend(
+    figure: Figure, ranks: Mapping[int, int], colours: Sequence[Any], limited: bool
+) -> None:
+    """An entry for each stage, with how many ranks it has, and one for the limit."""
+    from matplotlib.lines import Line2D
+
+    handles = []
+    for stage, count in sorted(ranks.items()):
+        label = f"stage {stage}" + (f" ({count} ranks)" if count > 1 else "")
+        handles.append(Line2D([], [], color=colours[stage], label=label))
+    if limited:
+        label = "what each rank has"
+        handles.append(Line2D([], [], color="black", linestyle="--", label=label))
+    if handles:
+        columns = min(len(handles), 8)
+        figure.legend(handles=handles, ncols=columns, frameon=False, loc="outside lower center")
 
 
 def write_chrome(ranks: Timeline, path: Path, memory: Memory | None = None) -> None:
@@ -266,8 +305,10 @@ def _draw_row(axes: Axes, row: int, events: Sequence[Event], origin: float, scal
 
 
 def _row_label(rank: int, events: Sequence[Event]) -> str:
-    what = f"stage {events[0].action.worker}" if events else "nothing to do"
-    return f"rank {rank}: {what}"
+    if not events:
+        return f"rank {rank}: nothing to do"
+    stage, _, replica = events[0].action.worker.partition(".")
+    return f"rank {rank}: stage {stage}" + (f", replica {replica}" if replica else "")
 
 
 def _which(panel: Panel) -> str:

@@ -240,11 +240,11 @@ def _numbers(text: str) -> range:
 
 def _sweep(request: Request, numbers: range, update_rate: float, folder: Path) -> None:
     """Prints the table of --sweep, and writes it as data and as a picture."""
-    from pipedream.optimizer.report import make_console
+    from pipedream.optimizer.report import make_console, print_table
     from pipedream.optimizer.sweep import draw_sweep, sweep, sweep_frame, sweep_table
 
     frame = sweep_frame(list(sweep(request, numbers, update_rate)))
-    make_console().print(sweep_table(frame))
+    print_table(make_console(), sweep_table(frame))
     frame.to_csv(folder / "sweep.csv", index=False)
     draw_sweep(frame, folder / "sweep.png")
     click.echo(f"Written: {folder}/sweep.csv, sweep.png")
@@ -258,10 +258,10 @@ def _compare(request: Request, microbatches: int, update_rate: float, folder: Pa
         comparison_table,
         draw_comparison,
     )
-    from pipedream.optimizer.report import make_console
+    from pipedream.optimizer.report import make_console, print_table
 
     contenders = compare(request, microbatches, update_rate)
-    make_console().print(comparison_table(contenders, microbatches))
+    print_table(make_console(), comparison_table(contenders, microbatches))
     for contender in contenders:
         if contender.problem is not None:
             click.echo(f"{contender.name}: {contender.problem}")
@@ -341,7 +341,7 @@ def _write(
         write_plan(plan, folder / "plan.json")
         (folder / "graph.txt").write_text(format_graph(staged), encoding="utf-8")
         picture = draw(staged, folder / "graph")
-        drawn = "" if simulation is None else _draw(simulation, folder, memory)
+        drawn = "" if simulation is None else _draw(simulation, plan, folder, memory)
     except OSError as error:
         raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
     why = why_text(staged, picture)
@@ -352,13 +352,15 @@ def _write(
     )
 
 
-def _draw(simulation: Simulation, folder: Path, memory: float | None) -> str:
+def _draw(simulation: Simulation, plan: Plan, folder: Path, memory: float | None) -> str:
     """Writes what --timeline asks for; the files, in words."""
     from pipedream.graph.timeline import draw, draw_memory, write_chrome
 
     draw(simulation.events, folder / "timeline.png", "simulated schedule")
     write_chrome(simulation.events, folder / "timeline.json", simulation.memory)
-    draw_memory(simulation.memory, folder / "memory.png", "memory of each rank, simulated", memory)
+    stages = [stage.ranks for stage in plan.stages]
+    title = "memory of each rank, simulated"
+    draw_memory(simulation.memory, stages, folder / "memory.png", title, memory)
     return ", timeline.png, timeline.json, memory.png"
 
 

@@ -99,23 +99,27 @@ def comparison_table(contenders: list[Contender], microbatches: int) -> Table:
     """A row for each; the best simulated time of those that fit in bold."""
     table = Table(
         title="Other plans for the same graph and cluster",
-        caption=f"Per minibatch; with flush, of batches of {microbatches}. Waiting: the share of"
-        " the workers' time that is not computing. Memory: of the fullest worker.",
+        caption=f"Per minibatch; with flush, of batches of {microbatches}. Closed form: by the cost"
+        " model; simulated: the schedule, action by action, the best that fits in bold. Waiting:"
+        " the share of the workers' time that is not computing. Memory: of the fullest worker.",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
     )
     table.add_column("plan")
-    table.add_column("schedule")
-    for heading in ("replicas of\neach stage", "closed\nform", "simulated", "waiting", "memory"):
-        table.add_column(heading, justify="right")
-    table.add_column("")
+    table.add_column("schedule", no_wrap=True)
+    table.add_column("replicas\nof stages", justify="right")
+    for heading in ("closed\nform", "simulated", "waiting", "memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    if not all(contender.fits for contender in contenders):
+        table.add_column("")
     simulated = [c.simulation.seconds_per_minibatch for c in contenders if c.simulation and c.fits]
     best = min(simulated, default=None)
     for contender in contenders:
         simulation = contender.simulation
         winner = simulation and contender.fits and simulation.seconds_per_minibatch == best
-        table.add_row(*_row(contender), style="bold" if winner else None)
+        row = _row(contender)[: len(table.columns)]
+        table.add_row(*row, style="bold" if winner else None)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -17,15 +18,25 @@ from pipedream.optimizer.optimize import Outcome, StageFigures
 
 _PIPED_WIDTH = 120
 _WIDEST_NAME = 24
+_ROUNDING = 1e-9
+_NARROW = 100  # columns; tables are set closer on fewer
 
 
 def print_report(outcome: Outcome, graph: Graph, console: Console | None = None) -> None:
     """Prints a row for each stage, then the time per minibatch beside the two simple plans'."""
     console = console or make_console()
-    console.print(_stage_table(outcome, graph))
-    console.print(_memory_table(outcome))
+    print_table(console, _stage_table(outcome, graph, narrow=console.width < _NARROW))
+    print_table(console, _memory_table(outcome))
     console.print(_comparison(outcome))
-    console.print(_remark(outcome), markup=False, soft_wrap=True)
+    console.print(_remark(outcome), markup=False, soft_wrap=not console.is_terminal)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """With less between the columns where the page is narrow."""
+    if console.width < _NARROW:
+        table.padding = 0
+        table.show_edge = False
+    console.print(table)
 
 
 def make_console() -> Console:
@@ -34,7 +45,8 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
 
 
-def _stage_table(outcome: Outcome, graph: Graph) -> Table:
+def _stage_table(outcome: Outcome, graph: Graph, narrow: bool) -> Table:
+    """A row for each stage; on a narrow page without the number of its nodes."""
     plan = outcome.plan
     machines = " x ".join(str(count) for count in plan.cluster.machines)
     mixed = len(plan.cluster.kinds) > 1
@@ -49,17 +61,19 @@ def _stage_table(outcome: Outcome, graph: Graph) -> Table:
         caption_justify="left",
         box=SIMPLE_HEAD,
     )
-    for heading in ("stage", "nodes"):
-        table.add_column(heading, justify="right")
+    for heading in ("stage",) if narrow else ("stage", "nodes"):
+        table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("first and last")
     for heading in ("time", "replicas", "per\nminibatch", "limited\nby", "in\nflight", "memory"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
         if heading == "replicas" and mixed:
             table.add_column("kinds")
     for stage, figures in zip(plan.stages, outcome.figures, strict=True):
         slowest = figures.seconds == plan.predicted.seconds_per_minibatch
         kinds = (_kinds(plan.cluster, stage.ranks),) if mixed else ()
-        table.add_row(*_row(stage, figures, graph, kinds), style="bold" if slowest else None)
+        row = _row(stage, figures, graph, kinds)
+        row = row[:1] + row[2:] if narrow else row
+        table.add_row(*row, style="bold" if slowest else None)
     return table
 
 
@@ -102,10 +116,10 @@ def _memory_table(outcome: Outcome) -> Table:
         caption_justify="left",
         box=SIMPLE_HEAD,
     )
-    for heading in ("stage", "parameters", "older\nversions", "optimizer\nstate", "gradients"):
-        table.add_column(heading, justify="right")
-    for heading in ("activations", "received", "workspace", "in all"):
-        table.add_column(heading, justify="right")
+    for heading in ("stage", "para-\nmeters", "older\nversions", "optimizer\nstate", "gradients"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("activations", "received", "work-\nspace", "in all"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for stage in plan.stages:
         if stage.memory is not None:
             items = [show_bytes(size) for size in stage.memory.model_dump().values()]
@@ -148,7 +162,8 @@ def _comparison(outcome: Outcome) -> Table:
     for name, time in rows:
         remark = f"this plan is {batch * time / seconds:.2f} times as fast"
         if outcome.memory is not None and outcome.whole_model_bytes > outcome.memory:
-            remark += f"; that one needs {show_bytes(outcome.whole_model_bytes)} on each device"
+            needs = show_bytes(outcome.whole_model_bytes)
+            remark += f"; that one does not fit, it needs {needs} on each device"
         table.add_row(name, show_seconds(batch * time), remark)
     return table
 
@@ -170,13 +185,17 @@ def _remark(outcome: Outcome) -> str:
         what = "pipelines of stages on devices of one machine or on whole machines"
     if outcome.exact:
         return f"The best of all {what} over {outcome.cuts} cuts under this cost model."
-    gap = seconds / bound - 1
+    gap = _gap(seconds / bound - 1)
     if predicted.latency_seconds is not None:
-        return (
-            f"The best found of all {what} over {outcome.cuts} cuts: at most {100 * gap:.1f} %"
-            " slower than the best possible."
-        )
+        return f"The best found of all {what} over {outcome.cuts} cuts; {gap}."
     return (
         f"The graph can be cut in too many ways to try them all: the best plan over {outcome.cuts}"
-        f" likely cuts, at most {100 * gap:.1f} % slower than the best possible."
+        f" likely cuts; {gap}."
     )
+
+
+def _gap(share: float) -> str:
+    """How far a plan may be from the best, in words: never less than it may be."""
+    if share < _ROUNDING:
+        return "no other plan is faster"
+    return f"at most {math.ceil(1000 * share - 1e-6) / 10:.1f} % slower than the best possible"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from matplotlib.axes import Axes
 
 from pipedream.graph import timeline
 from pipedream.graph.timeline import Event, Panel, draw, draw_memory, draw_panels, write_chrome
@@ -48,7 +49,7 @@ def test_picture_has_rows_numbers_and_says_what_it_shows(tmp_path, texts):
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "digits, minibatches 0 to 5 of 30" in texts
     assert "time in ms" in texts
-    assert {"rank 0: stage 0", "rank 1: stage 0.1", "rank 2: stage 1"} <= set(texts)
+    assert {"rank 0: stage 0", "rank 1: stage 0, replica 1", "rank 2: stage 1"} <= set(texts)
     assert {"forward", "backward"} <= set(texts)
     assert "send" not in texts  # takes no time here
     assert texts.count("5") >= 4  # forward and backward at either stage
@@ -83,10 +84,23 @@ def test_only_so_many_ranks_are_drawn(tmp_path, texts):
     assert {"rank 0: stage 0", "rank 40: stage 1"} <= set(texts)
 
 
-def test_memory_has_a_line_for_each_rank_and_what_there_is(tmp_path, texts):
+def test_memory_is_drawn_in_a_colour_for_each_stage(tmp_path, texts, monkeypatch):
+    drawn = []
+    step = Axes.step
+    monkeypatch.setattr(
+        Axes, "step", lambda *args, **given: drawn.append(given["color"]) or step(*args, **given)
+    )
     memory = {0: [(0.0, 1e6), (0.5, 3e6), (1.0, 1e6)], 1: [(0.0, 2e6), (1.0, 2e6)]}
-    draw_memory(memory, tmp_path / "memory.png", "held", limit=4e6)
-    assert {"held", "memory in MB", "time in ms", "rank 1", "what each rank has"} <= set(texts)
+    memory |= {2: memory[1], 3: []}
+    draw_memory(memory, [(0, 2), (1, 3)], tmp_path / "memory.png", "held", limit=4e6)
+    assert {"held (3 of 4 ranks)", "memory in MB", "time in ms"} <= set(texts)
+    assert {"stage 0 (2 ranks)", "stage 1 (2 ranks)", "what each rank has"} <= set(texts)
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_many_stages_have_as_many_colours():
+    assert len(set(timeline._stage_colours(10))) == 10
+    assert len(set(timeline._stage_colours(64))) == 64
 
 
 def test_chrome_trace_has_every_event_in_microseconds(tmp_path):
@@ -101,5 +115,5 @@ def test_chrome_trace_has_every_event_in_microseconds(tmp_path):
     backward = next(event for event in passes if event["name"] == "1B0")
     assert (backward["ts"], backward["dur"], backward["cat"]) == (20_000.0, 10_000.0, "backward")
     names = [event["args"]["name"] for event in found if event["ph"] == "M"]
-    assert names == ["rank 0: stage 0", "rank 1: stage 0.1", "rank 2: stage 1"]
+    assert names == ["rank 0: stage 0", "rank 1: stage 0, replica 1", "rank 2: stage 1"]
     assert [event["args"] for event in found if event["ph"] == "C"] == [{"bytes": 7.0}]

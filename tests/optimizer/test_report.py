@@ -6,7 +6,7 @@ from pipedream.graph.cluster import Cluster, DeviceKind
 from pipedream.optimizer.cost import Paper
 from pipedream.optimizer.latency import Latency
 from pipedream.optimizer.optimize import Request, optimize
-from pipedream.optimizer.report import print_report
+from pipedream.optimizer.report import _gap, print_report
 
 
 def report(graph, machines, kinds=(), **options):
@@ -51,7 +51,7 @@ def test_the_kinds_of_devices_are_shown_where_there_are_several(make_graph):
 def test_what_does_not_fit_is_said_of_the_simple_plans(make_graph):
     graph = make_graph("a b", "a-b", a=(30, 10, 1e6), b=(30, 10, 1e6))
     lines = report(graph, (2,), memory=3.5e6)
-    remark = "this plan is 2.00 times as fast; that one needs 4 MB on each device"
+    remark = "this plan is 2.00 times as fast; that one does not fit, it needs 4 MB on each device"
     assert f"one worker 60 ms {remark}" in lines
 
 
@@ -60,7 +60,7 @@ def test_a_plan_that_is_not_proved_best_says_how_far_off_it_may_be(make_graph):
     graph = make_graph(" ".join(names), **dict.fromkeys(names, (8, 10000.0, 1000000000.0)))
     lines = report(graph, (3,), most_cuts=20)
     assert lines[-1].startswith("The graph can be cut in too many ways to try them all: the best")
-    assert lines[-1].endswith("% slower than the best possible.")
+    assert lines[-1].endswith(" likely cuts; no other plan is faster.")
 
 
 def test_a_batch_is_compared_with_batches(make_graph):
@@ -77,4 +77,20 @@ def test_layers_say_how_far_off_the_plan_may_be(make_graph):
     graph = make_graph("a b c", "a-b b-c", **dict.fromkeys("abc", (10, 0, 0)))
     lines = report(graph, (2,), schedule="flush", latency=Latency(microbatches=1, layers=2))
     assert lines[-1].startswith("The best found of all pipelines")
-    assert lines[-1].endswith("over 3 cuts: at most 0.0 % slower than the best possible.")
+    assert lines[-1].endswith("over 3 cuts; no other plan is faster.")
+
+
+def test_the_gap_is_rounded_up():
+    assert _gap(0.0) == "no other plan is faster"
+    assert _gap(0.0001) == "at most 0.1 % slower than the best possible"
+    assert _gap(0.02) == "at most 2.0 % slower than the best possible"
+    assert _gap(0.0241) == "at most 2.5 % slower than the best possible"
+
+
+def test_a_narrow_page_shows_every_figure_whole(make_graph):
+    graph = make_graph("a b", "a-b", **dict.fromkeys("ab", (623.4, 123456.0, 123456789.0)))
+    text = StringIO()
+    outcome = optimize(Request(graph, Cluster(machines=(2,), bandwidth=(1e9,)), Paper()))
+    print_report(outcome, graph, Console(file=text, width=80, highlight=False))
+    assert "…" not in text.getvalue()
+    assert max(map(len, text.getvalue().splitlines()[:-1])) <= 80
