@@ -88,7 +88,7 @@ def sweep(request: Request, numbers: range, update_rate: float) -> Iterator[Poin
     """Plans for each of these numbers of workers that makes a cluster. Raises UserError."""
     if request.cluster.kinds:
         raise UserError(
-            "--sweep: which kind of device comes next? Leave the kinds out of --cluster"
+            "--sweep is for devices of one kind: leave kinds and machine_kinds out of --cluster"
         )
     for workers in numbers:
         cluster = shaped(request.cluster, workers)
