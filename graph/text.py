@@ -6,7 +6,6 @@ order, missing final newline), written canonically. Milliseconds live here and n
 
 from __future__ import annotations
 
-import math
 import re
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +15,9 @@ import networkx as nx
 from pipedream.graph.command import UserError
 from pipedream.graph.files import read_text
 from pipedream.graph.model import Graph, Node
+
+_TOO_LARGE = 1e100
+"""No time and no size is: sums and products of what is less stay finite."""
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
@@ -139,6 +141,9 @@ class _Reader:
             value = float(text)
         except ValueError:
             self.fail(f"{key} is {text.strip()!r}, not a number")
-        if not 0 <= value < math.inf:
-            self.fail(f"{key} is {text.strip()}: it must be finite and not negative")
+        if not 0 <= value < _TOO_LARGE:
+            self.fail(
+                f"{key} is {text.strip()}: it must be finite and not negative,"
+                f" and less than {_TOO_LARGE:g}"
+            )
         return value

@@ -193,7 +193,12 @@ def main(
     of_latency = None if compare and objective == "throughput" else microbatches
     aim = _latency(objective, schedule, of_latency, epsilon, layers)
     rate = _bytes("--update-rate", update_rate)
-    numbers = None if sweep is None else _numbers(sweep)
+    numbers = None if sweep is None else _numbers(sweep, where)
+    folder = graph.parent / "plan" if output is None else output
+    _check_folder(folder)
+    made = profile or graph.with_name("profile.json")
+    for framework in exports:
+        _check_profile(framework, made)
 
     from pipedream.graph.text import read_graph
     from pipedream.optimizer.cost import COST_MODELS
@@ -226,11 +231,9 @@ def main(
     simulation = simulate_plan(outcome.plan, model, update_rate=rate, most_moves=moves)
     if simulation is not None:
         outcome = replace(outcome, plan=simulation.noted_in(outcome.plan))
-    folder = graph.parent / "plan" if output is None else output
     print_report(outcome, model)
     _write(outcome.plan, model, folder, simulation if timeline else None, limit)
     for framework in exports:
-        made = profile or graph.with_name("profile.json")
         _export(framework, outcome.plan, model, made, folder)
     if numbers is not None:
         _sweep(request, numbers, rate, folder)
@@ -238,10 +241,28 @@ def main(
         _compare(request, microbatches or 4 * where.devices, rate, folder)
 
 
-def _numbers(text: str) -> range:
-    from pipedream.optimizer.sweep import parse_range
+def _numbers(text: str, cluster: Cluster) -> range:
+    from pipedream.optimizer.sweep import check_sweep, parse_range
 
-    return parse_range(text)
+    numbers = parse_range(text)
+    check_sweep(cluster, numbers)
+    return numbers
+
+
+def _check_folder(folder: Path) -> None:
+    """Raises UserError where it cannot be written, as far as that shows before planning."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"-o {folder}: cannot be written: {there} is a file; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"-o {folder}: cannot be written: {there} is not yours to write in")
+
+
+def _check_profile(framework: str, profile: Path) -> None:
+    if not profile.exists():
+        raise UserError(
+            f"--export {framework} needs {profile}: pd-profile writes it with graph.txt"
+        )
 
 
 def _sweep(request: Request, numbers: range, update_rate: float, folder: Path) -> None:
@@ -279,10 +300,6 @@ def _compare(request: Request, microbatches: int, update_rate: float, folder: Pa
 def _export(framework: str, plan: Plan, model: Graph, profile: Path, folder: Path) -> None:
     from pipedream.optimizer.export import export, write_export
 
-    if not profile.exists():
-        raise UserError(
-            f"--export {framework} needs {profile}: pd-profile writes it with graph.txt"
-        )
     made = export(framework, plan, model, profile)
     path = folder / f"export-{framework}.json"
     try:

@@ -39,7 +39,7 @@ class Point(NamedTuple):
 
 def parse_range(text: str) -> range:
     """`1..64`, both ends included. Raises UserError."""
-    match = re.fullmatch(r"(\d+)\.\.(\d+)", text)
+    match = re.fullmatch(r"([0-9]+)\.\.([0-9]+)", text)
     numbers = range(int(match[1]), int(match[2]) + 1) if match else range(0)
     if not numbers or numbers[0] < 1 or numbers[-1] > MOST_WORKERS:
         raise UserError(
@@ -84,12 +84,22 @@ def shaped(cluster: Cluster, workers: int) -> Cluster | None:
     )
 
 
-def sweep(request: Request, numbers: range, update_rate: float) -> Iterator[Point]:
-    """Plans for each of these numbers of workers that makes a cluster. Raises UserError."""
-    if request.cluster.kinds:
+def check_sweep(cluster: Cluster, numbers: range) -> None:
+    """Raises UserError unless one of these numbers of workers, at least, makes a cluster."""
+    if cluster.kinds:
         raise UserError(
             "--sweep is for devices of one kind: leave kinds and machine_kinds out of --cluster"
         )
+    if not any(shaped(cluster, workers) for workers in numbers):
+        raise UserError(
+            f"--sweep {numbers[0]}..{numbers[-1]}: none of these fills the machines of"
+            f" {','.join(map(str, cluster.machines))} evenly: sweep further"
+        )
+
+
+def sweep(request: Request, numbers: range, update_rate: float) -> Iterator[Point]:
+    """Plans for each of these numbers of workers that makes a cluster. Raises UserError."""
+    check_sweep(request.cluster, numbers)
     for workers in numbers:
         cluster = shaped(request.cluster, workers)
         if cluster is None:
@@ -186,5 +196,6 @@ def draw_sweep(frame: pd.DataFrame, path: Path) -> None:
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    if axes.lines:  # none where no plan fits
+        axes.legend(frameon=False)
     figure.savefig(path, dpi=110)

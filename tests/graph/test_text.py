@@ -200,3 +200,9 @@ def test_a_file_that_is_no_text_is_refused(
         read_graph(path)
     with pytest.raises(UserError, match="Is a directory"):
         read_graph(tmp_path)
+
+
+def test_a_number_whose_sums_would_not_be_finite_is_named():
+    line = "a -- A -- forward_compute_time=1, backward_compute_time=1, activation_size=1.7e308"
+    with pytest.raises(UserError, match=r"graph.txt:1: activation_size .* less than 1e\+100"):
+        parse_graph(line + ", parameter_size=1")

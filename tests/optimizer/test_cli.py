@@ -266,3 +266,27 @@ def test_planning_needs_no_torch(tmp_path):
     )
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_sweep_of_which_nothing_fits_says_so_without_a_warning(tmp_path):
+    short = ("--machines", "2", "--bandwidth", "1GB", "--straight", "--sweep", "900..901")
+    done = pd_optimize(TRANSLATION, *short, "-o", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("no plan fits") == 2
+
+
+def test_says_what_is_wrong_before_it_plans(tmp_path, monkeypatch):
+    from click.testing import CliRunner
+
+    from pipedream.optimizer import optimize
+    from pipedream.optimizer.cli import main
+
+    def plans(request):
+        raise AssertionError("planned first")
+
+    monkeypatch.setattr(optimize, "optimize", plans)
+    (tmp_path / "file").write_text("")
+    graph = shutil.copy(TRANSLATION, tmp_path)
+    for late in (["-o", tmp_path / "file" / "out"], ["--export", "torch"], ["--sweep", "5..5"]):
+        done = CliRunner().invoke(main, [str(word) for word in (graph, *LEVELS, *late)])
+        assert done.exit_code == 2
