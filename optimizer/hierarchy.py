@@ -34,7 +34,7 @@ from pipedream.optimizer.stage_cost import StageCost
 TIE = 1e-11
 
 # Elementary steps of the outermost and of an inner level that take about half a minute.
-_OUTER_BUDGET, _INNER_BUDGET = 1e10, 3e11
+_OUTER_BUDGET, _INNER_BUDGET = 4e9, 3e11
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,9 @@ from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
 # Cuts for a first plan, and for one where there are too many to try them all.
 _FEW, _MANY, _STEPS = 200, 3_000, 1e9
 
+# To know which of the cuts are nested takes this many words of memory, at most.
+_WORDS = 3e9
+
 
 @dataclass(frozen=True)
 class Request:
@@ -113,8 +116,9 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
     _check(graph, request)
     if request.latency is not None:
         return _optimize_latency(graph, request, request.latency, most_cuts)
-    limit = most_cuts or affordable(
-        request.cluster.machines, request.kinds.limited, kinds=request.kinds
+    limit = most_cuts or min(
+        affordable(request.cluster.machines, request.kinds.limited, kinds=request.kinds),
+        int((_WORDS * 64 / len(graph)) ** 0.5),
     )
     dag = AntichainDag.of(graph, limit)
     if dag is not None:
@@ -140,7 +144,7 @@ def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
     again = Search(cuts, machines, cost, request.rules, kinds, first)
     again.bottleneck()
     growth = (_STEPS / max(again.steps, 1)) ** (1 / (2 if len(machines) == 1 else 3))
-    return int(min(max(_FEW, _FEW * growth), _MANY))
+    return int(min(max(_FEW, _FEW * growth), _MANY if len(machines) == 1 else _MANY * 2 // 3))
 
 
 def _held(graph: PlanningGraph, request: Request, downsets: Sequence[int]) -> StageMemory:
