@@ -1,11 +1,11 @@
 """Is a pipeline as fast as the simulator says? `python scripts/bench_simulator.py [FOLDER]`.
 
 On this machine, on two processes of one thread each: profiles a GPT with pd-profile, measures gloo
-and the optimizer's step, makes six plans good and bad, and trains each with pd-train. Prints for
-each plan its closed form, simulated and measured seconds per minibatch, then the rank correlation
-and the median error. A measurement during which other processes had more than a twentieth of a core
-is made again, up to five times in all; the last column says how much they had. Takes two minutes on
-an idle machine.
+and the optimizer's step, makes six plans good and bad, and trains each with pd-train, thrice in
+turns. Prints for each plan its closed form, simulated and measured (the median of three) seconds
+per minibatch, then the rank correlation and the median error. A measurement during which other
+processes had more than a twentieth of a core is made again, up to five times in all. Takes three
+minutes on an idle machine.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Measurement = TypeVar("Measurement")
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 REPEATS = 30
-TRIES, OTHERS = 5, 0.05
+TRIES, OTHERS, ROUNDS = 5, 0.05, 3
 FILLING, ROUND = 4, 4
 """Backward passes of rank 0 before the steady state, and over how many a span is taken: a flush."""
 
@@ -107,24 +107,32 @@ def main() -> None:
     print("messages:", *(f"{show_bytes(b)} {show_seconds(s)}," for b, s in cluster.send[0].points))
     rings = cluster.all_reduce[0].points
     print("all-reduce:", *(f"{show_bytes(b)} {show_seconds(s)}," for b, s in rings), flush=True)
+    plans = {name: make_plan(graph, cluster, *how) for name, how in PLANS.items()}
+    simulated = {name: simulate_plan(plan, graph, update_rate=rate) for name, plan in plans.items()}
+    runs: dict[str, list[float]] = {name: [] for name in PLANS}
+    for turn in range(ROUNDS):  # in turns: what slows the machine for a while slows them all
+        for name, plan in plans.items():
+            simulation = simulated[name]
+            assert simulation is not None
+            run = folder / f"{name.replace(' ', '-').replace(',', '')}-{turn}"
+            took, others = undisturbed(partial(train, simulation.noted_in(plan), config, run))
+            runs[name].append(took)
+            print(f"{name}: {took:.4f} s, others {others:.1%} of a core", flush=True)
     rows = []
-    for name, (share, schedule) in PLANS.items():
-        plan = make_plan(graph, cluster, share, schedule)
-        simulation = simulate_plan(plan, graph, update_rate=rate)
+    for name, plan in plans.items():
+        simulation, measured = simulated[name], statistics.median(runs[name])
         assert simulation is not None
-        run = folder / name.replace(" ", "-").replace(",", "")
-        measured, others = undisturbed(partial(train, simulation.noted_in(plan), config, run))
         rows.append(
             {
                 "plan": name,
                 "closed": plan.predicted.seconds_per_minibatch,
                 "simulated": simulation.seconds_per_minibatch,
                 "measured": measured,
+                "least": min(runs[name]),
+                "most": max(runs[name]),
                 "error": simulation.seconds_per_minibatch / measured - 1,
-                "others": others,
             }
         )
-        print(rows[-1], flush=True)
     frame = pd.DataFrame(rows)
     frame.to_csv(folder / "bench_simulator.csv", index=False)
     print(frame.to_string(index=False, float_format="%.4f"))
