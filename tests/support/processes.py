@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 
@@ -61,6 +62,9 @@ def warm_context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm"])
     before = os.environ.get("PYTHONPATH")
+    # The root, for what a test module itself gives to be run: it is `tests.FOLDER.NAME` by name.
+    if (root := str(Path(__file__).parents[2])) not in sys.path:
+        sys.path.append(root)
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
         forkserver.ensure_running()
