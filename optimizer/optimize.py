@@ -122,12 +122,12 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
     )
     dag = AntichainDag.of(graph, limit)
     if dag is not None:
-        held = _held(graph, request, dag.downsets)
+        held = _held(Cuts(graph, dag.downsets), request)
         solution = _solve(held, request)
         return _outcome(held, request, solution, solution.cost, exact=True)
     bins = bins_of(graph)
     many = most_cuts or _many(graph, bins, request)
-    held = _held(graph, request, likely_cuts(graph, bins, many))
+    held = _held(Cuts(graph, likely_cuts(graph, bins, many)), request)
     solution = _solve(held, request)
     cluster, model, straight = request.cluster, request.model, request.rules.straight
     simple = lower_bound(graph, cluster, model, straight)
@@ -147,8 +147,8 @@ def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
     return int(min(max(_FEW, _FEW * growth), _MANY if len(machines) == 1 else _MANY * 2 // 3))
 
 
-def _held(graph: PlanningGraph, request: Request, downsets: Sequence[int]) -> StageMemory:
-    return StageMemory(Cuts(graph, downsets), Keeping(request.schedule, request.optimizer))
+def _held(cuts: Cuts, request: Request) -> StageMemory:
+    return StageMemory(cuts, Keeping(request.schedule, request.optimizer))
 
 
 def _optimize_latency(
@@ -165,7 +165,7 @@ def _optimize_latency(
         cuts = Cuts(graph, dag.downsets)
     model, straight = request.model, request.rules.straight
     bound = latency_bound(graph, request.cluster, model, straight, goal.microbatches)
-    held = StageMemory(cuts, Keeping(request.schedule, request.optimizer))
+    held = _held(cuts, request)
     (grade,) = request.kinds.each
     cost = Replication(cuts, request.cluster, model, request.limit(held, request.kinds)).on(grade)
     solution = LatencySearch(cuts, Mesh(request.cluster.machines), cost, request.rules, goal).best()
@@ -339,5 +339,5 @@ def given_plan(
         submesh = Submesh(begin, size, mesh.entry(begin))
         stages.append(nested_stage(mesh, stage, stage + 1, submesh))
         begin += size
-    held = StageMemory(cuts, Keeping(request.schedule, request.optimizer))
+    held = _held(cuts, request)
     return _outcome(held, request, Solution(0.0, tuple(stages)), 0.0, exact=False)

@@ -39,8 +39,8 @@ def _walk(graph: PlanningGraph, order: Sequence[int]) -> Iterator[tuple[int, tup
 
 def likely_cuts(graph: PlanningGraph, bins: Bins, limit: int) -> tuple[int, ...]:
     """`prefixes`, and twice as many of the lightest cuts of all, spread evenly over the compute."""
-    lightest = {downset for downset in bins.merged(2 * limit // 3).lightest if downset is not None}
-    return _sorted({*lightest, *prefixes(graph, max(1, limit - len(lightest)))})
+    of_all = {downset for downset in bins.merged(2 * limit // 3).lightest if downset is not None}
+    return _sorted({*of_all, *prefixes(graph, max(1, limit - len(of_all)))})
 
 
 def _sorted(downsets: Collection[int]) -> tuple[int, ...]:

@@ -1,0 +1,21 @@
+"""A schedule played in unit time, as events."""
+
+from __future__ import annotations
+
+from pipedream.graph.timeline import Event
+from pipedream.runtime.schedule import schedule
+
+
+def played(replicas, minibatches, unit=0.01):
+    """The events of a run in which every action takes the time of its place in the play."""
+    made = schedule("weight-stashing", replicas, [(0, 1)], minibatches)
+    ranks = {}
+    for rank, worker in enumerate(made.workers):
+        times = {(step.kind, step.minibatch): step.time * unit for step in made.steps[worker]}
+        now, events = 0.0, []
+        for action in made.actions(worker):
+            begin = times.get((action.kind, action.minibatch), now)
+            now = begin + (unit if (action.kind, action.minibatch) in times else 0)
+            events.append(Event(action, begin, now))
+        ranks[rank] = events
+    return ranks
