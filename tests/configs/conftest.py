@@ -21,3 +21,9 @@ def digits_cnn(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def topics_gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(CONFIGS))
     return importlib.import_module("topics_gpt")
+
+
+@pytest.fixture
+def nasnet_a(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(CONFIGS))
+    return importlib.import_module("nasnet_a")
