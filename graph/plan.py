@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pipedream.graph.artifact import read_artifact
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
+from pipedream.graph.schedule_name import ScheduleName
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-ScheduleName = Literal["weight-stashing", "flush"]
 OptimizerName = Literal["sgd", "momentum", "adam"]
 Recompute = Literal["never", "auto", "always"]
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pipedream.graph.cluster import Cluster
     from pipedream.graph.footprint import Footprint
     from pipedream.graph.model import Graph
-    from pipedream.graph.plan import OptimizerName, Plan, Recompute, ScheduleName
+    from pipedream.graph.plan import OptimizerName, Plan, Recompute
+    from pipedream.graph.schedule_name import ScheduleName
     from pipedream.optimizer.latency import Latency
     from pipedream.optimizer.optimize import Request
     from pipedream.optimizer.simulator import Simulation

@@ -20,7 +20,7 @@ from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.prefixes import prefixes
 from pipedream.optimizer.stage_cost import LeastMemory, MemoryLimit
 from pipedream.optimizer.submesh import Mesh
-from pipedream.runtime.schedule import warm_up
+from pipedream.runtime.policy import warm_up
 
 FULLEST = 10**9
 """Of so many microbatches all that matters is the slowest stage: here, the fullest."""

@@ -11,10 +11,11 @@ from dataclasses import astuple, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedream.graph.plan import OptimizerName, ScheduleName
+from pipedream.graph.plan import OptimizerName
+from pipedream.graph.schedule_name import ScheduleName
 from pipedream.optimizer.cuts import Cuts, States
 from pipedream.optimizer.planning import Floats, PlanningGraph
-from pipedream.runtime.schedule import warm_up
+from pipedream.runtime.policy import warm_up
 
 STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2}
 """Tensors of the size of a parameter that the optimizer remembers."""

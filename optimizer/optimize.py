@@ -16,9 +16,9 @@ from pipedream.graph.plan import (
     PlannedGraph,
     Predicted,
     Recompute,
-    ScheduleName,
     Stage,
 )
+from pipedream.graph.schedule_name import ScheduleName
 from pipedream.optimizer.antichain import AntichainDag
 from pipedream.optimizer.bound import bound_over_bins, lower_bound
 from pipedream.optimizer.cluster_operators import layer_cuts

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, StageMemory
-from pipedream.runtime.schedule import Link, warm_up
+from pipedream.runtime.policy import warm_up
+from pipedream.runtime.schedule import Link
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from pipedream.runtime.schedule import (
     Schedule,
     Worker,
     show_worker,
-    warm_up,
+    uses,
 )
 
 _WINDOW = 4
@@ -31,8 +31,8 @@ class UnsoundError(Exception):
 
 @dataclass
 class Peak:
-    """The most a worker held at once: minibatches in flight, and versions of its weights (those
-    that minibatches in flight run on, and the newest).
+    """The most a worker held at once: minibatches in flight, and versions of its weights (the
+    newest, and those that minibatches still run on).
     """
 
     in_flight: int = 0
@@ -58,14 +58,21 @@ def check_actions(
 
 @dataclass
 class _State:
-    """Where one worker stands."""
+    """Where one worker stands.
+
+    `left`: how many minibatches have yet to go backward on each version, those still to be made
+    among them; `alive`: the versions there are; `received`: messages not yet used.
+    """
 
     actions: Sequence[Action]
+    left: Counter[int]
     position: int = 0
     version: int = 0
+    alive: set[int] = field(default_factory=lambda: {0})
     in_flight: dict[int, int] = field(default_factory=dict)
+    forward: set[int] = field(default_factory=set)
+    backward: set[int] = field(default_factory=set)
     received: set[tuple[Kind, int, int]] = field(default_factory=set)
-    done: Counter[tuple[Kind, int]] = field(default_factory=Counter)
     reduced: Action | None = None
     peak: Peak = field(default_factory=Peak)
 
@@ -75,9 +82,28 @@ class _State:
 
 
 class _Replay:
+    """Each method that performs an action tells whether it could; if not the worker has to wait."""
+
     def __init__(self, pipeline: Pipeline, actions: Mapping[Worker, Sequence[Action]]) -> None:
+        policy, stages = pipeline.policy, range(len(pipeline.replicas))
         self.pipeline = pipeline
-        self.states = {worker: _State(actions[worker]) for worker in pipeline.workers}
+        self.policy = policy
+        self.links = frozenset(pipeline.links)
+        self.sources = [pipeline.sources(stage) for stage in stages]
+        self.targets = [pipeline.targets(stage) for stage in stages]
+        self.in_flight = [policy.in_flight(stage) for stage in stages]
+        self.versions = [policy.versions(stage) for stage in stages]
+        self.states = {
+            worker: _State(actions[worker], uses(actions[worker])) for worker in pipeline.workers
+        }
+        # The version on which each minibatch enters the pipeline.
+        self.entered = {
+            action.minibatch: action.version
+            for worker in pipeline.workers
+            if worker[0] == 0
+            for action in actions[worker]
+            if action.kind is Kind.FORWARD
+        }
         self.channels: dict[tuple[Worker, Worker, Kind], deque[int]] = {}
         self.perform = {
             Kind.FORWARD: self._forward,
@@ -95,62 +121,65 @@ class _Replay:
         while moved:
             moved = False
             for worker, state in self.states.items():
-                while self._step(worker, state):
-                    moved = True
+                begin = state.position
+                self._go_on(worker, state)
+                moved |= state.position > begin
         for worker, state in self.states.items():
-            self._require(state.next is None, worker, "deadlock: waits for ever")
+            if state.next is not None:
+                raise self._unsound(worker, "deadlock: waits for ever")
         for worker, state in self.states.items():
             self._finish(worker, state)
         for (source, target, kind), channel in self.channels.items():
-            self._require(not channel, source, f"{kind} to {show_worker(target)} never received")
+            if channel:
+                raise self._unsound(source, f"{kind} to {show_worker(target)} never received")
 
-    def _step(self, worker: Worker, state: _State) -> bool:
-        """Lets `worker` do its next action; False if it has to wait, or has come to its end."""
-        action = state.next
-        if action is None:
-            return False
-        owner = (action.stage, action.replica)
-        self._require(owner == worker, worker, "an action of another worker")
-        if not self.perform[action.kind](worker, state, action):
-            return False
-        state.peak.in_flight = max(state.peak.in_flight, len(state.in_flight))
-        state.peak.versions = max(
-            state.peak.versions, len({state.version, *state.in_flight.values()})
-        )
-        limit = warm_up(self.pipeline.replicas, worker[0])
-        self._require(state.peak.in_flight <= limit, worker, f"more than {limit} in flight")
-        self._require(state.peak.versions <= limit, worker, f"more than {limit} versions alive")
-        state.done[action.kind, action.minibatch] += 1
-        state.position += 1
-        return True
+    def _go_on(self, worker: Worker, state: _State) -> None:
+        """Lets `worker` do its actions until it has to wait, or has come to its end."""
+        actions, perform = state.actions, self.perform
+        for position in range(state.position, len(actions)):
+            action = actions[position]
+            if (action.stage, action.replica) != worker:
+                raise self._unsound(worker, "an action of another worker")
+            if not perform[action.kind](worker, state, action):
+                return
+            state.position += 1
 
     def _forward(self, worker: Worker, state: _State, action: Action) -> bool:
-        stage, minibatch = worker[0], action.minibatch
-        self._require(
-            minibatch < self.pipeline.minibatches
-            and self.pipeline.replica(stage, minibatch) == worker[1],
-            worker,
-            "a minibatch of another replica",
-        )
-        self._require(not state.done[Kind.FORWARD, minibatch], worker, "forward twice")
-        self._require(
-            action.version == state.version, worker, f"{state.version} updates stand before it"
-        )
-        if self.pipeline.name == "flush":
-            expected = minibatch // self.pipeline.microbatches
-            self._require(action.version == expected, worker, f"flush wants version {expected}")
-        self._take(worker, state, Kind.RECV_ACTIVATION, self.pipeline.sources(stage), minibatch)
-        state.in_flight[minibatch] = action.version
+        stage, minibatch, version = worker[0], action.minibatch, action.version
+        pipeline = self.pipeline
+        if minibatch >= pipeline.minibatches or minibatch % pipeline.replicas[stage] != worker[1]:
+            raise self._unsound(worker, "a minibatch of another replica")
+        if minibatch in state.forward:
+            raise self._unsound(worker, "forward twice")
+        entered = self.entered.get(minibatch, 0)
+        expected = self.policy.version(stage, minibatch, state.version, entered)
+        if version != expected:
+            raise self._unsound(worker, f"{pipeline.name} wants version {expected}")
+        if version > state.version:
+            raise self._unsound(worker, f"{state.version} updates stand before it")
+        self._take(worker, state, Kind.RECV_ACTIVATION, self.sources[stage], minibatch)
+        state.forward.add(minibatch)
+        state.in_flight[minibatch] = version
+        if len(state.in_flight) > state.peak.in_flight:
+            state.peak.in_flight = len(state.in_flight)
+            if state.peak.in_flight > self.in_flight[stage]:
+                raise self._unsound(worker, f"more than {self.in_flight[stage]} in flight")
         return True
 
     def _backward(self, worker: Worker, state: _State, action: Action) -> bool:
         stage, minibatch = worker[0], action.minibatch
         version = state.in_flight.pop(minibatch, None)
-        self._require(version is not None, worker, "backward without a forward")
-        self._require(action.version == version, worker, f"forward ran on version {version}")
-        round_ = minibatch // self.pipeline.round_size(stage)
-        self._require(round_ == state.version, worker, "its round is over, or not yet begun")
-        self._take(worker, state, Kind.RECV_GRADIENT, self.pipeline.targets(stage), minibatch)
+        if version is None:
+            raise self._unsound(worker, "backward without a forward")
+        if action.version != version:
+            raise self._unsound(worker, f"forward ran on version {version}")
+        if minibatch // self.policy.round_size(stage) != state.version:
+            raise self._unsound(worker, "its round is over, or not yet begun")
+        self._take(worker, state, Kind.RECV_GRADIENT, self.targets[stage], minibatch)
+        state.backward.add(minibatch)
+        state.left[version] -= 1
+        if not state.left[version] and version != state.version:
+            state.alive.remove(version)
         return True
 
     def _take(
@@ -159,18 +188,20 @@ class _Replay:
         """Uses up the messages that the pass of `minibatch` needs."""
         for stage in stages:
             message = (kind, minibatch, stage)
-            self._require(message in state.received, worker, f"{kind} from {stage} is missing")
+            if message not in state.received:
+                raise self._unsound(worker, f"{kind} from {stage} is missing")
             state.received.remove(message)
 
     def _send(self, worker: Worker, state: _State, action: Action) -> bool:
         peer = self._peer(worker, action)
         forwards = action.kind is Kind.SEND_ACTIVATION
-        made_by = Kind.FORWARD if forwards else Kind.BACKWARD
-        self._require(
-            bool(state.done[made_by, action.minibatch]), worker, "sends what is not made yet"
-        )
+        if action.minibatch not in (state.forward if forwards else state.backward):
+            raise self._unsound(worker, "sends what is not made yet")
         taken_by = Kind.RECV_ACTIVATION if forwards else Kind.RECV_GRADIENT
-        self.channels.setdefault((worker, peer, taken_by), deque()).append(action.minibatch)
+        channel = self.channels.get((worker, peer, taken_by))
+        if channel is None:
+            channel = self.channels[worker, peer, taken_by] = deque()
+        channel.append(action.minibatch)
         return True
 
     def _receive(self, worker: Worker, state: _State, action: Action) -> bool:
@@ -179,32 +210,34 @@ class _Replay:
         if not channel:
             return False
         minibatch = channel.popleft()
-        self._require(minibatch == action.minibatch, worker, f"minibatch {minibatch} comes first")
+        if minibatch != action.minibatch:
+            raise self._unsound(worker, f"minibatch {minibatch} comes first")
         state.received.add((action.kind, minibatch, peer[0]))
         return True
 
     def _peer(self, worker: Worker, action: Action) -> Worker:
         """The other end of a message, when there is a link that it can take."""
         peer = action.peer
-        self._require(peer is not None, worker, "a message without a peer")
-        assert peer is not None
-        outwards = action.kind in (Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT)
+        if peer is None:
+            raise self._unsound(worker, "a message without a peer")
+        outwards = action.kind is Kind.SEND_ACTIVATION or action.kind is Kind.RECV_GRADIENT
         link = (worker[0], peer[0]) if outwards else (peer[0], worker[0])
-        self._require(link in self.pipeline.links, worker, f"there is no link {link}")
-        self._require(
-            self.pipeline.replica(peer[0], action.minibatch) == peer[1], worker, "not its replica"
-        )
+        if link not in self.links:
+            raise self._unsound(worker, f"there is no link {link}")
+        if action.minibatch % self.pipeline.replicas[peer[0]] != peer[1]:
+            raise self._unsound(worker, "not its replica")
         return peer
 
     def _all_reduce(self, worker: Worker, state: _State, action: Action) -> bool:
         """Opens when the last replica comes; `reduced` lets the ones that waited pass."""
         self._check_round(worker, state, action)
-        self._require(not state.done[action.kind, action.minibatch], worker, "all-reduce twice")
         if state.reduced == action:
+            if state.actions[state.position - 1] == action:
+                raise self._unsound(worker, "all-reduce twice")
             return True
         tied = self.pipeline.tied
         stages = tied if worker[0] in tied else (worker[0],)
-        peers = [state for other, state in self.states.items() if other[0] in stages]
+        peers = [self.states[s, r] for s in stages for r in range(self.pipeline.replicas[s])]
         for peer in peers:
             waiting = peer.next
             if waiting is None or waiting.kind is not Kind.ALL_REDUCE or peer.reduced == waiting:
@@ -215,40 +248,51 @@ class _Replay:
 
     def _update(self, worker: Worker, state: _State, action: Action) -> bool:
         self._check_round(worker, state, action)
-        if self.pipeline.replicas[worker[0]] > 1 or worker[0] in self.pipeline.tied:
-            reduced = action._replace(kind=Kind.ALL_REDUCE)
-            self._require(state.reduced == reduced, worker, "update before its all-reduce")
+        reduced = action._replace(kind=Kind.ALL_REDUCE)
+        if self.pipeline.reduces(worker[0]) and state.reduced != reduced:
+            raise self._unsound(worker, "update before its all-reduce")
+        if not state.left[state.version]:
+            state.alive.remove(state.version)
         state.version += 1
+        state.alive.add(state.version)
+        if len(state.alive) > state.peak.versions:
+            state.peak.versions = len(state.alive)
+            limit = self.versions[worker[0]]
+            if state.peak.versions > limit:
+                raise self._unsound(worker, f"more than {limit} versions alive")
         return True
 
     def _check_round(self, worker: Worker, state: _State, action: Action) -> None:
         """Whether `action` closes the current round, and this worker has done its part of it."""
         stage, replica = worker
-        first = state.version * self.pipeline.round_size(stage)
+        first = state.version * self.policy.round_size(stage)
         size = self.pipeline.in_round(stage, state.version)
-        expected = (first, size, state.version + 1)
-        found = (action.minibatch, action.divisor, action.version)
-        self._require(found == expected, worker, f"expected {expected}, found {found}")
-        for minibatch in range(first, first + size):
-            if self.pipeline.replica(stage, minibatch) == replica:
-                done = bool(state.done[Kind.BACKWARD, minibatch])
-                self._require(done, worker, f"minibatch {minibatch} has not gone backward")
+        if (action.minibatch, action.divisor, action.version) != (first, size, state.version + 1):
+            expected = (first, size, state.version + 1)
+            found = (action.minibatch, action.divisor, action.version)
+            raise self._unsound(worker, f"expected {expected}, found {found}")
+        step = self.pipeline.replicas[stage]
+        for minibatch in range(first + (replica - first) % step, first + size, step):
+            if minibatch not in state.backward:
+                raise self._unsound(worker, f"minibatch {minibatch} has not gone backward")
 
     def _finish(self, worker: Worker, state: _State) -> None:
         stage, replica = worker
-        for minibatch in range(replica, self.pipeline.minibatches, self.pipeline.replicas[stage]):
-            for kind in (Kind.FORWARD, Kind.BACKWARD):
-                times = state.done[kind, minibatch]
-                self._require(times == 1, worker, f"{kind}{minibatch} stands {times} times")
+        own = set(range(replica, self.pipeline.minibatches, self.pipeline.replicas[stage]))
+        for kind, done in ((Kind.FORWARD, state.forward), (Kind.BACKWARD, state.backward)):
+            if done != own:
+                missing = ", ".join(f"{kind}{minibatch}" for minibatch in sorted(own - done))
+                raise self._unsound(worker, f"{missing} missing")
         left = self.pipeline.in_round(stage, state.version)
-        self._require(not left, worker, f"no update for the last {left} minibatches")
-        self._require(not state.received, worker, f"never used: {state.received}")
+        if left:
+            raise self._unsound(worker, f"no update for the last {left} minibatches")
+        if state.received:
+            raise self._unsound(worker, f"never used: {state.received}")
 
-    def _require(self, holds: bool, worker: Worker, problem: str) -> None:
-        if not holds:
-            action = self.states[worker].next
-            at = "at the end" if action is None else f"at {action}"
-            raise UnsoundError(f"worker {show_worker(worker)} {at}: {problem}\n{self._show()}")
+    def _unsound(self, worker: Worker, problem: str) -> UnsoundError:
+        action = self.states[worker].next
+        at = "at the end" if action is None else f"at {action}"
+        return UnsoundError(f"worker {show_worker(worker)} {at}: {problem}\n{self._show()}")
 
     def _show(self) -> str:
         """The last few actions of each worker, a bar, and its next few."""

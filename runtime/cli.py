@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipedream.graph.command import Command, FiniteRange, UserError
+from pipedream.graph.schedule_name import SCHEDULES
 
 if TYPE_CHECKING:
     from pipedream.runtime.job import Job
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
 @click.option(
     "--schedule",
-    type=click.Choice(["weight-stashing", "flush"]),
+    type=click.Choice(SCHEDULES),
     help="In place of the plan's schedule.",
 )
 @click.option("--epochs", type=click.IntRange(min=1), help="In place of the config's epochs.")
@@ -96,6 +97,7 @@ def main(
             timeout=timeout,
             evaluate=evaluate,
         )
+        job.check_microbatches()
         job.check_folder()
         place = launch.environment()
         if place is not None:

@@ -19,7 +19,7 @@ from pipedream.graph.command import UserError
 from pipedream.graph.timeline import Event
 from pipedream.profiler.segment import Segment
 from pipedream.runtime.recompute import Again
-from pipedream.runtime.schedule import Action, Kind, Worker
+from pipedream.runtime.schedule import Action, Kind, Worker, uses
 from pipedream.runtime.stage import Layout
 from pipedream.runtime.transport import Channel, PeerLost, Transport
 from pipedream.runtime.weights import Version, Weights
@@ -109,6 +109,8 @@ class Engine:
         self.data = data
         self.passing: dict[int, Passing] = {}
         self.base = self.weights.current.number
+        used = uses(actions)
+        self.weights.expect({self.base + version: count for version, count in used.items()})
         perform = self.table
         posted = 0
         for position, action in enumerate(actions):
@@ -170,8 +172,7 @@ class Engine:
         given = self.data.inputs(action.minibatch, reads.values())
         known = {**passing.received, **dict(zip(reads, given, strict=True))}
         inputs = tuple(known[name] for name in self.piece.inputs)
-        passing.version = self.weights.acquire()
-        assert passing.version.number == self.base + action.version
+        passing.version = self.weights.acquire(self.base + action.version)
         if self.recompute:
             passing.again = Again.before(self.piece, inputs, self.transport.device)
         with _computing(action):

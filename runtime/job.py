@@ -8,7 +8,9 @@ from pathlib import Path
 
 from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
-from pipedream.graph.plan import Plan, ScheduleName
+from pipedream.graph.plan import Plan
+from pipedream.graph.schedule_name import ScheduleName
+from pipedream.runtime.policy import Policy, policy
 from pipedream.runtime.schedule import Worker
 
 
@@ -30,6 +32,20 @@ class Job:
     @property
     def checkpoints(self) -> Path:
         return self.run / "checkpoints"
+
+    @property
+    def policy(self) -> Policy:
+        return policy(self.schedule, self.plan.replicas, self.config.microbatches)
+
+    def check_microbatches(self) -> None:
+        """UserError where the schedule needs more of them than the run config has."""
+        least, given = self.policy.least_microbatches, self.config.microbatches
+        if given < least:
+            raise UserError(
+                f"schedule {self.schedule}: the run config has microbatches: {given}, and stages of"
+                f" {', '.join(map(str, self.plan.replicas))} workers need at least {least}, as many"
+                f" as are in flight: write microbatches: {least} or more"
+            )
 
     def check_folder(self) -> None:
         """Makes the folder; UserError where that fails, or results would overwrite others."""

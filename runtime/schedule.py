@@ -1,29 +1,42 @@
 """The one description of the order of things: what each worker of a pipeline does, and when.
 
-A schedule is made by playing one-forward-one-backward (1F1B; PipeDream, SOSP 2019, section 3.2)
-greedily in unit time and writing down the order that comes out. It fits any replica counts, and it
-cannot deadlock: the play itself is an order in which everything could be done.
+A schedule is made by playing its rules (`pipedream.runtime.policy`) greedily in unit time and
+writing down the order that comes out. That fits any replica counts, and it cannot deadlock: the
+play itself is an order in which everything could be done.
 
 Pure: no torch, no processes. The engine executes `Schedule.actions`, the simulator times them,
 `chart` draws the play, `pipedream.runtime.checker` proves it sound.
+
+Two kinds of schedule are still to come, and each is one more generator of passes:
+
+- A backward pass in two halves, the gradients of the inputs first and those of the weights when
+  there is time (zero bubble): two more kinds of `Step` and of `Action` that stand where `B` does
+  now; what goes around a pass hangs on its kind alone, gradients are sent after the first half and
+  a round closes with the second. The engine's table gets a method for each.
+- Several stages on one rank (interleaved): an action names its stage, not its rank, and a rank may
+  do the actions of several workers. The play asks whether a worker is free; with several on a rank
+  it asks that of the rank. `peer` is a worker, too: which rank that is, the engine looks up, and it
+  would look up the state of a stage by `Action.stage` in the same way.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
+
+from pipedream.graph.schedule_name import ScheduleName
+from pipedream.runtime.policy import Policy, policy
 
 Worker: TypeAlias = tuple[int, int]
 """(stage, replica)."""
 
 Link: TypeAlias = tuple[int, int]
 """(source stage, target stage): the activation goes forward, its gradient comes back."""
-
-ScheduleName: TypeAlias = Literal["weight-stashing", "flush"]
 
 
 class Kind(StrEnum):
@@ -35,6 +48,9 @@ class Kind(StrEnum):
     RECV_GRADIENT = "RG"
     ALL_REDUCE = "AR"
     UPDATE = "U"
+
+    # An enum's own is Python code, and kinds are looked up for every action.
+    __hash__ = str.__hash__
 
 
 _TEXT = re.compile(
@@ -104,21 +120,23 @@ def show_worker(worker: Worker) -> str:
     return f"{stage}.{replica}" if replica else f"{stage}"
 
 
-def warm_up(replicas: Sequence[int], stage: int) -> int:
-    """How many minibatches each replica of `stage` has in flight at most.
+def uses(actions: Iterable[Action]) -> Counter[int]:
+    """How many minibatches run on each version of a worker's weights, given its actions.
 
-    The workers from this stage to the last, shared among the replicas of this stage; for stage 0 it
-    is PipeDream's NOAM, the number of optimal active minibatches (SOSP 2019, section 3.2).
+    A version is kept until all of them have gone backward, whatever is made meanwhile.
     """
-    return -(-sum(replicas[stage:]) // replicas[stage])
+    return Counter(action.version for action in actions if action.kind is Kind.FORWARD)
 
 
 class Step(NamedTuple):
-    """A forward or backward pass in the play, and the unit of time in which it runs."""
+    """A forward or backward pass in the play: the unit of time in which it runs, and the version of
+    the weights it runs on.
+    """
 
     time: int
     kind: Kind
     minibatch: int
+    version: int
 
 
 @dataclass(frozen=True)
@@ -126,10 +144,9 @@ class Pipeline:
     """What is to be scheduled.
 
     Minibatch b runs at a stage of r replicas on replica b mod r, backward where forward went. A
-    round is the run of consecutive minibatches whose mean gradient makes one update of a stage: r
-    of them with weight stashing, `microbatches` with flush; the last round may have fewer.
-    `tied` are the stages that share parameters with other stages: with flush their gradients are
-    added up over all of them.
+    round is the run of consecutive minibatches whose mean gradient makes one update of a stage; the
+    last round may have fewer. `tied` are the stages that share parameters with other stages: their
+    gradients are added up over all of them.
     """
 
     name: ScheduleName
@@ -138,6 +155,10 @@ class Pipeline:
     minibatches: int
     microbatches: int = 1
     tied: tuple[int, ...] = ()
+
+    @cached_property
+    def policy(self) -> Policy:
+        return policy(self.name, self.replicas, self.microbatches)
 
     @property
     def workers(self) -> Iterator[Worker]:
@@ -157,12 +178,16 @@ class Pipeline:
         return tuple(target for source, target in self.links if source == stage)
 
     def round_size(self, stage: int) -> int:
-        return self.microbatches if self.name == "flush" else self.replicas[stage]
+        return self.policy.round_size(stage)
 
     def in_round(self, stage: int, number: int) -> int:
         """How many minibatches round `number` of `stage` has; 0 past the end."""
         size = self.round_size(stage)
         return max(0, min(size, self.minibatches - number * size))
+
+    def reduces(self, stage: int) -> bool:
+        """Whether its gradients are added up with those of other workers."""
+        return self.replicas[stage] > 1 or stage in self.tied
 
 
 @dataclass(frozen=True)
@@ -171,7 +196,10 @@ class Schedule(Pipeline):
 
     @cached_property
     def steps(self) -> Mapping[Worker, Sequence[Step]]:
-        return _Play(self).run()
+        found: dict[Worker, list[Step]] = {worker: [] for worker in self.workers}
+        for worker, step in _Play(self).steps():
+            found[worker].append(step)
+        return found
 
     def actions(self, worker: Worker) -> list[Action]:
         """All that `worker` does, in order.
@@ -198,10 +226,9 @@ def schedule(
     """The schedule of one epoch, drained at its end; weight versions count from 0.
 
     `replicas` per stage; `links` are the pairs of stages that exchange tensors, adjacent or
-    skipping. `weight-stashing` updates a stage of r replicas after every r minibatches, and leaves
-    `microbatches` aside; `flush` updates every stage after `microbatches` minibatches, all of them
-    run on the same version. `tied` are stages that share parameters with one another, which only
-    flush can train.
+    skipping. `weight-stashing` and `vertical-sync` update a stage of r replicas after every r
+    minibatches, and leave `microbatches` aside; the others update every stage after that many.
+    `tied` are stages that share parameters with one another, which only those others can train.
     """
     stages = len(replicas)
     assert stages > 0, "a pipeline has stages"
@@ -209,108 +236,123 @@ def schedule(
     assert all(0 <= source < target < stages for source, target in links), links
     assert minibatches >= 0, minibatches
     assert microbatches > 0, microbatches
-    assert not tied or name == "flush", "tied stages need one version of the weights for all"
     ordered = tuple(sorted(set(links)))
-    return Schedule(name, tuple(replicas), ordered, minibatches, microbatches, tuple(tied))
+    made = Schedule(name, tuple(replicas), ordered, minibatches, microbatches, tuple(tied))
+    assert not tied or made.policy.same_everywhere, "tied stages learn at the same minibatches"
+    return made
 
 
 class _Play:
-    """1F1B in unit time, every pass one unit.
+    """A schedule's rules in unit time, every pass one unit.
 
     Each unit every free worker takes its next backward pass if the gradients are there, else its
-    next forward pass if the activations are there and fewer than `warm_up` minibatches are in
-    flight. A worker takes its minibatches in ascending order both ways, so the messages between
-    two workers have the same order at both ends. Having done its backward passes of a round it
-    waits for the other replicas of its stage; with flush no minibatch of the next round begins
-    before that.
+    next forward pass if the activations are there, the weights have the version for it, and no more
+    minibatches are in flight than the rules allow. A worker goes forward in ascending order of the
+    minibatches and backward in that order or, round by round, in the opposite one: always in one
+    that all stages share, so that the messages between two workers have the same order at both
+    ends. Having done its backward passes of a round it waits for the other replicas of its stage.
 
-    It always ends: the smallest minibatch that is not done everywhere finds no smaller one in its
-    way, be it in flight or in a round.
+    It always ends: in its way a minibatch finds only smaller ones and, within a round of all
+    forward passes first, the backward passes of larger ones that wait for nothing but forward
+    passes.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        stages, minibatches = len(pipeline.replicas), pipeline.minibatches
+        policy, stages = pipeline.policy, range(len(pipeline.replicas))
         self.pipeline = pipeline
-        self.steps: dict[Worker, list[Step]] = {worker: [] for worker in pipeline.workers}
-        self.limit = [warm_up(pipeline.replicas, stage) for stage in range(stages)]
+        self.minibatches = pipeline.minibatches
+        self.in_turn, self.version = policy.in_turn, policy.version
+        self.limit = [policy.in_flight(stage) for stage in stages]
+        self.round_size = [policy.round_size(stage) for stage in stages]
         # When the pass of a minibatch at a stage is over; a far future where it has not begun.
-        never = 4 * (minibatches + 1) * stages
-        self.forward_over = [[never] * minibatches for _ in range(stages)]
-        self.backward_over = [[never] * minibatches for _ in range(stages)]
-        self.activations = [
-            [self.forward_over[s] for s in pipeline.sources(t)] for t in range(stages)
+        never = 4 * (pipeline.minibatches + 1) * len(stages)
+        self.forward_over = [[never] * pipeline.minibatches for _ in stages]
+        self.backward_over = [[never] * pipeline.minibatches for _ in stages]
+        first = {0} if policy.set_by_first else set()
+        self.before_forward = [
+            [self.forward_over[s] for s in first.union(pipeline.sources(t)) if s < t]
+            for t in stages
         ]
-        self.gradients = [
-            [self.backward_over[t] for t in pipeline.targets(s)] for s in range(stages)
+        self.before_backward = [
+            [self.backward_over[t] for t in pipeline.targets(s)] for s in stages
         ]
         self.next_forward = {worker: worker[1] for worker in pipeline.workers}
-        self.next_backward = {worker: worker[1] for worker in pipeline.workers}
-        self.round_size = [pipeline.round_size(stage) for stage in range(stages)]
-        self.round = [0] * stages
-        self.round_left = [pipeline.in_round(stage, 0) for stage in range(stages)]
-        self.round_begins = [0] * stages
+        self.in_flight: dict[Worker, list[int]] = {worker: [] for worker in pipeline.workers}
+        self.version_of = [[0] * pipeline.minibatches for _ in stages]
+        self.round = [0] * len(stages)
+        self.round_left = [pipeline.in_round(stage, 0) for stage in stages]
+        self.round_begins = [0] * len(stages)
 
-    def run(self) -> dict[Worker, list[Step]]:
-        left = 2 * self.pipeline.minibatches * len(self.pipeline.replicas)
+    def steps(self) -> Iterator[tuple[Worker, Step]]:
+        """The passes in the order of time."""
+        left = 2 * self.minibatches * len(self.round)
         time = 0
         while left:
-            moved = sum(self._move(worker, time) for worker in self.steps)
-            assert moved, f"nobody can move at time {time}"
-            left -= moved
+            before = left
+            for worker in self.next_forward:
+                step = self._step(worker, time)
+                if step is not None:
+                    yield worker, step
+                    left -= 1
+            assert left < before, f"nobody can move at time {time}"
             time += 1
-        return self.steps
 
-    def _move(self, worker: Worker, time: int) -> bool:
-        """Lets `worker` begin a pass at `time`; whether it could."""
+    def _step(self, worker: Worker, time: int) -> Step | None:
+        """What `worker` begins at `time`."""
         stage = worker[0]
-        oldest = self.next_backward[worker]
-        if oldest >= self.pipeline.minibatches or time < self.round_begins[stage]:
-            return False
+        if time < self.round_begins[stage]:
+            return None
+        in_flight, coming = self.in_flight[worker], self.next_forward[worker]
+        oldest = in_flight[0] if in_flight else coming
         if oldest // self.round_size[stage] != self.round[stage]:
-            return False
-        if self._may_go_backward(stage, oldest, time):
-            self._go_backward(worker, oldest, time)
-            return True
-        if self._may_go_forward(worker, time):
-            self._go_forward(worker, time)
-            return True
-        return False
+            return None
+        if in_flight and self._may_go_backward(worker, time):
+            return self._go_backward(worker, time)
+        if coming < self.minibatches and len(in_flight) < self.limit[stage]:
+            return self._go_forward(worker, time)
+        return None
 
-    def _may_go_backward(self, stage: int, minibatch: int, time: int) -> bool:
+    def _may_go_backward(self, worker: Worker, time: int) -> bool:
+        stage = worker[0]
+        if self.in_turn:
+            minibatch = self.in_flight[worker][0]
+        else:
+            coming = self.next_forward[worker]
+            ends = min((self.round[stage] + 1) * self.round_size[stage], self.minibatches)
+            if coming < ends:
+                return False
+            minibatch = self.in_flight[worker][-1]
         if self.forward_over[stage][minibatch] > time:
             return False
-        return all(over[minibatch] <= time for over in self.gradients[stage])
+        return all(over[minibatch] <= time for over in self.before_backward[stage])
 
-    def _may_go_forward(self, worker: Worker, time: int) -> bool:
+    def _go_forward(self, worker: Worker, time: int) -> Step | None:
+        """The next forward pass, if there is all that it needs."""
         stage = worker[0]
         minibatch = self.next_forward[worker]
-        if minibatch >= self.pipeline.minibatches:
-            return False
-        in_flight = (minibatch - self.next_backward[worker]) // self.pipeline.replicas[stage]
-        if in_flight >= self.limit[stage]:
-            return False
-        of_round = minibatch // self.round_size[stage]
-        if self.pipeline.name == "flush" and of_round != self.round[stage]:
-            return False
-        return all(over[minibatch] <= time for over in self.activations[stage])
-
-    def _go_forward(self, worker: Worker, time: int) -> None:
-        stage = worker[0]
-        minibatch = self.next_forward[worker]
-        self.steps[worker].append(Step(time, Kind.FORWARD, minibatch))
+        for over in self.before_forward[stage]:
+            if over[minibatch] > time:
+                return None
+        newest = self.round[stage]
+        version = self.version(stage, minibatch, newest, self.version_of[0][minibatch])
+        if version > newest:
+            return None
+        self.version_of[stage][minibatch] = version
         self.forward_over[stage][minibatch] = time + 1
         self.next_forward[worker] += self.pipeline.replicas[stage]
+        self.in_flight[worker].append(minibatch)
+        return Step(time, Kind.FORWARD, minibatch, version)
 
-    def _go_backward(self, worker: Worker, minibatch: int, time: int) -> None:
+    def _go_backward(self, worker: Worker, time: int) -> Step:
         stage = worker[0]
-        self.steps[worker].append(Step(time, Kind.BACKWARD, minibatch))
+        minibatch = self.in_flight[worker].pop(0 if self.in_turn else -1)
         self.backward_over[stage][minibatch] = time + 1
-        self.next_backward[worker] += self.pipeline.replicas[stage]
         self.round_left[stage] -= 1
         if not self.round_left[stage]:
             self.round[stage] += 1
             self.round_left[stage] = self.pipeline.in_round(stage, self.round[stage])
             self.round_begins[stage] = time + 1
+        return Step(time, Kind.BACKWARD, minibatch, self.version_of[stage][minibatch])
 
 
 class _Writer:
@@ -321,41 +363,47 @@ class _Writer:
         self.stage, self.replica = worker
         self.sources = pipeline.sources(self.stage)
         self.targets = pipeline.targets(self.stage)
-        self.version = 0
-        self.version_of: dict[int, int] = {}
+        self.round = 0
+        self.left = self._own()
         self.actions: list[Action] = []
-        self._close_rounds(before=self.replica)
+        self._close_rounds()
 
     def write(self, step: Step) -> None:
-        minibatch = step.minibatch
+        minibatch, version = step.minibatch, step.version
         if step.kind is Kind.FORWARD:
-            version = self.version_of[minibatch] = self.version
             self._messages(Kind.RECV_ACTIVATION, self.sources, minibatch, version)
             self._add(Kind.FORWARD, minibatch, version)
             self._messages(Kind.SEND_ACTIVATION, self.targets, minibatch, version)
         else:
-            version = self.version_of.pop(minibatch)
             self._messages(Kind.RECV_GRADIENT, self.targets, minibatch, version)
             self._add(Kind.BACKWARD, minibatch, version)
             self._messages(Kind.SEND_GRADIENT, self.sources, minibatch, version)
-            self._close_rounds(before=minibatch + self.pipeline.replicas[self.stage])
+            self.left -= 1
+            self._close_rounds()
 
     def _messages(self, kind: Kind, stages: Sequence[int], minibatch: int, version: int) -> None:
         for stage in stages:
             peer = (stage, self.pipeline.replica(stage, minibatch))
             self._add(kind, minibatch, version, peer)
 
-    def _close_rounds(self, before: int) -> None:
-        """All-reduce and update for the rounds that lie before minibatch `before`, its next one."""
-        size = self.pipeline.round_size(self.stage)
-        while divisor := self.pipeline.in_round(self.stage, self.version):
-            first = self.version * size
-            if before < min(first + size, self.pipeline.minibatches):
-                break
-            self.version += 1
-            if self.pipeline.replicas[self.stage] > 1 or self.stage in self.pipeline.tied:
-                self._add(Kind.ALL_REDUCE, first, self.version, divisor=divisor)
-            self._add(Kind.UPDATE, first, self.version, divisor=divisor)
+    def _close_rounds(self) -> None:
+        """All-reduce and update for the rounds in which this worker has nothing left to do."""
+        while not self.left and (divisor := self.pipeline.in_round(self.stage, self.round)):
+            first = self.round * self.pipeline.round_size(self.stage)
+            self.round += 1
+            self.left = self._own()
+            if self.pipeline.reduces(self.stage):
+                self._add(Kind.ALL_REDUCE, first, self.round, divisor=divisor)
+            self._add(Kind.UPDATE, first, self.round, divisor=divisor)
+
+    def _own(self) -> int:
+        """How many minibatches of the round run on this worker."""
+        first = self.round * self.pipeline.round_size(self.stage)
+        count, replicas = (
+            self.pipeline.in_round(self.stage, self.round),
+            self.pipeline.replicas[self.stage],
+        )
+        return len(range((self.replica - first) % replicas, count, replicas))
 
     def _add(
         self, kind: Kind, minibatch: int, version: int, peer: Worker | None = None, divisor: int = 1

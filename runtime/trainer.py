@@ -40,7 +40,6 @@ from pipedream.runtime.schedule import (
     Schedule,
     parse_action,
     schedule,
-    warm_up,
 )
 from pipedream.runtime.stage import Layout, layouts, links, source_text, tied
 from pipedream.runtime.timeline import write_trace
@@ -93,11 +92,11 @@ class Rank:
         job = self.job
         self.layouts: Sequence[Layout] = layouts(captured, job.plan)
         self.tied = tied(captured, self.layouts)
-        if self.tied and job.schedule == "weight-stashing":
+        if self.tied and not job.policy.same_everywhere:
             name, stages = next(iter(self.tied.items()))
             raise UserError(
-                f"parameter {name} is used in stages {_and(stages)}: with weight stashing each "
-                "stage would learn its own; use --schedule flush, or untie the weights"
+                f"parameter {name} is used in stages {_and(stages)}: with {job.schedule} each "
+                "stage would learn its own; use --schedule flush or 2bw, or untie the weights"
             )
         self.layout = self.layouts[self.stage]
         piece = self.layout.build(captured)
@@ -277,7 +276,7 @@ class Rank:
     def _write_summary(self, reports: list[dict[str, Any]]) -> None:
         job, config = self.job, self.job.config
         replicas = len(job.plan.process_ranks[self.stage])
-        first = warm_up(job.plan.replicas, self.stage)
+        first = job.policy.in_flight(self.stage)
         seconds = seconds_per_minibatch(self.times, replicas, first, self.minibatches)
         summary: dict[str, Any] = {
             "schedule": job.schedule,

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 @dataclass
 class Version:
-    """One version of a stage's parameters; `users` minibatches are between forward and backward.
+    """One version of a stage's parameters; `users` minibatches have yet to go backward on it.
 
     `number` counts the updates from the start of the run.
     """
@@ -28,9 +28,9 @@ class Version:
 
 
 class Weights:
-    """The parameters of one stage, the versions of them that are in flight, and their optimizer.
+    """The parameters of one stage, the versions of them that are still needed, and their optimizer.
 
-    The optimizer always works on the newest version. Where a minibatch in flight still needs it, an
+    The optimizer always works on the newest version. Where a minibatch still needs that one, an
     update first moves the parameters to other memory, that of a version nobody needs any more if
     there is one, and leaves the old memory to the old version.
     """
@@ -41,14 +41,27 @@ class Weights:
         self.spare: list[dict[str, torch.Tensor]] = []
         self.older: list[Version] = []
         self.current = Version(0, self._snapshot())
+        self.expected: Mapping[int, int] = {}
         self.peak_versions = 1
 
-    def acquire(self) -> Version:
-        """The newest version, for a forward pass; `release` it after the backward pass."""
-        self.current.users += 1
-        return self.current
+    def expect(self, uses: Mapping[int, int]) -> None:
+        """How many minibatches will run on each version from the newest on.
+
+        A version is kept until all of them are done: 2BW and vertical sync begin on one that is
+        not the newest any more.
+        """
+        assert not self.older
+        self.expected = uses
+        self.current.users = uses.get(self.current.number, 0)
+
+    def acquire(self, number: int) -> Version:
+        """That version, for a forward pass; `release` it after the backward pass."""
+        (found,) = (v for v in (self.current, *self.older) if v.number == number)
+        assert found.users > 0, f"version {number} is not expected to be used any more"
+        return found
 
     def release(self, version: Version) -> None:
+        """After the backward pass."""
         version.users -= 1
         if version.users == 0 and version is not self.current:
             self.older.remove(version)
@@ -80,7 +93,8 @@ class Weights:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.gradients = {}
-        self.current = Version(self.current.number + 1, self._snapshot())
+        number = self.current.number + 1
+        self.current = Version(number, self._snapshot(), self.expected.get(number, 0))
 
     def _move(self) -> None:
         """Gives the parameters memory of their own; their old memory stays with the old version."""

@@ -34,7 +34,8 @@ import yaml
 from pipedream.graph.cluster import Cluster, Link
 from pipedream.graph.config import read_config
 from pipedream.graph.model import Graph
-from pipedream.graph.plan import Plan, ScheduleName, write_plan
+from pipedream.graph.plan import Plan, write_plan
+from pipedream.graph.schedule_name import ScheduleName
 from pipedream.graph.text import read_graph
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.cost import Measured
@@ -209,8 +210,9 @@ def update_rate(config: Path) -> float:
     weights = Weights(parameters)
     optimizer = make_optimizer(run.optimizer, parameters)
     times = []
-    for _ in range(REPEATS):
-        version = weights.acquire()
+    weights.expect(dict.fromkeys(range(REPEATS), 1))
+    for number in range(REPEATS):
+        version = weights.acquire(number)
         weights.gradients = {name: torch.randn_like(p) for name, p in parameters.items()}
         begin = time.perf_counter()
         weights.update(optimizer, 1)

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedream.runtime.checker import Peak, UnsoundError, check, check_actions
+from pipedream.runtime.policy import warm_up
 from pipedream.runtime.schedule import (
     Action,
     Kind,
     chart,
     parse_action,
     schedule,
-    warm_up,
 )
 
 
@@ -320,7 +320,7 @@ def test_swaps_that_matter_are_noticed(replicas):
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
-        ("version", 7, "0 updates stand before it"),
+        ("version", 7, "weight-stashing wants version 0"),
         ("minibatch", 0, "forward twice"),
         ("minibatch", 5, "a minibatch of another replica"),
         ("replica", 1, "an action of another worker"),

@@ -8,9 +8,12 @@ from torch import nn
 from pipedream.runtime.weights import Weights
 
 
-def one_weight(value: float = 1.0) -> tuple[Weights, torch.optim.Optimizer]:
+def one_weight(value: float, uses: dict[int, int]) -> tuple[Weights, torch.optim.Optimizer]:
+    """With the minibatches that will run on each version."""
     parameter = nn.Parameter(torch.tensor([value]))
-    return Weights({"w": parameter}), torch.optim.SGD([parameter], lr=1.0)
+    weights = Weights({"w": parameter})
+    weights.expect(uses)
+    return weights, torch.optim.SGD([parameter], lr=1.0)
 
 
 def step(weights: Weights, optimizer: torch.optim.Optimizer, gradient: float = 1.0) -> None:
@@ -19,8 +22,8 @@ def step(weights: Weights, optimizer: torch.optim.Optimizer, gradient: float = 1
 
 
 def test_a_minibatch_in_flight_keeps_the_weights_it_began_with() -> None:
-    weights, optimizer = one_weight(1.0)
-    old = weights.acquire()
+    weights, optimizer = one_weight(1.0, {0: 1})
+    old = weights.acquire(0)
     loss = (old.tensors["w"] ** 2).sum()
     step(weights, optimizer, gradient=3.0)
     assert weights.current.tensors["w"].item() == -2.0
@@ -30,42 +33,55 @@ def test_a_minibatch_in_flight_keeps_the_weights_it_began_with() -> None:
 
 
 def test_an_update_with_nothing_in_flight_stays_in_its_memory() -> None:
-    weights, optimizer = one_weight()
+    weights, optimizer = one_weight(1.0, {0: 1})
     memory = weights.current.tensors["w"].data_ptr()
-    weights.release(weights.acquire())
+    weights.release(weights.acquire(0))
     step(weights, optimizer)
     assert weights.current.tensors["w"].data_ptr() == memory
     assert weights.peak_versions == 1
 
 
 def test_the_memory_of_a_version_nobody_needs_is_used_again() -> None:
-    weights, optimizer = one_weight()
+    weights, optimizer = one_weight(1.0, dict.fromkeys(range(21), 1))
     memories = set()
-    in_flight = [weights.acquire()]
-    for _ in range(20):
+    in_flight = [weights.acquire(0)]
+    for number in range(1, 21):
         step(weights, optimizer)
         memories.add(weights.current.tensors["w"].data_ptr())
-        in_flight.append(weights.acquire())
+        in_flight.append(weights.acquire(number))
         weights.release(in_flight.pop(0))
     assert len(memories) <= 2
     assert weights.peak_versions == 2
     assert weights.current.number == 20
 
 
+def test_a_version_that_will_be_used_is_kept_though_it_is_not_the_newest() -> None:
+    """2BW: all of round 1 runs on the version of round 0, which round 0 has replaced."""
+    weights, optimizer = one_weight(1.0, {0: 2, 1: 1})
+    weights.release(weights.acquire(0))
+    step(weights, optimizer)
+    old = weights.acquire(0)
+    assert (old.tensors["w"].item(), weights.current.tensors["w"].item()) == (1.0, 0.0)
+    weights.release(old)
+    assert not weights.older
+    assert weights.peak_versions == 2
+
+
 def test_the_optimizer_remembers_across_versions() -> None:
     parameter = nn.Parameter(torch.tensor([0.0]))
     weights = Weights({"w": parameter})
     optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.5)
-    for _ in range(3):
-        weights.acquire()
+    weights.expect(dict.fromkeys(range(3), 1))
+    for number in range(3):
+        weights.acquire(number)
         step(weights, optimizer)
     assert weights.current.tensors["w"].item() == -(1 + 1.5 + 1.75)
 
 
 def test_gradients_of_a_round_are_averaged() -> None:
-    weights, optimizer = one_weight(0.0)
+    weights, optimizer = one_weight(0.0, {0: 2})
     for factor in (1.0, 5.0):
-        version = weights.acquire()
+        version = weights.acquire(0)
         with weights.accumulating(version):
             (factor * version.tensors["w"]).sum().backward()
         weights.release(version)

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
-from pipedream.graph.plan import Plan, PlannedGraph, Predicted, ScheduleName, Stage
+from pipedream.graph.plan import Plan, PlannedGraph, Predicted, Stage
+from pipedream.graph.schedule_name import ScheduleName
 
 
 def make_plan(

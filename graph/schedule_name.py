@@ -1,0 +1,9 @@
+"""The schedules by name; `pipedream.runtime.policy` has what each of them says."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias, get_args
+
+ScheduleName: TypeAlias = Literal["weight-stashing", "vertical-sync", "2bw", "flush", "gpipe"]
+
+SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
