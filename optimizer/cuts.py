@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,10 @@ class Cuts:
         self.downsets = downsets
         width = -(-len(graph) // 64) * 8
         packed = b"".join(downset.to_bytes(width, "little") for downset in downsets)
-        raw = np.frombuffer(packed, dtype=np.uint8).reshape(len(downsets), width)
-        self._words = np.ascontiguousarray(raw).view("<u8")
+        self._bytes = np.frombuffer(packed, dtype=np.uint8).reshape(len(downsets), width)
+        self.words: NDArray[np.uint64] = self._bytes.view("<u8")
         self._last_read: tuple[int, Floats] = (-1, np.empty(0))
         self._last_given: tuple[int, Floats] = (-1, np.empty(0))
-        self._holds = np.unpackbits(raw, axis=1, count=len(graph), bitorder="little").T.astype(bool)
 
     def __len__(self) -> int:
         return len(self.downsets)
@@ -58,30 +57,38 @@ class Cuts:
     @cached_property
     def bytes_across(self) -> Floats:
         """Bytes of the tensors alive across the cut, each once however many read it."""
-        return self.sum(self.graph.output_bytes, self._live)
+        live = self.words & self._read_after
+        return _sum(live.view(np.uint8), self.graph.output_bytes)
 
     @cached_property
-    def _live(self) -> NDArray[np.bool_]:
-        """[node, state]: before the cut, and read by some node after it."""
-        live = np.zeros_like(self._holds)
-        for node, readers in enumerate(self.graph.consumers):
-            if readers:
-                live[node] = self._holds[node] & ~self._holds[list(readers)].all(axis=0)
-        return live
+    def _read_after(self) -> NDArray[np.uint64]:
+        """[state, word]: the nodes, as bits, that some node after the cut reads."""
+        masks = self.graph.producer_masks
+        width = self.words.shape[1] * 8
+        found = np.zeros_like(self.words)
+        for place, column in enumerate(self._bytes.T):
+            eight = b"".join(mask.to_bytes(width, "little") for mask in masks[8 * place :][:8])
+            read = np.frombuffer(eight, dtype="<u8").reshape(-1, width // 8)
+            words = np.flatnonzero(read.any(axis=0))
+            if len(words):
+                found[:, words] |= _by_byte(np.bitwise_or, read[:, words])[~column]
+        return found
 
-    def sum(self, values: Floats, among: NDArray[np.bool_] | None = None) -> Floats:
-        """For each state the sum of `values` over the nodes before it, or over those `among`."""
-        among = self._holds if among is None else among
-        total = np.zeros(len(self))
-        for value, member in zip(values, among, strict=True):
-            if value:
-                total[member] += value
-        return total
+    @cached_property
+    def _holds(self) -> NDArray[np.bool_]:
+        """[node, state]: before the cut."""
+        count = len(self.graph)
+        holds = np.unpackbits(self._bytes, axis=1, count=count, bitorder="little")
+        return holds.T.astype(np.bool_)
+
+    def sum(self, values: Floats) -> Floats:
+        """For each state the sum of `values` over the nodes before it."""
+        return _sum(self._bytes, values)
 
     def after(self, start: int, end: int) -> States:
         """The states up to `end` that hold all of `start` and more; a slice where none does not."""
-        here = self._words[start]
-        nested = ((self._words[start + 1 : end + 1] & here) == here).all(axis=1)
+        here = self.words[start]
+        nested = ((self.words[start + 1 : end + 1] & here) == here).all(axis=1)
         return slice(start + 1, end + 1) if nested.all() else np.flatnonzero(nested) + start + 1
 
     def nodes(self, start: int, end: int) -> tuple[int, ...]:
@@ -96,7 +103,9 @@ class Cuts:
 
     def _bytes_read(self, start: int) -> Floats:
         total = np.zeros(len(self))
-        for node in np.flatnonzero(self._live[:, start]):
+        after = self._read_after[start].view(np.uint8)
+        live = np.unpackbits(after, count=len(self.graph), bitorder="little")
+        for node in np.flatnonzero(live & self._holds[:, start]):
             readers = [n for n in self.graph.consumers[node] if not self._holds[n, start]]
             total[self._holds[readers].any(axis=0)] += self.graph.output_bytes[node]
         return total
@@ -114,3 +123,24 @@ class Cuts:
             if readers:
                 total[self._holds[readers].any(axis=0)] += size
         return total
+
+
+def _sum(sets: NDArray[np.uint8], values: Floats) -> Floats:
+    """For each set, a row of bits, the sum of the values of its members.
+
+    Eight at a time, and in the same order in every row, so that no set has less than one inside it.
+    """
+    total = np.zeros(len(sets))
+    for place, column in enumerate(sets.T):
+        eight = values[8 * place :][:8]
+        if eight.any():
+            total += _by_byte(np.add, eight)[column]
+    return total
+
+
+def _by_byte(join: np.ufunc, eight: NDArray[Any]) -> NDArray[Any]:
+    """[byte, ...]: what `join` makes of those among up to eight values whose bits are set."""
+    table = np.zeros((1, *eight.shape[1:]), eight.dtype)
+    for value in eight:
+        table = np.concatenate([table, join(table, value)])
+    return np.concatenate([table] * (256 // len(table)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from typing import NamedTuple
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.command import UserError
@@ -24,6 +25,7 @@ from pipedream.optimizer.bound import bound_over_bins, lower_bound
 from pipedream.optimizer.cluster_operators import layer_cuts
 from pipedream.optimizer.cost import CostModel
 from pipedream.optimizer.cuts import Cuts
+from pipedream.optimizer.elimination import Question, survivors
 from pipedream.optimizer.fitting import Load, fit, loads, nothing_fits
 from pipedream.optimizer.frontier import Bins, bins_of
 from pipedream.optimizer.hierarchy import TIE, Rules, Search, Solution, affordable
@@ -33,12 +35,19 @@ from pipedream.optimizer.latency_bound import latency_bound
 from pipedream.optimizer.memory import Keeping, StageMemory
 from pipedream.optimizer.placement import compute_seconds, data_parallel_time, ranks, stage_time
 from pipedream.optimizer.planning import PlanningGraph
-from pipedream.optimizer.prefixes import lightest, likely_cuts, orders
+from pipedream.optimizer.prefixes import in_order, lightest, likely_cuts, orders, prefixes
 from pipedream.optimizer.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
 
 # Cuts for a first plan, and for one where there are too many to try them all.
 _FEW, _MANY, _STEPS = 200, 3_000, 1e9
+
+# What is searched at once, as a part of what can be searched: for the rest time is well spent on
+# finding out what need not be.
+_AT_ONCE = 4
+
+# So many downsets times nodes can be listed in about two seconds.
+_LISTED = 1e8
 
 # To know which of the cuts are nested takes this many words of memory, at most.
 _WORDS = 3e9
@@ -120,19 +129,66 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
         affordable(request.cluster.machines, request.kinds.limited, kinds=request.kinds),
         int((_WORDS * 64 / len(graph)) ** 0.5),
     )
-    dag = AntichainDag.of(graph, limit)
-    if dag is not None:
-        held = _held(Cuts(graph, dag.downsets), request)
-        solution = _solve(held, request)
-        return _outcome(held, request, solution, solution.cost, exact=True)
+    dag = AntichainDag.of(graph, most_cuts or max(limit, int(_LISTED / len(graph))))
+    found = None if dag is None else _among_all(Cuts(graph, dag.downsets), request, limit)
+    if dag is not None and found is not None and found.best:
+        outcome = _outcome(found.held, request, found.solution, found.solution.cost, exact=True)
+        return replace(outcome, cuts=len(dag.downsets))
     bins = bins_of(graph)
     many = most_cuts or _many(graph, bins, request)
     held = _held(Cuts(graph, likely_cuts(graph, bins, many)), request)
-    solution = _solve(held, request)
+    solution = _planned(held, request)
+    if found is not None and found.solution.cost < solution.cost:
+        held, solution, _ = found
     cluster, model, straight = request.cluster, request.model, request.rules.straight
     simple = lower_bound(graph, cluster, model, straight)
     over_bins = bound_over_bins(bins.merged(many), cluster, model, straight, solution.cost)
     return _outcome(held, request, solution, max(simple, over_bins), exact=False)
+
+
+class _Found(NamedTuple):
+    """A plan, the cuts it is over, and whether it is known to be the best over all cuts."""
+
+    held: StageMemory
+    solution: Solution
+    best: bool
+
+
+def _among_all(cuts: Cuts, request: Request, limit: int) -> _Found | None:
+    """The best plan over all cuts there are, or the best found if more than `limit` need to be
+    searched; None if that is none.
+    """
+    few, found = limit // _AT_ONCE, None
+    if len(cuts) > few:
+        found = _narrowed(cuts, request, few)
+    if len(cuts) <= limit and not (found and found.best):
+        held = _held(cuts, request)
+        found = _Found(held, _planned(held, request), best=True)
+    return found
+
+
+def _narrowed(cuts: Cuts, request: Request, enough: int) -> _Found | None:
+    """The best plan over those cuts that can be part of a better one than the best so far.
+
+    Where more than `enough` can, it is sought over some of them as long as that helps.
+    """
+    graph = cuts.graph
+    first = {*prefixes(graph, 2 * _FEW), *(cuts.downsets[index] for index in lightest(cuts, _FEW))}
+    held = _held(Cuts(graph, in_order(first)), request)
+    solution = _solve(held, request)
+    while solution is not None:
+        question = Question(request.cluster, request.model, request.rules, solution.cost)
+        alive = survivors(cuts, question, enough)
+        few = len(alive) <= enough
+        chosen = [0, *alive, len(cuts) - 1] if few else lightest(cuts, 2 * _FEW, alive)
+        among = _held(Cuts(graph, [cuts.downsets[index] for index in chosen]), request)
+        better = _solve(among, request, solution.cost * (1 - 2 * TIE))
+        if better is None:
+            return _Found(held, solution, best=few)
+        held, solution = among, better
+        if few:
+            return _Found(held, solution, best=True)
+    return None
 
 
 def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
@@ -219,18 +275,27 @@ def _check(graph: PlanningGraph, request: Request) -> None:
         )
 
 
-def _solve(held: StageMemory, request: Request) -> Solution:
-    """The best plan within the memory; where it is no slower, one whose every stage takes time, if
-    need be on fewer machines: rather one without work than a stage without work.
+def _planned(held: StageMemory, request: Request) -> Solution:
+    """The best plan within the memory."""
+    solution = _solve(held, request)
+    if solution is None:
+        raise nothing_fits(held, request)
+    return solution
+
+
+def _solve(held: StageMemory, request: Request, within: float = inf) -> Solution | None:
+    """The best plan within the memory, None if there is none or it takes more than `within`.
+
+    Where it is no slower, one whose every stage takes time, if need be on fewer machines: rather
+    one without work than a stage without work.
     """
     cuts, kinds = held.cuts, request.kinds.unlimited
-    solution = _search(held, request, kinds, working=False)
-    assert solution is not None
-    if not _fits(held, request, kinds, solution):
+    solution = _search(held, request, kinds, working=False, within=within)
+    if solution is not None and not _fits(held, request, kinds, solution):
         kinds = request.kinds
-        solution = _search(held, request, kinds, working=False)
-        if solution is None:
-            raise nothing_fits(held, request)
+        solution = _search(held, request, kinds, working=False, within=within)
+    if solution is None:
+        return None
     if any(cuts.working[stage.start] == cuts.working[stage.end] for stage in solution.stages):
         for rules in (request.rules, replace(request.rules, fewer_machines=True)):
             asked = replace(request, rules=rules)

@@ -24,7 +24,7 @@ def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
         seconds, live = np.array(list(found.values())).T
         chosen = list(found)
         found = {chosen[index]: found[chosen[index]] for index in _lightest(seconds, live, limit)}
-    return _sorted({0, (1 << len(graph)) - 1, *found})
+    return in_order({0, (1 << len(graph)) - 1, *found})
 
 
 def _walk(graph: PlanningGraph, order: Sequence[int]) -> Iterator[tuple[int, tuple[float, float]]]:
@@ -40,10 +40,11 @@ def _walk(graph: PlanningGraph, order: Sequence[int]) -> Iterator[tuple[int, tup
 def likely_cuts(graph: PlanningGraph, bins: Bins, limit: int) -> tuple[int, ...]:
     """`prefixes`, and twice as many of the lightest cuts of all, spread evenly over the compute."""
     of_all = {downset for downset in bins.merged(2 * limit // 3).lightest if downset is not None}
-    return _sorted({*of_all, *prefixes(graph, max(1, limit - len(of_all)))})
+    return in_order({*of_all, *prefixes(graph, max(1, limit - len(of_all)))})
 
 
-def _sorted(downsets: Collection[int]) -> tuple[int, ...]:
+def in_order(downsets: Collection[int]) -> tuple[int, ...]:
+    """Each after all those that it contains."""
     return tuple(sorted(downsets, key=lambda downset: (downset.bit_count(), downset)))
 
 
@@ -52,11 +53,12 @@ def orders(graph: PlanningGraph) -> list[list[int]]:
     return [list(range(len(graph))), depth_first(graph), fewest_bytes(graph)]
 
 
-def lightest(cuts: Cuts, count: int) -> list[int]:
+def lightest(cuts: Cuts, count: int, among: Ints | None = None) -> list[int]:
     """The positions, in order, of the cuts of fewest bytes in each of `count` equal shares of the
-    compute time, and of the ends.
+    compute time, and of the ends. `among`: which of the others there are to choose from.
     """
-    inner = _lightest(cuts.seconds[1:-1], cuts.bytes_across[1:-1], count) + 1
+    among = np.arange(1, len(cuts) - 1) if among is None else among
+    inner = among[_lightest(cuts.seconds[among], cuts.bytes_across[among], count)]
     return [0, *sorted(inner.tolist()), len(cuts) - 1]
 
 
