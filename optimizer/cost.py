@@ -1,12 +1,13 @@
 """Cost models by name: how long a stage takes on its replicas (shared symbols: see `Work`).
 
 All are closed forms in what the stage takes on one component of the level below. The search and its
-lower bounds rest on two things that every one of them holds to:
+lower bounds rest on three things that every one of them holds to:
 
 - the seconds never fall as any of `inner_seconds`, `parameter_bytes`, `bytes_in` or `bytes_out`
   grows, all else the same: what is costliest inside is costliest outside, and a part of a stage,
   its boundaries left out, costs no more than the whole;
-- on m components they are at least an m-th of `inner_seconds`: devices share work at best equally.
+- on m components they are at least an m-th of `inner_seconds`: devices share work at best equally;
+- nor do they grow by more than an m-th of what `inner_seconds` grow by.
 """
 
 from __future__ import annotations

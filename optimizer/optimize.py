@@ -46,8 +46,8 @@ _FEW, _MANY, _STEPS = 200, 3_000, 1e9
 # finding out what need not be.
 _AT_ONCE = 4
 
-# So many downsets times nodes can be listed in about two seconds.
-_LISTED = 1e8
+# So many downsets, and so many times nodes, can be listed in about two seconds.
+_MOST_LISTED, _LISTED = 300_000, 1e8
 
 # To know which of the cuts are nested takes this many words of memory, at most.
 _WORDS = 3e9
@@ -116,8 +116,8 @@ class Outcome:
 
 
 def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
-    """The best plan over all nested downsets, or over some where there are more than `most_cuts`
-    (default: what can be searched in about half a minute).
+    """The best plan over all nested downsets; or, where more than `most_cuts` of them (default:
+    what can be searched in about half a minute) may be part of it, over some, with a bound.
 
     Raises UserError if there is nothing to plan, or no plan fits the memory.
     """
@@ -129,17 +129,25 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
         affordable(request.cluster.machines, request.kinds.limited, kinds=request.kinds),
         int((_WORDS * 64 / len(graph)) ** 0.5),
     )
-    dag = AntichainDag.of(graph, most_cuts or max(limit, int(_LISTED / len(graph))))
-    found = None if dag is None else _among_all(Cuts(graph, dag.downsets), request, limit)
-    if dag is not None and found is not None and found.best:
-        outcome = _outcome(found.held, request, found.solution, found.solution.cost, exact=True)
-        return replace(outcome, cuts=len(dag.downsets))
+    listed = most_cuts or max(limit, int(min(_MOST_LISTED, _LISTED / len(graph))))
+    dag = AntichainDag.of(graph, listed)
+    cuts, found = None, None
+    if dag is not None:
+        cuts = Cuts(graph, dag.downsets)
+        found = _among_all(cuts, request, limit)
+        if found is not None and found.best:
+            return _best_of_all(cuts, request, found)
     bins = bins_of(graph)
     many = most_cuts or _many(graph, bins, request)
-    held = _held(Cuts(graph, likely_cuts(graph, bins, many)), request)
-    solution = _planned(held, request)
-    if found is not None and found.solution.cost < solution.cost:
-        held, solution, _ = found
+    likely = _held(Cuts(graph, likely_cuts(graph, bins, many)), request)
+    solution = _planned(likely, request)
+    if found is None or solution.cost <= found.solution.cost:
+        found = _Found(likely, solution, best=False)
+        if cuts is not None:
+            found = _narrowed(cuts, request, limit // _AT_ONCE, found)
+            if found.best:
+                return _best_of_all(cuts, request, found)
+    held, solution, _ = found
     cluster, model, straight = request.cluster, request.model, request.rules.straight
     simple = lower_bound(graph, cluster, model, straight)
     over_bins = bound_over_bins(bins.merged(many), cluster, model, straight, solution.cost)
@@ -154,41 +162,46 @@ class _Found(NamedTuple):
     best: bool
 
 
+def _best_of_all(cuts: Cuts, request: Request, found: _Found) -> Outcome:
+    held, solution, _ = found
+    return replace(_outcome(held, request, solution, solution.cost, exact=True), cuts=len(cuts))
+
+
 def _among_all(cuts: Cuts, request: Request, limit: int) -> _Found | None:
     """The best plan over all cuts there are, or the best found if more than `limit` need to be
     searched; None if that is none.
     """
     few, found = limit // _AT_ONCE, None
     if len(cuts) > few:
-        found = _narrowed(cuts, request, few)
+        likely = {*prefixes(cuts.graph, 2 * _FEW)}
+        likely |= {cuts.downsets[index] for index in lightest(cuts, _FEW)}
+        held = _held(Cuts(cuts.graph, in_order(likely)), request)
+        solution = _solve(held, request)
+        if solution is not None:
+            found = _narrowed(cuts, request, few, _Found(held, solution, best=False))
     if len(cuts) <= limit and not (found and found.best):
         held = _held(cuts, request)
         found = _Found(held, _planned(held, request), best=True)
     return found
 
 
-def _narrowed(cuts: Cuts, request: Request, enough: int) -> _Found | None:
-    """The best plan over those cuts that can be part of a better one than the best so far.
+def _narrowed(cuts: Cuts, request: Request, enough: int, found: _Found) -> _Found:
+    """The best plan over those cuts that can be part of a better one than the one found so far.
 
     Where more than `enough` can, it is sought over some of them as long as that helps.
     """
-    graph = cuts.graph
-    first = {*prefixes(graph, 2 * _FEW), *(cuts.downsets[index] for index in lightest(cuts, _FEW))}
-    held = _held(Cuts(graph, in_order(first)), request)
-    solution = _solve(held, request)
-    while solution is not None:
-        question = Question(request.cluster, request.model, request.rules, solution.cost)
-        alive = survivors(cuts, question, enough)
+    question = Question(request.cluster, request.model, request.rules)
+    while not found.best:
+        cost = found.solution.cost
+        alive = survivors(cuts, question, cost)
         few = len(alive) <= enough
         chosen = [0, *alive, len(cuts) - 1] if few else lightest(cuts, 2 * _FEW, alive)
-        among = _held(Cuts(graph, [cuts.downsets[index] for index in chosen]), request)
-        better = _solve(among, request, solution.cost * (1 - 2 * TIE))
+        held = _held(Cuts(cuts.graph, [cuts.downsets[index] for index in chosen]), request)
+        better = _solve(held, request, cost * (1 - 2 * TIE))
         if better is None:
-            return _Found(held, solution, best=few)
-        held, solution = among, better
-        if few:
-            return _Found(held, solution, best=True)
-    return None
+            return found._replace(best=few)
+        found = _Found(held, better, best=few)
+    return found
 
 
 def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
