@@ -49,13 +49,13 @@ def bound_over_bins(
     two of its cuts share a bin. The best of all such plans is a bound on every plan.
     """
     rules = Rules(straight, fewer_machines=True)
-    cost = _BinCost(bins, cluster, model)
+    cost = BinCost(bins, cluster, model)
     kinds = Kinds.of(cluster).unlimited
-    best = Search(_BinCuts(bins), cluster.machines, cost, rules, kinds, within).bottleneck()
+    best = Search(BinCuts(bins), cluster.machines, cost, rules, kinds, within).bottleneck()
     return min(best, within)
 
 
-class _BinCuts:
+class BinCuts:
     """Bins as the states of a search."""
 
     def __init__(self, bins: Bins) -> None:
@@ -70,7 +70,7 @@ class _BinCuts:
         return np.flatnonzero(rows[start + 1 : end + 1] >= rows[start]) + start + 1
 
 
-class _BinCost:
+class BinCost:
     """The least that a stage between downsets of two bins can cost."""
 
     depends_on_load = False
@@ -81,7 +81,7 @@ class _BinCost:
         self.levels = levels(cluster)
         self.speed = 1.0
 
-    def on(self, grade: Grade) -> _BinCost:
+    def on(self, grade: Grade) -> BinCost:
         graded = copy(self)
         graded.speed = grade.speed
         return graded

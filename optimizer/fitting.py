@@ -14,12 +14,12 @@ from pipedream.graph.units import show_bytes
 from pipedream.optimizer.cuts import Cuts
 from pipedream.optimizer.hierarchy import NestedStage, Search, Solution
 from pipedream.optimizer.kinds import Grade, Kinds
-from pipedream.optimizer.latency import Latency, LatencySearch
+from pipedream.optimizer.latency import Done, Latency, narrowed
 from pipedream.optimizer.memory import Memory, StageMemory
+from pipedream.optimizer.moves import moves
 from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.prefixes import prefixes
 from pipedream.optimizer.stage_cost import LeastMemory, MemoryLimit
-from pipedream.optimizer.submesh import Mesh
 from pipedream.runtime.policy import warm_up
 
 FULLEST = 10**9
@@ -110,11 +110,15 @@ def _least(held: StageMemory, request: Request, recompute: bool) -> Solution | N
     what the smallest has.
     """
     machines, kinds = request.cluster.machines, request.kinds
-    cost = LeastMemory(held, recompute, kinds.least)
     if request.latency is None:
+        cost = LeastMemory(held, recompute, kinds.least)
         return Search(held.cuts, machines, cost, request.rules, kinds).best()
-    search = LatencySearch(held.cuts, Mesh(machines), cost, request.rules, Latency(FULLEST))
-    fullest = search.best()
+
+    def cost_of(cuts: Cuts) -> LeastMemory:
+        return LeastMemory(StageMemory(cuts, held.keeping), recompute, kinds.least)
+
+    ways = moves(machines, kinds, request.rules, with_load=True)
+    fullest = narrowed(held.cuts, ways, cost_of, Latency(FULLEST), Done.unknown).best()
     return fullest and Solution(fullest.cost / FULLEST, fullest.stages)
 
 

@@ -117,10 +117,14 @@ class Tally:
     def number(self, held: Sequence[int]) -> int:
         return sum(map(mul, held, self._worth))
 
+    def held(self, number: int) -> tuple[int, ...]:
+        """How many components of each kind."""
+        digits = zip(self.counts, self._worth, strict=True)
+        return tuple(number // worth % (most + 1) for most, worth in digits)
+
     def total(self, number: int) -> int:
         """How many components of any kind."""
-        digits = zip(self.counts, self._worth, strict=True)
-        return sum(number // worth % (most + 1) for most, worth in digits)
+        return sum(self.held(number))
 
     def takings(self) -> Iterator[tuple[int, ...]]:
         """Every number of components of each kind that may be taken, one at least."""

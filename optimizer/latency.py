@@ -3,7 +3,8 @@
 A flat pipeline of stages on submeshes (submesh.py) takes sum t_i + (B - 1) max t_j for B
 microbatches, t_i from the same StageCost as the throughput search has: the stage's cost level by
 level over the components that its submesh spans, with the link to the stage before it at the level
-where the two meet. Pipelines nested in replicated components are not in this space.
+where the two meet. Pipelines nested in replicated components are not in this space. Machines of
+several kinds may be filled in any order (moves.py).
 
 For a bound t_max on the slowest stage, one pass over the nested cuts and the devices gives the
 least sum, as in Alpa; like the throughput search it grows pipelines from their end, where the
@@ -12,37 +13,52 @@ epsilon and stops once B t_max is no better than the best. Here an answer also s
 a lower t_max adds up to less, so that whole ranges of t_max are left out: what remains between two
 values that were tried is closed as soon as its least sum and its lowest t_max promise nothing
 better than the best, less B epsilon. What is given up is never more, and nothing with epsilon 0.
+
+A pass looks at no stage that takes more than t_max, and at no cut where the devices before it
+could not have done by then what comes before it, or those behind it what comes after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import ceil, inf, nextafter
+from itertools import groupby
+from math import inf, nextafter
 from typing import NamedTuple
 
 import numpy as np
+from numba import njit
+from numpy.typing import NDArray
 
-from pipedream.optimizer.cuts import Cuts, States
-from pipedream.optimizer.hierarchy import TIE, NestedStage, Rules
+from pipedream.optimizer.cuts import Cuts
+from pipedream.optimizer.hierarchy import TIE, Family, NestedStage
+from pipedream.optimizer.kinds import Grade
+from pipedream.optimizer.moves import Moves
 from pipedream.optimizer.planning import Floats, Ints
+from pipedream.optimizer.prefixes import lightest
 from pipedream.optimizer.stage_cost import StageCost
-from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
-
-# Elementary steps that one pass may have; about 20 are made. Costs of stages that may be kept.
-_STEPS = 8e8
-_COSTS = 3e8
+from pipedream.optimizer.submesh import Submesh, nested_stage
 
 _RANGE = 1.02
 """A range of t_max narrower than this is tried from above, a wider one in its middle."""
+
+# Elementary steps, stages to keep in memory and to ask the cost of, in what one plan may take.
+_STEPS, _STAGES, _ASKED = 1e10, 5e7, 5e8
+_ON_DEVICE = 10  # what it takes to ask for one device's memory, beside its stages' cost
+_MOST_CUTS = 3_000
+
+_FEWEST, _TIMES = 50, 4
+"""Cuts for a first plan, and how many times as many for the next."""
+
+_ANY = 1e300
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Latency:
     """Seconds of a batch of `microbatches` is what counts; B `epsilon` of them may be given up.
 
-    `layers`: the graph is first made into so many layers (cluster_operators.py); None for as many
-    as there is time for, and only where its cuts are more than that.
+    `layers`: the graph is first made into so many layers (cluster_operators.py).
     """
 
     microbatches: int
@@ -61,53 +77,50 @@ class LatencySolution(NamedTuple):
     stages: tuple[NestedStage, ...]
 
 
-class _Kind(NamedTuple):
-    """All that the cost of a stage depends on beside its cuts."""
-
-    size: int
-    entry: int
-    load: int
-
-
-class _Spot(NamedTuple):
-    """Where stages begin or have ended, and the workers from there on (0 where not counted)."""
-
-    device: int
-    workers: int
-
-
 @dataclass(frozen=True)
-class _Moves:
-    """Stages that may be placed, ordered by the spot they begin at.
+class Done:
+    """The compute seconds before each cut: at least and at most, where a cut stands for several.
 
-    Entry m: a stage of kind `kind[m]` leads from spot `source[m]` to spot `target[m]`. `first[i]`
-    is the first entry of spot `spots[i]`.
+    A stage takes at least its compute time over what its devices do together, so that pipelines
+    need not be looked into where too much is before a cut, or after it, for the devices there.
     """
 
-    kind: Ints
-    source: Ints
-    target: Ints
-    spots: Ints
-    first: Ints
+    least: Floats
+    most: Floats
 
     @staticmethod
-    def of(moves: list[tuple[int, int, int]]) -> _Moves:
-        source, kind, target = np.array(sorted(moves), dtype=np.intp).reshape(-1, 3).T
-        spots, first = np.unique(source, return_index=True)
-        return _Moves(kind, source, target, spots, first)
+    def of(cuts: Cuts) -> Done:
+        return Done(cuts.seconds, cuts.seconds)
 
-    def from_spot(self, spot: int) -> _Moves:
-        here = self.source == spot
-        one = np.zeros(1, dtype=np.intp)
-        return _Moves(self.kind[here], self.source[here], self.target[here], one + spot, one)
+    @staticmethod
+    def unknown(cuts: Cuts) -> Done:
+        """For costs that are not seconds: nothing is left out."""
+        return Done(np.zeros(len(cuts)), np.zeros(len(cuts)))
+
+    @property
+    def whole(self) -> float:
+        return float(self.least[-1])
+
+
+class _Stages(NamedTuple):
+    """The stages that cost no more than is of interest.
+
+    Those of kind k from cut s are entries `first[s, k]` to `first[s, k + 1]` of `end` and `cost`.
+    """
+
+    first: NDArray[np.int64]
+    end: NDArray[np.int32]
+    cost: Floats
 
 
 class _Pipeline(NamedTuple):
-    """The least sum within a bound on each stage, the slowest stage, and (begin, end, submesh)."""
+    """The least sum within a bound on each stage, the slowest stage, and (begin, end, submesh)
+    of each, with the machines that it is the first on.
+    """
 
     total: float
     slowest: float
-    stages: tuple[tuple[int, int, Submesh], ...]
+    stages: tuple[tuple[int, int, Submesh, tuple[int, ...]], ...]
 
 
 class _Range(NamedTuple):
@@ -121,36 +134,57 @@ class _Range(NamedTuple):
 
 
 class LatencySearch:
-    """Work for each t_max tried: N^2 for N cuts, times the submeshes of the cluster."""
+    """`within`: pipelines that cost more need not be found. `idle`: stages may end at the cut that
+    they begin at, the first and the last cut excepted.
+
+    Work for each t_max tried: at most N^2 for N cuts, times the moves; a hundredth of that with
+    hundreds of devices and many microbatches, where few stages are within t_max. Memory: N^2 times
+    the kinds of stages, likewise.
+    """
 
     def __init__(
-        self, cuts: Cuts, mesh: Mesh, cost: StageCost, rules: Rules, goal: Latency
+        self,
+        cuts: Family,
+        done: Done,
+        moves: Moves,
+        cost: StageCost,
+        goal: Latency,
+        within: float = inf,
+        idle: bool = False,
     ) -> None:
         self.cuts = cuts
-        self.mesh = mesh
-        self.cost = cost
+        self.done = done
+        self.moves = moves
         self.goal = goal
         self.tried = 0
-        self._straight = rules.straight
-        self._fewer = rules.fewer_machines
-        self._counted = cost.depends_on_load and rules.fewer_machines
-        self._spots = list(self._all_spots())
-        self._number = {spot: number for number, spot in enumerate(self._spots)}
-        self._kinds: list[_Kind] = []
-        self._opening, self._following = self._all_moves()
-        self._onward = self._all_onward()
-        self._stages: list[tuple[States, Floats] | None] = [None] * len(cuts)
+        self.steps = 0  # how much work it was
         # Far below rounding, but enough that ties go to the fewest stages, and stages with work.
-        self._tie = 1e-13 * float(cuts.seconds[-1])
+        self._tie = 1e-13 * done.whole
+        # Every stage adds to the sum, the slowest for each of the B microbatches.
+        self._most = min(within * (1 + TIE) / goal.microbatches, _ANY)
+        asked = _Asked(cuts, done, moves, cost, self._most)
+        self._stages = _stages(cuts, moves, asked, self._most, self._tie)
+        self._idle = _idle(cuts, moves, asked) if idle else np.zeros((0, 0))
 
-    def best(self, floor: float = 0.0) -> LatencySolution | None:
-        """The best pipeline; None if there is none. `floor`: no slowest stage is faster."""
+    def affordable(self) -> int:
+        """How many cuts like these take some ten seconds, and a gigabyte, going by what these took
+        to search.
+        """
+        kinds = self.moves.kinds
+        devices = len({(kind.load, kind.grade) for kind in kinds})
+        asked = (len(kinds) + _ON_DEVICE * devices) * len(self.cuts) ** 2
+        used = self.steps / _STEPS, len(self._stages.end) / _STAGES, asked / _ASKED
+        return int(min(_MOST_CUTS, len(self.cuts) / max(used) ** (1 / 2)))
+
+    def best(self) -> LatencySolution | None:
+        """The best pipeline; None if there is none, or none within the cost given."""
         goal, rest = self.goal, self.goal.microbatches - 1
         slack = goal.microbatches * goal.epsilon
-        best = self._within(inf)
+        best = self._within(self._most)
         if best is None:
             return None
         cost = goal.seconds(best.total, best.slowest)
+        floor = self.done.whole / self.moves.whole_power
         ranges = [_Range(floor * (1 - TIE), _below(best.slowest), best.total)] if rest else []
         while ranges:
             low, high, total = ranges.pop()
@@ -165,142 +199,252 @@ class LatencySearch:
                 ranges.append(_Range(low, _below(found.slowest), found.total))
                 if goal.seconds(found.total, found.slowest) < cost:
                     best, cost = found, goal.seconds(found.total, found.slowest)
-        stages = tuple(nested_stage(self.mesh, *stage) for stage in best.stages)
-        return LatencySolution(cost, cost - slack, stages)
+        return LatencySolution(cost, cost - slack, tuple(self._nested(best)))
 
     def _within(self, limit: float) -> _Pipeline | None:
         """The pipeline of the least sum whose every stage takes at most `limit`."""
         self.tried += 1
-        least, onward = self._least(limit)
-        begins = [n for n, spot in enumerate(self._spots) if spot.device == 0]
-        spot = min(begins, key=lambda number: least[number, 0])
-        total = float(least[spot, 0])
+        moves, done = self.moves, self.done
+        least, onward, steps = _least(
+            self._stages,
+            self._idle,
+            (moves.first, moves.source, moves.target),
+            (moves.first_from, moves.kind_from, moves.target_from),
+            (moves.power, moves.power[moves.source], moves.skips, moves.may_end),
+            (done.least, done.most),
+            limit,
+        )
+        self.steps += steps
+        total = self._opening(least)
         if total == inf:
             return None
-        stages = tuple(self._trace(spot, onward, least, limit))
-        slowest = max(seconds for seconds, _ in stages)
-        return _Pipeline(total, slowest, tuple(stage for _, stage in stages))
+        found = tuple(self._trace(least, onward, limit))
+        stages = tuple(stage for _, stage in found)
+        return _Pipeline(total, max(seconds for seconds, _ in found), stages)
 
-    def _least(self, limit: float) -> tuple[Floats, Floats]:
-        """[spot, cut]: the least sum of stages from here on that begin at the spot, and that come
-        after a stage that ended at it.
-        """
-        shape = len(self._spots), len(self.cuts)
-        least, onward = np.full(shape, inf), np.full(shape, inf)
-        onward[[n for n, spot in enumerate(self._spots) if self._may_end(spot)], -1] = 0.0
-        for start in reversed(range(len(self.cuts) - 1)):
-            moves = self._following if start else self._opening
-            if len(moves.kind):
-                through = self._through(start, moves, onward, limit).min(axis=1)
-                least[moves.spots, start] = np.minimum.reduceat(through, moves.first)
-            onward[:, start] = least[self._onward, start].min(axis=1)
-        return least, onward
+    def _begins(self) -> Ints:
+        return np.flatnonzero(self.moves.power == 0.0)
 
-    def _through(self, start: int, moves: _Moves, onward: Floats, limit: float) -> Floats:
-        """[move, end]: the least sum from cut `start` on with this stage first."""
-        after, costs = self._costs(start)
-        costs = np.where(costs <= limit, costs, inf)
-        through: Floats = costs[moves.kind] + onward[:, after][moves.target]
-        return through
-
-    def _costs(self, start: int) -> tuple[States, Floats]:
-        """The cuts that a stage from `start` may end at, and [kind, end] what it then takes."""
-        known = self._stages[start]
-        if known is None:
-            after = self.cuts.after(start, len(self.cuts) - 1)
-            idle = self.cuts.working[after] == self.cuts.working[start]
-            costs = self._ask(start, after) + self._tie * (1 + idle)
-            known = self._stages[start] = after, costs
-        return known
-
-    def _ask(self, start: int, after: States) -> Floats:
-        loads = sorted({kind.load for kind in self._kinds})
-        alone = {load: self.cost.on_device(start, after, load) for load in loads}
-        seconds = np.array([alone[kind.load] for kind in self._kinds])
-        for entry in {kind.entry for kind in self._kinds if (kind.entry == 0) == (start == 0)}:
-            rows = [row for row, kind in enumerate(self._kinds) if kind.entry == entry]
-            shapes = np.array([self.mesh.shape(self._kinds[row].size) for row in rows])
-            here = seconds[rows]
-            for level in range(1, len(self.mesh.machines) + 1):
-                replicas = shapes[:, level - 1 : level]
-                first = level != entry
-                here = self.cost.replicated(here, start, after, level, replicas, first)
-            seconds[rows] = here
-        return seconds
-
-    def _all_spots(self) -> Iterator[_Spot]:
-        for device in range(self.mesh.devices + 1):
-            most = self.mesh.devices - device if self._counted else 0
-            for workers in range(most + 1):
-                yield _Spot(device, workers)
-
-    def _all_moves(self) -> tuple[_Moves, _Moves]:
-        """The stages that begin a pipeline, and the others."""
-        kinds: dict[_Kind, int] = {}
-        opening: list[tuple[int, int, int]] = []
-        following: list[tuple[int, int, int]] = []
-        for number, spot in enumerate(self._spots):
-            if spot.device == self.mesh.devices:
-                continue
-            for submesh in self.mesh.submeshes(spot.device, self._straight):
-                workers = spot.workers - submesh.size if self._counted else 0
-                if workers >= 0:
-                    target = self._number[_Spot(spot.device + submesh.size, workers)]
-                    kind = kinds.setdefault(self._kind(submesh, workers), len(kinds))
-                    moves = following if spot.device else opening
-                    moves.append((number, kind, target))
-        self._kinds = list(kinds)
-        return _Moves.of(opening), _Moves.of(following)
-
-    def _kind(self, submesh: Submesh, workers: int) -> _Kind:
-        if not self.cost.depends_on_load:
-            return _Kind(submesh.size, submesh.entry, 0)
-        behind = workers if self._counted else self.mesh.devices - submesh.begin - submesh.size
-        return _Kind(submesh.size, submesh.entry, ceil(behind / submesh.size))
-
-    def _all_onward(self) -> Ints:
-        """[spot, choice]: the spots at which a stage may begin after one that ended at the spot."""
-        if not self._fewer:
-            return np.arange(len(self._spots))[:, None]
-        rows = []
-        for number, spot in enumerate(self._spots):
-            begins = (_Spot(device, spot.workers) for device in self.mesh.onwards(spot.device))
-            choices = [self._number[begin] for begin in begins if begin in self._number]
-            width = len(self.mesh.within)
-            rows.append((choices + [number] * width)[:width])
-        return np.array(rows)
-
-    def _may_end(self, spot: _Spot) -> bool:
-        return spot.workers == 0 if self._fewer else spot.device == self.mesh.devices
+    def _opening(self, least: Floats) -> float:
+        return float(least[0, self._begins()].min())
 
     def _trace(
-        self, spot: int, onward: Floats, least: Floats, limit: float
-    ) -> Iterator[tuple[float, tuple[int, int, Submesh]]]:
-        """The stages of the pipeline behind `least[spot, 0]`, and what each takes."""
-        start, last = 0, len(self.cuts) - 1
+        self, least: Floats, onward: Floats, limit: float
+    ) -> Iterator[tuple[float, tuple[int, int, Submesh, tuple[int, ...]]]]:
+        """The stages of the pipeline behind `least[0]`, and what each takes."""
+        moves, begins = self.moves, self._begins()
+        spot, start, last = int(begins[least[0, begins].argmin()]), 0, len(self.cuts) - 1
         while start != last:
-            moves = (self._following if start else self._opening).from_spot(spot)
-            through = self._through(start, moves, onward, limit)
-            move, column = np.unravel_index(through.argmin(), through.shape)
-            after, costs = self._costs(start)
-            end = int(np.arange(len(self.cuts))[after][column])
-            kind = self._kinds[moves.kind[move]]
-            submesh = Submesh(self._spots[spot].device, kind.size, kind.entry)
-            yield float(costs[moves.kind[move], column]), (start, end, submesh)
-            choices = self._onward[moves.target[move]]
-            spot, start = int(choices[least[choices, end].argmin()]), end
+            kind, cost, end, target = self._next(spot, start, least, onward, limit)
+            begun = moves.newly_begun(spot, target)
+            yield cost, (start, end, moves.submesh(spot, kind), begun)
+            spot, start = target, end
+            while start != last and least[start, spot] > onward[start, spot]:
+                ways = moves.skips[spot]
+                spot = int(ways[onward[start, ways].argmin()])
+
+    def _next(
+        self, spot: int, start: int, least: Floats, onward: Floats, limit: float
+    ) -> tuple[int, float, int, int]:
+        """The stage that the pipeline from here begins with: kind, cost, end, where it leads."""
+        moves, sought = self.moves, least[start, spot]
+        for move in range(*moves.first_from[spot : spot + 2]):
+            kind, target = int(moves.kind_from[move]), int(moves.target_from[move])
+            ends, costs = self._of_kind(start, kind)
+            through = np.where(costs <= limit, costs + onward[ends, target], inf)
+            at = int(through.argmin()) if len(through) else 0
+            if len(through) and through[at] <= sought:
+                return kind, float(costs[at]), int(ends[at]), target
+        raise AssertionError("no stage makes the least sum")
+
+    def _of_kind(self, start: int, kind: int) -> tuple[Ints, Floats]:
+        """The ends of stages of this kind, and what they cost."""
+        here = slice(*self._stages.first[start, kind : kind + 2])
+        ends, costs = self._stages.end[here].astype(np.intp), self._stages.cost[here]
+        if not len(self._idle):
+            return ends, costs
+        return np.append(ends, start), np.append(costs, self._idle[start, kind])
+
+    def _nested(self, pipeline: _Pipeline) -> Iterator[NestedStage]:
+        """Its stages on machines: of each kind in turn."""
+        free = [iter(machines) for machines in self.moves.machines]
+        order: list[int] = []
+        for start, end, submesh, begun in pipeline.stages:
+            for kind, count in enumerate(begun):
+                order += [next(free[kind]) for _ in range(count)]
+            yield nested_stage(self.moves.mesh, start, end, submesh, order)
+
+
+def narrowed(
+    cuts: Cuts,
+    moves: Moves,
+    cost_of: Callable[[Cuts], StageCost],
+    goal: Latency,
+    done: Callable[[Cuts], Done] = Done.of,
+) -> LatencySearch:
+    """The search over these cuts, within what a plan over a few of them costs."""
+    within, few = inf, _FEWEST
+    while few * _TIMES <= len(cuts):
+        some = Cuts(cuts.graph, [cuts.downsets[index] for index in lightest(cuts, few)])
+        found = LatencySearch(some, done(some), moves, cost_of(some), goal, within).best()
+        within = min(within, found.cost if found else inf)
+        few *= _TIMES
+    return LatencySearch(cuts, done(cuts), moves, cost_of(cuts), goal, within)
+
+
+def _stages(cuts: Family, moves: Moves, asked: _Asked, most: float, tie: float) -> _Stages:
+    """Those that cost no more than `most`, and `tie` more each, twice that without any work."""
+    count = len(moves.kinds)
+    first = np.zeros((len(cuts), count + 1), dtype=np.int64)
+    ends: list[NDArray[np.int32]] = []
+    costs: list[Floats] = []
+    size = 0
+    for start in range(len(cuts) - 1):
+        numbers = np.zeros(count, dtype=np.int64)
+        for low, high, after, seconds in asked.groups(start):
+            seconds = seconds + tie * (1 + (cuts.working[after] == cuts.working[start]))
+            rows, columns = np.nonzero(seconds <= most)
+            numbers[low:high] = np.bincount(rows, minlength=high - low)
+            ends.append(after[columns].astype(np.int32))
+            costs.append(seconds[rows, columns])
+        first[start, 1:] = np.cumsum(numbers)
+        first[start] += size
+        size = int(first[start, -1])
+    first[-1] = size
+    nothing = np.zeros(0)
+    return _Stages(
+        first,
+        np.concatenate(ends) if ends else nothing.astype(np.int32),
+        np.concatenate(costs) if costs else nothing,
+    )
+
+
+def _idle(cuts: Family, moves: Moves, asked: _Asked) -> Floats:
+    """[cut, kind]: what stages cost that end where they begin."""
+    found = np.full((len(cuts), len(moves.kinds)), inf)
+    for start in range(1, len(cuts) - 1):
+        for low, high, _, seconds in asked.groups(start, np.array([start])):
+            found[start, low:high] = seconds[:, 0]
+    return found
+
+
+class _Asked:
+    """Asks what stages cost, those together that are alike in all but their number of devices."""
+
+    def __init__(
+        self, cuts: Family, done: Done, moves: Moves, cost: StageCost, most: float
+    ) -> None:
+        self.cuts, self.done, self.most = cuts, done, most
+        self.mesh = moves.mesh
+        kinds = moves.kinds
+        self.cost = {grade: cost.on(grade) for grade in {kind.grade for kind in kinds}}
+        self.parts = []
+        position = 0
+        for (entry, _), group in groupby(kinds, key=lambda kind: (kind.entry, kind.spans)):
+            members = list(group)
+            high = position + len(members)
+            shapes = np.array([self.mesh.shape(kind.size) for kind in members])
+            alone = [(kind.grade, kind.load) for kind in members]
+            power = max(kind.size * kind.grade.speed for kind in members)
+            self.parts.append((position, high, entry, shapes, alone, power))
+            position = high
+
+    def groups(
+        self, start: int, after: Ints | None = None
+    ) -> Iterator[tuple[int, int, Ints, Floats]]:
+        """(low, high, ends, cost[kind - low, end]) for every group of kinds low <= kind < high.
+
+        The ends are those `after`, or else all cuts after the start, that are not too far for them.
+        """
+        if after is None:
+            after = np.arange(len(self.cuts))[self.cuts.after(start, len(self.cuts) - 1)]
+        work = self.done.least[after] - self.done.most[start]
+        for low, high, entry, shapes, alone, power in self.parts:
+            if (entry == 0) != (start == 0):
+                continue
+            ends = after[work <= self.most * power * (1 + _ROUNDING)]
+            if len(ends):
+                yield low, high, ends, self._costs(start, ends, entry, shapes, alone)
+
+    def _costs(
+        self, start: int, ends: Ints, entry: int, shapes: Ints, alone: list[tuple[Grade, int]]
+    ) -> Floats:
+        known = {
+            (grade, load): self.cost[grade].on_device(start, ends, load)
+            for grade, load in set(alone)
+        }
+        here = np.array([known[case] for case in alone])
+        asked = next(iter(self.cost.values()))
+        for level in range(1, shapes.shape[1] + 1):
+            replicas = shapes[:, level - 1 : level]
+            here = asked.replicated(here, start, ends, level, replicas, level != entry)
+        return here
+
+
+@njit(cache=True)
+def _least(stages, idle, moves, moves_from, spots, done, limit):  # type: ignore[no-untyped-def]
+    """[cut, spot]: the least sum of stages from here on that begin at the spot, and that come after
+    a stage that ended at it; and how many ways on were looked at.
+    """
+    first = stages[0]
+    of_kind, source, target = moves
+    power, source_power, skips, may_end = spots
+    least_done, most_done = done
+    cuts, whole, rounding = len(first), least_done[-1], 1e-9 * power[-1]
+    least = np.full((cuts, len(power)), np.inf)
+    onward = np.full((cuts, len(power)), np.inf)
+    for spot in may_end:
+        onward[cuts - 1, spot] = 0.0
+    steps = 0
+    for start in range(cuts - 2, -1, -1):
+        # What the devices before the cut have to do together, and those after it.
+        low = least_done[start] / limit - rounding
+        high = power[-1] - (whole - most_done[start]) / limit + rounding
+        for kind in range(len(of_kind) - 1):
+            stop = of_kind[kind + 1]
+            some = source_power[of_kind[kind] : stop]
+            begin = of_kind[kind] + np.searchsorted(some, low, side="left")
+            stop -= len(some) - np.searchsorted(some, high, side="right")
+            entries = first[start, kind], first[start, kind + 1]
+            if begin < stop:
+                those = source[begin:stop], target[begin:stop]
+                steps += _lower(least[start], onward, stages, entries, those, limit)
+        for spot in range(len(power) - 1, -1, -1):
+            if len(idle):
+                _add_idle(least[start], onward[start], idle[start], moves_from, spot, limit)
+            best = least[start, spot]
+            for skip in skips[spot]:
+                if skip != spot:
+                    best = min(best, onward[start, skip])
+            onward[start, spot] = best
+    return least, onward, steps
+
+
+@njit(cache=True)
+def _lower(sums, onward, stages, entries, moves, limit):  # type: ignore[no-untyped-def]
+    """Lowers `sums[spot]` by these stages, each in every place that the moves allow."""
+    _, ends, costs = stages
+    source, target = moves
+    steps = 0
+    for entry in range(entries[0], entries[1]):
+        cost = costs[entry]
+        if cost <= limit:
+            after = onward[ends[entry]]
+            steps += len(source)
+            for move in range(len(source)):
+                sums[source[move]] = min(sums[source[move]], cost + after[target[move]])
+    return steps
+
+
+@njit(cache=True)
+def _add_idle(sums, after, idle, moves_from, spot, limit):  # type: ignore[no-untyped-def]
+    """Lowers `sums[spot]` by stages from there that end at the cut they begin at."""
+    first, kind, target = moves_from
+    for move in range(first[spot], first[spot + 1]):
+        cost = idle[kind[move]]
+        if cost <= limit:
+            sums[spot] = min(sums[spot], cost + after[target[move]])
 
 
 def _below(seconds: float) -> float:
     return nextafter(seconds, 0.0)
-
-
-def affordable_cuts(machines: Sequence[int], with_memory: bool = False) -> int:
-    """How many cuts `LatencySearch` gets through in about half a minute, at most 3,000.
-
-    With a memory limit the cost of a submesh is another for every number of workers behind it.
-    """
-    mesh = Mesh(machines)
-    moves = [submesh for begin in range(mesh.devices) for submesh in mesh.submeshes(begin)]
-    kinds = len(moves) if with_memory else len({(move.size, move.entry) for move in moves})
-    return int(min(3_000, (_STEPS / len(moves)) ** (1 / 2), (_COSTS / kinds) ** (1 / 2)))

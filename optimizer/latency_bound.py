@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from operator import mul
+
 import numpy as np
 
 from pipedream.graph.cluster import Cluster
+from pipedream.optimizer.bound import BinCost, BinCuts
 from pipedream.optimizer.cost import CostModel, Work
+from pipedream.optimizer.frontier import Bins
+from pipedream.optimizer.hierarchy import Rules
 from pipedream.optimizer.kinds import Kinds
+from pipedream.optimizer.latency import Done, Latency, LatencySearch
+from pipedream.optimizer.moves import moves
 from pipedream.optimizer.planning import Floats, PlanningGraph
 from pipedream.optimizer.stage_cost import levels
 from pipedream.optimizer.submesh import Mesh
@@ -17,26 +24,50 @@ def latency_bound(
 ) -> float:
     """Seconds of a batch of B microbatches: B t for one stage, of time t, or more for several.
 
-    Several stages leave each other at most D - 1 of D devices, and a stage on d devices takes at
-    least a d-th of its compute time C_i. With t the slowest and x what the others take together,
-    C <= (D - S + 1) t + x for S stages, so that B t + x, the time of the batch, is least where x is
-    0 or t, and S is 2. Besides, the stage that holds a node takes at least as long as the node
-    would alone on the submesh that suits it best; and each straight stage has one device.
+    Let a device of the slowest kind do 1 in a unit of time, all D do P >= D, and C be what there is
+    to compute. S stages leave each other at least 1 each, and a stage takes at least its part of C
+    over what its devices do. With t the slowest and x what the others take together,
+    C <= (P - S + 1) t + x, so that B t + x, the time of the batch, is least where x is 0 or t, and
+    S is 2. Besides, the stage that holds a node takes at least as long as the node would alone on
+    the submesh that suits it best; and each straight stage has one device.
     """
-    mesh = Mesh(cluster.machines)
-    seconds = graph.compute_seconds / Kinds.of(cluster).fastest
-    total, devices = float(seconds.sum()), mesh.devices
+    mesh, kinds, seconds = Mesh(cluster.machines), Kinds.of(cluster), graph.compute_seconds
     nodes = _least(seconds, graph.parameter_bytes, cluster, model, straight)
     slowest = float(nodes.max())
+    speeds = [grade.speed for grade in kinds.each]
+    least: float = min(speeds)
+    power = float(mesh.within[-2] * sum(map(mul, speeds, kinds.counts)) / least)
+    work = float(seconds.sum()) / least
     if straight:
-        return total + (microbatches - 1) * max(slowest, total / devices)
-    work, parameters = seconds.sum(), graph.parameter_bytes.sum()
-    whole = _least(np.array([work]), np.array([parameters]), cluster, model, straight)
-    one = microbatches * float(whole[0])
-    if devices == 1:
+        return float(seconds.sum()) / kinds.fastest + (microbatches - 1) * max(
+            slowest, work / power
+        )
+    whole, parameters = np.array([seconds.sum()]), np.array([graph.parameter_bytes.sum()])
+    one = microbatches * float(_least(whole, parameters, cluster, model, straight)[0])
+    if mesh.devices == 1:
         return one
-    several = min(microbatches * total / (devices - 1), (microbatches + 1) * total / devices)
+    several = min(microbatches * work / (power - 1), (microbatches + 1) * work / power)
     return min(one, max(several, microbatches * slowest))
+
+
+def latency_bound_over_bins(
+    bins: Bins, cluster: Cluster, model: CostModel, rules: Rules, goal: Latency, within: float
+) -> float:
+    """Seconds of a batch that no flat pipeline beats; `within` where that is below what bins show.
+
+    Every pipeline cuts at downsets, each of some bin. A stage costs no less than one with the
+    least compute, parameters and bytes to send that its two bins allow, since no cost model falls
+    as any of these grows (cost.py). So the same pipeline over bins, where a stage may end in the
+    bin in which it begins, has no larger sum and no slower slowest stage; nor does the search leave
+    it out, since up to a cut no more is computed than the devices so far can do. The best over bins
+    is a bound under any cost model.
+    """
+    kinds = Kinds.of(cluster).unlimited
+    ways = moves(cluster.machines, kinds, rules, with_load=False)
+    done = Done(bins.least_seconds, bins.most_seconds)
+    cost = BinCost(bins, cluster, model)
+    found = LatencySearch(BinCuts(bins), done, ways, cost, goal, within, idle=True).best()
+    return within if found is None else min(found.bound, within)
 
 
 def _least(
@@ -46,10 +77,14 @@ def _least(
     model: CostModel,
     straight: bool,
 ) -> Floats:
-    """What each takes at least, on any submesh, with nothing to receive."""
+    """What each takes at least, on any submesh, with nothing to receive.
+
+    `seconds` as profiled. Of the submeshes of a size the one on the fastest machines is the best.
+    """
     mesh, best = Mesh(cluster.machines), np.full_like(seconds, np.inf)
+    speeds = sorted((cluster.kind(m).speed for m in range(mesh.machines[-1])), reverse=True)
     for submesh in mesh.submeshes(0, straight):
-        here = seconds[None]
+        here = seconds[None] / speeds[-(-submesh.size // mesh.within[-2]) - 1]
         for replicas, level in zip(mesh.shape(submesh.size), levels(cluster), strict=True):
             work = Work(here, parameters, 0.0, np.zeros_like(seconds))
             count = np.array([[replicas]])

@@ -30,9 +30,10 @@ from pipedream.optimizer.fitting import Load, fit, loads, nothing_fits
 from pipedream.optimizer.frontier import Bins, bins_of
 from pipedream.optimizer.hierarchy import TIE, Rules, Search, Solution, affordable
 from pipedream.optimizer.kinds import Kinds
-from pipedream.optimizer.latency import Latency, LatencySearch, affordable_cuts
-from pipedream.optimizer.latency_bound import latency_bound
+from pipedream.optimizer.latency import Latency, narrowed
+from pipedream.optimizer.latency_bound import latency_bound, latency_bound_over_bins
 from pipedream.optimizer.memory import Keeping, StageMemory
+from pipedream.optimizer.moves import moves
 from pipedream.optimizer.placement import compute_seconds, data_parallel_time, ranks, stage_time
 from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.prefixes import in_order, lightest, likely_cuts, orders, prefixes
@@ -77,9 +78,13 @@ class Request:
         """What the machines are, and the bytes that may be used of each device."""
         return Kinds.of(self.cluster, self.memory)
 
+    def limits(self, kinds: Kinds) -> bool:
+        """Whether memory or recomputation says anything about what a stage may be."""
+        return kinds.limited or self.recompute == "always"
+
     def limit(self, held: StageMemory, kinds: Kinds) -> MemoryLimit | None:
         """What a stage may hold, where that or recomputation says anything about it."""
-        if not kinds.limited and self.recompute != "always":
+        if not self.limits(kinds):
             return None
         return MemoryLimit(kinds.least, held, self.recompute)
 
@@ -224,34 +229,41 @@ def _optimize_latency(
     graph: PlanningGraph, request: Request, goal: Latency, most_cuts: int | None
 ) -> Outcome:
     """The best flat pipeline for latency, over all nested downsets or over those between layers."""
-    limit = most_cuts or affordable_cuts(request.cluster.machines, request.kinds.limited)
+    model, kinds, machines = request.model, request.kinds, request.cluster.machines
+    straight = request.rules.straight
+    ways = moves(machines, kinds, request.rules, with_load=request.limits(kinds))
+
+    def cost_of(cuts: Cuts) -> Replication:
+        limit = request.limit(_held(cuts, request), kinds)
+        return Replication(cuts, request.cluster, model, limit)
+
+    limit = most_cuts
+    if limit is None:
+        first = narrowed(Cuts(graph, prefixes(graph, _FEW)), ways, cost_of, goal)
+        first.best()
+        limit = first.affordable()
     dag = AntichainDag.of(graph, limit) if goal.layers is None else None
     bins = None
     if dag is None:
         bins = bins_of(graph)
-        cuts = Cuts(graph, _some_cuts(graph, bins, goal, limit))
+        held = _held(Cuts(graph, _some_cuts(graph, bins, goal, limit)), request)
     else:
-        cuts = Cuts(graph, dag.downsets)
-    model, straight = request.model, request.rules.straight
-    bound = latency_bound(graph, request.cluster, model, straight, goal.microbatches)
-    held = _held(cuts, request)
-    (grade,) = request.kinds.each
-    cost = Replication(cuts, request.cluster, model, request.limit(held, request.kinds)).on(grade)
-    solution = LatencySearch(cuts, Mesh(request.cluster.machines), cost, request.rules, goal).best()
+        held = _held(Cuts(graph, dag.downsets), request)
+    solution = narrowed(held.cuts, ways, cost_of, goal).best()
     if solution is None:
         raise nothing_fits(held, request)
     slowest = lower_bound(graph, request.cluster, model, straight)
     outcome = _outcome(held, request, Solution(solution.cost, solution.stages), slowest, False)
     times = [figures.seconds for figures in outcome.figures]
     seconds = goal.seconds(sum(times), max(times))
-    if bins is None:
-        bound = max(bound, solution.bound)
-    elif model.name == "paper":
-        # A flat pipeline is a nested one, and by this model its slowest stage takes as long there.
-        few = min(affordable(request.cluster.machines) // 3, _MANY)
-        merged = bins.merged(few)
-        alike = bound_over_bins(merged, request.cluster, model, straight, max(times))
-        bound = max(bound, goal.seconds(alike, alike))
+    bound = solution.bound
+    if bins is not None:
+        simple = latency_bound(graph, request.cluster, model, straight, goal.microbatches)
+        merged = bins.merged(limit)
+        over_bins = latency_bound_over_bins(
+            merged, request.cluster, model, request.rules, replace(goal, epsilon=0.0), seconds
+        )
+        bound = max(simple, over_bins)
     predicted = outcome.plan.predicted.model_copy(
         update={
             "objective": "latency",
@@ -265,21 +277,15 @@ def _optimize_latency(
 
 
 def _some_cuts(graph: PlanningGraph, bins: Bins, goal: Latency, limit: int) -> tuple[int, ...]:
-    """Where the operators are too many, or it is asked for, the cuts between layers of them."""
-    ways = list(dict.fromkeys(map(tuple, orders(graph))))
-    if goal.layers is None and len(ways) * len(graph) < limit:
+    """Those between the layers, where these are asked for."""
+    if goal.layers is None:
         return likely_cuts(graph, bins, limit)
-    return layer_cuts(graph, ways, goal.layers or max(1, limit // len(ways)))
+    return layer_cuts(graph, list(dict.fromkeys(map(tuple, orders(graph)))), goal.layers)
 
 
 def _check(graph: PlanningGraph, request: Request) -> None:
     if not graph.compute_seconds.sum() > 0:
         raise UserError("no node of the graph takes any time: measure the model with pd-profile")
-    if request.latency is not None and len(request.kinds.each) > 1:
-        raise UserError(
-            "--objective latency: plans for machines of one kind alone; leave it out, or leave all"
-            " but one of the kinds out of --cluster"
-        )
     devices, rules = request.cluster.devices, request.rules
     if rules.straight and not rules.fewer_machines and devices > len(graph):
         raise UserError(

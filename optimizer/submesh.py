@@ -3,7 +3,7 @@
 A submesh is some devices of one machine, or some whole machines of one component of the next level,
 and so on outwards: Alpa's (1, 1) to (1, M) and (2, M) to (N, M), for any number of levels. The
 stages of a pipeline fill the cluster in the order of its devices, so that a submesh is two numbers:
-where it begins, and its size.
+where it begins, and its size. Machines of several kinds may be filled in any order (moves.py).
 """
 
 from __future__ import annotations
@@ -64,27 +64,25 @@ class Mesh:
         """The number of the component of `level - 1` that the device is in, within its own."""
         return begin // self.within[level - 1] % self.machines[level - 1]
 
-    def onwards(self, end: int) -> tuple[int, ...]:
-        """Where a stage after device `end` - 1 may begin if devices may be left unused.
-
-        Right there, or at the next component of any level: what else could be left out could as
-        well be left out behind the last stage.
-        """
-        starts = {-(-end // size) * size for size in self.within}
-        return tuple(sorted(start for start in starts if start < self.devices or start == end))
+    def spans(self, size: int) -> int:
+        """The outermost level of which a submesh of this size has several components, 0 if none."""
+        shape = self.shape(size)
+        return max((level for level, count in enumerate(shape, start=1) if count > 1), default=0)
 
 
-def nested_stage(mesh: Mesh, start: int, end: int, submesh: Submesh) -> NestedStage:
-    """The stage between two cuts as shares of every level, each with the stage's own cuts."""
-    shares = (
-        Share(
-            level=level,
-            start=start,
-            end=end,
-            offset=mesh.offset(submesh.begin, level),
-            replicas=replicas,
-            first=level != submesh.entry,
-        )
-        for level, replicas in enumerate(mesh.shape(submesh.size), start=1)
-    )
+def nested_stage(
+    mesh: Mesh, start: int, end: int, submesh: Submesh, order: Sequence[int] = ()
+) -> NestedStage:
+    """The stage between two cuts as shares of every level, each with the stage's own cuts.
+
+    `order`: which components of the outermost level are counted first, second and so on; as they
+    are numbered unless given.
+    """
+    shape, outermost = mesh.shape(submesh.size), len(mesh.machines)
+    shares = []
+    for level, replicas in enumerate(shape, start=1):
+        offset = mesh.offset(submesh.begin, level)
+        chosen = tuple(order[offset : offset + replicas]) if level == outermost else ()
+        first = level != submesh.entry
+        shares.append(Share(level, start, end, offset, replicas, first, chosen))
     return NestedStage(tuple(shares))

@@ -9,10 +9,18 @@ from random_graphs import graphs
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.command import UserError
+from pipedream.optimizer.antichain import AntichainDag
 from pipedream.optimizer.cost import COST_MODELS
+from pipedream.optimizer.cuts import Cuts
+from pipedream.optimizer.frontier import bins_of
 from pipedream.optimizer.hierarchy import Rules
-from pipedream.optimizer.latency import Latency
+from pipedream.optimizer.kinds import Kinds
+from pipedream.optimizer.latency import Done, Latency, LatencySearch
+from pipedream.optimizer.latency_bound import latency_bound_over_bins
+from pipedream.optimizer.moves import moves
 from pipedream.optimizer.optimize import Request, optimize
+from pipedream.optimizer.planning import PlanningGraph
+from pipedream.optimizer.stage_cost import Replication
 
 MODELS = [
     ("paper", None),
@@ -193,3 +201,61 @@ def test_layers_give_a_plan_and_a_bound_that_holds(by_hand, graph, machines, mod
 )
 def test_some_cuts_give_a_plan_and_a_bound_that_holds(by_hand, graph, machines, model, goal, tried):
     check(by_hand, graph, machines, model, Rules(), goal, most_cuts=12, tried=tried)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from([*FLAT, *LEVELS]),
+    model=st.sampled_from(MODELS),
+    rules=RULES,
+    goal=st.builds(Latency, st.sampled_from(BATCHES)),
+    most=st.integers(3, 20),
+)
+def test_no_pipeline_is_sooner_than_the_bound_over_bins(
+    by_hand, graph, machines, model, rules, goal, most
+):
+    name, compression = model
+    cuts = by_hand.downsets(graph)
+    assume(len(cuts) <= 12)
+    assume(not rules.straight or rules.fewer_machines or math.prod(machines) <= len(graph.nodes))
+    costs = by_hand.Costs(graph, machines, BANDWIDTH[: len(machines)], name, compression)
+    cluster = Cluster(machines=machines, bandwidth=BANDWIDTH[: len(machines)])
+    best = min(
+        batch(by_hand.flat_times(costs, pipeline, alone), goal.microbatches)
+        for pipeline in by_hand.flat_pipelines(cuts, machines, rules.straight, rules.fewer_machines)
+        for _, alone in [by_hand.flat_within(costs, pipeline, "flush", math.inf)]
+    )
+    bins = bins_of(PlanningGraph.of(graph)).merged(most)
+    cost = COST_MODELS[name](compression)
+    bound = latency_bound_over_bins(bins, cluster, cost, rules, goal, 2 * best)
+    assert bound <= best * (1 + 1e-9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from([*FLAT, *LEVELS]),
+    model=st.sampled_from(MODELS),
+    rules=RULES,
+    goal=st.builds(Latency, st.sampled_from(BATCHES)),
+)
+def test_what_is_known_of_the_best_leaves_the_best_to_be_found(graph, machines, model, rules, goal):
+    assume(not rules.straight or rules.fewer_machines or math.prod(machines) <= len(graph.nodes))
+    planning = PlanningGraph.of(graph)
+    dag = AntichainDag.of(planning, 40)
+    assume(dag is not None)
+    cluster = Cluster(machines=machines, bandwidth=BANDWIDTH[: len(machines)])
+    name, compression = model
+    cuts = Cuts(planning, dag.downsets)
+    cost = Replication(cuts, cluster, COST_MODELS[name](compression))
+    ways = moves(machines, Kinds.of(cluster), rules, with_load=False)
+
+    def search(within):
+        return LatencySearch(cuts, Done.of(cuts), ways, cost, goal, within).best()
+
+    best = search(math.inf).cost
+    assert search(best).cost == pytest.approx(best, rel=1e-12)
+    assert search(1.3 * best).cost == pytest.approx(best, rel=1e-12)
+    within = search(0.9 * best)
+    assert within is None or within.cost >= best * (1 - 1e-12)
