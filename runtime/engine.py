@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 from pipedream.graph.command import UserError
 from pipedream.graph.timeline import Event
 from pipedream.profiler.segment import Segment
+from pipedream.runtime.buckets import Buckets
 from pipedream.runtime.recompute import Again
 from pipedream.runtime.schedule import Action, Kind, Worker, uses
 from pipedream.runtime.stage import Layout
-from pipedream.runtime.transport import Channel, PeerLost, Transport
+from pipedream.runtime.transport import Channel, Message, PeerLost, Transport
 from pipedream.runtime.weights import Version, Weights
 
 LOOK_AHEAD = 16
@@ -43,6 +44,8 @@ def _computing(action: Action) -> Iterator[None]:
     """What the model's operators cannot do, for its data or for want of memory, the user mends."""
     try:
         yield
+    except PeerLost:
+        raise
     except (RuntimeError, IndexError) as error:
         reason = (str(error).strip() or "no message").splitlines()[0]
         raise UserError(
@@ -57,7 +60,7 @@ class Passing:
 
     `received`: values from other stages; `leaving`: those to be sent; `ends`: where the backward
     pass may begin, the values that need a gradient, without their data. `again` takes the place of
-    the autograd graph where the stage recomputes.
+    the autograd graph where the stage recomputes. `messages`: whose memory is in use until then.
     """
 
     received: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -67,6 +70,7 @@ class Passing:
     version: Version | None = None
     loss: torch.Tensor | None = None
     again: Again | None = None
+    messages: list[tuple[Channel, Message]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,7 @@ class Engine:
         self.base = self.weights.current.number
         used = uses(actions)
         self.weights.expect({self.base + version: count for version, count in used.items()})
+        self.closing = _closing(actions)
         perform = self.table
         posted = 0
         for position, action in enumerate(actions):
@@ -163,6 +168,7 @@ class Engine:
         passing = self.passing.setdefault(action.minibatch, Passing())
         tensors = self.transport.receive(self._channel(action))
         values = self.layout.receives[action.peer[0]]
+        passing.messages.append((self._channel(action), tensors))
         for value, tensor in zip(values, tensors, strict=True):
             passing.received[value.name] = tensor.requires_grad_(value.requires_grad)
 
@@ -184,7 +190,7 @@ class Engine:
             outputs = [known[name] for name in self.outputs]
             passing.loss = self.loss(outputs, self.data.target(action.minibatch))
             self.on_loss(action.minibatch, passing.loss.detach())
-        passing.leaving = {name: made[name].detach() for name in self.sent}
+        passing.leaving = {name: _apart(made[name], passing.received) for name in self.sent}
         passing.received = {name: passing.received[name] for name in self.received_for_gradient}
 
     def _keep_ends(self, passing: Passing, made: Mapping[str, torch.Tensor]) -> None:
@@ -203,9 +209,11 @@ class Engine:
 
     def _receive_gradient(self, action: Action) -> None:
         assert action.peer is not None
-        gradients = self.passing[action.minibatch].gradients
+        passing = self.passing[action.minibatch]
+        gradients = passing.gradients
         sent = [value for value in self.layout.sends[action.peer[0]] if value.requires_grad]
         tensors = self.transport.receive(self._channel(action))
+        passing.messages.append((self._channel(action), tensors))
         for value, tensor in zip(sent, tensors, strict=True):
             known = gradients.get(value.name)
             gradients[value.name] = tensor if known is None else known + tensor
@@ -222,6 +230,9 @@ class Engine:
             del results
         self._find_gradients(action, passing, version)
         passing.received, passing.ends, passing.loss, passing.version = {}, {}, None, None
+        for channel, message in passing.messages:
+            self.transport.recycle(channel, message)
+        passing.messages = []
         self.weights.release(version)
         if not self.layout.receives:
             del self.passing[action.minibatch]
@@ -234,7 +245,11 @@ class Engine:
         ends, end_gradients = self._ends(passing)
         passing.gradients = {}
         if ends and wanted:
-            with _computing(action), self.weights.accumulating(version):
+            with (
+                _computing(action),
+                self.weights.accumulating(version),
+                self._adding_up(action, version),
+            ):
                 torch.autograd.backward(ends, end_gradients, inputs=wanted)
         for name, tensor in received.items():
             passing.gradients[name] = (
@@ -268,18 +283,53 @@ class Engine:
         if action.peer[0] == max(self.layout.receives):
             del self.passing[action.minibatch]
 
+    def _adding_up(self, action: Action, version: Version) -> AbstractContextManager[None]:
+        """The sums over the replicas begin in the last backward pass of the round."""
+        if self.buckets is None or action.minibatch not in self.closing:
+            return nullcontext()
+        return self.buckets.filling(version.tensors)
+
     def _all_reduce(self, action: Action) -> None:
         """Adds the round's gradients up over the replicas; of tied weights, over all holders."""
         gradients = self.weights.gradients
-        for name, parameter in self.weights.parameters.items():
-            if parameter.requires_grad and name not in gradients:
-                gradients[name] = torch.zeros_like(parameter)
-        if self.groups.stage is not None:
-            own = [tensor for name, tensor in gradients.items() if name not in self.groups.tied]
-            self.transport.add_up(own, self.groups.stage)
+        if self.buckets is not None:
+            self.buckets.finish(gradients)
         for name, group in self.groups.tied.items():
+            if name not in gradients:
+                gradients[name] = torch.zeros_like(self.weights.parameters[name])
             self.transport.add_up([gradients[name]], group)
+
+    @cached_property
+    def buckets(self) -> Buckets | None:
+        """None for a stage of one replica, or with nothing to learn."""
+        own = {
+            name: parameter
+            for name, parameter in self.weights.parameters.items()
+            if parameter.requires_grad and name not in self.groups.tied
+        }
+        if self.groups.stage is None or not own:
+            return None
+        return Buckets(own, self.transport, self.groups.stage)
 
     def _update(self, action: Action) -> None:
         self.weights.update(self.optimizer, action.divisor)
         assert self.weights.current.number == self.base + action.version
+
+
+def _closing(actions: Sequence[Action]) -> set[int]:
+    """The minibatches whose backward pass is the last one of this worker before an all-reduce."""
+    found, last = set(), None
+    for action in actions:
+        if action.kind is Kind.BACKWARD:
+            last = action.minibatch
+        elif action.kind is Kind.ALL_REDUCE and last is not None:
+            found.add(last)
+            last = None
+    return found
+
+
+def _apart(tensor: torch.Tensor, received: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A value to be sent, in memory that no later message will be received in."""
+    memory = tensor.untyped_storage().data_ptr()
+    shared = any(other.untyped_storage().data_ptr() == memory for other in received.values())
+    return tensor.detach().clone() if shared else tensor.detach()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,9 +32,22 @@ def make_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Paramete
     if config.name in _UNFIT:
         raise UserError(f"optimizer {config.name} {_UNFIT[config.name]}: write SGD, AdamW")
     try:
-        return kind(list(parameters.values()) or [nn.Parameter(torch.zeros(()))], **config.args)
+        return kind(
+            list(parameters.values()) or [nn.Parameter(torch.zeros(()))],
+            **_fast(kind, config, parameters.values()),
+        )
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer {config.name} {config.args}: {error}") from error
+
+
+def _fast(
+    kind: type[Optimizer], config: OptimizerConfig, parameters: Iterable[Tensor]
+) -> dict[str, Any]:
+    """The arguments, with one kernel for a step where the class has it and they leave it open."""
+    open_to_it = config.args.keys().isdisjoint(("foreach", "fused", "capturable", "differentiable"))
+    fit = all(parameter.is_floating_point() for parameter in parameters)
+    fused = open_to_it and fit and "fused" in inspect.signature(kind).parameters
+    return {"fused": True} | config.args if fused else config.args
 
 
 def state_tensors(

@@ -1,7 +1,9 @@
 """Tensors between ranks: messages along the links of a pipeline, sums over replicas.
 
-A receive may be posted ahead of the pass that needs it; a send owns its tensors until the other
-side has them. gloo carries CPU tensors only, so tensors of a GPU pass through host memory.
+All of it runs beside the compute. A receive is posted ahead of the pass that needs it, into memory
+that went round before; a send owns its tensors until the other side has them. Nothing is said but
+the tensors themselves: both sides know from the plan what comes when. gloo carries CPU tensors
+only, so tensors of a GPU pass through host memory.
 """
 
 from __future__ import annotations
@@ -11,12 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from pipedream.profiler.capture import Value
+
+Message: TypeAlias = list[torch.Tensor]
 
 
 class PeerLost(RuntimeError):
@@ -33,7 +37,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class _Arriving:
-    buffers: list[torch.Tensor]
+    buffers: Message
     works: list[Any]
 
 
@@ -47,25 +51,17 @@ class Transport:
         # own: two ranks may both send before either receives.
         self.groups = [dist.new_group() if backend == "nccl" else None for _ in range(2)]
         self.arriving: dict[Channel, deque[_Arriving]] = {}
-        self.outgoing: queue.SimpleQueue[tuple[list[Any], list[torch.Tensor]] | None]
-        self.outgoing = queue.SimpleQueue()
-        self.failure: BaseException | None = None
-        self.reaper = threading.Thread(target=self._reap, name="sends", daemon=True)
-        self.reaper.start()
+        self.spare: dict[Channel, list[Message]] = {}
+        self.sends = _Sends(self.groups, aside=backend != "nccl")
 
     def send(self, channel: Channel, tensors: Iterable[torch.Tensor]) -> None:
-        """Sends and returns at once."""
-        staged = [tensor.detach().to(self.staged).contiguous() for tensor in tensors]
-        group = self.groups[channel.is_gradient]
-        try:
-            works = [dist.isend(t, channel.peer, group, channel.is_gradient) for t in staged]
-        except RuntimeError as error:
-            raise PeerLost(f"cannot send to rank {channel.peer}") from error
-        self.outgoing.put((works, staged))
+        """Sends and returns at once. Raises PeerLost if an earlier message could not be sent."""
+        self.sends.put(channel, [t.detach().to(self.staged).contiguous() for t in tensors])
 
     def post(self, channel: Channel, values: Sequence[Value]) -> None:
         """Makes room for the next message on the channel, which holds these values."""
-        buffers = [torch.empty(v.shape, dtype=v.dtype, device=self.staged) for v in values]
+        spare = self.spare.get(channel)
+        buffers = spare.pop() if spare else [self._room(value) for value in values]
         group = self.groups[channel.is_gradient]
         try:
             works = [dist.irecv(b, channel.peer, group, channel.is_gradient) for b in buffers]
@@ -73,28 +69,48 @@ class Transport:
             raise PeerLost(f"cannot receive from rank {channel.peer}") from error
         self.arriving.setdefault(channel, deque()).append(_Arriving(buffers, works))
 
-    def receive(self, channel: Channel) -> list[torch.Tensor]:
-        """Waits for the oldest message posted on the channel. Raises PeerLost."""
+    def _room(self, value: Value) -> torch.Tensor:
+        # Page-locked where it goes on to a GPU: such copies are faster.
+        through_host = self.staged != self.device
+        return torch.empty(
+            value.shape, dtype=value.dtype, device=self.staged, pin_memory=through_host
+        )
+
+    def receive(self, channel: Channel) -> Message:
+        """Waits for the oldest message posted on the channel. Raises PeerLost.
+
+        The tensors are to be given back with `recycle` when nobody needs them any more.
+        """
         message = self.arriving[channel].popleft()
         try:
             for work in message.works:
                 work.wait()
         except RuntimeError as error:
             raise PeerLost(f"no message from rank {channel.peer}") from error
-        return [buffer.to(self.device) for buffer in message.buffers]
+        return [buffer.to(self.device).detach() for buffer in message.buffers]
+
+    def recycle(self, channel: Channel, message: Message) -> None:
+        """Lets a later message of the channel have this one's memory."""
+        if self.staged == self.device:
+            self.spare.setdefault(channel, []).append([tensor.detach() for tensor in message])
 
     def add_up(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
         """Replaces each tensor by its sum over the group, all of one type in one message."""
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in same]).to(self.staged)
-            try:
-                dist.all_reduce(flat, group=group)
-            except RuntimeError as error:
-                raise PeerLost("a replica of this stage does not answer") from error
-            parts = torch.split(flat.to(self.device), [tensor.numel() for tensor in same])
+            flat = torch.cat([tensor.reshape(-1) for tensor in same])
+            self.begin_sum(flat, group).wait()
+            parts = torch.split(flat, [tensor.numel() for tensor in same])
             for tensor, part in zip(same, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
+
+    def begin_sum(self, flat: torch.Tensor, group: dist.ProcessGroup | None) -> Sum:
+        """Begins to replace `flat` by its sum over the group. Raises PeerLost."""
+        staged = flat.to(self.staged)
+        try:
+            return Sum(flat, staged, dist.all_reduce(staged, group=group, async_op=True))
+        except RuntimeError as error:
+            raise PeerLost("a replica of this stage does not answer") from error
 
     def barrier(self) -> None:
         """Waits until every rank is here. Raises PeerLost."""
@@ -105,20 +121,89 @@ class Transport:
 
     def drain(self) -> None:
         """Waits until every send has arrived. Raises PeerLost."""
-        self.outgoing.put(None)
-        self.reaper.join()
+        self.sends.drain()
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum over a group that is being made."""
+
+    flat: torch.Tensor
+    staged: torch.Tensor
+    work: Any
+
+    def wait(self) -> None:
+        """Afterwards `flat` is the sum. Raises PeerLost."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise PeerLost("a replica of this stage does not answer") from error
+        if self.staged is not self.flat:
+            self.flat.copy_(self.staged)
+
+
+class _Sends:
+    """Sends in the order given, and keeps the tensors until they are out.
+
+    With `aside` a thread does it: gloo copies a message to the network in the call that sends it.
+    NCCL only notes the call, and wants all of them from one thread.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup | None], aside: bool) -> None:
+        self.groups, self.aside = groups, aside
+        self.failure: PeerLost | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self.waiting: queue.SimpleQueue[tuple[Channel, Message] | None] = queue.SimpleQueue()
+        self.outgoing: queue.SimpleQueue[tuple[list[Any], Message] | None] = queue.SimpleQueue()
+        self.threads = [threading.Thread(target=self._reap, name="sent", daemon=True)]
+        if self.aside:
+            self.threads.append(threading.Thread(target=self._send_all, name="sends", daemon=True))
+        for thread in self.threads:
+            thread.start()
+
+    def put(self, channel: Channel, message: Message) -> None:
         if self.failure is not None:
-            raise PeerLost("a message did not arrive") from self.failure
-        self.reaper = threading.Thread(target=self._reap, name="sends", daemon=True)
-        self.reaper.start()
+            raise self.failure
+        if self.aside:
+            self.waiting.put((channel, message))
+        else:
+            self._send(channel, message)
+
+    def drain(self) -> None:
+        (self.waiting if self.aside else self.outgoing).put(None)
+        for thread in self.threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+        self._start()
+
+    def _send_all(self) -> None:
+        while (waiting := self.waiting.get()) is not None:
+            try:
+                self._send(*waiting)
+            except PeerLost as error:
+                self.failure = error
+                break
+        self.outgoing.put(None)
+
+    def _send(self, channel: Channel, message: Message) -> None:
+        group = self.groups[channel.is_gradient]
+        try:
+            works = [dist.isend(t, channel.peer, group, channel.is_gradient) for t in message]
+        except RuntimeError as error:
+            raise PeerLost(f"cannot send to rank {channel.peer}") from error
+        self.outgoing.put((works, message))
 
     def _reap(self) -> None:
         """Waits for the sends in their order, so that their tensors are freed once they are out."""
-        while (message := self.outgoing.get()) is not None:
-            works, _ = message
+        while (sent := self.outgoing.get()) is not None:
             try:
-                for work in works:
+                for work in sent[0]:
                     work.wait()
             except RuntimeError as error:
-                self.failure = error
+                self.failure = PeerLost("a message did not arrive")
+                self.failure.__cause__ = error
                 return
+            del sent

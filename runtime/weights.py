@@ -89,7 +89,9 @@ class Weights:
             self._move()
         for name, parameter in self.parameters.items():
             gradient = self.gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.div_(divisor)
+            if gradient is not None and divisor > 1:
+                gradient.div_(divisor)
+            parameter.grad = gradient
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         self.gradients = {}

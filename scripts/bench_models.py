@@ -1,0 +1,51 @@
+"""Three models of known shape and data for them: what bench_runtime.py trains."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from configs import topics_gpt
+
+EXAMPLES = 4_096
+
+
+def mlp(width: int = 1_024, layers: int = 8) -> nn.Module:
+    """Equal layers [batch, width] -> [batch, width]."""
+    parts = (part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU()))
+    return nn.Sequential(*parts)
+
+
+def mlp_data(width: int = 1_024, examples: int = EXAMPLES) -> tuple[TensorDataset, None]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(examples, width, generator=generator)
+    return TensorDataset(x, x.roll(1, dims=1)), None
+
+
+def vgg(width: int = 32, classes: int = 10) -> nn.Module:
+    """Convolutions in pairs [batch, 3, 32, 32], channels doubled and the picture halved by each
+    pair, two linear layers at the end.
+    """
+    parts: list[nn.Module] = []
+    channels = 3
+    for out in (width, 2 * width, 4 * width):
+        for _ in range(2):
+            parts += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU()]
+            channels = out
+        parts.append(nn.MaxPool2d(2))
+    hidden = 4 * width
+    parts += [nn.Flatten(), nn.Linear(16 * channels, hidden), nn.ReLU(), nn.Linear(hidden, classes)]
+    return nn.Sequential(*parts)
+
+
+def vgg_data(examples: int = EXAMPLES) -> tuple[TensorDataset, None]:
+    generator = torch.Generator().manual_seed(0)
+    pictures = torch.randn(examples, 3, 32, 32, generator=generator)
+    classes = torch.randint(0, 10, (examples,), generator=generator)
+    return TensorDataset(pictures, classes), None
+
+
+gpt = topics_gpt.model
+gpt_data = topics_gpt.data
+gpt_loss = topics_gpt.loss
