@@ -43,7 +43,8 @@ class RunConfig(_Part):
 
     `batch_size` is the minibatch that flows through the pipeline; with the flush schedule
     `microbatches` of them make one update. `loss` is a function of torch.nn.functional by name,
-    `package.module:function`, or `output` where the model returns its own loss.
+    `package.module:function`, or `output` where the model returns its own loss. `data_workers`
+    processes of each rank read its data; with none a thread does.
     """
 
     format: Literal["pipedream-run/1"]
@@ -53,6 +54,7 @@ class RunConfig(_Part):
     optimizer: OptimizerConfig = OptimizerConfig()
     batch_size: int = Field(ge=1)
     microbatches: int = Field(default=4, ge=1)
+    data_workers: int = Field(default=0, ge=0)
     epochs: int = Field(default=1, ge=1)
     seed: int = Field(default=0, ge=0, lt=2**32)
     dtype: Literal["float32", "float64"] = "float32"

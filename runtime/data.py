@@ -1,14 +1,24 @@
-"""The minibatches of an epoch: which examples, in which order, the same on every rank."""
+"""The minibatches of an epoch: which examples, in which order, the same on every rank.
+
+They are read ahead, beside the compute, by every rank that needs them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from queue import Empty, Queue
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
 
 from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
@@ -17,7 +27,7 @@ from pipedream.profiler.source import Dataset, collate, fetch
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples as the model takes them: each tensor [batch_size, ...], on the device.
+    """Examples as the model takes them: each tensor [batch_size, ...].
 
     With loss `output` the target is the last of the inputs, too.
     """
@@ -26,14 +36,17 @@ class Batch:
     target: Any
 
     @staticmethod
-    def of(
-        dataset: Dataset, indices: Iterable[int], config: RunConfig, device: torch.device
-    ) -> Batch:
+    def of(dataset: Dataset, indices: Iterable[int], config: RunConfig) -> Batch:
         """Raises UserError, with the user's file and line where the dataset raises something."""
         examples = fetch(dataset, indices, config.data.source)
-        made = collate(examples, getattr(torch, config.dtype), config.data.source)
-        inputs, target = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), made)
+        inputs, target = collate(examples, getattr(torch, config.dtype), config.data.source)
         return Batch((*inputs, target) if config.loss == "output" else tuple(inputs), target)
+
+    def to(self, device: torch.device) -> Batch:
+        moved = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.to(device), (self.inputs, self.target)
+        )
+        return Batch(*moved)
 
     @property
     def kind(self) -> str:
@@ -47,7 +60,8 @@ class Epoch:
     The order depends on the seed and `number` alone, so every rank that needs a minibatch makes it
     for itself: stages that read an input of the model, and the last stage for the target. The
     examples that do not fill a minibatch sit this epoch out; which ones changes with the epoch.
-    `kind` is what all minibatches have to be, if that is known: `Batch.kind`.
+    `kind` is what all minibatches have to be, if that is known: `Batch.kind`. `draws`: the dataset
+    draws from torch's random numbers.
     """
 
     def __init__(
@@ -57,22 +71,79 @@ class Epoch:
         number: int,
         device: torch.device,
         kind: str | None = None,
+        draws: bool = True,
     ) -> None:
-        self.dataset, self.config, self.device, self.kind = dataset, config, device, kind
+        self.dataset, self.config, self.number = dataset, config, number
+        self.device, self.kind, self.draws = device, kind, draws
         generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
         self.order = torch.randperm(len(dataset), generator=generator).tolist()
-        self.last: tuple[int, Batch] | None = None
 
     def __len__(self) -> int:
         """The number of minibatches."""
         return len(self.dataset) // self.config.batch_size
+
+    @contextmanager
+    def _random(self, minibatch: int) -> Iterator[None]:
+        """What the dataset draws in here depends on the minibatch alone, whoever reads it."""
+        key = (self.config.seed * 1_000_003 + self.number) * 1_000_003 + minibatch
+        random.seed(key)
+        np.random.seed(key % 2**32)
+        if not self.draws:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key % 2**63)
+            yield
+
+    def batch(self, minibatch: int) -> Batch:
+        """On the CPU. Raises UserError where it is of another kind than the others."""
+        size = self.config.batch_size
+        chosen = self.order[minibatch * size : (minibatch + 1) * size]
+        with self._random(minibatch):
+            batch = Batch.of(self.dataset, chosen, self.config)
+        if batch.kind != (self.kind or batch.kind):
+            raise UserError(
+                f"{self.config.data.source}: inputs of minibatch {minibatch} are {batch.kind}, "
+                f"of the first one {self.kind}: all have to have the same shape and type"
+            )
+        return batch
+
+
+class Reader:
+    """The minibatches that a rank will ask for, in that order, each read before it is asked for.
+
+    A thread reads them, or `data_workers` processes where the config names any. Where the dataset
+    draws from torch's random numbers it cannot be a thread, for the model draws from the same: then
+    each is read when it is asked for. A context manager.
+    """
+
+    def __init__(self, epoch: Epoch, minibatches: Sequence[int]) -> None:
+        self.last: tuple[int, Batch] | None = None
+        self.device, self.numbers = epoch.device, iter(minibatches)
+        listed, workers = _Listed(epoch, minibatches), epoch.config.data_workers
+        self.close: Callable[[], None] = lambda: None
+        if workers and minibatches:
+            self.coming: Iterator[Batch | BaseException] = iter(
+                DataLoader(listed, batch_size=None, num_workers=workers)
+            )
+        elif epoch.draws:
+            self.coming = iter(listed)
+        else:
+            ahead = _Ahead(listed)
+            self.coming, self.close = iter(ahead), ahead.close
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]:
         """The model's input tensors at these positions. Raises UserError if one is missing."""
         wanted = list(which)
         if not wanted:
             return []
-        tensors = self.batch(minibatch).inputs
+        tensors = self._batch(minibatch).inputs
         if max(wanted) >= len(tensors):
             raise UserError(
                 f"the model takes {max(wanted) + 1} inputs and the data gives {len(tensors)}"
@@ -80,25 +151,72 @@ class Epoch:
         return [tensors[position] for position in wanted]
 
     def target(self, minibatch: int) -> Any:
-        return self.batch(minibatch).target
+        return self._batch(minibatch).target
 
-    def batch(self, minibatch: int) -> Batch:
-        """The last one made is kept: a stage may read the inputs and then the target."""
+    def _batch(self, minibatch: int) -> Batch:
+        """The last one is kept: a stage may read the inputs and then the target."""
         if self.last is None or self.last[0] != minibatch:
-            size = self.config.batch_size
-            chosen = self.order[minibatch * size : (minibatch + 1) * size]
-            batch = Batch.of(self.dataset, chosen, self.config, self.device)
-            if batch.kind != (self.kind or batch.kind):
-                raise UserError(
-                    f"{self.config.data.source}: inputs of minibatch {minibatch} are {batch.kind}, "
-                    f"of the first one {self.kind}: all have to have the same shape and type"
-                )
-            self.last = minibatch, batch
+            assert next(self.numbers) == minibatch, "minibatches are asked for in the order given"
+            batch = next(self.coming)
+            if isinstance(batch, BaseException):
+                raise batch
+            self.last = minibatch, batch.to(self.device)
         return self.last[1]
+
+
+@dataclass(frozen=True)
+class _Listed(TorchDataset[Any]):
+    """Some minibatches of an epoch, on the CPU; in the place of one the error that it raised."""
+
+    epoch: Epoch
+    minibatches: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.minibatches)
+
+    def __getitem__(self, index: int) -> Batch | UserError:
+        if index >= len(self):
+            raise IndexError(index)
+        try:
+            return self.epoch.batch(self.minibatches[index])
+        except UserError as error:
+            return error
+
+
+class _Ahead:
+    """What a thread makes of `listed`, a little before it is asked for."""
+
+    def __init__(self, listed: _Listed, ahead: int = 2) -> None:
+        self.listed = listed
+        self.made: Queue[Batch | BaseException] = Queue(ahead)
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._make, name="data", daemon=True)
+        self.thread.start()
+
+    def _make(self) -> None:
+        for index in range(len(self.listed)):
+            if self.ended.is_set():
+                return
+            try:
+                self.made.put(self.listed[index])
+            except BaseException as error:  # raised where it is asked for
+                self.made.put(error)
+                return
+
+    def __iter__(self) -> Iterator[Batch | BaseException]:
+        while True:
+            yield self.made.get()
+
+    def close(self) -> None:
+        self.ended.set()
+        while self.thread.is_alive():
+            with suppress(Empty):
+                self.made.get(timeout=0.01)  # it may be waiting for room
 
 
 def in_order(dataset: Dataset, config: RunConfig, device: torch.device) -> Iterator[Batch]:
     """All examples of a dataset once, as they come; the last minibatch may be smaller."""
     size = config.batch_size
     for begin in range(0, len(dataset), size):
-        yield Batch.of(dataset, range(begin, min(begin + size, len(dataset))), config, device)
+        batch = Batch.of(dataset, range(begin, min(begin + size, len(dataset))), config)
+        yield batch.to(device)

@@ -19,6 +19,7 @@ from pipedream.graph.command import UserError
 from pipedream.graph.timeline import Event
 from pipedream.profiler.segment import Segment
 from pipedream.runtime.buckets import Buckets
+from pipedream.runtime.randomness import Dice
 from pipedream.runtime.recompute import Again
 from pipedream.runtime.schedule import Action, Kind, Worker, uses
 from pipedream.runtime.stage import Layout
@@ -90,8 +91,9 @@ class Engine:
 
     `ranks[stage][replica]` is the rank of a worker; `loss(outputs, target)` is for the last stage,
     which has `outputs`, the names of the values that the model returns; `on_loss` hears of it, and
-    `after` of every action done. With `recompute` the backward pass does the forward pass again:
-    not in the last stage, whose backward pass follows at once.
+    `after` of every action done. `dice` give the pass of a minibatch its random numbers. With
+    `recompute` the backward pass does the forward pass again: not in the last stage, whose backward
+    pass follows at once.
     """
 
     layout: Layout
@@ -105,6 +107,7 @@ class Engine:
     loss: Callable[[Sequence[torch.Tensor], Any], torch.Tensor]
     on_loss: Callable[[int, torch.Tensor], None]
     after: Callable[[Action], None]
+    dice: Dice
     recompute: bool = False
     events: list[Event] = field(default_factory=list)
 
@@ -179,8 +182,9 @@ class Engine:
         known = {**passing.received, **dict(zip(reads, given, strict=True))}
         inputs = tuple(known[name] for name in self.piece.inputs)
         passing.version = self.weights.acquire(self.base + action.version)
+        self.dice.minibatch = action.minibatch
         if self.recompute:
-            passing.again = Again.before(self.piece, inputs, self.transport.device)
+            passing.again = Again.before(self.piece, inputs)
         with _computing(action):
             results = functional_call(self.piece.module, passing.version.tensors, inputs)
         made = dict(zip(self.piece.outputs, results, strict=True))
@@ -223,6 +227,7 @@ class Engine:
         version = passing.version
         assert version is not None
         if passing.again is not None:
+            self.dice.minibatch = action.minibatch
             with _computing(action):
                 results = passing.again.run(self.piece, version.tensors)
             passing.again = None

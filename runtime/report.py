@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, TextIO
 
@@ -29,14 +32,41 @@ SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Losses:
-    """Brings the losses from the replicas of the last stage to rank 0, through the store."""
+    """Brings the losses from the replicas of the last stage to rank 0, through the store.
+
+    A thread tells them, so that no pass waits for the store, or for a GPU to be done.
+    """
 
     def __init__(self, store: Store, epoch: int, minibatches: int) -> None:
         self.store, self.epoch, self.minibatches = store, epoch, minibatches
         self.next = 0
+        self.failure: BaseException | None = None
+        self.waiting: SimpleQueue[tuple[int, torch.Tensor] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._tell_all, name="losses", daemon=True)
+        self.thread.start()
 
     def tell(self, minibatch: int, loss: torch.Tensor) -> None:
-        """Raises UserError where the loss is no number any more: no later one would be."""
+        """Raises UserError where an earlier loss is no number any more: no later one would be."""
+        if self.failure is not None:
+            raise self.failure
+        self.waiting.put((minibatch, loss))
+
+    def end(self) -> None:
+        """All that was told is in the store. Raises as `tell` does."""
+        self.waiting.put(None)
+        self.thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def _tell_all(self) -> None:
+        while (told := self.waiting.get()) is not None:
+            try:
+                self._tell(*told)
+            except Exception as error:
+                self.failure = error
+                return
+
+    def _tell(self, minibatch: int, loss: torch.Tensor) -> None:
         value = loss.item()
         if math.isnan(value):
             raise UserError(
@@ -78,7 +108,7 @@ class Display:
         self.task = self.progress.add_task(
             "training", total=minibatches, loss=float("nan"), rate=0.0
         )
-        self.begin = self.looked = time.perf_counter()
+        self.begin = time.perf_counter()
         self.done = 0
         self.losses: list[float] = []
 
@@ -96,9 +126,26 @@ class Display:
         self.progress.stop()
         self.file.close()
 
+    @contextmanager
+    def watching(self, losses: Losses) -> Iterator[None]:
+        """Shows and writes down the losses of an epoch as they come, beside the compute."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(SECONDS_BETWEEN_LOOKS):
+                self._look(losses)
+
+        thread = threading.Thread(target=watch, name="display", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
     def end_epoch(self, losses: Losses) -> None:
         """Writes down what is left of an epoch; without a terminal it gets a line of its own."""
-        self.look(losses, at_once=True)
+        self._look(losses)
         recent = self.losses[-losses.minibatches :]
         if not self.progress.console.is_terminal:
             rate = self.done * self.batch_size / (time.perf_counter() - self.begin)
@@ -109,12 +156,8 @@ class Display:
                 flush=True,
             )
 
-    def look(self, losses: Losses, at_once: bool = False) -> None:
-        """Shows and writes down what has come; not more than ten times a second, or at once."""
+    def _look(self, losses: Losses) -> None:
         now = time.perf_counter()
-        if not at_once and now - self.looked < SECONDS_BETWEEN_LOOKS:
-            return
-        self.looked = now
         for minibatch, loss in losses.heard():
             self.done += 1
             self.losses.append(loss)

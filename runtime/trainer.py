@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from pipedream.profiler.capture import Captured, capture, rebuild
 from pipedream.profiler.freeze import freeze_constants
 from pipedream.profiler.source import load_config_model, load_data
 from pipedream.runtime import checkpoint
-from pipedream.runtime.data import Epoch
+from pipedream.runtime.data import Epoch, Reader
 from pipedream.runtime.engine import Engine
 from pipedream.runtime.evaluate import evaluate
 from pipedream.runtime.job import Job
@@ -28,6 +29,7 @@ from pipedream.runtime.loss import load_loss
 from pipedream.runtime.optimizers import make_optimizer, restore_state, state_tensors
 from pipedream.runtime.peak_memory import PeakMemory
 from pipedream.runtime.process import choose_device, join, make_groups
+from pipedream.runtime.randomness import Dice, places, seed_each
 from pipedream.runtime.report import (
     Display,
     Losses,
@@ -69,6 +71,7 @@ class Rank:
         self.worker = job.worker(place.rank)
         self.stage, self.replica = self.worker
         self.device, self.backend = choose_device(job.device, place)
+        self.kind: str | None = None
         self.data, self.held_out = load_data(job.config, job.directory)
         self.minibatches = len(self.data) // job.config.batch_size
         if not self.minibatches:
@@ -83,9 +86,15 @@ class Rank:
         torch.manual_seed(job.config.seed)
         model = load_config_model(job.config, job.directory)
         self.persistent = frozenset(model.state_dict())
-        example = Epoch(self.data, job.config, 0, torch.device("cpu")).batch(0)
+        before = torch.get_rng_state()
+        self.draws = False
+        example = self._epoch(0).batch(0)
+        self.draws = not torch.equal(torch.get_rng_state(), before)
         self.kind = example.kind
         return capture(model, example.inputs)
+
+    def _epoch(self, number: int) -> Epoch:
+        return Epoch(self.data, self.job.config, number, self.device, self.kind, self.draws)
 
     def _build(self, captured: Captured) -> None:
         """Keeps this rank's stage of the captured model; the rest of it may go."""
@@ -104,7 +113,9 @@ class Rank:
             job.run.mkdir(parents=True, exist_ok=True)
             text = source_text(captured, job.plan, self.layout, piece)
             (job.run / f"stage{self.stage}.py").write_text(text, encoding="utf-8")
-        self.piece = freeze_constants(piece.to(self.device), captured.owner)
+        piece = freeze_constants(piece.to(self.device), captured.owner)
+        self.dice = Dice(job.config.seed, self.device)
+        self.piece = seed_each(piece, places(captured.module), self.dice)
         self.outputs, self.out_spec = captured.outputs, captured.out_spec
         self.parameters: dict[str, Parameter] = dict(self.piece.module.named_parameters())
         buffers = self.piece.module.named_buffers()
@@ -121,6 +132,7 @@ class Rank:
         self.weights = Weights(self.parameters)
         self.schedule = self._schedule()
         self.memory = PeakMemory(self.device, self._tensors())
+        gc.freeze()  # what is there stays; to look through it again and again takes long
         self.times: list[tuple[float, list[float]]] = []
         if self.place.rank == 0:
             total = self.minibatches * max(0, job.epochs - first)
@@ -130,6 +142,7 @@ class Rank:
         else:
             self._epochs(first)
         self._finish()
+        gc.unfreeze()
         dist.destroy_process_group()
 
     def _schedule(self) -> Schedule:
@@ -150,17 +163,13 @@ class Rank:
             self._save(number)
 
     def _train_epoch(self, number: int, actions: Sequence[Action]) -> None:
-        # Each rank has random numbers of its own, the same ones for a resumed epoch.
-        epoch_seed = self.job.config.seed * 1_000_003 + number
-        torch.manual_seed((epoch_seed * 10_007 + self.place.rank) % 2**63)
+        self.dice.epoch = number
         losses = Losses(self.store, number, self.minibatches)
         ends: list[float] = []
 
         def after(action: Action) -> None:
             if action.kind is Kind.BACKWARD:
                 ends.append(time.perf_counter())
-                if self.place.rank == 0:
-                    self.display.look(losses)
 
         self.engine = Engine(
             layout=self.layout,
@@ -174,16 +183,26 @@ class Rank:
             loss=lambda outputs, target: self.loss(rebuild(outputs, self.out_spec), target),
             on_loss=losses.tell,
             after=after,
+            dice=self.dice,
             recompute=self.job.plan.stages[self.stage].recompute,
         )
         self.memory.begin()
         begin = time.perf_counter()
-        self.engine.run(actions, Epoch(self.data, self.job.config, number, self.device, self.kind))
+        shown = self.display.watching(losses) if self.place.rank == 0 else nullcontext()
+        with shown, Reader(self._epoch(number), self._to_read(actions)) as data:
+            self.engine.run(actions, data)
+            losses.end()
         self.times.append((time.perf_counter() - begin, ends))
         self.memory.end()
         self.transport.barrier()
         if self.place.rank == 0:
             self.display.end_epoch(losses)
+
+    def _to_read(self, actions: Sequence[Action]) -> list[int]:
+        """The minibatches whose inputs or targets this rank needs."""
+        if not self.layout.reads and self.stage < len(self.layouts) - 1:
+            return []
+        return [action.minibatch for action in actions if action.kind is Kind.FORWARD]
 
     def _save(self, epoch: int) -> None:
         """Every stage's first replica writes its part; rank 0 makes the checkpoint valid."""

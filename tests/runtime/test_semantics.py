@@ -214,3 +214,24 @@ def test_recomputation_draws_the_same_random_numbers(tmp_path: Path) -> None:
     assert losses(plain) == losses(recomputed)
     for name, tensor in weights(plain).items():
         assert torch.equal(tensor, weights(recomputed)[name]), name
+
+
+def test_dropout_draws_the_same_numbers_under_every_plan(tmp_path: Path) -> None:
+    """The dropout stands in the first or the second stage, on one worker or on three."""
+    captured = capture(small_models.Noisy(), (torch.randn(4, 6),))
+    config = config_for("Noisy", "float64", ADAM).model_copy(
+        update={"data": Factory(source="small_models:classes"), "loss": "cross_entropy"}
+    )
+    jobs = []
+    for parts, replicas in ((("andc",), (1,)), (("an", "dc"), (1, 2)), (("and", "c"), (2, 1))):
+        plan = plan_for(captured, parts, replicas)
+        run = tmp_path / "-".join(parts)
+        jobs.append(Job(plan, config, SUPPORT, run, schedule="flush", epochs=EPOCHS))
+    run_jobs(jobs[:1])
+    run_jobs(jobs[1:])
+    one, *others = jobs
+    parameters = [name for name in weights(one) if "running" not in name and "num_" not in name]
+    for other in others:
+        assert losses(other) == pytest.approx(losses(one), rel=1e-12)
+        for name in parameters:
+            torch.testing.assert_close(weights(other)[name], weights(one)[name])
