@@ -241,7 +241,7 @@ def _optimize_latency(
     if limit is None:
         first = narrowed(Cuts(graph, prefixes(graph, _FEW)), ways, cost_of, goal)
         first.best()
-        limit = first.affordable()
+        limit = max(first.affordable(), 4 * request.cluster.devices * straight)
     dag = AntichainDag.of(graph, limit) if goal.layers is None else None
     bins = None
     if dag is None:

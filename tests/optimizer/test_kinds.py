@@ -362,8 +362,8 @@ def test_batches_on_two_kinds_equal_brute_force(
     assert outcome.plan.predicted.latency_seconds == pytest.approx(time, rel=1e-9)
     assert time == pytest.approx(best, rel=1e-9)
     assert outcome.exact
-    if memory or any(kind.memory for kind in kinds):
-        return  # over a few cuts there may be no plan that fits
+    if memory or any(kind.memory for kind in kinds) or rules.straight:
+        return  # over a few cuts there may be no plan that fits, or gives each device a stage
     rough = optimize(request, most_cuts=4).plan.predicted
     assert rough.latency_lower_bound_seconds <= best * (1 + 1e-9)
     assert best <= rough.latency_seconds * (1 + 1e-9)
