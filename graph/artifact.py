@@ -12,14 +12,28 @@ from pydantic import BaseModel, ValidationError
 
 from pipedream.graph.command import UserError
 from pipedream.graph.files import read_text
+from pipedream.graph.wording import worded
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_PLAINER = {"missing": "is missing", "extra_forbidden": "there is no such field"}
+_TEXT = "tag:yaml.org,2002:str"
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML as people write it: `1e-3` is a number (YAML 1.1 calls it a string, 1.2 does not)."""
+    """YAML as people write it: `1e-3` is a number (YAML 1.1 calls it a string, 1.2 does not), and
+    a field that is given twice is a mistake (the parser would take the last).
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag == _TEXT and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"{key.value} is there twice: leave one of them out",
+                    problem_mark=key.start_mark,
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 _Yaml.add_implicit_resolver(
@@ -94,6 +108,5 @@ def _line(text: str, error: ValidationError) -> str:
 def _first(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
-    message = _PLAINER.get(first["type"], first["msg"].removeprefix("Value error, "))
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return (f"{where}: " if where else "") + message + more
+    return (f"{where}: " if where else "") + worded(first) + more

@@ -30,8 +30,11 @@ def _duration(value: Any) -> Any:
     return parse_seconds(value) if isinstance(value, str) else value
 
 
-_Amount = Field(ge=0, allow_inf_nan=False)
-_Positive = Field(gt=0, allow_inf_nan=False)
+_Amount = Field(ge=0, allow_inf_nan=False, strict=True)
+_Positive = Field(gt=0, allow_inf_nan=False, strict=True)
+
+_NO_LINK = "give either latency and bandwidth, or points of bytes and seconds"
+
 Bytes = Annotated[float, BeforeValidator(_text), _Amount]
 SomeBytes = Annotated[float, BeforeValidator(_text), _Positive]
 Seconds = Annotated[float, BeforeValidator(_duration), _Amount]
@@ -67,12 +70,14 @@ class Link(_Part):
     @model_validator(mode="before")
     @classmethod
     def _list_of_points(cls, data: Any) -> Any:
+        if not isinstance(data, list | dict | Link):
+            raise ValueError(_NO_LINK)
         return {"points": data} if isinstance(data, list) else data
 
     @model_validator(mode="after")
     def _check(self) -> Link:
         if (self.bandwidth is None) == (not self.points) or (self.points and self.latency):
-            raise ValueError("give either latency and bandwidth, or points of bytes and seconds")
+            raise ValueError(_NO_LINK)
         if len(self.points) == 1:
             raise ValueError("one point is not enough: measure two sizes or more")
         for (fewer, sooner), (more, later) in zip(self.points, self.points[1:], strict=False):
@@ -110,7 +115,7 @@ class DeviceKind(_Part):
     """
 
     name: str = Field(min_length=1)
-    speed: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    speed: float = Field(default=1.0, gt=0, allow_inf_nan=False, strict=True)
     memory: SomeBytes | None = None
 
 

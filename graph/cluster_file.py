@@ -26,7 +26,7 @@ class _Level(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1)
-    count: int = Field(ge=1)
+    count: int = Field(ge=1, strict=True)
     bandwidth: SomeBytes
     latency: Seconds = 0.0
     send: Link | None = None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 import sys
 from typing import Any, NoReturn
 
@@ -48,6 +50,25 @@ class Command(click.Command):
                 raise
             _fail(self.name, f"{error.filename}: {error.strerror}", 2)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+class Calculation(Command):
+    """A command that leaves nothing behind: Ctrl-C ends it at once.
+
+    An exception would not do: where it comes up between compiled code and Python, other exceptions
+    take its place, or it is lost.
+    """
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        before = signal.signal(signal.SIGINT, self._leave)
+        try:
+            super().main(*args, **kwargs)
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _leave(self, *_: object) -> NoReturn:
+        os.write(sys.stderr.fileno(), f"\n{self.name}: interrupted\n".encode())
+        os._exit(130)
 
 
 def _fail(program: str | None, message: str, code: int) -> NoReturn:

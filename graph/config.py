@@ -52,11 +52,11 @@ class RunConfig(_Part):
     data: Factory
     loss: str = "cross_entropy"
     optimizer: OptimizerConfig = OptimizerConfig()
-    batch_size: int = Field(ge=1)
-    microbatches: int = Field(default=4, ge=1)
-    data_workers: int = Field(default=0, ge=0)
-    epochs: int = Field(default=1, ge=1)
-    seed: int = Field(default=0, ge=0, lt=2**32)
+    batch_size: int = Field(ge=1, strict=True)
+    microbatches: int = Field(default=4, ge=1, strict=True)
+    data_workers: int = Field(default=0, ge=0, strict=True)
+    epochs: int = Field(default=1, ge=1, strict=True)
+    seed: int = Field(default=0, ge=0, lt=2**32, strict=True)
     dtype: Literal["float32", "float64"] = "float32"
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipedream.graph.command import Command, FiniteRange, UserError
+from pipedream.graph.command import Calculation, FiniteRange, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipedream.graph.cluster import Cluster
     from pipedream.graph.footprint import Footprint
     from pipedream.graph.model import Graph
+    from pipedream.graph.modules import Modules
     from pipedream.graph.plan import OptimizerName, Plan, Recompute
     from pipedream.graph.schedule_name import ScheduleName
     from pipedream.optimizer.latency import Latency
@@ -28,7 +29,7 @@ _MOST_DEVICES = 100_000
 """Far more than planning is made for: it takes time and memory for each."""
 
 
-@click.command("pd-optimize", cls=Command)
+@click.command("pd-optimize", cls=Calculation)
 @click.argument("graph", type=click.Path(path_type=Path))
 @click.option(
     "--cluster",
@@ -198,8 +199,8 @@ def main(
     folder = graph.parent / "plan" if output is None else output
     _check_folder(folder)
     made = profile or graph.with_name("profile.json")
-    for framework in exports:
-        _check_profile(framework, made)
+    if exports and not made.exists():
+        raise UserError(f"--export {exports[0]} needs {made}: pd-profile writes it with graph.txt")
 
     from pipedream.graph.text import read_graph
     from pipedream.optimizer.cost import COST_MODELS
@@ -209,6 +210,7 @@ def main(
     from pipedream.optimizer.simulator import MOST_MOVES, QUICK_MOVES, simulate_plan
 
     model = read_graph(graph)
+    modules = _modules(exports, made, model)
     request = Request(
         graph=model,
         cluster=where,
@@ -234,8 +236,9 @@ def main(
         outcome = replace(outcome, plan=simulation.noted_in(outcome.plan))
     print_report(outcome, model)
     _write(outcome.plan, model, folder, simulation if timeline else None, limit)
-    for framework in exports:
-        _export(framework, outcome.plan, model, made, folder)
+    if modules is not None:
+        for framework in exports:
+            _export(framework, outcome.plan, model, modules, folder)
     if numbers is not None:
         _sweep(request, numbers, rate, folder)
     if compare:
@@ -259,11 +262,13 @@ def _check_folder(folder: Path) -> None:
         raise UserError(f"-o {folder}: cannot be written: {there} is not yours to write in")
 
 
-def _check_profile(framework: str, profile: Path) -> None:
-    if not profile.exists():
-        raise UserError(
-            f"--export {framework} needs {profile}: pd-profile writes it with graph.txt"
-        )
+def _modules(exports: tuple[str, ...], profile: Path, graph: Graph) -> Modules | None:
+    """What every export needs; None where there is none."""
+    if not exports:
+        return None
+    from pipedream.graph.modules import read_modules
+
+    return read_modules(profile, graph)
 
 
 def _sweep(request: Request, numbers: range, update_rate: float, folder: Path) -> None:
@@ -298,10 +303,10 @@ def _compare(request: Request, microbatches: int, update_rate: float, folder: Pa
     click.echo(f"Written: {folder}/compare.csv, compare.png")
 
 
-def _export(framework: str, plan: Plan, model: Graph, profile: Path, folder: Path) -> None:
+def _export(framework: str, plan: Plan, model: Graph, modules: Modules, folder: Path) -> None:
     from pipedream.optimizer.export import export, write_export
 
-    made = export(framework, plan, model, profile)
+    made = export(framework, plan, model, modules)
     path = folder / f"export-{framework}.json"
     try:
         write_export(made, path)

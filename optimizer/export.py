@@ -20,7 +20,7 @@ from typing import Any
 
 from pipedream.graph.command import UserError
 from pipedream.graph.model import Graph
-from pipedream.graph.modules import Modules, read_modules
+from pipedream.graph.modules import Modules
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.module_split import Layering, split_modules, uneven
 
@@ -33,12 +33,11 @@ class Export:
     notes: tuple[str, ...]
 
 
-def export(framework: str, plan: Plan, graph: Graph, profile: Path) -> Export:
-    """The plan for one of `FRAMEWORKS`; `profile` is profile.json.
+def export(framework: str, plan: Plan, graph: Graph, modules: Modules) -> Export:
+    """The plan for one of `FRAMEWORKS`; `modules` is of the profile of `graph`.
 
     Raises UserError, naming the framework, where it cannot express the plan.
     """
-    modules = read_modules(profile, graph)
     try:
         return FRAMEWORKS[framework](plan, graph, modules)
     except UserError as error:

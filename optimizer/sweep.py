@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -20,7 +21,11 @@ from pipedream.optimizer.simulator import QUICK_MOVES, simulate_plan
 if TYPE_CHECKING:
     import pandas as pd
 
-MOST_WORKERS = 4096
+MOST_WORKERS = 1024
+"""Planning for one cluster of as many takes seconds, for four times as many a minute."""
+
+MOST_POINTS = 64
+"""Clusters that are planned for: of more numbers, as many, each so much larger than the last."""
 
 
 class Point(NamedTuple):
@@ -44,7 +49,7 @@ def parse_range(text: str) -> range:
     if not numbers or numbers[0] < 1 or numbers[-1] > MOST_WORKERS:
         raise UserError(
             f"--sweep {text}: give the fewest and the most workers, as 1..64, at most"
-            f" {MOST_WORKERS}"
+            f" {MOST_WORKERS}; plan for more on their own, with --machines"
         )
     return numbers
 
@@ -98,12 +103,13 @@ def check_sweep(cluster: Cluster, numbers: range) -> None:
 
 
 def sweep(request: Request, numbers: range, update_rate: float) -> Iterator[Point]:
-    """Plans for each of these numbers of workers that makes a cluster. Raises UserError."""
+    """Plans for the clusters that these numbers of workers make, `MOST_POINTS` of them at most.
+
+    Raises UserError.
+    """
     check_sweep(request.cluster, numbers)
-    for workers in numbers:
-        cluster = shaped(request.cluster, workers)
-        if cluster is None:
-            continue
+    made = (shaped(request.cluster, workers) for workers in numbers)
+    for cluster in thinned([cluster for cluster in made if cluster is not None]):
         asked = replace(request, cluster=cluster)
         try:
             outcome = optimize(asked)
@@ -116,6 +122,18 @@ def sweep(request: Request, numbers: range, update_rate: float) -> Iterator[Poin
         if simulation is not None:
             outcome = replace(outcome, plan=simulation.noted_in(outcome.plan))
         yield Point(cluster.machines, outcome)
+
+
+def thinned(clusters: list[Cluster]) -> list[Cluster]:
+    """At most `MOST_POINTS` of clusters that grow: the first, the last, and between them those
+    nearest to growing by the same factor each time.
+    """
+    if len(clusters) <= MOST_POINTS:
+        return clusters
+    sizes = np.array([cluster.devices for cluster in clusters])
+    wanted = np.geomspace(sizes[0], sizes[-1], MOST_POINTS)
+    nearest = {int(np.abs(sizes - size).argmin()) for size in wanted}
+    return [clusters[place] for place in sorted(nearest)]
 
 
 def sweep_frame(points: list[Point]) -> pd.DataFrame:

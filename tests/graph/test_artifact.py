@@ -29,7 +29,7 @@ class Thing(BaseModel):
         (
             "a.json",
             b'{"note": 1,\n"rate":\n"x"}',
-            r"a\.json:3: rate: Input should be a valid number",
+            r"a\.json:3: rate: 'x' is no number",
         ),
         ("a.json", b'"\xff"', "not a text file"),
         ("a.yaml", b"rate: 1\n  more: 2\n", r"a\.yaml:2: mapping values are not allowed"),
@@ -40,7 +40,8 @@ class Thing(BaseModel):
         ("a.yaml", b"", r"a\.yaml:1: expected named fields, found nothing"),
         ("a.yaml", b"hello\n", r"a\.yaml:1: expected named fields, found a str"),
         ("a.yaml", b"[" * 50_000, r"a\.yaml:1: "),
-        ("a.yaml", b"rate: fast\n", r"a\.yaml:1: rate: Input should be a valid number"),
+        ("a.yaml", b"rate: fast\n", r"a\.yaml:1: rate: 'fast' is no number"),
+        ("a.yaml", b"rate: 1\nnote: a\nrate: 2\n", r"a\.yaml:3: rate is there twice"),
         ("a.yaml", b"note: fast\n", r"a\.yaml:1: rate: is missing"),
         ("a.yaml", b"rate: !!python/object/apply:os.getcwd []\n", r"a\.yaml:1: could not determ"),
     ],

@@ -86,7 +86,11 @@ def swap_stages(data: dict[str, Any]) -> None:
 
 WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("format", lambda d: d.pop("format"), "1: format: is missing"),
-    ("format", lambda d: d.update(format="plan/9"), "format: Input should be 'pipedream-plan/1'"),
+    (
+        "format",
+        lambda d: d.update(format="plan/9"),
+        "format: 'plan/9' is not known here: write 'pipedream-plan/1'",
+    ),
     ("schedule", lambda d: d.update(schedule="random"), "schedule: "),
     ("no stages", lambda d: d.update(stages=[]), "stages: "),
     ("missing", lambda d: d.pop("cluster"), "cluster: is missing"),

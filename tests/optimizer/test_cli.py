@@ -287,6 +287,20 @@ def test_says_what_is_wrong_before_it_plans(tmp_path, monkeypatch):
     monkeypatch.setattr(optimize, "optimize", plans)
     (tmp_path / "file").write_text("")
     graph = shutil.copy(TRANSLATION, tmp_path)
-    for late in (["-o", tmp_path / "file" / "out"], ["--export", "torch"], ["--sweep", "5..5"]):
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "profile.json"
+    of_another = {"model": "m", "machine": {"torch": "2"}, "graph_fingerprint": "x", "nodes": []}
+    other.write_text(json.dumps(of_another))
+    (tmp_path / "other" / "graph.txt").write_text(TRANSLATION.read_text())
+    for late in (
+        ["-o", tmp_path / "file" / "out"],
+        ["--export", "torch"],
+        ["--sweep", "5..5"],
+        ["--sweep", "1..4096"],
+    ):
         done = CliRunner().invoke(main, [str(word) for word in (graph, *LEVELS, *late)])
         assert done.exit_code == 2
+    words = (tmp_path / "other" / "graph.txt", *LEVELS, "--export", "torch")
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == 2
+    assert "profile of another graph" in done.output

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -6,7 +7,15 @@ from pipedream.graph.cluster import Cluster, Link
 from pipedream.graph.command import UserError
 from pipedream.optimizer.cost import Paper
 from pipedream.optimizer.optimize import Request
-from pipedream.optimizer.sweep import draw_sweep, parse_range, shaped, sweep, sweep_frame
+from pipedream.optimizer.sweep import (
+    MOST_POINTS,
+    draw_sweep,
+    parse_range,
+    shaped,
+    sweep,
+    sweep_frame,
+    thinned,
+)
 
 THREE = Cluster(machines=(4, 2, 2), bandwidth=(9e9, 3e9, 1e9), latency=(1e-6, 2e-6, 3e-6))
 
@@ -32,6 +41,17 @@ def test_levels_fill_from_the_innermost_and_the_outermost_grows(workers, machine
     if cluster is not None:
         assert cluster.bandwidth == THREE.bandwidth[: len(machines)]
         assert cluster.latency == THREE.latency[: len(machines)]
+
+
+def test_of_many_clusters_some_are_planned_that_grow_by_a_factor():
+    flat = Cluster(machines=(2,), bandwidth=(1e9,))
+    clusters = [shaped(flat, workers) for workers in range(1, 1025)]
+    sizes = [cluster.devices for cluster in thinned(clusters)]
+    assert (sizes[:4], sizes[-1]) == ([1, 2, 3, 4], 1024)
+    assert len(sizes) <= MOST_POINTS
+    assert all(1 < b / a <= 2 for a, b in pairwise(sizes))
+    assert max(b / a for a, b in pairwise(sizes[10:])) < 1.2
+    assert thinned(clusters[:64]) == clusters[:64]
 
 
 def test_a_measured_all_reduce_counts_for_as_many_as_it_was_measured_on():

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, pipeline
 
 from pipedream.graph.command import UserError
+from pipedream.graph.modules import read_modules
 from pipedream.optimizer.export import export, write_export
 from pipedream.profiler.measure import Settings, measure
 from pipedream.profiler.profile import write_profile
@@ -56,7 +57,7 @@ def profiled(model: nn.Module, example: Tensor, folder: Path, pieces=None, repli
     write_profile(profile, folder / "profile.json")
     plan = make_plan(graph, pieces(graph) if pieces else cut(graph, 2), replicas)
     path = folder / "export-torch.json"
-    write_export(export("torch", plan, graph, folder / "profile.json"), path)
+    write_export(export("torch", plan, graph, read_modules(folder / "profile.json", graph)), path)
     return path
 
 
