@@ -45,7 +45,7 @@ _FEW, _MANY, _STEPS = 200, 3_000, 1e9
 
 # What is searched at once, as a part of what can be searched: for the rest time is well spent on
 # finding out what need not be.
-_AT_ONCE = 4
+_AT_ONCE = 2
 
 # So many downsets, and so many times nodes, can be listed in about two seconds.
 _MOST_LISTED, _LISTED = 300_000, 1e8
@@ -146,7 +146,7 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
     many = most_cuts or _many(graph, bins, request)
     likely = _held(Cuts(graph, likely_cuts(graph, bins, many)), request)
     solution = _planned(likely, request)
-    if found is None or solution.cost <= found.solution.cost:
+    if found is None or solution.cost < found.solution.cost * (1 - TIE):
         found = _Found(likely, solution, best=False)
         if cuts is not None:
             found = _narrowed(cuts, request, limit // _AT_ONCE, found)
@@ -200,7 +200,10 @@ def _narrowed(cuts: Cuts, request: Request, enough: int, found: _Found) -> _Foun
         cost = found.solution.cost
         alive = survivors(cuts, question, cost)
         few = len(alive) <= enough
-        chosen = [0, *alive, len(cuts) - 1] if few else lightest(cuts, 2 * _FEW, alive)
+        chosen = [0, *alive, len(cuts) - 1]
+        if not few:
+            some = alive[:: 1 + 2 * len(alive) // max(enough, 1)]
+            chosen = sorted({*lightest(cuts, _FEW, alive), *some.tolist()})
         held = _held(Cuts(cuts.graph, [cuts.downsets[index] for index in chosen]), request)
         better = _solve(held, request, cost * (1 - 2 * TIE))
         if better is None:
