@@ -42,9 +42,10 @@ from pipedream.optimizer.submesh import Submesh, nested_stage
 _RANGE = 1.02
 """A range of t_max narrower than this is tried from above, a wider one in its middle."""
 
-# Elementary steps, stages to keep in memory and to ask the cost of, in what one plan may take.
-_STEPS, _STAGES, _ASKED = 1e10, 5e7, 5e8
-_ON_DEVICE = 10  # what it takes to ask for one device's memory, beside its stages' cost
+# Elementary steps, stages to keep in memory and to ask the cost of, in what one plan may take; and
+# for how many starts it may be asked, with one load on one device.
+_STEPS, _STAGES, _ANSWERS, _QUESTIONS = 1e10, 5e7, 5e8, 2e5
+_MEMORY = 10  # answers in the time of one where it depends on memory
 _MOST_CUTS = 3_000
 
 _FEWEST, _TIMES = 50, 4
@@ -162,7 +163,7 @@ class LatencySearch:
         self._tie = 1e-13 * done.whole
         # Every stage adds to the sum, the slowest for each of the B microbatches.
         self._most = min(within * (1 + TIE) / goal.microbatches, _ANY)
-        asked = _Asked(cuts, done, moves, cost, self._most)
+        self._asked = asked = _Asked(cuts, done, moves, cost, self._most)
         self._stages = _stages(cuts, moves, asked, self._most, self._tie)
         self._idle = _idle(cuts, moves, asked) if idle else np.zeros((0, 0))
 
@@ -170,11 +171,10 @@ class LatencySearch:
         """How many cuts like these take some ten seconds, and a gigabyte, going by what these took
         to search.
         """
-        kinds = self.moves.kinds
-        devices = len({(kind.load, kind.grade) for kind in kinds})
-        asked = (len(kinds) + _ON_DEVICE * devices) * len(self.cuts) ** 2
-        used = self.steps / _STEPS, len(self._stages.end) / _STAGES, asked / _ASKED
-        return int(min(_MOST_CUTS, len(self.cuts) / max(used) ** (1 / 2)))
+        used = self.steps / _STEPS, len(self._stages.end) / _STAGES, self._asked.answers / _ANSWERS
+        by_square = max(*used, 1e-9) ** (-1 / 2)
+        cuts = len(self.cuts) * min(by_square, _QUESTIONS / max(self._asked.questions, 1))
+        return int(min(_MOST_CUTS, cuts))
 
     def best(self) -> LatencySolution | None:
         """The best pipeline; None if there is none, or none within the cost given."""
@@ -339,6 +339,7 @@ class _Asked:
         kinds = moves.kinds
         self.cost = {grade: cost.on(grade) for grade in {kind.grade for kind in kinds}}
         self.parts = []
+        self.questions, self.answers = 0, 0
         position = 0
         for (entry, _), group in groupby(kinds, key=lambda kind: (kind.entry, kind.spans)):
             members = list(group)
@@ -373,8 +374,11 @@ class _Asked:
             (grade, load): self.cost[grade].on_device(start, ends, load)
             for grade, load in set(alone)
         }
-        here = np.array([known[case] for case in alone])
         asked = next(iter(self.cost.values()))
+        self.questions += len(known)
+        memory = _MEMORY if asked.depends_on_load else 1
+        self.answers += (memory * len(known) + len(alone)) * len(ends)
+        here = np.array([known[case] for case in alone])
         for level in range(1, shapes.shape[1] + 1):
             replicas = shapes[:, level - 1 : level]
             here = asked.replicated(here, start, ends, level, replicas, level != entry)
