@@ -16,6 +16,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, Simulated
 from pipedream.graph.timeline import Event
+from pipedream.optimizer.long_rounds import lengthened, rounds_to_play
 from pipedream.optimizer.network import Network
 from pipedream.optimizer.workload import Workload
 from pipedream.runtime.schedule import Action, Kind, Schedule, Worker, schedule
@@ -67,18 +68,27 @@ def simulate_plan(
 ) -> Simulation | None:
     """Simulates `plan` with the times of `graph`; None where that takes more than `most_moves`.
 
-    With flush, on as many microbatches as the plan was made for.
+    With flush, on as many microbatches as the plan was made for: where these are very many, as
+    `long_rounds` has it.
     """
     microbatches = plan.predicted.microbatches or MICROBATCHES
     workload = Workload.of(plan, graph, update_rate)
-    span = Span.of(plan.schedule, plan.replicas, microbatches)
-    if span.minibatches * plan.workers > most_moves:
-        return None
-    made = schedule(
-        plan.schedule, plan.replicas, tuple(workload.forward_bytes), span.minibatches, microbatches
-    )
     ranks = [stage.ranks for stage in plan.stages]
-    return simulate(made, workload, plan.cluster, ranks, span)
+    links = tuple(workload.forward_bytes)
+    span = Span.of(plan.schedule, plan.replicas, microbatches)
+    long = plan.schedule == "flush" and span.minibatches * plan.workers > QUICK_MOVES
+    for length in rounds_to_play(plan.replicas, microbatches) if long else [microbatches]:
+        span = Span.of(plan.schedule, plan.replicas, length)
+        if span.minibatches * plan.workers > most_moves:
+            return None
+        made = schedule(plan.schedule, plan.replicas, links, span.minibatches, length)
+        played = simulate(made, workload, plan.cluster, ranks, span)
+        if length == microbatches:
+            return played
+        whole = lengthened(played, span, plan.replicas, length, microbatches)
+        if whole is not None:
+            return whole
+    return None
 
 
 @dataclass(frozen=True)
