@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from pipedream.graph.artifact import read_artifact
+from pipedream.graph.schedule_name import MICROBATCHES
 
 
 class _Part(BaseModel):
@@ -41,10 +42,10 @@ class OptimizerConfig(_Part):
 class RunConfig(_Part):
     """One training run.
 
-    `batch_size` is the minibatch that flows through the pipeline; with the flush schedule
-    `microbatches` of them make one update. `loss` is a function of torch.nn.functional by name,
-    `package.module:function`, or `output` where the model returns its own loss. `data_workers`
-    processes of each rank read its data; with none a thread does.
+    `batch_size` is the minibatch that flows through the pipeline; with the schedules flush, gpipe
+    and 2bw `microbatches` of them make one update. `loss` is a function of torch.nn.functional by
+    name, `package.module:function`, or `output` where the model returns its own loss.
+    `data_workers` processes of each rank read its data; with none a thread does.
     """
 
     format: Literal["pipedream-run/1"]
@@ -53,7 +54,7 @@ class RunConfig(_Part):
     loss: str = "cross_entropy"
     optimizer: OptimizerConfig = OptimizerConfig()
     batch_size: int = Field(ge=1, strict=True)
-    microbatches: int = Field(default=4, ge=1, strict=True)
+    microbatches: int = Field(default=MICROBATCHES, ge=1, strict=True)
     data_workers: int = Field(default=0, ge=0, strict=True)
     epochs: int = Field(default=1, ge=1, strict=True)
     seed: int = Field(default=0, ge=0, lt=2**32, strict=True)

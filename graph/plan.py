@@ -123,8 +123,9 @@ class Simulated(_Part):
 class Predicted(_Part):
     """What the cost model says of this plan, and of the two that need no planner.
 
-    `seconds_per_minibatch` is the slowest stage's. Where `objective` is latency, a batch of
-    `microbatches` minibatches takes `latency_seconds`: sum t_i + (microbatches - 1) max t_j.
+    `seconds_per_minibatch` is the slowest stage's. `microbatches` make one update where the
+    schedule makes one for several minibatches; where `objective` is latency, a batch of them takes
+    `latency_seconds`: sum t_i + (microbatches - 1) max t_j.
     `simulated` where the plan has been.
     """
 

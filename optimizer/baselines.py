@@ -19,11 +19,14 @@ _HALVINGS = 60
 
 
 def equal_layers(request: Request, microbatches: int) -> Outcome:
-    """As many nodes in each stage, flushed after so many microbatches (GPipe, NeurIPS 2019)."""
+    """As many nodes in each stage, with an update after so many microbatches (GPipe, NeurIPS
+    2019).
+    """
     graph = PlanningGraph.of(request.graph, request.footprints)
     stages = min(request.cluster.devices, len(graph))
     ends = [len(graph) * (stage + 1) // stages for stage in range(stages)]
-    outcome = given_plan(replace(request, schedule="flush"), graph, ends, [1] * stages)
+    ours = replace(request, schedule="gpipe", microbatches=microbatches)
+    outcome = given_plan(ours, graph, ends, [1] * stages)
     return _for_batch(outcome, microbatches)
 
 

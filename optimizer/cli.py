@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipedream.graph.command import Calculation, FiniteRange, UserError
+from pipedream.graph.schedule_name import SCHEDULES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,7 +78,7 @@ _MOST_DEVICES = 100_000
 )
 @click.option(
     "--schedule",
-    type=click.Choice(["weight-stashing", "flush"]),
+    type=click.Choice(SCHEDULES),
     help="[default: weight-stashing; flush for --objective latency]",
 )
 @click.option(
@@ -98,8 +99,9 @@ _MOST_DEVICES = 100_000
     "--microbatches",
     type=click.IntRange(min=1),
     metavar="B",
-    help="For latency: the minibatches of GRAPH that make one batch. For --compare, the same of"
-    " plans with a flush.  [default: 4 for each device]",
+    help="For latency: the minibatches of GRAPH that make one batch; with --schedule flush, gpipe"
+    " or 2bw: one update.  [default: 4]  For --compare, the same of plans with a flush."
+    "  [default: 4 for each device]",
 )
 @click.option(
     "--epsilon",
@@ -190,10 +192,17 @@ def main(
     # cycles as often as usual takes a tenth of the time. Nor is there work for threads of numpy's.
     gc.set_threshold(200_000)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from pipedream.runtime.policy import policy
+
     where = _cluster(cluster, machines, bandwidth, latency)
     limit = None if memory is None else _bytes("--memory", memory)
-    of_latency = None if compare and objective == "throughput" else microbatches
-    aim = _latency(objective, schedule, of_latency, epsilon, layers)
+    aim = _latency(objective, schedule, microbatches, epsilon, layers)
+    in_rounds = schedule is not None and policy(schedule, (1,)).same_everywhere
+    if aim is None and microbatches is not None and not (in_rounds or compare):
+        raise UserError(
+            "--microbatches is of --objective latency, and of --schedule flush, gpipe and 2bw: add"
+            " one of these, or leave it out"
+        )
     rate = _bytes("--update-rate", update_rate)
     numbers = None if sweep is None else _numbers(sweep, where)
     folder = graph.parent / "plan" if output is None else output
@@ -222,6 +231,7 @@ def main(
         optimizer=optimizer,
         recompute=recompute,
         footprints=_footprints(profile, graph, model),
+        microbatches=microbatches if in_rounds else None,
     )
     try:
         outcome = optimize(request)
@@ -324,7 +334,7 @@ def _latency(
     epsilon: float | None,
     layers: int | None,
 ) -> Latency | None:
-    given = {"--microbatches": microbatches, "--epsilon": epsilon, "--layers": layers}
+    given = {"--epsilon": epsilon, "--layers": layers}
     if objective == "throughput":
         for option, value in given.items():
             if value is not None:
@@ -332,9 +342,10 @@ def _latency(
         return None
     if microbatches is None:
         raise UserError("--objective latency: add --microbatches B, how many make one batch")
-    if schedule == "weight-stashing":
+    if schedule not in (None, "flush", "gpipe"):
         raise UserError(
-            "--objective latency is of the flush schedule: leave out --schedule weight-stashing"
+            "--objective latency is of the flush schedule, or gpipe: leave out"
+            f" --schedule {schedule}"
         )
     from pipedream.optimizer.latency import Latency
 

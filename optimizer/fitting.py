@@ -20,7 +20,7 @@ from pipedream.optimizer.moves import moves
 from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.prefixes import prefixes
 from pipedream.optimizer.stage_cost import LeastMemory, MemoryLimit
-from pipedream.runtime.policy import warm_up
+from pipedream.runtime.policy import Peak
 
 FULLEST = 10**9
 """Of so many microbatches all that matters is the slowest stage: here, the fullest."""
@@ -39,7 +39,7 @@ class Load:
     `grade`: what every device of the stage has.
     """
 
-    in_flight: int
+    peak: Peak
     recompute: bool
     memory: Memory
     grade: Grade
@@ -64,16 +64,16 @@ def loads(
     held: StageMemory, limit: MemoryLimit | None, solution: Solution, kinds: Kinds
 ) -> list[Load]:
     """The load of each stage, by the rule that the search goes by."""
-    replicas = [stage.replicas for stage in solution.stages]
+    policy = held.keeping.policy([stage.replicas for stage in solution.stages])
     found = []
     for position, stage in enumerate(solution.stages):
-        minibatches = warm_up(replicas, position)
+        peak, last = policy.peak(position), position == len(solution.stages) - 1
         end = slice(stage.end, stage.end + 1)
         again, grade = False, kinds.of_machines(stage.shares[-1].components)
         if limit is not None:
-            again = bool(limit.on(grade).choose(stage.start, end, minibatches)[1][0])
-        held_there = held.of(stage.start, end, minibatches, again)
-        found.append(Load(minibatches, again, held_there, grade))
+            again = bool(limit.on(grade).choose(stage.start, end, peak, last)[1][0])
+        held_there = held.of(stage.start, end, peak, again)
+        found.append(Load(peak, again, held_there, grade))
     return found
 
 
@@ -102,6 +102,18 @@ def nothing_fits(held: StageMemory, request: Request) -> UserError:
         f"{lacking} {show_bytes(load.grade.memory)}: no plan fits; the closest needs"
         f" {show_bytes(load.bytes)} in stage {position} of {len(closest.stages)}"
         f" ({_describe(cuts, closest.stages[position])}): {_items(load)}; {help}"
+    )
+
+
+def too_many_versions(held: StageMemory, request: Request, found: Solution) -> UserError:
+    """The search does not see how many versions vertical sync keeps in later stages."""
+    kept = loads(held, request.limit(held, request.kinds), found, request.kinds)
+    position = max(range(len(kept)), key=lambda stage: kept[stage].part)
+    load = kept[position]
+    return UserError(
+        f"--memory {show_bytes(load.grade.memory)}: with --schedule {request.schedule} stage"
+        f" {position} of {len(kept)} keeps {load.peak.versions} versions of its weights and needs"
+        f" {show_bytes(load.bytes)}: give more, or use --schedule weight-stashing"
     )
 
 
@@ -135,7 +147,7 @@ def _remedies(held: StageMemory, request: Request) -> Iterator[str]:
     helped = not again and fits(held, request, True)
     if helped:
         yield "--recompute auto"
-    if keeping.schedule == "weight-stashing":
+    if keeping.schedule != "flush":
         flush = StageMemory(cuts, replace(keeping, schedule="flush"))
         if fits(flush, request, again):
             yield "--schedule flush"
@@ -182,11 +194,12 @@ def _items(load: Load) -> str:
     memory = load.memory
     weights = memory.parameters + memory.weight_versions + memory.optimizer_state
     passing = memory.activations + memory.inputs + memory.workspace
-    plural = "" if load.in_flight == 1 else "es"
+    count = load.peak.in_flight
+    plural = "" if count == 1 else "es"
     return (
         f"{show_bytes(float(weights[0] + memory.gradients[0]))} for weights, optimizer and"
         f" gradients, {show_bytes(float(passing[0]))} for the activations of"
-        f" {load.in_flight} minibatch{plural} in flight"
+        f" {count} minibatch{plural} in flight"
     )
 
 

@@ -6,16 +6,17 @@ node from the last to the first, while the gradients of the parameters come.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipedream.graph.plan import OptimizerName
-from pipedream.graph.schedule_name import ScheduleName
+from pipedream.graph.schedule_name import MICROBATCHES, ScheduleName
 from pipedream.optimizer.cuts import Cuts, States
 from pipedream.optimizer.planning import Floats, PlanningGraph
-from pipedream.runtime.policy import warm_up
+from pipedream.runtime.policy import Peak, Policy, policy
 
 STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2}
 """Tensors of the size of a parameter that the optimizer remembers."""
@@ -24,17 +25,26 @@ MOMENTS = 24
 """Moments of the backward pass that are looked at in a graph of more nodes than that."""
 
 
-def in_flight(load: int) -> int:
-    """Minibatches in flight at a stage with `load` workers of later stages for each of its own."""
-    return warm_up((1, load), 0)
-
-
 @dataclass(frozen=True)
 class Keeping:
-    """What decides, beside the model, how much a worker holds."""
+    """What decides, beside the model, how much a worker holds.
+
+    `microbatches` make one update where the schedule makes one for several minibatches.
+    """
 
     schedule: ScheduleName = "weight-stashing"
     optimizer: OptimizerName = "sgd"
+    microbatches: int = MICROBATCHES
+
+    def policy(self, replicas: Sequence[int]) -> Policy:
+        return policy(self.schedule, replicas, self.microbatches)
+
+    def peak(self, load: int) -> Peak:
+        """What is in flight at a stage with `load` workers of later stages for each of its own, as
+        far as that says: gpipe has less in flight on each of several replicas, and vertical sync
+        more versions in all stages but the first.
+        """
+        return self.policy((1, load)).peak(0)
 
 
 @dataclass(frozen=True)
@@ -77,23 +87,22 @@ class StageMemory:
         found = [self.cuts.sum(np.where(moment == m, values, 0.0)) for m in range(max(moment) + 1)]
         return np.array(found)
 
-    def total(self, start: int, ends: States, minibatches: int, recompute: bool) -> Floats:
-        """Bytes of the stages from `start` to each of `ends`, with `minibatches` in flight."""
+    def total(self, start: int, ends: States, peak: Peak, recompute: bool) -> Floats:
+        """Bytes of the stages from `start` to each of `ends`, with `peak` in flight."""
         if self._last[0] != start:  # a search asks many times in a row
             self._last = start, self._passing(start, slice(None)).max(axis=0)
-        steady = self._steady(start, ends, minibatches, recompute)
+        steady = self._steady(start, ends, peak, recompute)
         return np.asarray(sum(steady.values())) + self._last[1][ends]
 
-    def of(self, start: int, ends: States, minibatches: int, recompute: bool) -> Memory:
+    def of(self, start: int, ends: States, peak: Peak, recompute: bool) -> Memory:
         """Likewise, item by item.
 
-        With weight stashing each minibatch in flight may have a weight version of its own, and
-        gradients last from a backward pass to its update; with flush there is one version, and they
-        last for the round. Each minibatch in flight keeps what the stage has received for it, one
-        more is on its way, and so is a gradient; and it keeps what the nodes saved: with
-        `recompute` only while its backward pass lasts.
+        Gradients last from a backward pass to its update; with a schedule that makes one update for
+        several minibatches, for all of the round. Each minibatch in flight keeps what the stage has
+        received for it, one more is on its way, and so is a gradient; and it keeps what the nodes
+        saved: with `recompute` only while its backward pass lasts.
         """
-        held = self._steady(start, ends, minibatches, recompute)
+        held = self._steady(start, ends, peak, recompute)
         at = self._passing(start, ends).argmax(axis=0)[None]
         parts = self._parts(start, ends)
         saved, made, needed = (np.take_along_axis(part, at, axis=0)[0] for part in parts)
@@ -102,21 +111,18 @@ class StageMemory:
             gradients=made,
         )
 
-    def _steady(
-        self, start: int, ends: States, minibatches: int, recompute: bool
-    ) -> dict[str, Floats]:
+    def _steady(self, start: int, ends: States, peak: Peak, recompute: bool) -> dict[str, Floats]:
         """What does not change in the course of the backward pass."""
         parameters = self._made[-1, ends] - self._made[-1, start]
         saved = self._saved[-1, ends] - self._saved[-1, start]
         received = self.cuts.bytes_read(start)[ends] + self.cuts.bytes_given(start)[ends]
-        others = minibatches - 1
-        stashing = self.keeping.schedule == "weight-stashing"
+        others = peak.in_flight - 1
         return {
             "parameters": parameters,
-            "weight_versions": others * parameters if stashing else 0 * parameters,
+            "weight_versions": (peak.versions - 1) * parameters,
             "optimizer_state": STATES[self.keeping.optimizer] * parameters,
             "activations": 0 * saved if recompute else others * saved,
-            "inputs": (minibatches + 1) * received + self.cuts.bytes_across[ends],
+            "inputs": (peak.in_flight + 1) * received + self.cuts.bytes_across[ends],
             "workspace": 0 * saved,
         }
 
@@ -131,9 +137,8 @@ class StageMemory:
         saved = self._saved[:, ends] - self._saved[:, start, None]
         made = self._made[:, ends] - self._made[:, start, None]
         all_made = made[-1:]
-        made = (
-            all_made - made if self.keeping.schedule == "weight-stashing" else 0 * made + all_made
-        )
+        all_the_time = self.keeping.policy((1,)).same_everywhere
+        made = 0 * made + all_made if all_the_time else all_made - made
         busy = self._count[:, ends] > self._count[:, start, None]
         needed = np.where(busy, self._needs[:, None], 0.0)
         return (

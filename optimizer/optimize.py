@@ -19,14 +19,14 @@ from pipedream.graph.plan import (
     Recompute,
     Stage,
 )
-from pipedream.graph.schedule_name import ScheduleName
+from pipedream.graph.schedule_name import MICROBATCHES, ScheduleName
 from pipedream.optimizer.antichain import AntichainDag
 from pipedream.optimizer.bound import bound_over_bins, lower_bound
 from pipedream.optimizer.cluster_operators import layer_cuts
 from pipedream.optimizer.cost import CostModel
 from pipedream.optimizer.cuts import Cuts
 from pipedream.optimizer.elimination import Question, survivors
-from pipedream.optimizer.fitting import Load, fit, loads, nothing_fits
+from pipedream.optimizer.fitting import Load, fit, loads, nothing_fits, too_many_versions
 from pipedream.optimizer.frontier import Bins, bins_of
 from pipedream.optimizer.hierarchy import TIE, Rules, Search, Solution, affordable
 from pipedream.optimizer.kinds import Kinds
@@ -39,6 +39,7 @@ from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.prefixes import in_order, lightest, likely_cuts, orders, prefixes
 from pipedream.optimizer.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
+from pipedream.runtime.policy import Peak
 
 # Cuts for a first plan, and for one where there are too many to try them all.
 _FEW, _MANY, _STEPS = 200, 3_000, 1e9
@@ -59,6 +60,8 @@ class Request:
     """What is to be planned. `memory`: bytes on each device, None for as much as it takes.
 
     `latency`: the batch that is to be through soonest; None to have the most minibatches through.
+    `microbatches` make one update where the schedule makes one for several; None for the batch of
+    `latency`, or else the default.
     `footprints` of the graph's nodes; without them they are taken to keep their outputs.
     """
 
@@ -72,6 +75,13 @@ class Request:
     optimizer: OptimizerName = "sgd"
     recompute: Recompute = "auto"
     footprints: Mapping[str, Footprint] | None = None
+    microbatches: int | None = None
+
+    @property
+    def keeping(self) -> Keeping:
+        batch = self.latency and self.latency.microbatches
+        microbatches = self.microbatches or batch or MICROBATCHES
+        return Keeping(self.schedule, self.optimizer, microbatches)
 
     @property
     def kinds(self) -> Kinds:
@@ -153,6 +163,7 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
             if found.best:
                 return _best_of_all(cuts, request, found)
     held, solution, _ = found
+    _check_versions(held, request, solution)
     cluster, model, straight = request.cluster, request.model, request.rules.straight
     simple = lower_bound(graph, cluster, model, straight)
     over_bins = bound_over_bins(bins.merged(many), cluster, model, straight, solution.cost)
@@ -169,7 +180,13 @@ class _Found(NamedTuple):
 
 def _best_of_all(cuts: Cuts, request: Request, found: _Found) -> Outcome:
     held, solution, _ = found
+    _check_versions(held, request, solution)
     return replace(_outcome(held, request, solution, solution.cost, exact=True), cuts=len(cuts))
+
+
+def _check_versions(held: StageMemory, request: Request, solution: Solution) -> None:
+    if not _fits(held, request, request.kinds, solution):
+        raise too_many_versions(held, request, solution)
 
 
 def _among_all(cuts: Cuts, request: Request, limit: int) -> _Found | None:
@@ -225,7 +242,7 @@ def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
 
 
 def _held(cuts: Cuts, request: Request) -> StageMemory:
-    return StageMemory(cuts, Keeping(request.schedule, request.optimizer))
+    return StageMemory(cuts, request.keeping)
 
 
 def _optimize_latency(
@@ -361,12 +378,13 @@ def _outcome(
         for stage, load in zip(solution.stages, found, strict=True)
     ]
     figures = tuple(
-        StageFigures(seconds, what, load.in_flight)
+        StageFigures(seconds, what, load.peak.in_flight)
         for (seconds, what), load in zip(times, found, strict=True)
     )
     seconds = max(stage.seconds for stage in figures)
     predicted = Predicted(
         cost_model=request.model.name,
+        microbatches=_microbatches(request, [stage.replicas for stage in solution.stages]),
         seconds_per_minibatch=seconds,
         lower_bound_seconds=min(bound, seconds),
         one_worker_seconds=float(cuts.graph.compute_seconds.sum()) / kinds.fastest,
@@ -382,11 +400,27 @@ def _outcome(
         stages=_stages(cuts, request, solution, found),
         predicted=predicted,
     )
-    whole = held.total(0, slice(len(cuts) - 1, None), 1, recompute=False)
+    whole = held.total(0, slice(len(cuts) - 1, None), Peak(1, 1), recompute=False)
     memory = kinds.least if kinds.limited else None
     return Outcome(
         plan, figures, len(cuts), exact, float(whole[0]), memory, bool(request.footprints)
     )
+
+
+def _microbatches(request: Request, replicas: Sequence[int]) -> int | None:
+    """How many make one update, where the schedule makes one for several."""
+    keeping = request.keeping
+    policy = keeping.policy(replicas)
+    if not policy.same_everywhere:
+        return None
+    least = policy.least_microbatches
+    if request.microbatches is not None and request.microbatches < least:
+        raise UserError(
+            f"--microbatches {request.microbatches}: with --schedule {request.schedule} the best"
+            f" plan, of stages with {', '.join(map(str, replicas))} workers, has {least} in flight:"
+            f" give at least --microbatches {least}"
+        )
+    return max(keeping.microbatches, least)
 
 
 def _stages(

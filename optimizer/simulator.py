@@ -15,14 +15,13 @@ from math import ceil, lcm
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, Simulated
+from pipedream.graph.schedule_name import MICROBATCHES, ScheduleName
 from pipedream.graph.timeline import Event
 from pipedream.optimizer.long_rounds import lengthened, rounds_to_play
 from pipedream.optimizer.network import Network
 from pipedream.optimizer.workload import Workload
-from pipedream.runtime.schedule import Action, Kind, Schedule, Worker, schedule
-
-MICROBATCHES = 4
-"""Minibatches of one flush where the plan does not say: the run config's default."""
+from pipedream.runtime.policy import policy
+from pipedream.runtime.schedule import Action, Kind, Schedule, Versions, Worker, schedule
 
 UPDATE_RATE = 5e10
 """Bytes of parameters a device updates in a second where nobody has measured it: an optimizer with
@@ -68,11 +67,12 @@ def simulate_plan(
 ) -> Simulation | None:
     """Simulates `plan` with the times of `graph`; None where that takes more than `most_moves`.
 
-    With flush, on as many microbatches as the plan was made for: where these are very many, as
-    `long_rounds` has it.
+    Rounds have as many microbatches as the plan was made for: where those of flush are very many,
+    as `long_rounds` has it.
     """
     microbatches = plan.predicted.microbatches or MICROBATCHES
-    workload = Workload.of(plan, graph, update_rate)
+    rules = policy(plan.schedule, plan.replicas, microbatches)
+    workload = Workload.of(plan, rules, graph, update_rate)
     ranks = [stage.ranks for stage in plan.stages]
     links = tuple(workload.forward_bytes)
     span = Span.of(plan.schedule, plan.replicas, microbatches)
@@ -102,17 +102,19 @@ class Span:
     last: int
 
     @staticmethod
-    def of(name: str, replicas: Sequence[int], microbatches: int) -> Span:
+    def of(name: ScheduleName, replicas: Sequence[int], microbatches: int) -> Span:
         """Long enough to fill the pipeline twice, then run twice as long, then drain.
 
-        With flush every round fills and drains. The steady state holds whole turns of all replicas
-        together, so that each gets its share, unless a turn is much longer than the pipeline.
+        With flush and gpipe every round fills and drains. The steady state holds whole turns of all
+        replicas together, so that each gets its share, unless a turn is much longer than the
+        pipeline; and whole rounds.
         """
         workers = sum(replicas)
         turn = lcm(*replicas)
         turn = turn if turn <= 4 * workers else max(replicas)
-        if name == "flush":
+        if policy(name, replicas).same_everywhere:
             turn = lcm(microbatches, turn)
+        if name in ("flush", "gpipe"):
             return Span(3 * turn, turn, 3 * turn)
         fill = turn * ceil(workers / turn)
         return Span(5 * fill, 2 * fill, 4 * fill)
@@ -152,14 +154,12 @@ def _speed(cluster: Cluster, rank: int) -> float:
 
 @dataclass
 class _State:
-    """Where one worker stands; `in_flight`: the weight version of each minibatch; `gradients`:
-    whether it holds any that no update has used.
-    """
+    """Where one worker stands; `gradients`: whether it holds any that no update has used."""
 
     actions: Sequence[Action]
+    versions: Versions
     position: int = 0
-    version: int = 0
-    in_flight: dict[int, int] = field(default_factory=dict)
+    in_flight: int = 0
     gradients: bool = False
     events: list[Event] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
@@ -186,7 +186,10 @@ class _Run:
             worker: workload.stages[worker[0]].at(_speed(cluster, self.rank(worker)))
             for worker in made.workers
         }
-        self.states = {worker: _State(made.actions(worker)) for worker in made.workers}
+        self.states: dict[Worker, _State] = {}
+        for worker in made.workers:
+            actions = made.actions(worker)
+            self.states[worker] = _State(actions, Versions(actions))
         self.turns: list[tuple[float, Worker]] = [(0.0, worker) for worker in self.states]
         self.arrivals: dict[tuple[Worker, Worker, Kind, int], float] = {}
         self.waiting: dict[tuple[Worker, Worker, Kind, int], float] = {}
@@ -240,8 +243,7 @@ class _Run:
         return state.actions[state.position]
 
     def _forward(self, now: float, worker: Worker) -> None:
-        action, state = self._action(worker), self.states[worker]
-        state.in_flight[action.minibatch] = action.version
+        self.states[worker].in_flight += 1
         self._hold(worker, now)
         self._done(worker, now, now + self.works[worker].forward_seconds)
 
@@ -249,7 +251,8 @@ class _Run:
         action, state = self._action(worker), self.states[worker]
         end = now + self.works[worker].backward_seconds
         self._hold(worker, now, backward=True)
-        del state.in_flight[action.minibatch]
+        state.in_flight -= 1
+        state.versions.gone_backward(action.version)
         state.gradients = True
         self._hold(worker, end)
         self.passes_over[action.minibatch] = max(self.passes_over[action.minibatch], end)
@@ -257,7 +260,7 @@ class _Run:
 
     def _update(self, now: float, worker: Worker) -> None:
         state, end = self.states[worker], now + self.works[worker].update_seconds
-        state.version += 1
+        state.versions.updated()
         self._hold(worker, now)
         state.gradients = False
         self._hold(worker, end)
@@ -303,8 +306,8 @@ class _Run:
     def _hold(self, worker: Worker, now: float, backward: bool = False) -> None:
         """Writes down what `worker` holds from now on; `backward`: in a backward pass."""
         state, held = self.states[worker], self.works[worker].held
-        older = len({state.version, *state.in_flight.values()}) - 1
-        amount = held.always + older * held.version + len(state.in_flight) * held.minibatch
+        older = len(state.versions.alive) - 1
+        amount = held.always + older * held.version + state.in_flight * held.minibatch
         if backward:
             amount += held.backward
         elif state.gradients:

@@ -17,8 +17,9 @@ from pipedream.graph.plan import Recompute
 from pipedream.optimizer.cost import CostModel, Level, Terms, Work, overhead
 from pipedream.optimizer.cuts import Cuts, States
 from pipedream.optimizer.kinds import Grade
-from pipedream.optimizer.memory import StageMemory, in_flight
+from pipedream.optimizer.memory import StageMemory
 from pipedream.optimizer.planning import Floats, Ints
+from pipedream.runtime.policy import Peak
 
 Bools: TypeAlias = NDArray[np.bool_]
 
@@ -60,7 +61,7 @@ class MemoryLimit:
     """What each device has, what is held there, and whether a forward pass may be done again.
 
     `recompute`: never; in stages that would not fit otherwise; in all stages but the last, whose
-    backward pass follows its forward pass at once.
+    backward pass follows its forward pass at once, but with gpipe.
     """
 
     bytes: float
@@ -71,17 +72,20 @@ class MemoryLimit:
         """With the memory that devices of this grade have."""
         return replace(self, bytes=grade.memory)
 
-    def fits(self, start: int, ends: States, minibatches: int, recompute: bool) -> Bools:
-        return self.held.total(start, ends, minibatches, recompute) <= self.bytes
+    def fits(self, start: int, ends: States, peak: Peak, recompute: bool) -> Bools:
+        return self.held.total(start, ends, peak, recompute) <= self.bytes
 
-    def choose(self, start: int, ends: States, minibatches: int) -> tuple[Bools, Bools]:
-        """For each stage whether it fits at all, and whether with recomputation."""
-        again = minibatches > 1 and self.recompute != "never"
+    def choose(self, start: int, ends: States, peak: Peak, last: bool) -> tuple[Bools, Bools]:
+        """For each stage whether it fits at all, and whether with recomputation.
+
+        `last`: it ends the pipeline.
+        """
+        again = not last and self.recompute != "never"
         plain = not (again and self.recompute == "always")
-        fits = self.fits(start, ends, minibatches, recompute=not plain)
+        fits = self.fits(start, ends, peak, recompute=not plain)
         if not (again and plain) or fits.all():
             return fits, np.full_like(fits, not plain)
-        return fits | self.fits(start, ends, minibatches, recompute=True), ~fits
+        return fits | self.fits(start, ends, peak, recompute=True), ~fits
 
 
 class Replication:
@@ -117,7 +121,8 @@ class Replication:
         if self.working:
             seconds[self.cuts.working[ends] == self.cuts.working[start]] = np.inf
         if self.limit is not None:
-            fits, again = self.limit.choose(start, ends, in_flight(load))
+            peak = self.limit.held.keeping.peak(load)
+            fits, again = self.limit.choose(start, ends, peak, last=not load)
             forward = self.cuts.forward_seconds
             seconds = seconds + np.where(again, forward[ends] - forward[start], 0.0)
             seconds[~fits] = np.inf
@@ -163,9 +168,8 @@ class LeastMemory:
         return graded
 
     def on_device(self, start: int, ends: States, load: int) -> Floats:
-        minibatches = in_flight(load)
-        again = self.recompute and minibatches > 1
-        needed = self.held.total(start, ends, minibatches, again)
+        again = self.recompute and load > 0
+        needed = self.held.total(start, ends, self.held.keeping.peak(load), again)
         return needed if self.memory == self.like else needed * (self.like / self.memory)
 
     def replicated(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, StageMemory
-from pipedream.runtime.policy import warm_up
+from pipedream.runtime.policy import Peak, Policy
 from pipedream.runtime.schedule import Link
 
 
@@ -25,8 +25,8 @@ class Held:
     gradients: float = 0.0
 
     @staticmethod
-    def of(memory: StageMemory | None, in_flight: int, recompute: bool) -> Held:
-        """What makes up `memory`, that of the fullest moment with so many minibatches in flight.
+    def of(memory: StageMemory | None, peak: Peak, recompute: bool) -> Held:
+        """What makes up `memory`, that of the fullest moment with `peak` in flight.
 
         Nothing where the planner has not said.
         """
@@ -35,8 +35,8 @@ class Held:
         passing = memory.workspace + memory.gradients
         return Held(
             always=memory.parameters + memory.optimizer_state,
-            version=memory.weight_versions / max(1, in_flight - 1),
-            minibatch=(memory.inputs + (0.0 if recompute else memory.activations)) / in_flight,
+            version=memory.weight_versions / max(1, peak.versions - 1),
+            minibatch=(memory.inputs + (0.0 if recompute else memory.activations)) / peak.in_flight,
             backward=passing + (memory.activations if recompute else 0.0),
             gradients=memory.parameters,
         )
@@ -75,8 +75,8 @@ class Workload:
     backward_bytes: Mapping[Link, float]
 
     @staticmethod
-    def of(plan: Plan, graph: Graph, update_rate: float) -> Workload:
-        """The work of `plan` with the times and sizes of `graph`.
+    def of(plan: Plan, policy: Policy, graph: Graph, update_rate: float) -> Workload:
+        """The work of `plan` with the times and sizes of `graph`; `policy` is its schedule's.
 
         `update_rate`: bytes of parameters that the optimizer takes through a step in a second. A
         tensor goes once to each stage that reads it. Inputs of the model are read by each stage for
@@ -105,7 +105,7 @@ class Workload:
                 + (forward_seconds if stage.recompute else 0.0),
                 update_seconds=parameters / update_rate,
                 parameter_bytes=parameters,
-                held=Held.of(stage.memory, warm_up(plan.replicas, stage.stage), stage.recompute),
+                held=Held.of(stage.memory, policy.peak(stage.stage), stage.recompute),
             )
             stages.append(work)
         return Workload(tuple(stages), dict(forward), dict(backward))

@@ -8,18 +8,19 @@ depends on what others have done before, never on how fast.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipedream.runtime.policy import Peak
 from pipedream.runtime.schedule import (
     Action,
     Kind,
     Pipeline,
     Schedule,
+    Versions,
     Worker,
     show_worker,
-    uses,
 )
 
 _WINDOW = 4
@@ -27,16 +28,6 @@ _WINDOW = 4
 
 class UnsoundError(Exception):
     """What is wrong with a schedule, and what every worker was about to do."""
-
-
-@dataclass
-class Peak:
-    """The most a worker held at once: minibatches in flight, and versions of its weights (the
-    newest, and those that minibatches still run on).
-    """
-
-    in_flight: int = 0
-    versions: int = 1
 
 
 def check(schedule: Schedule) -> dict[Worker, Peak]:
@@ -53,28 +44,24 @@ def check_actions(
     assert set(actions) == set(pipeline.workers)
     replay = _Replay(pipeline, actions)
     replay.run()
-    return {worker: state.peak for worker, state in replay.states.items()}
+    return {worker: Peak(*state.peak) for worker, state in replay.states.items()}
 
 
 @dataclass
 class _State:
-    """Where one worker stands.
-
-    `left`: how many minibatches have yet to go backward on each version, those still to be made
-    among them; `alive`: the versions there are; `received`: messages not yet used.
+    """Where one worker stands; `received`: the messages not yet used, `peak`: the most minibatches
+    in flight, and versions.
     """
 
     actions: Sequence[Action]
-    left: Counter[int]
+    versions: Versions
     position: int = 0
-    version: int = 0
-    alive: set[int] = field(default_factory=lambda: {0})
     in_flight: dict[int, int] = field(default_factory=dict)
     forward: set[int] = field(default_factory=set)
     backward: set[int] = field(default_factory=set)
     received: set[tuple[Kind, int, int]] = field(default_factory=set)
     reduced: Action | None = None
-    peak: Peak = field(default_factory=Peak)
+    peak: list[int] = field(default_factory=lambda: [0, 1])
 
     @property
     def next(self) -> Action | None:
@@ -91,10 +78,9 @@ class _Replay:
         self.links = frozenset(pipeline.links)
         self.sources = [pipeline.sources(stage) for stage in stages]
         self.targets = [pipeline.targets(stage) for stage in stages]
-        self.in_flight = [policy.in_flight(stage) for stage in stages]
-        self.versions = [policy.versions(stage) for stage in stages]
+        self.bounds = [policy.peak(stage) for stage in stages]
         self.states = {
-            worker: _State(actions[worker], uses(actions[worker])) for worker in pipeline.workers
+            worker: _State(listed, Versions(listed)) for worker, listed in actions.items()
         }
         # The version on which each minibatch enters the pipeline.
         self.entered = {
@@ -152,18 +138,16 @@ class _Replay:
         if minibatch in state.forward:
             raise self._unsound(worker, "forward twice")
         entered = self.entered.get(minibatch, 0)
-        expected = self.policy.version(stage, minibatch, state.version, entered)
+        newest = state.versions.newest
+        expected = self.policy.version(stage, minibatch, newest, entered)
         if version != expected:
             raise self._unsound(worker, f"{pipeline.name} wants version {expected}")
-        if version > state.version:
-            raise self._unsound(worker, f"{state.version} updates stand before it")
+        if version > newest:
+            raise self._unsound(worker, f"{newest} updates stand before it")
         self._take(worker, state, Kind.RECV_ACTIVATION, self.sources[stage], minibatch)
         state.forward.add(minibatch)
         state.in_flight[minibatch] = version
-        if len(state.in_flight) > state.peak.in_flight:
-            state.peak.in_flight = len(state.in_flight)
-            if state.peak.in_flight > self.in_flight[stage]:
-                raise self._unsound(worker, f"more than {self.in_flight[stage]} in flight")
+        self._keep_within(worker, state)
         return True
 
     def _backward(self, worker: Worker, state: _State, action: Action) -> bool:
@@ -173,14 +157,24 @@ class _Replay:
             raise self._unsound(worker, "backward without a forward")
         if action.version != version:
             raise self._unsound(worker, f"forward ran on version {version}")
-        if minibatch // self.policy.round_size(stage) != state.version:
+        if minibatch // self.policy.round_size(stage) != state.versions.newest:
             raise self._unsound(worker, "its round is over, or not yet begun")
         self._take(worker, state, Kind.RECV_GRADIENT, self.targets[stage], minibatch)
         state.backward.add(minibatch)
-        state.left[version] -= 1
-        if not state.left[version] and version != state.version:
-            state.alive.remove(version)
+        state.versions.gone_backward(version)
         return True
+
+    def _keep_within(self, worker: Worker, state: _State) -> None:
+        """Takes note of what the worker holds, after an action that made it more."""
+        bound = self.bounds[worker[0]]
+        peak = state.peak[:] = (
+            max(state.peak[0], len(state.in_flight)),
+            max(state.peak[1], len(state.versions.alive)),
+        )
+        if peak[0] > bound.in_flight:
+            raise self._unsound(worker, f"more than {bound.in_flight} in flight")
+        if peak[1] > bound.versions:
+            raise self._unsound(worker, f"more than {bound.versions} versions alive")
 
     def _take(
         self, worker: Worker, state: _State, kind: Kind, stages: Sequence[int], minibatch: int
@@ -251,25 +245,19 @@ class _Replay:
         reduced = action._replace(kind=Kind.ALL_REDUCE)
         if self.pipeline.reduces(worker[0]) and state.reduced != reduced:
             raise self._unsound(worker, "update before its all-reduce")
-        if not state.left[state.version]:
-            state.alive.remove(state.version)
-        state.version += 1
-        state.alive.add(state.version)
-        if len(state.alive) > state.peak.versions:
-            state.peak.versions = len(state.alive)
-            limit = self.versions[worker[0]]
-            if state.peak.versions > limit:
-                raise self._unsound(worker, f"more than {limit} versions alive")
+        state.versions.updated()
+        self._keep_within(worker, state)
         return True
 
     def _check_round(self, worker: Worker, state: _State, action: Action) -> None:
         """Whether `action` closes the current round, and this worker has done its part of it."""
         stage, replica = worker
-        first = state.version * self.policy.round_size(stage)
-        size = self.pipeline.in_round(stage, state.version)
-        if (action.minibatch, action.divisor, action.version) != (first, size, state.version + 1):
-            expected = (first, size, state.version + 1)
-            found = (action.minibatch, action.divisor, action.version)
+        newest = state.versions.newest
+        first = newest * self.policy.round_size(stage)
+        size = self.pipeline.in_round(stage, newest)
+        expected = (first, size, newest + 1)
+        found = (action.minibatch, action.divisor, action.version)
+        if found != expected:
             raise self._unsound(worker, f"expected {expected}, found {found}")
         step = self.pipeline.replicas[stage]
         for minibatch in range(first + (replica - first) % step, first + size, step):
@@ -283,7 +271,7 @@ class _Replay:
             if done != own:
                 missing = ", ".join(f"{kind}{minibatch}" for minibatch in sorted(own - done))
                 raise self._unsound(worker, f"{missing} missing")
-        left = self.pipeline.in_round(stage, state.version)
+        left = self.pipeline.in_round(stage, state.versions.newest)
         if left:
             raise self._unsound(worker, f"no update for the last {left} minibatches")
         if state.received:

@@ -37,6 +37,12 @@ class Job:
     def policy(self) -> Policy:
         return policy(self.schedule, self.plan.replicas, self.config.microbatches)
 
+    @property
+    def as_planned(self) -> bool:
+        """Whether the schedule is the one that the plan's figures are of."""
+        planned = self.plan.predicted.microbatches
+        return self.schedule == self.plan.schedule and planned in (None, self.config.microbatches)
+
     def check_microbatches(self) -> None:
         """UserError where the schedule needs more of them than the run config has."""
         least, given = self.policy.least_microbatches, self.config.microbatches

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from pipedream.graph.schedule_name import ScheduleName
 
@@ -33,6 +33,15 @@ def warm_up(replicas: Sequence[int], stage: int) -> int:
     is PipeDream's NOAM, the number of optimal active minibatches (SOSP 2019, section 3.2).
     """
     return -(-sum(replicas[stage:]) // replicas[stage])
+
+
+class Peak(NamedTuple):
+    """The most a worker holds at once: minibatches between forward and backward, and versions of
+    its weights (the newest, and those on which a minibatch has yet to go backward).
+    """
+
+    in_flight: int
+    versions: int
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,10 @@ class Policy(ABC):
     def in_flight(self, stage: int) -> int:
         """How many minibatches a worker of `stage` has between forward and backward at most."""
         return warm_up(self.replicas, stage)
+
+    def peak(self, stage: int) -> Peak:
+        """What a worker of `stage` never holds more than."""
+        return Peak(self.in_flight(stage), self.versions(stage))
 
     def round_size(self, stage: int) -> int:
         """How many consecutive minibatches make one update of `stage`."""

@@ -265,8 +265,7 @@ class Rank:
 
     def _predicted_memory(self) -> float | None:
         """What the plan says that this rank needs; of another schedule it says nothing."""
-        plan = self.job.plan
-        held = plan.stages[self.stage].memory if self.job.schedule == plan.schedule else None
+        held = self.job.plan.stages[self.stage].memory if self.job.as_planned else None
         return None if held is None else held.total
 
     def _finish(self) -> None:
@@ -317,8 +316,7 @@ class Rank:
 
     def _simulated(self) -> float | None:
         """What the simulation of the plan says; of another schedule it says nothing."""
-        plan = self.job.plan
-        simulated = plan.predicted.simulated if self.job.schedule == plan.schedule else None
+        simulated = self.job.plan.predicted.simulated if self.job.as_planned else None
         return None if simulated is None else simulated.seconds_per_minibatch
 
     def _write_timeline(self, seen: list[list[tuple[str, float, float]]]) -> None:

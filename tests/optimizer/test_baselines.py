@@ -37,7 +37,7 @@ def stages(outcome):
 def test_equal_layers(request_on):
     outcome = equal_layers(request_on(3), 6)
     assert stages(outcome) == ["a b", "c d", "e f"]
-    assert outcome.plan.schedule == "flush"
+    assert outcome.plan.schedule == "gpipe"
     assert outcome.plan.predicted.latency_seconds == pytest.approx(5e-3 + 2e-3 + 2e-3 + 5 * 5e-3)
 
 

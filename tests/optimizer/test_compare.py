@@ -37,7 +37,7 @@ def test_six_plans_each_with_both_times(request_of, tmp_path):
     ]
     assert frame["fits"].all()
     assert frame["replicas"]["data parallelism"] == "3"
-    assert frame["schedule"]["GPipe, equal layers"] == "flush"
+    assert frame["schedule"]["GPipe, equal layers"] == "gpipe"
     times = frame["simulated_seconds_per_minibatch"]
     assert times["straight pipeline"] == pytest.approx(8e-3, rel=0.01)
     assert times["data parallelism"] == pytest.approx((13e-3 + 4 / 3 * 1e-3) / 3, rel=0.01)

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from pipedream.graph.footprint import Footprint
 from pipedream.graph.model import Graph, Node
+from pipedream.graph.schedule_name import SCHEDULES
 from pipedream.optimizer import memory
 from pipedream.optimizer.antichain import AntichainDag
 from pipedream.optimizer.cuts import Cuts
-from pipedream.optimizer.memory import Keeping, StageMemory, in_flight
+from pipedream.optimizer.memory import Keeping, StageMemory
 from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.stage_cost import MemoryLimit
+from pipedream.runtime.policy import Peak
 
 
 def cuts_of(graph, footprints=None):
@@ -28,14 +30,18 @@ def graph(make_graph):
 
 
 def items(held, start, end, minibatches, recompute=False):
-    found = held.of(start, slice(end, end + 1), minibatches, recompute)
-    total = held.total(start, slice(end, end + 1), minibatches, recompute)
+    peak = Peak(minibatches, held.keeping.peak(minibatches - 1).versions)
+    found = held.of(start, slice(end, end + 1), peak, recompute)
+    total = held.total(start, slice(end, end + 1), peak, recompute)
     assert found.total.tolist() == total.tolist()
     return {name: value.tolist()[0] for name, value in vars(found).items()}
 
 
 def test_workers_behind_a_worker_and_itself():
-    assert [in_flight(load) for load in range(3)] == [1, 2, 3]
+    assert [Keeping().peak(load) for load in range(3)] == [(1, 1), (2, 2), (3, 3)]
+    assert [Keeping("flush").peak(load) for load in range(3)] == [(1, 1), (2, 1), (3, 1)]
+    assert [Keeping("2bw").peak(load) for load in range(3)] == [(1, 2), (2, 2), (3, 2)]
+    assert [Keeping("gpipe", "sgd", 8).peak(load) for load in range(3)] == [(8, 1)] * 3
 
 
 def test_weight_stashing_keeps_a_version_for_each_minibatch(graph):
@@ -101,7 +107,7 @@ def chains():
 
 
 @settings(max_examples=50, deadline=None)
-@given(chain=chains(), schedule=st.sampled_from(["weight-stashing", "flush"]))
+@given(chain=chains(), schedule=st.sampled_from(SCHEDULES))
 def test_many_nodes_share_moments_and_little_is_lost(chain, schedule):
     nodes = {f"n{i}": Node(f"n{i}", "Layer", 1.0) for i in range(len(chain))}
     for (name, node), (saved, _, parameters) in zip(list(nodes.items()), chain, strict=True):
@@ -123,15 +129,15 @@ def test_many_nodes_share_moments_and_little_is_lost(chain, schedule):
     last = len(cuts) - 1
     for start in range(0, last, 5):
         ends = slice(start + 1, last + 1)
-        rough, fine = (held.total(start, ends, 2, False) for held in (exact, finest))
+        rough, fine = (held.total(start, ends, Peak(2, 2), False) for held in (exact, finest))
         assert np.all(np.abs(rough - fine) <= 0.1 * fine + 40)
 
 
 def test_the_choice_is_the_cheaper_one_that_fits(graph):
     held = StageMemory(cuts_of(graph), Keeping())
     ends = slice(1, 4)
-    plain = held.total(0, ends, 2, False)
-    again = held.total(0, ends, 2, True)
+    plain = held.total(0, ends, Peak(2, 2), False)
+    again = held.total(0, ends, Peak(2, 2), True)
     assert (again < plain).all()
     for allowed, some, expected in (
         ("auto", plain.max(), ([True] * 3, [False] * 3)),
@@ -139,7 +145,7 @@ def test_the_choice_is_the_cheaper_one_that_fits(graph):
         ("never", again[1], ((plain <= again[1]).tolist(), [False] * 3)),
         ("always", math.inf, ([True] * 3, [True] * 3)),
     ):
-        fits, recompute = MemoryLimit(some, held, allowed).choose(0, ends, 2)
+        fits, recompute = MemoryLimit(some, held, allowed).choose(0, ends, Peak(2, 2), last=False)
         assert (fits.tolist(), recompute.tolist()) == expected, allowed
-    fits, recompute = MemoryLimit(math.inf, held, "always").choose(0, ends, 1)
-    assert not recompute.any(), "with one minibatch in flight there is nothing to gain"
+    fits, recompute = MemoryLimit(math.inf, held, "always").choose(0, ends, Peak(1, 1), last=True)
+    assert not recompute.any(), "the backward pass follows at once"

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pipedream.graph.cluster import Cluster, DeviceKind
 from pipedream.graph.model import Graph, Node
+from pipedream.graph.schedule_name import SCHEDULES
 from pipedream.optimizer.cost import Paper
 from pipedream.optimizer.optimize import Request, given_plan
 from pipedream.optimizer.planning import PlanningGraph
@@ -151,7 +152,7 @@ works = st.builds(
 @given(
     st.lists(st.tuples(works, st.integers(1, 3)), min_size=1, max_size=4),
     st.floats(0, 50),
-    st.sampled_from(["weight-stashing", "flush"]),
+    st.sampled_from(SCHEDULES),
 )
 def test_any_pipeline(stages, message, name):
     """Every action once, in the schedule's order, none before the last; memory within the bound."""
@@ -194,7 +195,7 @@ def test_a_plans_memory_over_time_is_within_what_the_planner_says(data):
         graph,
         Cluster(machines=(sum(counts),), bandwidth=(1e3,)),
         Paper(),
-        schedule=data.draw(st.sampled_from(["weight-stashing", "flush"])),
+        schedule=data.draw(st.sampled_from(SCHEDULES)),
         optimizer=data.draw(st.sampled_from(["sgd", "adam"])),
         recompute=data.draw(st.sampled_from(["never", "always"])),
     )

@@ -139,24 +139,45 @@ class Serial:
 
     def _round(self, stage: int) -> int:
         """How many minibatches make one update of this stage."""
-        return self.microbatches if self.semantics == "flush" else self.replicas[stage]
+        by_replicas = self.semantics in ("weight-stashing", "vertical-sync")
+        return self.replicas[stage] if by_replicas else self.microbatches
 
     def _versions(self, minibatches: int) -> Callable[[int, int], int]:
         """(stage, minibatch) -> the version of the stage's weights that the minibatch runs on."""
-        stages = len(self.stages)
-        if self.semantics == "flush":
-            return lambda stage, minibatch: minibatch // self.microbatches
-        if set(self.replicas) == {1}:
-            # w(t+1) = w(t) - lr * grad f(w_1(t-n+1), ..., w_n(t))
-            return lambda stage, minibatch: max(0, minibatch - (stages - 1 - stage))
-        made = schedule("weight-stashing", self.replicas, self._links(), minibatches)
-        table = {
+        last, size = len(self.stages) - 1, self.microbatches
+        straight = set(self.replicas) == {1}
+        if self.semantics in ("flush", "gpipe"):
+            return lambda stage, minibatch: minibatch // size
+        if self.semantics == "2bw":
+            # W(t+1) = W(t) - lr * grad f(W(t-1)); there is no W(-1), so that W(0) is used twice
+            return lambda stage, minibatch: max(0, minibatch // size - 1)
+        if self.semantics == "weight-stashing":
+            if straight:
+                # w(t+1) = w(t) - lr * grad f(w_1(t-n+1), ..., w_n(t))
+                return lambda stage, minibatch: max(0, minibatch - (last - stage))
+            table = self._played(minibatches)
+            return lambda stage, minibatch: table[stage, minibatch]
+        assert self.semantics == "vertical-sync"
+        if straight:
+            # w(t+1) = w(t) - lr * grad f(w_1(t-n+1), ..., w_n(t-n+1))
+            return lambda stage, minibatch: max(0, minibatch - last)
+        table = self._played(minibatches)
+        return lambda stage, minibatch: self._as_old(stage, table[0, minibatch])
+
+    def _as_old(self, stage: int, version: int) -> int:
+        """The newest version of `stage` that knows nothing that `version` of stage 0 does not."""
+        known = version * self.replicas[0]
+        return max(v for v in range(known + 1) if v * self.replicas[stage] <= known)
+
+    def _played(self, minibatches: int) -> dict[tuple[int, int], int]:
+        """The versions in the order that stages of several replicas go by, which no formula has."""
+        made = schedule(self.semantics, self.replicas, self._links(), minibatches)
+        return {
             (action.stage, action.minibatch): action.version
             for worker in made.workers
             for action in made.actions(worker)
             if action.kind is Kind.FORWARD
         }
-        return lambda stage, minibatch: table[stage, minibatch]
 
     def _links(self) -> list[tuple[int, int]]:
         """Who reads what an earlier stage wrote."""

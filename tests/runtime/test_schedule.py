@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedream.runtime.checker import Peak, UnsoundError, check, check_actions
-from pipedream.runtime.policy import warm_up
+from pipedream.graph.schedule_name import SCHEDULES
+from pipedream.runtime.checker import UnsoundError, check, check_actions
+from pipedream.runtime.policy import Peak, VerticalSync, policy, warm_up
 from pipedream.runtime.schedule import (
     Action,
     Kind,
@@ -23,6 +24,8 @@ from pipedream.runtime.schedule import (
     parse_action,
     schedule,
 )
+
+PASSES = (Kind.FORWARD, Kind.BACKWARD)
 
 
 def chain(stages):
@@ -92,6 +95,44 @@ def test_flush_with_replicas_begins_a_round_when_all_are_done():
     """)
 
 
+def test_gpipe_goes_all_forward_and_then_back_in_reverse():
+    assert drawn("gpipe", (1, 1), 5, microbatches=3) == diagram("""
+        0  F0 F1 F2 .  .  B2 B1 B0 F3 F4 .  .  B4 B3
+        1  .  F0 F1 F2 B2 B1 B0 .  .  F3 F4 B4 B3
+    """)
+
+
+def test_2bw_never_empties():
+    """The weights are those of the round before: the first of them serve two rounds."""
+    made = schedule("2bw", (1, 1), chain(2), 7, 2)
+    assert drawn("2bw", (1, 1), 7, 2) == drawn("weight-stashing", (1, 1), 7)
+    for worker in made.workers:
+        versions = {a.minibatch: a.version for a in made.actions(worker) if a.kind in PASSES}
+        assert list(versions.values()) == [0, 0, 0, 0, 1, 1, 2]
+
+
+def test_2bw_with_few_microbatches_waits_for_its_versions():
+    assert drawn("2bw", (1, 1, 1), 4, 1) == diagram("""
+        0  F0 F1 .  .  .  B0 F2 B1 F3 .  .  B2 .  B3
+        1  .  F0 F1 .  B0 .  B1 F2 .  F3 B2 .  B3
+        2  .  .  F0 B0 F1 B1 .  .  F2 B2 F3 B3
+    """)
+
+
+def test_vertical_sync_runs_a_minibatch_on_weights_of_one_age():
+    """Version v of stage 0 knows 2 v minibatches, of stage 1 3 v and of stage 2 v."""
+    made = schedule("vertical-sync", (2, 3, 1), chain(3), 10)
+    assert drawn("vertical-sync", (2, 3, 1), 10) == drawn("weight-stashing", (2, 3, 1), 10)
+    versions = {}
+    for worker in made.workers:
+        for action in made.actions(worker):
+            if action.kind is Kind.FORWARD:
+                versions.setdefault(action.minibatch, {})[action.stage] = action.version
+    assert [tuple(versions[b][stage] for stage in range(3)) for b in range(10)] == (
+        6 * [(0, 0, 0)] + 2 * [(1, 0, 2)] + 2 * [(2, 1, 4)]
+    )
+
+
 def test_actions_around_the_passes():
     made = schedule("weight-stashing", (2, 1), chain(2), 3)
     assert " ".join(map(str, made.actions((0, 0)))) == (
@@ -116,8 +157,33 @@ def test_versions_of_a_chain_are_those_of_weight_stashing(stages):
     made = schedule("weight-stashing", (1,) * stages, chain(stages), 20)
     for stage in range(stages):
         for action in made.actions((stage, 0)):
-            if action.kind in (Kind.FORWARD, Kind.BACKWARD):
+            if action.kind in PASSES:
                 assert action.version == max(0, action.minibatch - (stages - 1 - stage))
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])
+def test_versions_of_a_chain_are_those_of_vertical_sync(stages):
+    """w(t+1) = w(t) - lr * grad f(w_1(t-n+1), ..., w_n(t-n+1))."""
+    made = schedule("vertical-sync", (1,) * stages, chain(stages), 20)
+    for worker in made.workers:
+        for action in made.actions(worker):
+            if action.kind in PASSES:
+                assert action.version == max(0, action.minibatch - (stages - 1))
+
+
+@pytest.mark.parametrize("replicas", [(1,), (1, 1), (1, 1, 1, 1), (4, 3, 1), (1, 3, 2)])
+@pytest.mark.parametrize("more", [0, 3])
+def test_2bw_runs_at_the_pace_of_weight_stashing(replicas, more):
+    """W(t+1) = W(t) - lr * grad f(W(t-1)); least_microbatches are enough never to wait."""
+    size = policy("2bw", replicas).least_microbatches + more
+    made = schedule("2bw", replicas, chain(len(replicas)), 4 * size + 1, size)
+    for worker in made.workers:
+        for action in made.actions(worker):
+            if action.kind in PASSES:
+                assert action.version == max(0, action.minibatch // size - 1)
+    stashed = schedule("weight-stashing", replicas, chain(len(replicas)), 4 * size + 1)
+    ends = [max(steps[-1].time for steps in m.steps.values()) for m in (made, stashed)]
+    assert ends[0] <= ends[1]
 
 
 def test_warm_up():
@@ -136,17 +202,55 @@ def test_what_workers_hold():
         (0, 0): Peak(in_flight=2, versions=1),
         (1, 0): Peak(in_flight=1, versions=1),
     }
+    assert check(schedule("gpipe", (2, 1), chain(2), 10, 5)) == {
+        (0, 0): Peak(in_flight=3, versions=1),
+        (0, 1): Peak(in_flight=3, versions=1),
+        (1, 0): Peak(in_flight=5, versions=1),
+    }
+    assert check(schedule("2bw", (1, 1, 1), chain(3), 12, 3)) == {
+        (0, 0): Peak(in_flight=3, versions=2),
+        (1, 0): Peak(in_flight=2, versions=2),
+        (2, 0): Peak(in_flight=1, versions=2),
+    }
+    assert check(schedule("vertical-sync", (1, 1, 1), chain(3), 9)) == {
+        (0, 0): Peak(in_flight=3, versions=3),
+        (1, 0): Peak(in_flight=2, versions=3),
+        (2, 0): Peak(in_flight=1, versions=3),
+    }
 
 
 # Soundness -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_sound_for_all_replica_counts(stages):
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+def test_sound_for_all_plans_of_six_stages(name, first):
+    """Of up to six stages with up to four replicas each: 5,460 plans. Long enough that the pipeline
+    fills and every replica has its turn in the steady state; the last round is not a whole one.
+    """
+    for stages in range(1, 7):
+        links = chain(stages)
+        for others in itertools.product(range(1, 5), repeat=stages - 1):
+            replicas = (first, *others)
+            fill = warm_up(replicas, 0) * first
+            check(schedule(name, replicas, links, fill + max(replicas) + 1, 4))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_sound_for_any_number_of_minibatches(name, stages):
     for replicas in itertools.product(range(1, 5), repeat=stages):
-        for minibatches in (0, 1, 3, 13):
-            check(schedule("weight-stashing", replicas, chain(stages), minibatches))
-            check(schedule("flush", replicas, chain(stages), minibatches, 4))
+        least = policy(name, replicas).least_microbatches
+        for minibatches, microbatches in ((0, 4), (1, 1), (3, 4), (13, 3), (3 * least + 2, least)):
+            check(schedule(name, replicas, chain(stages), minibatches, microbatches))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_sound_with_skips(name):
+    """Every stage sends to every later one, or to the last beside the next."""
+    for replicas in itertools.product(range(1, 4), repeat=4):
+        check(schedule(name, replicas, list(itertools.combinations(range(4), 2)), 19, 4))
+        check(schedule(name, replicas, [*chain(4), (0, 3), (1, 3)], 19, 4))
 
 
 @settings(max_examples=150, deadline=None)
@@ -156,17 +260,18 @@ def test_sound_with_any_links(data):
     replicas = data.draw(st.tuples(*[st.integers(1, 5)] * stages))
     pairs = list(itertools.combinations(range(stages), 2))
     links = data.draw(st.sets(st.sampled_from(pairs))) if pairs else set()
-    name = data.draw(st.sampled_from(["weight-stashing", "flush"]))
+    name = data.draw(st.sampled_from(SCHEDULES))
     check(
         schedule(name, replicas, links, data.draw(st.integers(0, 30)), data.draw(st.integers(1, 7)))
     )
 
 
+@pytest.mark.parametrize("name", ["flush", "gpipe", "2bw"])
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1, 3), (1, 2, 1, 2)])
-def test_sound_with_tied_stages(replicas):
+def test_sound_with_tied_stages(name, replicas):
     """Stages that share weights reduce together, even where each has one replica."""
     last = len(replicas) - 1
-    made = schedule("flush", replicas, chain(len(replicas)), 11, 4, tied=(0, last))
+    made = schedule(name, replicas, chain(len(replicas)), 11, 4, tied=(0, last))
     check(made)
     assert "0AR0/4@1" in map(str, made.actions((0, 0)))
     actions = {worker: made.actions(worker) for worker in made.workers}
@@ -278,7 +383,7 @@ def test_circular_waiting_is_a_deadlock():
     assert "worker 0 at 0RG0<1: deadlock" in broken("weight-stashing", (1, 1), swap)
 
 
-@pytest.mark.parametrize("name", ["weight-stashing", "flush"])
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 3), (2, 3, 1)])
 def test_every_dropped_or_doubled_action_is_noticed(name, replicas):
     made = schedule(name, replicas, chain(len(replicas)), 8, 4)
@@ -353,3 +458,9 @@ def test_more_in_flight_than_allowed_is_noticed():
     alone = schedule("weight-stashing", (1,), [], 8)
     with pytest.raises(UnsoundError, match="more than 1 in flight"):
         check_actions(alone, {(0, 0): deep})
+
+
+def test_more_versions_than_allowed_are_noticed(monkeypatch):
+    monkeypatch.setattr(VerticalSync, "versions", lambda policy, stage: 2)
+    with pytest.raises(UnsoundError, match="worker 2 at 2U1@2: more than 2 versions alive"):
+        check(schedule("vertical-sync", (1, 1, 1), chain(3), 8))
