@@ -185,7 +185,16 @@ WRONG = {
     "negative": (["--machines", "2", "--bandwidth", "-1GB"], "--bandwidth: '-1GB' is no amount"),
     "no bandwidth": (["--machines", "2"], "Missing option '--bandwidth'"),
     "model": ([*LEVELS, "--cost-model", "best"], "'--cost-model': 'best' is not one of"),
-    "schedule": ([*LEVELS, "--schedule", "gpipe"], "'--schedule': 'gpipe' is not one of"),
+    "schedule": ([*LEVELS, "--schedule", "zigzag"], "'--schedule': 'zigzag' is not one of"),
+    "microbatches": ([*LEVELS, "--microbatches", "4"], "--microbatches is of --objective latency"),
+    "few microbatches": (
+        [*LEVELS, "--schedule", "2bw", "--microbatches", "2"],
+        "--microbatches 2: with --schedule 2bw the best plan",
+    ),
+    "latency of another": (
+        [*LEVELS, "--objective", "latency", "--microbatches", "4", "--schedule", "2bw"],
+        "of the flush schedule, or gpipe: leave out --schedule 2bw",
+    ),
     "compression": ([*LEVELS, "--activation-compression", "0"], "0.0 is not in the range"),
     "memory": ([*LEVELS, "--memory", "lots"], "--memory: 'lots' is no amount of bytes"),
     "update rate": ([*LEVELS, "--update-rate", "0"], "--update-rate: '0' is no positive amount"),
