@@ -1,22 +1,25 @@
 """How long pd-optimize plans, whole processes, and how close to the best possible it comes.
 
-    python scripts/bench_planner.py -o runs/planner [--published FOLDER]
+    python scripts/bench_planner.py -o runs/planner [--published FOLDER] [--only PART ...]
 
 Transformers of 100 to 10,000 nodes, with the side branches of attention and residual connections,
-on 64 devices; then the largest on 8 to 4,096 devices, and on as many in one to four levels. With
-`--published`, the profiles FOLDER/profiles/NAME/graph.txt too, beside what FOLDER/expected.json has
-of the released optimizer. Prints tables, writes planner.csv and planner.png.
+on 64 devices (`nodes`); then the largest on 8 to 4,096 devices (`devices`), and one on 64 devices
+in one to four levels (`levels`). With `--published` the profiles FOLDER/profiles/NAME/graph.txt,
+too, under the paper's cost model (`paper`), and under the released one (`released`) beside what
+FOLDER/expected.json has of the released optimizer. Each part writes PART.csv; planner.png and
+tables.md, which docs/planner.md shows, are made of all parts that have been measured.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,23 +94,27 @@ def plan(graph: Path, machines: str, bandwidth: str, *options: str) -> dict[str,
     }
 
 
-def scaling(folder: Path) -> Iterator[dict[str, Any]]:
-    """Nodes, devices and levels, one grown at a time."""
-    cases = [("nodes", count, "8,8") for count in (100, 300, 1_000, 3_000, 10_000)]
-    cases += [("devices", 10_000, shape) for shape in ("8", "8,8", "8,8,8", "8,8,8,8")]
-    cases += [("levels", 3_000, shape) for shape in ("64", "8,8", "4,4,4", "2,4,4,2")]
-    for grows, count, machines in cases:
+SHAPES = ("4", "8", "16", "4,4")
+SCALING = {
+    "nodes": [(count, "8,8") for count in (100, 300, 1_000, 3_000, 10_000)],
+    "devices": [(10_000, shape) for shape in ("8", "8,8", "8,8,8", "8,8,8,8")],
+    "levels": [(3_000, shape) for shape in ("64", "8,8", "4,4,4", "2,4,4,2")],
+}
+MODELS = {"paper": (), "released": ("--activation-compression", "1")}
+
+
+def scaling(part: str, folder: Path) -> Iterator[dict[str, Any]]:
+    for count, machines in SCALING[part]:
         graph = folder / f"transformer{count}" / "graph.txt"
         graph.parent.mkdir(parents=True, exist_ok=True)
         graph.write_text(format_graph(transformer(count)), encoding="utf-8")
         bandwidth = ",".join(BANDWIDTH[: machines.count(",") + 1])
-        yield {"grows": grows, "nodes": count, **plan(graph, machines, bandwidth)}
+        yield {"nodes": count, **plan(graph, machines, bandwidth)}
 
 
-def published(reference: Path, folder: Path) -> Iterator[dict[str, Any]]:
-    """The published profiles, under the released cost model and the paper's."""
+def published(model: str, reference: Path, folder: Path) -> Iterator[dict[str, Any]]:
     cases = json.loads((reference / "expected.json").read_text())["cases"]
-    released = {
+    recorded = {
         (case["profile"], ",".join(map(str, case["machines"]))): case.get(
             "released_optimizer_wall_seconds"
         )
@@ -119,55 +126,99 @@ def published(reference: Path, folder: Path) -> Iterator[dict[str, Any]]:
         graph = folder / name / "graph.txt"
         graph.parent.mkdir(parents=True, exist_ok=True)
         graph.write_text(source.read_text(encoding="utf-8"), encoding="utf-8")
-        for machines in ("4", "8", "16", "4,4"):
+        for machines in SHAPES:
             bandwidth = "10GB,1GB" if "," in machines else "1GB"
-            for model in (("paper",), ("released", "--activation-compression", "1")):
-                figures = plan(graph, machines, bandwidth, "--cost-model", *model)
-                before = released.get((name, machines)) if model[0] == "released" else None
-                yield {
-                    "profile": name,
-                    "model": model[0],
-                    **figures,
-                    "released_optimizer_seconds": before,
-                }
+            found = plan(graph, machines, bandwidth, "--cost-model", model, *MODELS[model])
+            yield {"profile": name, **found, "recorded_seconds": recorded.get((name, machines))}
 
 
-def draw(table: pd.DataFrame, path: Path) -> None:
-    figure, panels = plt.subplots(1, 3, figsize=(13, 4), sharey=True)
-    for panel, (grows, rows) in zip(panels, table.groupby("grows", sort=False), strict=True):
-        across = rows["nodes"].astype(str) if grows == "nodes" else rows["machines"]
-        panel.plot(across, rows["process_seconds"], marker="o", color="#0072B2")
-        for place, seconds, gap in zip(across, rows["process_seconds"], rows["gap"], strict=True):
-            note = "best" if gap < 1e-9 else f"within {gap:.1%}"
-            panel.annotate(note, (place, seconds), xytext=(0, 7), textcoords="offset points")
-        fixed = "on 8,8" if grows == "nodes" else f"for {rows['nodes'].iloc[0]:,} nodes"
-        panel.set_title(f"{grows}, {fixed}")
-        panel.set_xlabel({"nodes": "nodes"}.get(str(grows), "machines of each level"))
-        panel.margins(x=0.15, y=0.2)
-        panel.grid(alpha=0.3)
+def quality(row: pd.Series) -> str:  # type: ignore[type-arg]
+    """How good the plan is, in a word or two; what is below a tenth of a percent is rounded up."""
+    if row["gap"] < 1e-6:
+        return "best"
+    return f"within {math.ceil(row['gap'] * 1000) / 10:.1f} %"
+
+
+def tables(parts: Mapping[str, pd.DataFrame]) -> Iterator[str]:
+    """Markdown: the scaling of each kind, then a line for each published profile."""
+    for part, table in parts.items():
+        if part in SCALING:
+            yield f"| nodes | machines | {part} grow: seconds | peak memory | plan |"
+            yield "|---:|---|---:|---:|---|"
+            for _, row in table.iterrows():
+                figures = f"{row['process_seconds']:.1f} | {row['peak_bytes'] / 1e6:.0f} MB"
+                yield f"| {row['nodes']:,} | {row['machines']} | {figures} | {quality(row)} |"
+        else:
+            yield f"| {part} | " + " | ".join(SHAPES) + " |"
+            yield "|---|" + "---|" * len(SHAPES)
+            for name, rows in table.groupby("profile"):
+                yield f"| {name} | " + " | ".join(cell(row) for _, row in rows.iterrows()) + " |"
+        yield ""
+
+
+def cell(row: pd.Series) -> str:  # type: ignore[type-arg]
+    recorded = row["recorded_seconds"]
+    before = f" (was {recorded:.1f} s)" if recorded == recorded else ""
+    return f"{row['process_seconds']:.1f} s, {quality(row)}{before}"
+
+
+def draw(parts: Mapping[str, pd.DataFrame], path: Path) -> None:
+    """Seconds as nodes, devices and levels grow, each with how good the plan is (PNG)."""
+    figure, panels = plt.subplots(1, 3, figsize=(12, 3.8), sharey=True, layout="constrained")
+    for panel, (part, table) in zip(panels, parts.items(), strict=True):
+        nodes, seconds = table["nodes"], table["process_seconds"]
+        across = [f"{count:,}" for count in nodes] if part == "nodes" else list(table["machines"])
+        panel.bar(across, seconds, width=0.6, color="#56B4E9")
+        for place, (_, row) in enumerate(table.iterrows()):
+            note = f"{row['process_seconds']:.1f} s\n{quality(row)}"
+            panel.annotate(
+                note,
+                (place, row["process_seconds"]),
+                xytext=(0, 4),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
+            )
+        fixed = "on 64 devices, 8,8" if part == "nodes" else f"for {nodes.iloc[0]:,} nodes"
+        panel.set_title(f"{part}, {fixed}", fontsize=11)
+        panel.set_xlabel("nodes" if part == "nodes" else "machines of each level")
+        panel.margins(y=0.25)
+        panel.spines[["top", "right"]].set_visible(False)
     panels[0].set_ylabel("seconds, whole process")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=100)
+
+
+def measure(part: str, output: Path, reference: Path | None) -> pd.DataFrame:
+    if part in SCALING:
+        rows = scaling(part, output)
+    else:
+        if reference is None:
+            raise click.UsageError(f"--only {part} needs --published FOLDER")
+        rows = published(part, reference, output)
+    table = pd.DataFrame(rows)
+    table.to_csv(output / f"{part}.csv", index=False)
+    return table
 
 
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), default="runs/planner")
 @click.option("--published", "reference", type=click.Path(path_type=Path, exists=True))
-def main(output: Path, reference: Path | None) -> None:
+@click.option("--only", multiple=True, type=click.Choice([*SCALING, *MODELS]), help="Parts.")
+def main(output: Path, reference: Path | None, only: tuple[str, ...]) -> None:
     """Times the planner."""
-    plan_once = output / "first"
-    plan_once.mkdir(parents=True, exist_ok=True)
-    (plan_once / "graph.txt").write_text(format_graph(transformer(3_000)), encoding="utf-8")
-    plan(plan_once / "graph.txt", "2,2", "1GB,1GB")  # compiles what is cached from then on
-    with pd.option_context("display.width", 200, "display.max_rows", None):
-        if reference is not None:
-            known = pd.DataFrame(published(reference, output))
-            known.to_csv(output / "published.csv", index=False)
-            print(known.to_string(index=False, float_format="{:.4g}".format))
-        table = pd.DataFrame(scaling(output))
-        table.to_csv(output / "planner.csv", index=False)
+    first = output / "first" / "graph.txt"
+    first.parent.mkdir(parents=True, exist_ok=True)
+    first.write_text(format_graph(transformer(3_000)), encoding="utf-8")
+    plan(first, "2,2", "1GB,1GB")  # compiles what is cached from then on
+    for part in only or (*SCALING, *(MODELS if reference else ())):
+        table = measure(part, output, reference)
         print(table.to_string(index=False, float_format="{:.4g}".format))
-    draw(table, output / "planner.png")
+    there = [part for part in (*SCALING, *MODELS) if (output / f"{part}.csv").exists()]
+    parts = {part: pd.read_csv(output / f"{part}.csv") for part in there}
+    (output / "tables.md").write_text("\n".join(tables(parts)), encoding="utf-8")
+    scaled = {part: table for part, table in parts.items() if part in SCALING}
+    if len(scaled) == len(SCALING):
+        draw(scaled, output / "planner.png")
 
 
 if __name__ == "__main__":
