@@ -39,6 +39,18 @@ class OptimizerConfig(_Part):
     args: dict[str, Any] = {"lr": 0.01}
 
 
+class SchedulerConfig(_Part):
+    """A class of torch.optim.lr_scheduler by name, and its keyword arguments.
+
+    It goes a step after every epoch or every update. An update of a stage of r replicas that learns
+    by itself (weight stashing, vertical sync) is r steps, so that all stages keep pace.
+    """
+
+    name: str
+    args: dict[str, Any] = {}
+    every: Literal["epoch", "update"] = "epoch"
+
+
 class RunConfig(_Part):
     """One training run.
 
@@ -46,6 +58,14 @@ class RunConfig(_Part):
     and 2bw `microbatches` of them make one update. `loss` is a function of torch.nn.functional by
     name, `package.module:function`, or `output` where the model returns its own loss.
     `data_workers` processes of each rank read its data; with none a thread does.
+
+    `accumulate`: with weight stashing and vertical sync a stage of r replicas makes one update of r
+    times as many minibatches. `clip_norm`: the most that the norm of the gradients may be, over all
+    stages or, where each learns by itself, over the stage. `autocast`: the type in which operators
+    compute for which torch deems it safe. `loss_scale`: what the loss is multiplied by so that
+    float16 gradients do not vanish; with float16 it is found by itself unless given. `nan`: what
+    happens when a gradient is no number: the run stops, or the update is left out. `compile`: the
+    torch.compile backend for each stage.
     """
 
     format: Literal["pipedream-run/1"]
@@ -53,8 +73,15 @@ class RunConfig(_Part):
     data: Factory
     loss: str = "cross_entropy"
     optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig | None = None
     batch_size: int = Field(ge=1, strict=True)
     microbatches: int = Field(default=MICROBATCHES, ge=1, strict=True)
+    accumulate: int = Field(default=1, ge=1, strict=True)
+    clip_norm: float | None = Field(default=None, gt=0)
+    autocast: Literal["bfloat16", "float16"] | None = None
+    loss_scale: float | None = Field(default=None, gt=0)
+    nan: Literal["stop", "skip"] = "stop"
+    compile: str | None = None
     data_workers: int = Field(default=0, ge=0, strict=True)
     epochs: int = Field(default=1, ge=1, strict=True)
     seed: int = Field(default=0, ge=0, lt=2**32, strict=True)

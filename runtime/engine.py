@@ -12,17 +12,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.func import functional_call
-from torch.optim import Optimizer
 
 from pipedream.graph.command import UserError
 from pipedream.graph.timeline import Event
 from pipedream.profiler.segment import Segment
 from pipedream.runtime.buckets import Buckets
+from pipedream.runtime.compute import Compute
 from pipedream.runtime.randomness import Dice
 from pipedream.runtime.recompute import Again
 from pipedream.runtime.schedule import Action, Kind, Worker, uses
 from pipedream.runtime.stage import Layout
+from pipedream.runtime.stepping import Stepping
 from pipedream.runtime.transport import Channel, Message, PeerLost, Transport
 from pipedream.runtime.weights import Version, Weights
 
@@ -93,13 +93,14 @@ class Engine:
     which has `outputs`, the names of the values that the model returns; `on_loss` hears of it, and
     `after` of every action done. `dice` give the pass of a minibatch its random numbers. With
     `recompute` the backward pass does the forward pass again: not in the last stage, whose backward
-    pass follows at once.
+    pass follows at once. `compute` runs the piece; `per_update` minibatches of a round count as one
+    update to the scheduler of the learning rate.
     """
 
     layout: Layout
     piece: Segment
     weights: Weights
-    optimizer: Optimizer
+    stepping: Stepping
     transport: Transport
     groups: Groups
     ranks: Sequence[Sequence[int]]
@@ -108,6 +109,8 @@ class Engine:
     on_loss: Callable[[int, torch.Tensor], None]
     after: Callable[[Action], None]
     dice: Dice
+    compute: Compute
+    per_update: int = 1
     recompute: bool = False
     events: list[Event] = field(default_factory=list)
 
@@ -186,14 +189,16 @@ class Engine:
         if self.recompute:
             passing.again = Again.before(self.piece, inputs)
         with _computing(action):
-            results = functional_call(self.piece.module, passing.version.tensors, inputs)
+            results = self.compute(passing.version.tensors, inputs)
         made = dict(zip(self.piece.outputs, results, strict=True))
         self._keep_ends(passing, made)
         if action.stage == len(self.ranks) - 1:
             known |= made
             outputs = [known[name] for name in self.outputs]
-            passing.loss = self.loss(outputs, self.data.target(action.minibatch))
-            self.on_loss(action.minibatch, passing.loss.detach())
+            loss = self.loss(outputs, self.data.target(action.minibatch))
+            self.on_loss(action.minibatch, loss.detach())
+            scale = self.stepping.scale.value
+            passing.loss = loss if scale == 1.0 else loss * scale
         passing.leaving = {name: _apart(made[name], passing.received) for name in self.sent}
         passing.received = {name: passing.received[name] for name in self.received_for_gradient}
 
@@ -229,7 +234,7 @@ class Engine:
         if passing.again is not None:
             self.dice.minibatch = action.minibatch
             with _computing(action):
-                results = passing.again.run(self.piece, version.tensors)
+                results = passing.again.run(self.compute, version.tensors)
             passing.again = None
             self._keep_ends(passing, dict(zip(self.piece.outputs, results, strict=True)))
             del results
@@ -317,7 +322,8 @@ class Engine:
         return Buckets(own, self.transport, self.groups.stage)
 
     def _update(self, action: Action) -> None:
-        self.weights.update(self.optimizer, action.divisor)
+        updates = -(-action.divisor // self.per_update)
+        self.weights.update(lambda: self.stepping.step(updates), action.divisor)
         assert self.weights.current.number == self.base + action.version
 
 

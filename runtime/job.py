@@ -35,7 +35,8 @@ class Job:
 
     @property
     def policy(self) -> Policy:
-        return policy(self.schedule, self.plan.replicas, self.config.microbatches)
+        config = self.config
+        return policy(self.schedule, self.plan.replicas, config.microbatches, config.accumulate)
 
     @property
     def as_planned(self) -> bool:

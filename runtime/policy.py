@@ -5,8 +5,8 @@ planner asks how much a worker holds. It is no more than this:
 
 | schedule | one update per | minibatch b of a stage runs on | backward passes |
 |---|---|---|---|
-| weight-stashing | r minibatches, one on each replica | the newest version | as they come |
-| vertical-sync | r minibatches | the version as old as the first stage's | as they come |
+| weight-stashing | k r minibatches, k on each replica | the newest version | as they come |
+| vertical-sync | k r minibatches | the version as old as the first stage's | as they come |
 | 2bw | m minibatches | the version before the newest of its round | as they come |
 | flush | m minibatches | its round's only version | as they come |
 | gpipe | m minibatches | its round's only version | last first, after all forward passes |
@@ -49,11 +49,12 @@ class Policy(ABC):
     """What one schedule says of stages of so many `replicas`.
 
     Versions of a stage count its updates from 0. `microbatches` is the m of the schedules that
-    make one update per m minibatches.
+    make one update per m minibatches, `accumulate` the k of the others.
     """
 
     replicas: tuple[int, ...]
     microbatches: int = 1
+    accumulate: int = 1
 
     in_turn: ClassVar[bool] = True
     """Backward passes as they come, oldest minibatch first; else a worker does all its forward
@@ -110,7 +111,7 @@ class WeightStashing(Policy):
         return self.in_flight(stage)
 
     def round_size(self, stage: int) -> int:
-        return self.replicas[stage]
+        return self.replicas[stage] * self.accumulate
 
 
 class VerticalSync(Policy):
@@ -130,16 +131,16 @@ class VerticalSync(Policy):
         return entered * self.replicas[0] // self.replicas[stage] if stage else newest
 
     def versions(self, stage: int) -> int:
-        """When minibatch b goes backward, the stage is at version floor(b / r), and b runs on
-        floor(v r_0 / r). Of the first stage's minibatches in flight the newest is at most
-        v r_0 + F r_0 - 1, with F in flight on each replica; v r_0 is a multiple of gcd(r_0, r).
+        """When minibatch b goes backward, the stage is at version floor(b / s), s = k r, and b runs
+        on floor(v s_0 / s). Of the first stage's minibatches in flight, F on each replica, the
+        newest is at most v s_0 + s_0 + F r_0 - r_0 - 1; v s_0 is a multiple of gcd(s_0, s).
         """
-        first, here = self.replicas[0], self.replicas[stage]
-        window = self.in_flight(0) * first
+        first, here = self.round_size(0), self.round_size(stage)
+        window = first + (self.in_flight(0) - 1) * self.replicas[0]
         return -((gcd(first, here) - window) // here) + 1
 
     def round_size(self, stage: int) -> int:
-        return self.replicas[stage]
+        return self.replicas[stage] * self.accumulate
 
 
 class DoubleBuffered(Policy):
@@ -198,6 +199,8 @@ _POLICIES: dict[ScheduleName, type[Policy]] = {
 }
 
 
-def policy(name: ScheduleName, replicas: Sequence[int], microbatches: int = 1) -> Policy:
+def policy(
+    name: ScheduleName, replicas: Sequence[int], microbatches: int = 1, accumulate: int = 1
+) -> Policy:
     """What the schedule of that name says."""
-    return _POLICIES[name](tuple(replicas), microbatches)
+    return _POLICIES[name](tuple(replicas), microbatches, accumulate)

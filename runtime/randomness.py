@@ -35,7 +35,9 @@ class Dice:
             torch.default_generator.manual_seed(number)
 
 
-class _Roll(nn.Module):
+class Roll(nn.Module):
+    """Stands before an operator that draws."""
+
     def __init__(self, dice: Dice, place: int) -> None:
         super().__init__()
         self.dice, self.place = dice, place
@@ -55,7 +57,7 @@ def seed_each(part: Segment, places: Mapping[str, int], dice: Dice) -> Segment:
         if isinstance(module, fx.GraphModule):
             for node in [node for node in module.graph.nodes if _draws(node)]:
                 place = places[_path(prefix, node)]
-                module.add_submodule(f"roll_{place}", _Roll(dice, place))
+                module.add_submodule(f"roll_{place}", Roll(dice, place))
                 with module.graph.inserting_before(node):
                     module.graph.call_module(f"roll_{place}")
             module.recompile()

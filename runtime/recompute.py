@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.func import functional_call
 
 from pipedream.profiler.segment import Segment
+from pipedream.runtime.compute import Compute
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,6 @@ class Again:
         buffers = {name: piece.module.get_buffer(name).clone() for name in piece.written_buffers}
         return Again(inputs, buffers)
 
-    def run(self, piece: Segment, tensors: Mapping[str, Tensor]) -> Any:
+    def run(self, compute: Compute, tensors: Mapping[str, Tensor]) -> Any:
         """What the forward pass gave on the parameters `tensors`, with its autograd graph."""
-        return functional_call(piece.module, {**tensors, **self.buffers}, self.inputs)
+        return compute({**tensors, **self.buffers}, self.inputs)

@@ -37,8 +37,9 @@ class Losses:
     A thread tells them, so that no pass waits for the store, or for a GPU to be done.
     """
 
-    def __init__(self, store: Store, epoch: int, minibatches: int) -> None:
+    def __init__(self, store: Store, epoch: int, minibatches: int, refuse_nan: bool = True) -> None:
         self.store, self.epoch, self.minibatches = store, epoch, minibatches
+        self.refuse_nan = refuse_nan
         self.next = 0
         self.failure: BaseException | None = None
         self.waiting: SimpleQueue[tuple[int, torch.Tensor] | None] = SimpleQueue()
@@ -68,10 +69,10 @@ class Losses:
 
     def _tell(self, minibatch: int, loss: torch.Tensor) -> None:
         value = loss.item()
-        if math.isnan(value):
+        if math.isnan(value) and self.refuse_nan:
             raise UserError(
                 f"the loss of minibatch {minibatch} in epoch {self.epoch} is nan: choose a smaller "
-                "learning rate, or look for nan in the data"
+                "learning rate, look for nan in the data, or write nan: skip"
             )
         self.store.set(self._key(minibatch), repr(value))
 

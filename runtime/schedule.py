@@ -176,10 +176,11 @@ class Pipeline:
     minibatches: int
     microbatches: int = 1
     tied: tuple[int, ...] = ()
+    accumulate: int = 1
 
     @cached_property
     def policy(self) -> Policy:
-        return policy(self.name, self.replicas, self.microbatches)
+        return policy(self.name, self.replicas, self.microbatches, self.accumulate)
 
     @property
     def workers(self) -> Iterator[Worker]:
@@ -243,12 +244,13 @@ def schedule(
     minibatches: int,
     microbatches: int = 1,
     tied: Collection[int] = (),
+    accumulate: int = 1,
 ) -> Schedule:
     """The schedule of one epoch, drained at its end; weight versions count from 0.
 
     `replicas` per stage; `links` are the pairs of stages that exchange tensors, adjacent or
     skipping. `weight-stashing` and `vertical-sync` update a stage of r replicas after every r
-    minibatches, and leave `microbatches` aside; the others update every stage after that many.
+    times `accumulate` minibatches, the others every stage after `microbatches`.
     `tied` are stages that share parameters with one another, which only those others can train.
     """
     stages = len(replicas)
@@ -258,7 +260,9 @@ def schedule(
     assert minibatches >= 0, minibatches
     assert microbatches > 0, microbatches
     ordered = tuple(sorted(set(links)))
-    made = Schedule(name, tuple(replicas), ordered, minibatches, microbatches, tuple(tied))
+    made = Schedule(
+        name, tuple(replicas), ordered, minibatches, microbatches, tuple(tied), accumulate
+    )
     assert not tied or made.policy.same_everywhere, "tied stages learn at the same minibatches"
     return made
 

@@ -19,6 +19,7 @@ from pipedream.profiler.capture import Captured, capture, rebuild
 from pipedream.profiler.freeze import freeze_constants
 from pipedream.profiler.source import load_config_model, load_data
 from pipedream.runtime import checkpoint
+from pipedream.runtime.compute import lowered, make_compute
 from pipedream.runtime.data import Epoch, Reader
 from pipedream.runtime.engine import Engine
 from pipedream.runtime.evaluate import evaluate
@@ -44,6 +45,7 @@ from pipedream.runtime.schedule import (
     schedule,
 )
 from pipedream.runtime.stage import Layout, layouts, links, source_text, tied
+from pipedream.runtime.stepping import Stepping
 from pipedream.runtime.timeline import write_trace
 from pipedream.runtime.transport import PeerLost, Transport
 from pipedream.runtime.weights import Weights
@@ -91,7 +93,8 @@ class Rank:
         example = self._epoch(0).batch(0)
         self.draws = not torch.equal(torch.get_rng_state(), before)
         self.kind = example.kind
-        return capture(model, example.inputs)
+        with lowered(job.config, torch.device("cpu")):
+            return capture(model, example.inputs)
 
     def _epoch(self, number: int) -> Epoch:
         return Epoch(self.data, self.job.config, number, self.device, self.kind, self.draws)
@@ -121,6 +124,7 @@ class Rank:
         buffers = self.piece.module.named_buffers()
         self.buffers = {name: buffer for name, buffer in buffers if name in self.persistent}
         self.optimizer = make_optimizer(job.config.optimizer, self.parameters)
+        self.compute = make_compute(self.piece, job.config, self.device)
         self.loss = load_loss(job.config.loss, job.directory)
 
     def run(self) -> None:
@@ -130,6 +134,7 @@ class Rank:
         self.transport = Transport(self.device, self.backend)
         first = self._resume() if job.resume else 0
         self.weights = Weights(self.parameters)
+        self.stepping = self._stepping()
         self.schedule = self._schedule()
         self.memory = PeakMemory(self.device, self._tensors())
         gc.freeze()  # what is there stays; to look through it again and again takes long
@@ -145,6 +150,23 @@ class Rank:
         gc.unfreeze()
         dist.destroy_process_group()
 
+    def _stepping(self) -> Stepping:
+        together = self.job.policy.same_everywhere
+        # What replicas hold in common, and tied stages, counts once.
+        first = {name: min(stages) == self.stage for name, stages in self.tied.items()}
+        counted = [name for name in self.parameters if first.get(name, True)]
+
+        def add_up(tensor: torch.Tensor) -> None:
+            self.transport.begin_sum(tensor, None).wait()
+
+        return Stepping(
+            self.optimizer,
+            self.parameters,
+            self.job.config,
+            add_up if together else None,
+            counted if self.replica == 0 or not together else (),
+        )
+
     def _schedule(self) -> Schedule:
         plan, config = self.job.plan, self.job.config
         return schedule(
@@ -154,6 +176,7 @@ class Rank:
             self.minibatches,
             config.microbatches,
             tied=sorted({stage for stages in self.tied.values() for stage in stages}),
+            accumulate=config.accumulate,
         )
 
     def _epochs(self, first: int) -> None:
@@ -164,7 +187,7 @@ class Rank:
 
     def _train_epoch(self, number: int, actions: Sequence[Action]) -> None:
         self.dice.epoch = number
-        losses = Losses(self.store, number, self.minibatches)
+        losses = Losses(self.store, number, self.minibatches, self.job.config.nan == "stop")
         ends: list[float] = []
 
         def after(action: Action) -> None:
@@ -175,15 +198,17 @@ class Rank:
             layout=self.layout,
             piece=self.piece,
             weights=self.weights,
-            optimizer=self.optimizer,
+            stepping=self.stepping,
             transport=self.transport,
             groups=self.groups,
             ranks=self.job.plan.process_ranks,
             outputs=self.outputs,
-            loss=lambda outputs, target: self.loss(rebuild(outputs, self.out_spec), target),
+            loss=self._loss,
             on_loss=losses.tell,
             after=after,
             dice=self.dice,
+            compute=self.compute,
+            per_update=self._per_update(),
             recompute=self.job.plan.stages[self.stage].recompute,
         )
         self.memory.begin()
@@ -194,9 +219,19 @@ class Rank:
             losses.end()
         self.times.append((time.perf_counter() - begin, ends))
         self.memory.end()
+        self.stepping.end_epoch()
         self.transport.barrier()
         if self.place.rank == 0:
             self.display.end_epoch(losses)
+
+    def _loss(self, outputs: Sequence[torch.Tensor], target: Any) -> torch.Tensor:
+        with lowered(self.job.config, self.device):
+            return self.loss(rebuild(outputs, self.out_spec), target)
+
+    def _per_update(self) -> int:
+        """Minibatches that count as one update: of a stage of one replica, if it is by itself."""
+        config = self.job.config
+        return config.microbatches if self.job.policy.same_everywhere else config.accumulate
 
     def _to_read(self, actions: Sequence[Action]) -> list[int]:
         """The minibatches whose inputs or targets this rank needs."""

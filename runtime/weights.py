@@ -6,13 +6,12 @@ of a forward pass keeps the tensors of its version until its backward pass is do
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 
 @dataclass
@@ -81,8 +80,11 @@ class Weights:
                 self.gradients[name] = tensor.grad
                 tensor.grad = None
 
-    def update(self, optimizer: Optimizer, divisor: int) -> None:
-        """Makes the next version from the mean of the round's gradients, a sum of `divisor`."""
+    def update(self, step: Callable[[], None], divisor: int) -> None:
+        """Makes the next version from the mean of the round's gradients, a sum of `divisor`.
+
+        `step` changes the parameters by their gradients, which it leaves unset.
+        """
         if self.current.users:
             self.older.append(self.current)
             self.peak_versions = max(self.peak_versions, 1 + len(self.older))
@@ -92,8 +94,7 @@ class Weights:
             if gradient is not None and divisor > 1:
                 gradient.div_(divisor)
             parameter.grad = gradient
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        step()
         self.gradients = {}
         number = self.current.number + 1
         self.current = Version(number, self._snapshot(), self.expected.get(number, 0))

@@ -159,6 +159,7 @@ class Bench:
             Job(plan, config, folder, folder / "run"), Place(number, 2, number, 2, "127.0.0.1", 0)
         )
         self.rank.weights = Weights(self.rank.parameters)
+        self.rank.stepping = self.rank._stepping()
         self.batch = self.rank._epoch(1).batch(0)
         self.still, self.transport = Still(), Transport(torch.device("cpu"), "gloo")
         self.own_loss = lambda output, target: self.rank.loss(output, target)
@@ -191,7 +192,7 @@ class Bench:
             layout=rank.layout,
             piece=rank.piece,
             weights=rank.weights,
-            optimizer=rank.optimizer,
+            stepping=rank.stepping,
             transport=self.still if alone else self.transport,  # type: ignore[arg-type]
             groups=Groups(None),
             ranks=rank.job.plan.process_ranks,
@@ -200,6 +201,7 @@ class Bench:
             on_loss=lambda minibatch, loss: None,
             after=lambda action: None,
             dice=rank.dice,
+            compute=rank.compute,
         )
         begin = time.perf_counter()
         engine.run(actions, Same(self.batch))

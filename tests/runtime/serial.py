@@ -90,8 +90,10 @@ class Serial:
         semantics: str,
         replicas: Sequence[int],
         microbatches: int = 1,
+        accumulate: int = 1,
     ) -> None:
         self.loss, self.semantics, self.microbatches = loss, semantics, microbatches
+        self.accumulate = accumulate
         self.replicas = tuple(replicas)
         self.stages = []
         for stage, count in zip(stages, replicas, strict=True):
@@ -140,11 +142,11 @@ class Serial:
     def _round(self, stage: int) -> int:
         """How many minibatches make one update of this stage."""
         by_replicas = self.semantics in ("weight-stashing", "vertical-sync")
-        return self.replicas[stage] if by_replicas else self.microbatches
+        return self.replicas[stage] * self.accumulate if by_replicas else self.microbatches
 
     def _versions(self, minibatches: int) -> Callable[[int, int], int]:
         """(stage, minibatch) -> the version of the stage's weights that the minibatch runs on."""
-        last, size = len(self.stages) - 1, self.microbatches
+        last, size, each = len(self.stages) - 1, self.microbatches, self.accumulate
         straight = set(self.replicas) == {1}
         if self.semantics in ("flush", "gpipe"):
             return lambda stage, minibatch: minibatch // size
@@ -153,25 +155,27 @@ class Serial:
             return lambda stage, minibatch: max(0, minibatch // size - 1)
         if self.semantics == "weight-stashing":
             if straight:
-                # w(t+1) = w(t) - lr * grad f(w_1(t-n+1), ..., w_n(t))
-                return lambda stage, minibatch: max(0, minibatch - (last - stage))
+                # w(t+1) = w(t) - lr * grad f(w_1(t-n+1), ..., w_n(t)), with `each` minibatches to
+                # an update one version for so many
+                return lambda stage, minibatch: max(0, minibatch - (last - stage)) // each
             table = self._played(minibatches)
             return lambda stage, minibatch: table[stage, minibatch]
         assert self.semantics == "vertical-sync"
         if straight:
             # w(t+1) = w(t) - lr * grad f(w_1(t-n+1), ..., w_n(t-n+1))
-            return lambda stage, minibatch: max(0, minibatch - last)
+            return lambda stage, minibatch: max(0, minibatch - last) // each
         table = self._played(minibatches)
         return lambda stage, minibatch: self._as_old(stage, table[0, minibatch])
 
     def _as_old(self, stage: int, version: int) -> int:
         """The newest version of `stage` that knows nothing that `version` of stage 0 does not."""
-        known = version * self.replicas[0]
-        return max(v for v in range(known + 1) if v * self.replicas[stage] <= known)
+        known = version * self._round(0)
+        return max(v for v in range(known + 1) if v * self._round(stage) <= known)
 
     def _played(self, minibatches: int) -> dict[tuple[int, int], int]:
         """The versions in the order that stages of several replicas go by, which no formula has."""
-        made = schedule(self.semantics, self.replicas, self._links(), minibatches)
+        links, each = self._links(), self.accumulate
+        made = schedule(self.semantics, self.replicas, links, minibatches, accumulate=each)
         return {
             (action.stage, action.minibatch): action.version
             for worker in made.workers

@@ -120,6 +120,7 @@ def assert_equals_serial(
         job.schedule,
         job.plan.replicas,
         config.microbatches,
+        config.accumulate,
     )
     data, _ = small_models.regression()
     expected: list[float] = []

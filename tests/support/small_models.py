@@ -102,6 +102,25 @@ class Noisy(nn.Module):
         return self.c(self.drop(self.norm(self.a(x))))
 
 
+class Steep(nn.Module):
+    """Chain, with an output so large that its float16 gradients overflow under a large scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Layer(6), Layer(6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x))) * 10.0
+
+
+def one_bad_example() -> tuple[TensorDataset, TensorDataset]:
+    """`regression`, one of whose inputs is no number."""
+    train, held_out = regression()
+    x, y = (tensor.clone() for tensor in train.tensors)
+    x[11, 2] = float("nan")
+    return TensorDataset(x, y), held_out
+
+
 def classes(examples: int = 80) -> tuple[TensorDataset, TensorDataset]:
     """Three classes that a linear layer can tell apart; a quarter is held out."""
     generator = torch.Generator().manual_seed(7)

@@ -1,0 +1,49 @@
+"""How a stage's module is run: as it is, in a lower precision, compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from pipedream.graph.command import UserError
+from pipedream.graph.config import RunConfig
+from pipedream.profiler.segment import Segment
+from pipedream.runtime.randomness import Roll
+
+Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
+"""(parameters and buffers by name, inputs) -> what the stage's module gives."""
+
+
+def lowered(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:
+    """Operators in here compute in the type of `autocast`, where torch deems that safe."""
+    if config.autocast is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, config.autocast))
+
+
+def make_compute(piece: Segment, config: RunConfig, device: torch.device) -> Compute:
+    """Raises UserError for a backend of torch.compile that there is not."""
+
+    def plain(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
+        return functional_call(piece.module, dict(tensors), inputs)
+
+    run: Compute = plain
+    if config.compile is not None:
+        known = torch.compiler.list_backends(exclude_tags=())
+        if config.compile not in known:
+            raise UserError(f"compile: {config.compile!r} is no backend here; write inductor")
+        for module in piece.module.modules():
+            if isinstance(module, Roll):  # a compiled one would roll once for all
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore
+        run = torch.compile(plain, backend=config.compile)
+
+    def compute(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
+        with lowered(config, device):
+            return run(tensors, inputs)
+
+    return compute
