@@ -30,6 +30,12 @@ class Action(Protocol):
     def minibatch(self) -> int: ...
 
     @property
+    def version(self) -> int: ...
+
+    @property
+    def peer(self) -> tuple[int, int] | None: ...
+
+    @property
     def worker(self) -> str: ...
 
 
@@ -44,7 +50,10 @@ class Event(NamedTuple):
 Timeline: TypeAlias = Mapping[int, Sequence[Event]]
 """The events of each rank, in their order."""
 
-Memory: TypeAlias = Mapping[int, Sequence[tuple[float, float]]]
+Counted: TypeAlias = Mapping[int, Sequence[tuple[float, float]]]
+"""For each rank, from which second on it has how many of something."""
+
+Memory: TypeAlias = Counted
 """For each rank, from which second on it holds how many bytes; the last of them marks the end."""
 
 
@@ -184,11 +193,17 @@ def _stage_legend(
         figure.legend(handles=handles, ncols=columns, frameon=False, loc="outside lower center")
 
 
-def write_chrome(ranks: Timeline, path: Path, memory: Memory | None = None) -> None:
+def write_chrome(
+    ranks: Timeline,
+    path: Path,
+    counters: Mapping[str, Counted] | None = None,
+    marks: Mapping[str, float] | None = None,
+) -> None:
     """The timeline as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
-    In the Trace Event Format: a complete event for each action, a counter for each rank's memory;
-    times in microseconds from the first event.
+    In the Trace Event Format: a complete event for each action, for each rank a counter of every
+    name in `counters`, across all ranks a line at each of `marks`; times in microseconds from the
+    first event.
     """
     begin = min((events[0].begin for events in ranks.values() if events), default=0.0)
     written: list[dict[str, Any]] = []
@@ -209,14 +224,26 @@ def write_chrome(ranks: Timeline, path: Path, memory: Memory | None = None) -> N
         ]
         written += [
             {
-                "name": "memory",
+                "name": name,
                 "ph": "C",
                 "ts": round((time - begin) * 1e6, 3),
                 "pid": rank,
-                "args": {"bytes": held},
+                "args": {name: amount},
             }
-            for time, held in (memory or {}).get(rank, ())
+            for name, counted in (counters or {}).items()
+            for time, amount in counted.get(rank, ())
         ]
+    written += [
+        {
+            "name": name,
+            "ph": "i",
+            "s": "g",
+            "ts": round((time - begin) * 1e6, 3),
+            "pid": 0,
+            "tid": 0,
+        }
+        for name, time in (marks or {}).items()
+    ]
     text = json.dumps({"traceEvents": written, "displayTimeUnit": "ms"})
     path.write_text(text + "\n", encoding="utf-8")
 

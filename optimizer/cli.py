@@ -287,7 +287,7 @@ def _draw(simulation: Simulation, plan: Plan, folder: Path, memory: float | None
     from pipedream.graph.timeline import draw, draw_memory, write_chrome
 
     draw(simulation.events, folder / "timeline.png", "simulated schedule")
-    write_chrome(simulation.events, folder / "timeline.json", simulation.memory)
+    write_chrome(simulation.events, folder / "timeline.json", {"memory": simulation.memory})
     stages = [stage.ranks for stage in plan.stages]
     title = "memory of each rank, simulated"
     draw_memory(simulation.memory, stages, folder / "memory.png", title, memory)

@@ -57,6 +57,18 @@ if TYPE_CHECKING:
     show_default=True,
     help="Try the trained model on the held-out data, on one worker.",
 )
+@click.option(
+    "--trace",
+    is_flag=True,
+    help="Write every action of every epoch to trace.json (ui.perfetto.dev), and print what each "
+    "rank spent its time on beside what the plan promised.",
+)
+@click.option(
+    "--tensorboard",
+    is_flag=True,
+    help="Write loss, samples/s, learning rate, and each rank's busy share and memory for "
+    "TensorBoard, to the folder tensorboard of the run.",
+)
 def main(
     plan: Path,
     config: Path,
@@ -68,6 +80,8 @@ def main(
     resume: bool,
     timeout: float,
     evaluate: bool,
+    trace: bool,
+    tensorboard: bool,
 ) -> int:
     """Train the model of a run config as the pipeline that PLAN (plan.json) describes.
 
@@ -96,9 +110,12 @@ def main(
             resume=resume,
             timeout=timeout,
             evaluate=evaluate,
+            trace=trace,
+            tensorboard=tensorboard,
         )
         job.check_microbatches()
         job.check_folder()
+        job.check_tensorboard()
         place = launch.environment()
         if place is not None:
             return _work(job, place)

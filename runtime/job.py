@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from pipedream.graph.command import UserError
@@ -28,6 +29,8 @@ class Job:
     resume: bool = False
     timeout: float = 300.0
     evaluate: bool = True
+    trace: bool = False
+    tensorboard: bool = False
 
     @property
     def checkpoints(self) -> Path:
@@ -66,6 +69,13 @@ class Job:
             raise UserError(
                 f"-o {self.run}: there are checkpoints of an earlier run; go on with --resume, "
                 "or give another folder"
+            )
+
+    def check_tensorboard(self) -> None:
+        """UserError where it is asked for and not there."""
+        if self.tensorboard and find_spec("tensorboard") is None:
+            raise UserError(
+                "--tensorboard: the package tensorboard is missing: pip install tensorboard"
             )
 
     def worker(self, rank: int) -> Worker:

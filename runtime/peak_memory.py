@@ -35,6 +35,12 @@ class PeakMemory:
             with suppress(OSError):  # Linux alone has a high-water mark that can be reset
                 Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
+    def now(self) -> int:
+        """Bytes at this moment."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        return max(0, _resident("RssAnon") - self.aside)
+
     def end(self) -> None:
         """`bytes` is then the most since any `begin`."""
         if self.device.type == "cuda":

@@ -1,34 +1,20 @@
-"""What a run tells: progress with loss on rank 0, metrics.jsonl, summary.json."""
+"""What a run tells: the losses on their way to rank 0, summary.json."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from torch._C._distributed_c10d import Store
 
 from pipedream.graph.command import UserError
 from pipedream.graph.units import show_bytes, show_seconds
-
-SECONDS_BETWEEN_LOOKS = 0.1
 
 
 class Losses:
@@ -90,93 +76,6 @@ class Losses:
         return f"loss/{self.epoch}/{minibatch}"
 
 
-class Display:
-    """The progress bar and metrics.jsonl of rank 0. A context manager."""
-
-    def __init__(self, path: Path, batch_size: int, minibatches: int, append: bool) -> None:
-        self.path, self.batch_size, self.append = path, batch_size, append
-        console = Console(stderr=True)
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.4f}"),
-            TextColumn("{task.fields[rate]:.0f} samples/s"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self.task = self.progress.add_task(
-            "training", total=minibatches, loss=float("nan"), rate=0.0
-        )
-        self.begin = time.perf_counter()
-        self.done = 0
-        self.losses: list[float] = []
-
-    def __enter__(self) -> Display:
-        self.file: TextIO = self.path.open("a" if self.append else "w", encoding="utf-8")
-        self.progress.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.progress.stop()
-        self.file.close()
-
-    @contextmanager
-    def watching(self, losses: Losses) -> Iterator[None]:
-        """Shows and writes down the losses of an epoch as they come, beside the compute."""
-        ended = threading.Event()
-
-        def watch() -> None:
-            while not ended.wait(SECONDS_BETWEEN_LOOKS):
-                self._look(losses)
-
-        thread = threading.Thread(target=watch, name="display", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
-
-    def end_epoch(self, losses: Losses) -> None:
-        """Writes down what is left of an epoch; without a terminal it gets a line of its own."""
-        self._look(losses)
-        recent = self.losses[-losses.minibatches :]
-        if not self.progress.console.is_terminal:
-            rate = self.done * self.batch_size / (time.perf_counter() - self.begin)
-            mean = math.fsum(recent) / len(recent)
-            print(
-                f"epoch {losses.epoch}: mean loss {mean:.4f}, {rate:.0f} samples/s",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def _look(self, losses: Losses) -> None:
-        now = time.perf_counter()
-        for minibatch, loss in losses.heard():
-            self.done += 1
-            self.losses.append(loss)
-            seconds = round(now - self.begin, 4)
-            line = {"epoch": losses.epoch, "minibatch": minibatch, "loss": loss, "seconds": seconds}
-            self.file.write(json.dumps(line) + "\n")
-        self.file.flush()
-        if self.done:
-            rate = self.done * self.batch_size / (now - self.begin)
-            self.progress.update(
-                self.task,
-                completed=self.done,
-                description=f"epoch {losses.epoch}",
-                loss=self.losses[-1],
-                rate=rate,
-            )
-
-
 def seconds_per_minibatch(
     epochs: Sequence[tuple[float, Sequence[float]]], replicas: int, warm_up: int, minibatches: int
 ) -> float:
@@ -192,8 +91,11 @@ def seconds_per_minibatch(
     return sum(whole for whole, _ in epochs) / max(1, len(epochs) * minibatches)
 
 
-def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
-    """summary.json in the run's folder, and its gist on standard output."""
+def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None:
+    """summary.json in the run's folder, and its gist on standard output.
+
+    `also`: other files that have been written there.
+    """
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     measured = summary["seconds_per_minibatch"]
     planned = f"planned {show_seconds(summary['predicted_seconds_per_minibatch'])}"
@@ -211,7 +113,7 @@ def write_summary(run: Path, summary: Mapping[str, Any]) -> None:
         lines.append(f"held-out accuracy   {summary['held_out_accuracy']:.1%}")
     lines += _memory_lines(summary["ranks"])
     print("\n".join(lines))
-    print(f"Written: {run}/summary.json, metrics.jsonl, timeline.png, checkpoints")
+    print(f"Written: {run}/summary.json, metrics.jsonl, timeline.png, {also}checkpoints")
 
 
 def _memory_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

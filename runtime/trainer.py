@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -14,25 +13,30 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from pipedream.graph.command import UserError
-from pipedream.graph.timeline import Event, draw, write_chrome
+from pipedream.graph.plan import Simulated
 from pipedream.profiler.capture import Captured, capture, rebuild
 from pipedream.profiler.freeze import freeze_constants
 from pipedream.profiler.source import load_config_model, load_data
 from pipedream.runtime import checkpoint
+from pipedream.runtime.board import Board
+from pipedream.runtime.clock import Clock
 from pipedream.runtime.compute import lowered, make_compute
 from pipedream.runtime.data import Epoch, Reader
+from pipedream.runtime.display import Display
 from pipedream.runtime.engine import Engine
 from pipedream.runtime.evaluate import evaluate
+from pipedream.runtime.exchange import hear, tell
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
+from pipedream.runtime.live import Status, look, telling
 from pipedream.runtime.lock import held
 from pipedream.runtime.loss import load_loss
 from pipedream.runtime.optimizers import make_optimizer, restore_state, state_tensors
 from pipedream.runtime.peak_memory import PeakMemory
 from pipedream.runtime.process import choose_device, join, make_groups
 from pipedream.runtime.randomness import Dice, places, seed_each
+from pipedream.runtime.recording import Recorder, Recording
 from pipedream.runtime.report import (
-    Display,
     Losses,
     seconds_per_minibatch,
     write_summary,
@@ -41,12 +45,12 @@ from pipedream.runtime.schedule import (
     Action,
     Kind,
     Schedule,
-    parse_action,
     schedule,
 )
+from pipedream.runtime.share_report import print_shares
+from pipedream.runtime.shares import Shares, promised, shares, steady
 from pipedream.runtime.stage import Layout, layouts, links, source_text, tied
 from pipedream.runtime.stepping import Stepping
-from pipedream.runtime.timeline import write_trace
 from pipedream.runtime.transport import PeerLost, Transport
 from pipedream.runtime.weights import Weights
 
@@ -130,6 +134,9 @@ class Rank:
     def run(self) -> None:
         job = self.job
         self.store = join(self.place, self.backend, self.device, job.timeout)
+        self.clock = Clock(self.store, self.place.rank, self.place.world_size)
+        self.clock.read()
+        self.recorder = Recorder(self.clock, every_epoch=job.trace)
         self.groups = make_groups(self.stage, job.plan.process_ranks, self.tied)
         self.transport = Transport(self.device, self.backend)
         first = self._resume() if job.resume else 0
@@ -141,8 +148,15 @@ class Rank:
         self.times: list[tuple[float, list[float]]] = []
         if self.place.rank == 0:
             total = self.minibatches * max(0, job.epochs - first)
-            path = job.run / "metrics.jsonl"
-            with Display(path, job.config.batch_size, total, append=first > 0) as self.display:
+            self.display = Display(
+                job.run / "metrics.jsonl",
+                job.config.batch_size,
+                total,
+                job.plan.process_ranks,
+                Board(job.run / "tensorboard", self._learning_rate) if job.tensorboard else None,
+                append=first > 0,
+            )
+            with self.display:
                 self._epochs(first)
         else:
             self._epochs(first)
@@ -213,11 +227,19 @@ class Rank:
         )
         self.memory.begin()
         begin = time.perf_counter()
+
+        def status() -> Status:
+            events, ranks = self.engine.events, self.job.plan.process_ranks
+            now = time.perf_counter()
+            return look(events, actions, ranks, begin, now, self.memory.now())
+
         shown = self.display.watching(losses) if self.place.rank == 0 else nullcontext()
-        with shown, Reader(self._epoch(number), self._to_read(actions)) as data:
+        told = telling(self.store, self.place.rank, status)
+        with shown, told, Reader(self._epoch(number), self._to_read(actions)) as data:
             self.engine.run(actions, data)
             losses.end()
         self.times.append((time.perf_counter() - begin, ends))
+        self.recorder.add(number, self.engine.events)
         self.memory.end()
         self.stepping.end_epoch()
         self.transport.barrier()
@@ -232,6 +254,11 @@ class Rank:
         """Minibatches that count as one update: of a stage of one replica, if it is by itself."""
         config = self.job.config
         return config.microbatches if self.job.policy.same_everywhere else config.accumulate
+
+    def _learning_rate(self) -> float | None:
+        """Of the first group of parameters; some optimizers know none."""
+        groups = self.optimizer.param_groups
+        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
     def _to_read(self, actions: Sequence[Action]) -> list[int]:
         """The minibatches whose inputs or targets this rank needs."""
@@ -305,7 +332,8 @@ class Rank:
 
     def _finish(self) -> None:
         """Every rank tells what it measured; rank 0 writes it down and tries the model."""
-        mine = {
+        job = self.job
+        mine: dict[str, Any] = {
             "rank": self.place.rank,
             "stage": self.stage,
             "replica": self.replica,
@@ -313,31 +341,45 @@ class Rank:
             "predicted_memory_bytes": self._predicted_memory(),
             "weight_versions": self.weights.peak_versions,
         }
-        events = self.engine.events if self.times else []
-        clock = time.time() - time.perf_counter()
-        seen = [(str(e.action), e.begin + clock, e.end + clock) for e in events]
-        self.store.set(f"report/{self.place.rank}", json.dumps([mine, seen]))
+        self.clock.read()
+        mine["clock_error_seconds"] = self.clock.error
+        tell(self.store, f"report/{self.place.rank}", [mine, self.recorder.told()])
         if self.place.rank == 0:
-            reports = [
-                json.loads(self.store.get(f"report/{rank}"))
-                for rank in range(self.place.world_size)
-            ]
-            self._write_summary([report for report, _ in reports])
-            self._write_timeline([seen for _, seen in reports])
+            heard = [hear(self.store, f"report/{r}") for r in range(self.place.world_size)]
+            reports = [report for report, _ in heard]
+            recording = Recording.of([told for _, told in heard])
+            spent = self._shares(recording, reports)
+            recording.write_last(job.run)
+            if job.trace:
+                recording.write_all(job.run / "trace.json")
+                error = max(report["clock_error_seconds"] for report in reports)
+                hoped = promised(job.plan) if job.as_planned else {}
+                print_shares(spent, job.plan.process_ranks, hoped, self._simulated, error)
+            self._write_summary(reports, spent)
         self.transport.barrier()
 
-    def _write_summary(self, reports: list[dict[str, Any]]) -> None:
+    def _shares(self, recording: Recording, reports: list[dict[str, Any]]) -> Shares:
+        """What the ranks spent their time on; how busy each was is noted in its report."""
+        spent = shares(list(recording.epochs.values()), steady(self.job.policy, self.minibatches))
+        for report in reports:
+            report["busy"] = round(spent.busy(report["rank"]), 4) if recording.epochs else None
+        return spent
+
+    def _write_summary(self, reports: list[dict[str, Any]], spent: Shares) -> None:
         job, config = self.job, self.job.config
         replicas = len(job.plan.process_ranks[self.stage])
         first = job.policy.in_flight(self.stage)
         seconds = seconds_per_minibatch(self.times, replicas, first, self.minibatches)
+        simulated = self._simulated
         summary: dict[str, Any] = {
             "schedule": job.schedule,
             "epochs": job.epochs,
             "minibatches_per_epoch": self.minibatches,
             "seconds_per_minibatch": seconds,
             "predicted_seconds_per_minibatch": job.plan.predicted.seconds_per_minibatch,
-            "simulated_seconds_per_minibatch": self._simulated(),
+            "simulated_seconds_per_minibatch": simulated and simulated.seconds_per_minibatch,
+            "bubble": round(spent.bubble, 4) if spent.seconds else None,
+            "simulated_bubble": simulated and simulated.bubble,
             "samples_per_second": config.batch_size / seconds,
             "final_loss": self.display.losses[-1] if self.display.losses else None,
             "ranks": reports,
@@ -347,21 +389,13 @@ class Rank:
             assert path is not None
             model = load_config_model(config, job.directory)
             summary |= evaluate(model, path, self.held_out, config, self.loss, self.device)
-        write_summary(job.run, summary)
+        also = "trace.json, " * job.trace + "tensorboard, " * job.tensorboard
+        write_summary(job.run, summary, also)
 
-    def _simulated(self) -> float | None:
+    @property
+    def _simulated(self) -> Simulated | None:
         """What the simulation of the plan says; of another schedule it says nothing."""
-        simulated = self.job.plan.predicted.simulated if self.job.as_planned else None
-        return None if simulated is None else simulated.seconds_per_minibatch
-
-    def _write_timeline(self, seen: list[list[tuple[str, float, float]]]) -> None:
-        ranks = {
-            rank: [Event(parse_action(text), begin, end) for text, begin, end in events]
-            for rank, events in enumerate(seen)
-        }
-        write_trace(ranks, self.job.run / "timeline.csv")
-        write_chrome(ranks, self.job.run / "timeline.json")
-        draw(ranks, self.job.run / "timeline.png", f"{self.job.run.name}: last epoch")
+        return self.job.plan.predicted.simulated if self.job.as_planned else None
 
 
 def _and(numbers: Sequence[int]) -> str:

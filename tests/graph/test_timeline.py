@@ -93,7 +93,9 @@ def test_chrome_trace_has_every_event_in_microseconds(tmp_path):
         rank: [Event(a, b + 100, e + 100) for a, b, e in events]
         for rank, events in played((2, 1), 5).items()
     }
-    write_chrome(ranks, tmp_path / "timeline.json", {0: [(100.0, 7.0)]})
+    write_chrome(
+        ranks, tmp_path / "timeline.json", {"memory": {0: [(100.0, 7.0)]}}, {"epoch 1": 100.02}
+    )
     found = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
     passes = [event for event in found if event["ph"] == "X" and event["pid"] == 2]
     assert [event["name"] for event in passes] == [str(event.action) for event in ranks[2]]
@@ -101,4 +103,7 @@ def test_chrome_trace_has_every_event_in_microseconds(tmp_path):
     assert (backward["ts"], backward["dur"], backward["cat"]) == (20_000.0, 10_000.0, "backward")
     names = [event["args"]["name"] for event in found if event["ph"] == "M"]
     assert names == ["rank 0: stage 0", "rank 1: stage 0, replica 1", "rank 2: stage 1"]
-    assert [event["args"] for event in found if event["ph"] == "C"] == [{"bytes": 7.0}]
+    assert [event["args"] for event in found if event["ph"] == "C"] == [{"memory": 7.0}]
+    assert [(event["name"], event["ts"]) for event in found if event["ph"] == "i"] == [
+        ("epoch 1", 20_000.0)
+    ]

@@ -1,0 +1,41 @@
+"""TensorBoard: the losses of a run and how its ranks fare, over the minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pipedream.runtime.live import Status
+
+
+class Board:
+    """Scalars in `folder`, to be seen with `tensorboard --logdir`.
+
+    `learning_rate` gives the present one, or None where there is no such thing. Steps count the
+    minibatches of the whole run, earlier sessions of a resumed one among them.
+    """
+
+    def __init__(self, folder: Path, learning_rate: Callable[[], float | None]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder))
+        self.learning_rate = learning_rate
+
+    def loss(self, step: int, loss: float) -> None:
+        self._add("loss", loss, step)
+
+    def state(self, step: int, rate: float, statuses: Mapping[int, Status]) -> None:
+        """`rate` in samples per second."""
+        self._add("samples per second", rate, step)
+        learning_rate = self.learning_rate()
+        if learning_rate is not None:
+            self._add("learning rate", learning_rate, step)
+        for rank, status in statuses.items():
+            self._add(f"busy share/rank {rank}", status.busy, step)
+            self._add(f"memory in bytes/rank {rank}", status.memory, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+    def _add(self, name: str, value: float, step: int) -> None:
+        self.writer.add_scalar(name, value, step)

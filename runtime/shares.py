@@ -1,0 +1,134 @@
+"""On what the ranks spent their time, and what the plan had promised. Pure: no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from pipedream.graph.plan import Plan
+from pipedream.graph.timeline import Event, Timeline
+from pipedream.runtime.policy import Policy
+from pipedream.runtime.schedule import Kind
+
+BUSY = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+"""What is work; the rest of a rank's time is the bubble, as in the simulation of a plan."""
+
+WAITING = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Seconds of each rank by the kind of action, out of `window` seconds that all ranks had.
+
+    `steady`: the filling and the draining of the pipeline are left out.
+    """
+
+    window: float
+    seconds: Mapping[int, Mapping[str, float]]
+    steady: bool
+
+    def share(self, rank: int, kinds: Iterable[str]) -> float:
+        """Of the window, from 0 to 1."""
+        spent = sum(self.seconds[rank].get(kind, 0.0) for kind in kinds)
+        return spent / self.window if self.window else 0.0
+
+    def busy(self, rank: int) -> float:
+        return self.share(rank, BUSY)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time without a pass or an update."""
+        return 1 - sum(map(self.busy, self.seconds)) / len(self.seconds)
+
+
+def steady(policy: Policy, minibatches: int) -> tuple[int, int] | None:
+    """The minibatches of an epoch, from the first to before the last, that find the pipeline full.
+
+    Schedules that empty the pipeline after every round fill it as often, which counts: for them all
+    whole rounds but the first. None where the epoch is too short.
+    """
+    replicas = policy.replicas
+    if all(policy.versions(stage) == 1 for stage in range(len(replicas))) and len(replicas) > 1:
+        turn = lcm(policy.microbatches, *replicas)
+        first, last = turn, minibatches // turn * turn
+    else:
+        first = policy.in_flight(0) * replicas[0]
+        last = minibatches - first
+    return (first, last) if last > first else None
+
+
+def shares(epochs: Sequence[Timeline], counted: tuple[int, int] | None) -> Shares:
+    """What the ranks did from when minibatch `counted[0]` - 1 and all before it had gone backward
+    everywhere to when `counted[1]` - 1 had; without `counted`, from first to last. Over all epochs.
+    """
+    window = 0.0
+    seconds: dict[int, dict[str, float]] = {rank: {} for epoch in epochs for rank in epoch}
+    for epoch in epochs:
+        begin, end = _window(epoch, counted)
+        window += end - begin
+        for rank, events in epoch.items():
+            for event in events:
+                inside = min(event.end, end) - max(event.begin, begin)
+                if inside > 0:
+                    kind = event.action.kind
+                    seconds[rank][kind] = seconds[rank].get(kind, 0.0) + inside
+    return Shares(window, seconds, counted is not None)
+
+
+def _window(epoch: Timeline, counted: tuple[int, int] | None) -> tuple[float, float]:
+    events = [event for events in epoch.values() for event in events]
+    if counted is None:
+        begins = (event.begin for event in events)
+        return min(begins, default=0.0), max((event.end for event in events), default=0.0)
+    begin, end = (
+        max(e.end for e in events if e.action.kind == Kind.BACKWARD and e.action.minibatch < count)
+        for count in counted
+    )
+    return begin, end
+
+
+def promised(plan: Plan) -> dict[int, float]:
+    """The share of its time that each rank would be busy if its passes took what was measured and
+    a minibatch what the cost model says.
+    """
+    period = plan.predicted.seconds_per_minibatch
+    return {
+        rank: stage.compute_seconds / len(ranks) / period if period else 0.0
+        for stage, ranks in zip(plan.stages, plan.process_ranks, strict=True)
+        for rank in ranks
+    }
+
+
+def in_flight(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """How many minibatches a rank has between forward and backward, from which second on."""
+    steps, count = [], 0
+    for event in events:
+        if event.action.kind == Kind.FORWARD:
+            count += 1
+            steps.append((event.begin, float(count)))
+        elif event.action.kind == Kind.BACKWARD:
+            count -= 1
+            steps.append((event.end, float(count)))
+    return steps
+
+
+def versions(events: Iterable[Event]) -> list[tuple[float, float]]:
+    """How many versions of its weights a rank holds, from which second on: the newest, and those
+    that minibatches in flight run on.
+    """
+    steps: list[tuple[float, float]] = []
+    newest, used = 0, Counter[int]()
+    for event in events:
+        kind, version = event.action.kind, event.action.version
+        if kind == Kind.FORWARD:
+            used[version] += 1
+        elif kind == Kind.BACKWARD:
+            used[version] -= 1
+        elif kind == Kind.UPDATE:
+            newest = version
+        else:
+            continue
+        steps.append((event.end, float(len({newest, *+used}))))
+    return steps
