@@ -39,6 +39,20 @@ class OptimizerConfig(_Part):
     args: dict[str, Any] = {"lr": 0.01}
 
 
+class AsynchronousConfig(_Part):
+    """What is done about gradients of weights that have changed meanwhile; docs/asynchronous.md.
+
+    `rate_correction`: over so many updates of a stage its learning rate grows from that over its
+    delay to the whole. `weight_prediction`: a minibatch runs on the weights as they are expected to
+    be when it makes its update. `nesterov`: the momentum (such as 0.99) of the Nesterov form of the
+    optimizer, which looks ahead by it.
+    """
+
+    rate_correction: int | None = Field(default=None, ge=1, strict=True)
+    weight_prediction: bool = Field(default=False, strict=True)
+    nesterov: float | None = Field(default=None, gt=0, lt=1)
+
+
 class SchedulerConfig(_Part):
     """A class of torch.optim.lr_scheduler by name, and its keyword arguments.
 
@@ -73,6 +87,7 @@ class RunConfig(_Part):
     data: Factory
     loss: str = "cross_entropy"
     optimizer: OptimizerConfig = OptimizerConfig()
+    asynchronous: AsynchronousConfig = AsynchronousConfig()
     scheduler: SchedulerConfig | None = None
     batch_size: int = Field(ge=1, strict=True)
     microbatches: int = Field(default=MICROBATCHES, ge=1, strict=True)

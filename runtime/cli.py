@@ -114,6 +114,7 @@ def main(
             tensorboard=tensorboard,
         )
         job.check_microbatches()
+        job.check_asynchronous()
         job.check_folder()
         job.check_tensorboard()
         place = launch.environment()

@@ -112,6 +112,7 @@ class Engine:
     compute: Compute
     per_update: int = 1
     recompute: bool = False
+    ahead: Mapping[int, int] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
 
     def run(self, actions: Sequence[Action], data: Minibatches) -> None:
@@ -119,7 +120,7 @@ class Engine:
         self.data = data
         self.passing: dict[int, Passing] = {}
         self.base = self.weights.current.number
-        used = uses(actions)
+        used = uses(action for action in actions if not self.ahead.get(action.minibatch))
         self.weights.expect({self.base + version: count for version, count in used.items()})
         self.closing = _closing(actions)
         perform = self.table
@@ -184,7 +185,9 @@ class Engine:
         given = self.data.inputs(action.minibatch, reads.values())
         known = {**passing.received, **dict(zip(reads, given, strict=True))}
         inputs = tuple(known[name] for name in self.piece.inputs)
-        passing.version = self.weights.acquire(self.base + action.version)
+        passing.version = self.weights.acquire(
+            self.base + action.version, self.ahead.get(action.minibatch, 0)
+        )
         self.dice.minibatch = action.minibatch
         if self.recompute:
             passing.again = Again.before(self.piece, inputs)

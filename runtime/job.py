@@ -8,9 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipedream.graph.command import UserError
-from pipedream.graph.config import RunConfig
+from pipedream.graph.config import AsynchronousConfig, OptimizerConfig, RunConfig
 from pipedream.graph.plan import Plan
 from pipedream.graph.schedule_name import ScheduleName
+from pipedream.runtime.asynchronous import nesterov_form
 from pipedream.runtime.policy import Policy, policy
 from pipedream.runtime.schedule import Worker
 
@@ -46,6 +47,23 @@ class Job:
         """Whether the schedule is the one that the plan's figures are of."""
         planned = self.plan.predicted.microbatches
         return self.schedule == self.plan.schedule and planned in (None, self.config.microbatches)
+
+    @property
+    def optimizer(self) -> OptimizerConfig:
+        """The config's, or the form of it that is asked for."""
+        given, momentum = self.config.optimizer, self.config.asynchronous.nesterov
+        return given if momentum is None else nesterov_form(given, momentum)
+
+    def check_asynchronous(self) -> None:
+        """UserError where there is nothing asynchronous to correct."""
+        wanted = self.config.asynchronous
+        if wanted != AsynchronousConfig() and self.schedule != "weight-stashing":
+            (name, *_) = wanted.model_dump(exclude_defaults=True)
+            raise UserError(
+                f"asynchronous: {name} in the run config is for weight-stashing, and the schedule "
+                f"is {self.schedule}: take it out, or train with --schedule weight-stashing"
+            )
+        _ = self.optimizer
 
     def check_microbatches(self) -> None:
         """UserError where the schedule needs more of them than the run config has."""

@@ -207,6 +207,10 @@ class Pipeline:
         size = self.round_size(stage)
         return max(0, min(size, self.minibatches - number * size))
 
+    def rounds(self, stage: int) -> int:
+        """How many updates `stage` makes."""
+        return -(-self.minibatches // self.round_size(stage))
+
     def reduces(self, stage: int) -> bool:
         """Whether its gradients are added up with those of other workers."""
         return self.replicas[stage] > 1 or stage in self.tied

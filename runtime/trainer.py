@@ -13,15 +13,18 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from pipedream.graph.command import UserError
+from pipedream.graph.config import AsynchronousConfig
 from pipedream.graph.plan import Simulated
 from pipedream.profiler.capture import Captured, capture, rebuild
 from pipedream.profiler.freeze import freeze_constants
 from pipedream.profiler.source import load_config_model, load_data
 from pipedream.runtime import checkpoint
+from pipedream.runtime.asynchronous import rate_factor, scale_rate
 from pipedream.runtime.board import Board
 from pipedream.runtime.clock import Clock
 from pipedream.runtime.compute import lowered, make_compute
 from pipedream.runtime.data import Epoch, Reader
+from pipedream.runtime.delay import delays
 from pipedream.runtime.display import Display
 from pipedream.runtime.engine import Engine
 from pipedream.runtime.evaluate import evaluate
@@ -33,6 +36,7 @@ from pipedream.runtime.lock import held
 from pipedream.runtime.loss import load_loss
 from pipedream.runtime.optimizers import make_optimizer, restore_state, state_tensors
 from pipedream.runtime.peak_memory import PeakMemory
+from pipedream.runtime.prediction import Prediction
 from pipedream.runtime.process import choose_device, join, make_groups
 from pipedream.runtime.randomness import Dice, places, seed_each
 from pipedream.runtime.recording import Recorder, Recording
@@ -127,7 +131,7 @@ class Rank:
         self.parameters: dict[str, Parameter] = dict(self.piece.module.named_parameters())
         buffers = self.piece.module.named_buffers()
         self.buffers = {name: buffer for name, buffer in buffers if name in self.persistent}
-        self.optimizer = make_optimizer(job.config.optimizer, self.parameters)
+        self.optimizer = make_optimizer(job.optimizer, self.parameters)
         self.compute = make_compute(self.piece, job.config, self.device)
         self.loss = load_loss(job.config.loss, job.directory)
 
@@ -140,9 +144,9 @@ class Rank:
         self.groups = make_groups(self.stage, job.plan.process_ranks, self.tied)
         self.transport = Transport(self.device, self.backend)
         first = self._resume() if job.resume else 0
-        self.weights = Weights(self.parameters)
         self.stepping = self._stepping()
         self.schedule = self._schedule()
+        self.weights = self._weights(first)
         self.memory = PeakMemory(self.device, self._tensors())
         gc.freeze()  # what is there stays; to look through it again and again takes long
         self.times: list[tuple[float, list[float]]] = []
@@ -193,6 +197,27 @@ class Rank:
             accumulate=config.accumulate,
         )
 
+    def _weights(self, epochs: int) -> Weights:
+        """The weights after so many epochs, with what the config asks for against stale gradients.
+
+        The delays come from the schedule: the last stage has none, and nothing to correct.
+        """
+        job, wanted = self.job, self.job.config.asynchronous
+        by_minibatch = delays(self.schedule, self.stage)
+        delay = max(by_minibatch.values())
+        predicting = wanted.weight_prediction and delay > 0
+        self.ahead = by_minibatch if predicting else {}
+        weights = Weights(
+            self.parameters,
+            epochs * self.schedule.rounds(self.stage),
+            Prediction(self.optimizer, self.parameters) if predicting else None,
+        )
+        if wanted != AsynchronousConfig():
+            scale_rate(
+                self.optimizer, lambda: rate_factor(job.config, delay, weights.current.number)
+            )
+        return weights
+
     def _epochs(self, first: int) -> None:
         actions = self.schedule.actions(self.worker)
         for number in range(first + 1, self.job.epochs + 1):
@@ -224,6 +249,7 @@ class Rank:
             compute=self.compute,
             per_update=self._per_update(),
             recompute=self.job.plan.stages[self.stage].recompute,
+            ahead=self.ahead,
         )
         self.memory.begin()
         begin = time.perf_counter()
@@ -281,7 +307,7 @@ class Rank:
             )
         self.transport.barrier()
         if self.place.rank == 0:
-            details = {"optimizer": self.job.config.optimizer.name}
+            details = {"optimizer": self.job.optimizer.name}
             checkpoint.publish(folder, epoch, len(self.layouts), details)
         self.transport.barrier()
 
@@ -296,7 +322,7 @@ class Rank:
 
     def _resume(self) -> int:
         """Loads the newest checkpoint; the number of epochs it has behind it."""
-        path, optimizer = checkpoint.latest(self.job.checkpoints), self.job.config.optimizer.name
+        path, optimizer = checkpoint.latest(self.job.checkpoints), self.job.optimizer.name
         if path is None:
             raise UserError(f"--resume: there is no checkpoint in {self.job.checkpoints}")
         saved = checkpoint.read_state(path)

@@ -13,17 +13,21 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from pipedream.runtime.prediction import Prediction
 
-@dataclass
+
+@dataclass(eq=False)
 class Version:
     """One version of a stage's parameters; `users` minibatches have yet to go backward on it.
 
-    `number` counts the updates from the start of the run.
+    `number` counts the updates from the start of the run; with `ahead` the tensors are what they
+    are expected to be so many updates later.
     """
 
     number: int
     tensors: dict[str, torch.Tensor]
     users: int = 0
+    ahead: int = 0
 
 
 class Weights:
@@ -34,12 +38,19 @@ class Weights:
     there is one, and leaves the old memory to the old version.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        updates: int = 0,
+        prediction: Prediction | None = None,
+    ) -> None:
+        """`updates`: how many the run has behind it."""
         self.parameters = dict(parameters)
         self.gradients: dict[str, torch.Tensor] = {}
         self.spare: list[dict[str, torch.Tensor]] = []
         self.older: list[Version] = []
-        self.current = Version(0, self._snapshot())
+        self.current = Version(updates, self._snapshot())
+        self.prediction = prediction
         self.expected: Mapping[int, int] = {}
         self.peak_versions = 1
 
@@ -53,9 +64,21 @@ class Weights:
         self.expected = uses
         self.current.users = uses.get(self.current.number, 0)
 
-    def acquire(self, number: int) -> Version:
-        """That version, for a forward pass; `release` it after the backward pass."""
-        (found,) = (v for v in (self.current, *self.older) if v.number == number)
+    def acquire(self, number: int, ahead: int = 0) -> Version:
+        """That version, for a forward pass; `release` it after the backward pass.
+
+        With `ahead`, which the newest version alone can be, as it is expected to be after so many
+        updates; not one of the uses of the version itself.
+        """
+        if ahead:
+            assert self.prediction is not None
+            assert number == self.current.number
+            memory = self.spare.pop() if self.spare else {}
+            found = Version(number, self.prediction.ahead(ahead, memory), users=1, ahead=ahead)
+            self.older.append(found)
+            self.peak_versions = max(self.peak_versions, 1 + len(self.older))
+            return found
+        (found,) = (v for v in (self.current, *self.older) if v.number == number and not v.ahead)
         assert found.users > 0, f"version {number} is not expected to be used any more"
         return found
 

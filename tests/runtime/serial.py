@@ -65,12 +65,28 @@ class Learner:
     versions: list[dict[str, Tensor]]
     buffers: list[dict[str, Tensor]]
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    """The version before the first of the list, which a prediction may ask for."""
+    updates: int = 0
+    delay: int = 0
 
-    def update(self, divisor: int) -> None:
+    def ahead(self, version: int, updates: int) -> dict[str, Tensor]:
+        """The weights of a version after so many more updates like the one that made it."""
+        now = self.versions[version]
+        then = self.versions[version - 1] if version else self.before or now
+        return {name: now[name] + updates * (now[name] - then[name]) for name in now}
+
+    def update(self, divisor: int, rate_correction: int | None) -> None:
+        group = self.optimizer.param_groups[0]
+        rate = group["lr"]
+        if rate_correction and self.delay:
+            group["lr"] = rate / self.delay ** max(0.0, 1 - self.updates / rate_correction)
         for name, parameter in self.parameters.items():
             gradient = self.gradients.get(name)
             parameter.grad = None if gradient is None else gradient / divisor
         self.optimizer.step()
+        group["lr"] = rate
+        self.updates += 1
         self.gradients = {}
         self.versions.append(copy(self.parameters))
 
@@ -78,6 +94,7 @@ class Learner:
 class Serial:
     """`epoch` trains on a list of minibatches and drains; optimizers and weights carry over.
 
+    `predict` and `rate_correction` as in the run config; the Nesterov form is an optimizer.
     `loss(values, target)` gets all named values of the minibatch. Random numbers are the caller's
     matter: leave dropout out, or make it depend on the values only.
     """
@@ -91,7 +108,11 @@ class Serial:
         replicas: Sequence[int],
         microbatches: int = 1,
         accumulate: int = 1,
+        *,
+        predict: bool = False,
+        rate_correction: int | None = None,
     ) -> None:
+        self.predict, self.rate_correction = predict, rate_correction
         self.loss, self.semantics, self.microbatches = loss, semantics, microbatches
         self.accumulate = accumulate
         self.replicas = tuple(replicas)
@@ -124,16 +145,20 @@ class Serial:
 
     def epoch(self, minibatches: Sequence[Minibatch]) -> list[float]:
         """The loss of each minibatch. Versions count from 0 again, as a drained pipeline's do."""
-        for held in self.stages:
-            held.versions = held.versions[-1:]
         version = self._versions(len(minibatches))
+        for stage, held in enumerate(self.stages):
+            if len(held.versions) > 1:
+                held.before = held.versions[-2]
+            held.versions = held.versions[-1:]
+            numbers = range(len(minibatches))
+            held.delay = max(b // self._round(stage) - version(stage, b) for b in numbers)
         losses = []
         for number, minibatch in enumerate(minibatches):
             losses.append(self._learn(number, minibatch, version))
             for stage, held in enumerate(self.stages):
                 done = number % self._round(stage) + 1
                 if done == self._round(stage) or number == len(minibatches) - 1:
-                    held.update(done)
+                    held.update(done, self.rate_correction)
         for held in self.stages:
             averaged = {name: self.buffers[held.stage.prefix + name] for name in held.buffers[0]}
             held.buffers = [copy(averaged) for _ in held.buffers]
@@ -202,7 +227,9 @@ class Serial:
         values = dict(minibatch.inputs)
         used = []
         for stage, held in enumerate(self.stages):
-            weights = copy(held.versions[version(stage, number)])
+            on = version(stage, number)
+            delay = number // self._round(stage) - on if self.predict else 0
+            weights = copy(held.ahead(on, delay))
             used.append({name: tensor.requires_grad_() for name, tensor in weights.items()})
             buffers = held.buffers[number % self.replicas[stage]]
             held.stage.run({**weights, **buffers}, values)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipedream.runtime.prediction import Prediction
 from pipedream.runtime.weights import Weights
 
 
@@ -98,3 +100,38 @@ def test_a_parameter_without_gradient_is_left_alone_as_torch_does() -> None:
     weights.update(optimizer, divisor=1)
     assert weights.current.tensors["used"].item() == 0.5
     assert weights.current.tensors["unused"].item() == 1.0
+
+
+def predicted(optimizer: type[torch.optim.Optimizer], **args: object) -> tuple[Tensor, Tensor]:
+    """Three steps by gradients 1, 2, 4; then the weight three updates ahead, and where it is."""
+    parameter = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+    made = optimizer([parameter], lr=0.1, **args)
+    weights = Weights({"w": parameter}, prediction=Prediction(made, {"w": parameter}))
+    for gradient in (1.0, 2.0, 4.0):
+        weights.gradients["w"] = torch.tensor([gradient], dtype=torch.float64)
+        weights.update(made, divisor=1)
+    version = weights.acquire(3, ahead=3)
+    result = version.tensors["w"].detach().clone()
+    weights.release(version)
+    assert weights.spare, "its memory is used again"
+    return result, parameter.detach()
+
+
+def test_a_prediction_repeats_the_step_of_sgd_with_momentum() -> None:
+    """SpecTrain: w - s lr v, v the momentum: ((1 * 0.5) + 2) * 0.5 + 4 = 5.25."""
+    ahead, now = predicted(torch.optim.SGD, momentum=0.5)
+    assert ahead.item() == pytest.approx(now.item() - 3 * 0.1 * 5.25, abs=1e-12)
+
+
+def test_a_prediction_repeats_the_step_of_adam() -> None:
+    """PipeOptim: w - s lr m / (sqrt(v) + eps), both with their bias taken out."""
+    ahead, now = predicted(torch.optim.Adam, betas=(0.5, 0.5))
+    m, v = (0.125 * 1 + 0.25 * 2 + 0.5 * 4) / 0.875, (0.125 * 1 + 0.25 * 4 + 0.5 * 16) / 0.875
+    assert ahead.item() == pytest.approx(now.item() - 3 * 0.1 * m / (v**0.5 + 1e-8), abs=1e-12)
+
+
+def test_before_the_first_update_nothing_is_predicted() -> None:
+    parameter = nn.Parameter(torch.tensor([1.0]))
+    prediction = Prediction(torch.optim.Adam([parameter]), {"w": parameter})
+    weights = Weights({"w": parameter}, prediction=prediction)
+    assert weights.acquire(0, ahead=2).tensors["w"].item() == 1.0
