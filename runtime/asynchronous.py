@@ -26,13 +26,13 @@ by 1 - m:
 
 With m near 1 the look-ahead goes about as far as the delayed steps will, and a single late gradient
 counts for little. The weights that are kept, trained on and saved are look(t), as is usual: with
-u(t+1) = m u(t) + (1 - m) g that is
+u(t+1) = m u(t) + (1 - m) g that is, where lr is constant,
 
     look(t+1) = look(t) - lr (m u(t+1) + (1 - m) g)
 
-which is torch's SGD with nesterov at the rate lr (1 - m). The form the paper trains with divides
-the same sum by Adam's root mean square: NAdam (Dozat 2016), as torch.optim has it, with b = m and
-mu(t) = b (1 - 0.96^(t psi) / 2), psi = 0.004, a momentum that grows to b:
+and so it is done where lr changes, too: torch's SGD with nesterov at lr (1 - m). The form that the
+paper trains with divides the same sum by Adam's root mean square: NAdam (Dozat 2016), as torch has
+it, with b = m and mu(t) = b (1 - 0.96^(t psi) / 2), psi = 0.004, a momentum that grows to b:
 
     u(t) = b u(t-1) + (1 - b) g         v(t) = b2 v(t-1) + (1 - b2) g^2
     n(t) = mu(t+1) u(t) / (1 - mu(1) ... mu(t+1)) + (1 - mu(t)) g / (1 - mu(1) ... mu(t))
