@@ -32,6 +32,22 @@ class Factory(_Part):
         return source
 
 
+class DataFactory(Factory):
+    """Where the data come from: `package.module:factory`, `torchvision-folder:PATH` or
+    `huggingface:NAME_OR_PATH`, with paths from the config's folder.
+    """
+
+    @field_validator("source")
+    @classmethod
+    def _check_source(cls, source: str) -> str:
+        if re.fullmatch(r"(torchvision-folder|huggingface):.+|[\w.\-]+:[\w.]+", source) is None:
+            raise ValueError(
+                "write package.module:factory, torchvision-folder:PATH or huggingface:NAME, not "
+                f"{source!r}"
+            )
+        return source
+
+
 class OptimizerConfig(_Part):
     """A class of torch.optim by name, and its keyword arguments."""
 
@@ -71,7 +87,9 @@ class RunConfig(_Part):
     `batch_size` is the minibatch that flows through the pipeline; with the schedules flush, gpipe
     and 2bw `microbatches` of them make one update. `loss` is a function of torch.nn.functional by
     name, `package.module:function`, or `output` where the model returns its own loss.
-    `data_workers` processes of each rank read its data; with none a thread does.
+    `data_workers` processes of each rank read its data; with none a thread does. `sampler`, a
+    sampler of torch.utils.data or one like them, chooses the examples of an epoch and their order;
+    without it each epoch has all of them in an order of its own.
 
     `accumulate`: with weight stashing and vertical sync a stage of r replicas makes one update of r
     times as many minibatches. `clip_norm`: the most that the norm of the gradients may be, over all
@@ -84,7 +102,8 @@ class RunConfig(_Part):
 
     format: Literal["pipedream-run/1"]
     model: Factory
-    data: Factory
+    data: DataFactory
+    sampler: Factory | None = None
     loss: str = "cross_entropy"
     optimizer: OptimizerConfig = OptimizerConfig()
     asynchronous: AsynchronousConfig = AsynchronousConfig()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,11 +10,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
 from pipedream.profiler.example import examples
+from pipedream.profiler.from_folder import image_folder
+from pipedream.profiler.from_huggingface import huggingface
 from pipedream.profiler.from_torchvision import image_shape, load_torchvision
 from pipedream.profiler.from_transformers import load_transformers, transformers_inputs
 from pipedream.profiler.usercode import accepts, blaming, call, load_function
@@ -22,7 +24,9 @@ from pipedream.profiler.usercode import accepts, blaming, call, load_function
 __all__ = [
     "Dataset",
     "Loaded",
+    "accepts",
     "blaming",
+    "call",
     "collate",
     "fetch",
     "load",
@@ -103,10 +107,11 @@ def load_config_model(config: RunConfig, directory: Path) -> nn.Module:
 def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | None]:
     """The training set of a run config and its held-out set, if it has one.
 
-    The factory is called with `data.args` and returns the pair. Raises UserError.
+    The factory is called with `data.args` and returns the pair: see `image_folder` and
+    `huggingface` for those that are not the user's own. Raises UserError.
     """
     source = config.data.source
-    pair = call(source, load_function(source, directory), config.data.args)
+    pair = call(source, _data_factory(source, directory), config.data.args)
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise UserError(
             f"{source} gives a {type(pair).__name__}: return (training set, held-out set or None)"
@@ -115,6 +120,11 @@ def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | No
     for which, dataset in (("training", train), ("held-out", held_out)):
         if dataset is None and which == "held-out":
             continue
+        if isinstance(dataset, IterableDataset):
+            raise UserError(
+                f"{source}: the {which} set is an IterableDataset: several ranks read the data, "
+                "each its own minibatches by number; return a set whose examples have numbers"
+            )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             kind = type(dataset).__name__
             raise UserError(f"{source}: the {which} set, a {kind}, lacks __len__ or __getitem__")
@@ -123,6 +133,15 @@ def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | No
         if length == 0:
             raise UserError(f"{source}: the {which} set is empty")
     return train, held_out
+
+
+def _data_factory(source: str, directory: Path) -> Callable[..., Any]:
+    library, _, name = source.partition(":")
+    if library == "torchvision-folder":
+        return image_folder(directory / Path(name).expanduser())
+    if library == "huggingface":
+        return huggingface(name, directory)
+    return load_function(source, directory)
 
 
 def fetch(dataset: Dataset, indices: Iterable[int], source: str) -> list[Any]:

@@ -23,6 +23,7 @@ from torch.utils.data import Dataset as TorchDataset
 from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
 from pipedream.profiler.source import Dataset, collate, fetch
+from pipedream.runtime.order import shuffled
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Epoch:
     The order depends on the seed and `number` alone, so every rank that needs a minibatch makes it
     for itself: stages that read an input of the model, and the last stage for the target. The
     examples that do not fill a minibatch sit this epoch out; which ones changes with the epoch.
+    `order` has the indices of its examples where they are not simply all, shuffled.
     `kind` is what all minibatches have to be, if that is known: `Batch.kind`. `draws`: the dataset
     draws from torch's random numbers.
     """
@@ -72,15 +74,15 @@ class Epoch:
         device: torch.device,
         kind: str | None = None,
         draws: bool = True,
+        order: Sequence[int] | None = None,
     ) -> None:
         self.dataset, self.config, self.number = dataset, config, number
         self.device, self.kind, self.draws = device, kind, draws
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + number)
-        self.order = torch.randperm(len(dataset), generator=generator).tolist()
+        self.order = shuffled(len(dataset), config.seed, number) if order is None else order
 
     def __len__(self) -> int:
         """The number of minibatches."""
-        return len(self.dataset) // self.config.batch_size
+        return len(self.order) // self.config.batch_size
 
     @contextmanager
     def _random(self, minibatch: int) -> Iterator[None]:

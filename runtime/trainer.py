@@ -35,6 +35,7 @@ from pipedream.runtime.live import Status, look, telling
 from pipedream.runtime.lock import held
 from pipedream.runtime.loss import load_loss
 from pipedream.runtime.optimizers import make_optimizer, restore_state, state_tensors
+from pipedream.runtime.order import Order
 from pipedream.runtime.peak_memory import PeakMemory
 from pipedream.runtime.prediction import Prediction
 from pipedream.runtime.process import choose_device, join, make_groups
@@ -83,10 +84,11 @@ class Rank:
         self.device, self.backend = choose_device(job.device, place)
         self.kind: str | None = None
         self.data, self.held_out = load_data(job.config, job.directory)
-        self.minibatches = len(self.data) // job.config.batch_size
+        self.order = Order(self.data, job.config, job.directory)
+        self.minibatches = self.order.length // job.config.batch_size
         if not self.minibatches:
             raise UserError(
-                f"{job.config.data.source}: {len(self.data)} examples do not fill a batch of "
+                f"{job.config.data.source}: {self.order.length} examples do not fill a batch of "
                 f"{job.config.batch_size}: choose a smaller batch_size"
             )
         self._build(self._capture())
@@ -105,7 +107,8 @@ class Rank:
             return capture(model, example.inputs)
 
     def _epoch(self, number: int) -> Epoch:
-        return Epoch(self.data, self.job.config, number, self.device, self.kind, self.draws)
+        order = self.order(number)
+        return Epoch(self.data, self.job.config, number, self.device, self.kind, self.draws, order)
 
     def _build(self, captured: Captured) -> None:
         """Keeps this rank's stage of the captured model; the rest of it may go."""

@@ -31,6 +31,14 @@ def test_what_is_left_out_has_a_default(tmp_path: Path) -> None:
     assert (config.epochs, config.microbatches, config.seed, config.dtype) == (1, 4, 0, "float32")
 
 
+@pytest.mark.parametrize(
+    "source", ["torchvision-folder:my pictures/cats & dogs", "huggingface:../data.jsonl"]
+)
+def test_data_may_come_from_any_path(tmp_path: Path, source: str) -> None:
+    config = read_config(write(tmp_path, MINIMAL.replace("mine:data", source)))
+    assert config.data.source == source
+
+
 def test_a_learning_rate_is_a_number(tmp_path: Path) -> None:
     config = read_config(write(tmp_path, MINIMAL + "optimizer: {name: Adam, args: {lr: 1e-3}}\n"))
     assert config.optimizer.args == {"lr": 0.001}
@@ -56,7 +64,9 @@ def test_a_learning_rate_is_a_number(tmp_path: Path) -> None:
         ("batch_size: 8", "batch_size: 8\nbatch_size: 9", ":5: batch_size is there twice"),
         ("mine:model", "mine", "model.source: write package.module:factory or"),
         ("mine:model", "os:system('x')", "model.source: write package.module:factory or"),
-        ("mine:data", "", "data.source: write package.module:factory or"),
+        ("mine:data", "", "data.source: write package.module:factory, torchvision-folder:PATH or"),
+        ("mine:data", "huggingface:", "data.source: write package.module:factory, "),
+        ("batch_size: 8", "batch_size: 8\nsampler: {source: mine}", "sampler.source: write "),
         ("args: {size: 3}", "args: 3", "data.args: 3 is no set of named fields"),
     ],
 )

@@ -24,6 +24,7 @@ CONFIG = """\
 format: pipedream-run/1
 model: {source: "small_models:Noisy"}
 data: {source: "small_models:classes"}
+sampler: {source: "torch.utils.data:RandomSampler"}
 optimizer: {name: SGD, args: {lr: 0.25}}
 batch_size: 4
 epochs: 2
