@@ -144,7 +144,8 @@ class Predicted(_Part):
 class Plan(_Part):
     """Everything pd-train needs to know of a plan; `pipedream-plan/1`.
 
-    `optimizer` is the one whose state the memory of the stages counts.
+    `optimizer` is the one whose state the memory of the stages counts, `weight_prediction` whether
+    it counts predicted weights.
     """
 
     format: Literal["pipedream-plan/1"] = "pipedream-plan/1"
@@ -152,6 +153,7 @@ class Plan(_Part):
     cluster: Cluster
     schedule: ScheduleName = "weight-stashing"
     optimizer: OptimizerName | None = None
+    weight_prediction: bool = False
     stages: tuple[Stage, ...] = Field(min_length=1)
     predicted: Predicted
 

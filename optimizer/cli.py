@@ -86,12 +86,18 @@ def _task(options: Options) -> _Task:
     from pipedream.optimizer.optimize import Request
 
     graph = read_graph(options.graph)
+    schedule = options.schedule or ("weight-stashing" if aim is None else "flush")
+    if options.weight_prediction and schedule != "weight-stashing":
+        raise UserError(
+            f"--weight-prediction is for weight-stashing, and the schedule is {schedule}: leave one"
+            " of them out"
+        )
     cost_model = options.cost_model or ("measured" if cluster.measured else "paper")
     request = Request(
         graph=graph,
         cluster=cluster,
         model=COST_MODELS[cost_model](options.activation_compression),
-        schedule=options.schedule or ("weight-stashing" if aim is None else "flush"),
+        schedule=schedule,
         memory=limit,
         rules=Rules(options.straight, options.fewer_machines),
         latency=aim,
@@ -99,6 +105,7 @@ def _task(options: Options) -> _Task:
         recompute=options.recompute,
         footprints=_footprints(options, graph),
         microbatches=options.microbatches if in_rounds else None,
+        weight_prediction=options.weight_prediction,
     )
     return _Task(request, rate, numbers, _modules(options, graph))
 

@@ -29,12 +29,16 @@ MOMENTS = 24
 class Keeping:
     """What decides, beside the model, how much a worker holds.
 
-    `microbatches` make one update where the schedule makes one for several minibatches.
+    `microbatches` make one update where the schedule makes one for several minibatches. With
+    `weight_prediction` (pipedream.runtime.prediction; weight stashing alone) the older versions of
+    a stage with later ones behind it give way to predicted weights, a copy for each minibatch in
+    flight, and its last step is one more tensor for each parameter.
     """
 
     schedule: ScheduleName = "weight-stashing"
     optimizer: OptimizerName = "sgd"
     microbatches: int = MICROBATCHES
+    weight_prediction: bool = False
 
     def policy(self, replicas: Sequence[int]) -> Policy:
         return policy(self.schedule, replicas, self.microbatches)
@@ -117,10 +121,12 @@ class StageMemory:
         saved = self._saved[-1, ends] - self._saved[-1, start]
         received = self.cuts.bytes_read(start)[ends] + self.cuts.bytes_given(start)[ends]
         others = peak.in_flight - 1
+        predicting = self.keeping.weight_prediction and peak.in_flight > 1
+        older = peak.in_flight if predicting else peak.versions - 1
         return {
             "parameters": parameters,
-            "weight_versions": (peak.versions - 1) * parameters,
-            "optimizer_state": STATES[self.keeping.optimizer] * parameters,
+            "weight_versions": older * parameters,
+            "optimizer_state": (STATES[self.keeping.optimizer] + predicting) * parameters,
             "activations": 0 * saved if recompute else others * saved,
             "inputs": (peak.in_flight + 1) * received + self.cuts.bytes_across[ends],
             "workspace": 0 * saved,

@@ -76,12 +76,13 @@ class Request:
     recompute: Recompute = "auto"
     footprints: Mapping[str, Footprint] | None = None
     microbatches: int | None = None
+    weight_prediction: bool = False
 
     @property
     def keeping(self) -> Keeping:
         batch = self.latency and self.latency.microbatches
         microbatches = self.microbatches or batch or MICROBATCHES
-        return Keeping(self.schedule, self.optimizer, microbatches)
+        return Keeping(self.schedule, self.optimizer, microbatches, self.weight_prediction)
 
     @property
     def kinds(self) -> Kinds:
@@ -397,6 +398,7 @@ def _outcome(
         cluster=request.cluster,
         schedule=request.schedule,
         optimizer=request.optimizer,
+        weight_prediction=request.weight_prediction,
         stages=_stages(cuts, request, solution, found),
         predicted=predicted,
     )

@@ -90,6 +90,11 @@ _MEMORY = (
         help="Whose state takes memory: none, one or two tensors for each parameter.",
     ),
     click.option(
+        "--weight-prediction",
+        is_flag=True,
+        help="The run config has asynchronous: weight_prediction, which takes memory, too.",
+    ),
+    click.option(
         "--recompute",
         type=click.Choice(["never", "auto", "always"]),
         default="auto",
@@ -182,6 +187,7 @@ class Options:
 
     memory: str | None
     optimizer: OptimizerName
+    weight_prediction: bool
     recompute: Recompute
     profile: Path | None
 

@@ -355,8 +355,10 @@ class Rank:
         yield from state_tensors(self.optimizer, self.parameters).values()
 
     def _predicted_memory(self) -> float | None:
-        """What the plan says that this rank needs; of another schedule it says nothing."""
-        held = self.job.plan.stages[self.stage].memory if self.job.as_planned else None
+        """What the plan says that this rank needs; of another way to train it says nothing."""
+        job, plan = self.job, self.job.plan
+        counted = plan.weight_prediction == job.config.asynchronous.weight_prediction
+        held = plan.stages[self.stage].memory if job.as_planned and counted else None
         return None if held is None else held.total
 
     def _finish(self) -> None:

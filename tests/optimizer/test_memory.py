@@ -149,3 +149,14 @@ def test_the_choice_is_the_cheaper_one_that_fits(graph):
         assert (fits.tolist(), recompute.tolist()) == expected, allowed
     fits, recompute = MemoryLimit(math.inf, held, "always").choose(0, ends, Peak(1, 1), last=True)
     assert not recompute.any(), "the backward pass follows at once"
+
+
+def test_predicted_weights_stand_beside_the_newest_and_the_last_step(graph):
+    """One copy for each minibatch in flight; the last stage predicts nothing."""
+    held = StageMemory(
+        cuts_of(graph), Keeping("weight-stashing", "momentum", weight_prediction=True)
+    )
+    found = items(held, 0, 2, 3)
+    assert (found["weight_versions"], found["optimizer_state"]) == (3 * 11, 2 * 11)
+    found = items(held, 0, 2, 1)
+    assert (found["weight_versions"], found["optimizer_state"]) == (0, 11)
