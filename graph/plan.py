@@ -153,7 +153,7 @@ class Plan(_Part):
     cluster: Cluster
     schedule: ScheduleName = "weight-stashing"
     optimizer: OptimizerName | None = None
-    weight_prediction: bool = False
+    weight_prediction: bool | None = None
     stages: tuple[Stage, ...] = Field(min_length=1)
     predicted: Predicted
 

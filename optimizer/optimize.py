@@ -398,7 +398,7 @@ def _outcome(
         cluster=request.cluster,
         schedule=request.schedule,
         optimizer=request.optimizer,
-        weight_prediction=request.weight_prediction,
+        weight_prediction=request.weight_prediction or None,
         stages=_stages(cuts, request, solution, found),
         predicted=predicted,
     )

@@ -357,7 +357,7 @@ class Rank:
     def _predicted_memory(self) -> float | None:
         """What the plan says that this rank needs; of another way to train it says nothing."""
         job, plan = self.job, self.job.plan
-        counted = plan.weight_prediction == job.config.asynchronous.weight_prediction
+        counted = bool(plan.weight_prediction) == job.config.asynchronous.weight_prediction
         held = plan.stages[self.stage].memory if job.as_planned and counted else None
         return None if held is None else held.total
 

@@ -306,6 +306,7 @@ def test_says_what_is_wrong_before_it_plans(tmp_path, monkeypatch):
         ["--export", "torch"],
         ["--sweep", "5..5"],
         ["--sweep", "1..4096"],
+        ["--weight-prediction", "--schedule", "flush"],
     ):
         done = CliRunner().invoke(main, [str(word) for word in (graph, *LEVELS, *late)])
         assert done.exit_code == 2
