@@ -1,21 +1,25 @@
 """Checkpoints: parameters, buffers and optimizer state, keyed by their names in the model.
 
-    checkpoints/epoch-0003/
+    checkpoints/latest -> epoch-0003            the newest one
+    checkpoints/epoch-0003/                     epoch-0003-000120: and 120 minibatches of the next
         model-00001-of-00002.safetensors        one for each stage, by its first replica
         model.safetensors.index.json            which tensor is in which file, as Hugging Face's
-        optimizer-00001-of-00002.safetensors    PARAMETER/STATE -> tensor
-        optimizer.safetensors.index.json
+        optimizer/                              the same again, with PARAMETER/STATE -> tensor
         state.json
 
 Stages appear in file names only: a run goes on under another plan, and the plain model loads them.
 A checkpoint is written beside, as `epoch-0003.partial`, and renamed when it is whole.
+
+torch.distributed.checkpoint writes and reads the tensors, in its safetensors format. Its own format
+has an index that is a pickle; here each stage saves by itself, and the index is JSON. Nothing is
+ever unpickled.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,39 +28,74 @@ from typing import Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
 from pipedream.graph.artifact import read_artifact
 from pipedream.graph.command import UserError
+from pipedream.runtime.legs import Position
 
-_PARTS = ("model", "optimizer")
-_EPOCH = re.compile(r"epoch-(\d{4,})")
+_INDEX = "model.safetensors.index.json"
+_LATEST = "latest"
+
+# Said of every save and load by one process for itself, which is what happens here.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 class State(BaseModel):
-    """state.json; `details` is for people: what else the run wants to be known by."""
+    """state.json: the position of the data, and what of the training is no tensor.
+
+    `epoch` whole epochs and `minibatch` minibatches of the next one are behind it. `training` is
+    what the run needs to go on beside the tensors: such as the state of a learning rate scheduler.
+    `details` is what the run wants to be known by.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["pipedream-checkpoint/1"] = "pipedream-checkpoint/1"
     epoch: int = Field(ge=0)
+    minibatch: int = Field(default=0, ge=0)
+    training: dict[str, Any] = {}
     details: dict[str, str | int | float] = {}
 
+    @property
+    def position(self) -> Position:
+        return Position(self.epoch, self.minibatch)
 
-class _Metadata(BaseModel):
+
+class _IndexMetadata(BaseModel):
     total_size: int
 
 
 class _Index(BaseModel):
     """A `.safetensors.index.json`; files are names of neighbours, never paths."""
 
-    metadata: _Metadata
+    metadata: _IndexMetadata
     weight_map: dict[str, str]
 
 
-def write_shard(
+class _Writer(HuggingFaceStorageWriter):
+    """Writes the file of one stage. The index is of all stages: `publish` writes it."""
+
+    def __init__(self, folder: Path, names: Iterable[str], stage: int, stages: int) -> None:
+        # The greatest number says how many files there are; nothing has an empty name.
+        files = {**dict.fromkeys(names, stage + 1), "": stages}
+        super().__init__(str(folder), fqn_to_index_mapping=files)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        pass
+
+
+def write_stage(
     folder: Path,
-    epoch: int,
+    position: Position,
     stage: int,
     stages: int,
     model: Mapping[str, torch.Tensor],
@@ -64,49 +103,79 @@ def write_shard(
 ) -> None:
     """Writes the part of one stage, to disk. `publish` follows when all have done so.
 
-    `model` has parameters and buffers; the keys of `optimizer` are `PARAMETER/STATE`. Raises
-    UserError if the disk refuses.
+    `model` has parameters and buffers; the keys of `optimizer` are `PARAMETER/STATE`. All tensors
+    are as `copied` gives them. Raises UserError if the disk refuses.
     """
-    partial = _partial(folder, epoch)
-    for part, tensors in zip(_PARTS, (model, optimizer), strict=True):
-        path = partial / _shard(part, stage, stages)
+    partial = _partial(folder, position)
+    for part, tensors in zip(_parts(partial), (model, optimizer), strict=True):
+        path = part / _file(stage, stages)
         with _writing(path):
-            partial.mkdir(parents=True, exist_ok=True)
-            save_file(_separate(tensors), path, metadata={"format": "pt"})
-            _to_disk(path)
+            part.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # from a run that was stopped while it wrote
+            writer = _Writer(part, tensors, stage, stages)
+            save(dict(tensors), storage_writer=writer, no_dist=True)
+
+
+def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the CPU, which share memory with nothing: training may go on meanwhile."""
+    return {
+        name: torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format).copy_(
+            tensor.detach()
+        )
+        for name, tensor in tensors.items()
+    }
 
 
 def publish(
-    folder: Path, epoch: int, stages: int, details: Mapping[str, str | int | float] | None = None
+    folder: Path,
+    position: Position,
+    stages: int,
+    training: Mapping[str, Any] | None = None,
+    details: Mapping[str, str | int | float] | None = None,
 ) -> Path:
     """Makes the checkpoint valid, all at once; its folder. Raises UserError if the disk refuses.
 
-    To be called once, after all shards are written. Takes the place of an older checkpoint of the
-    same epoch.
+    To be called once, after all stages have written. Takes the place of an older checkpoint of the
+    same position.
     """
-    partial, final = _partial(folder, epoch), folder / f"epoch-{epoch:04}"
-    wanted = {_shard(part, stage, stages) for part in _PARTS for stage in range(stages)}
+    partial, final = _partial(folder, position), folder / str(position)
+    wanted = {_file(stage, stages) for stage in range(stages)}
+    state = State(
+        epoch=position.epoch,
+        minibatch=position.minibatch,
+        training=dict(training or {}),
+        details=dict(details or {}),
+    )
     with _writing(final):
-        for path in partial.iterdir():
-            if path.name not in wanted:
-                path.unlink()  # from a run that was stopped while it wrote
-        for part in _PARTS:
-            files = [partial / _shard(part, stage, stages) for stage in range(stages)]
-            _write_text(partial / _index_name(part), _index(files).model_dump_json(indent=1))
-        state = State(epoch=epoch, details=dict(details or {}))
+        for part in _parts(partial):
+            for path in part.glob("*.safetensors"):
+                if path.name not in wanted:
+                    path.unlink()  # from a run that was stopped while it wrote
+            files = sorted(part.glob("*.safetensors"))
+            _write_text(part / _INDEX, _index(files).model_dump_json(indent=1))
         _write_text(partial / "state.json", state.model_dump_json(indent=1))
-        _to_disk(partial)
-        if final.exists():
-            shutil.rmtree(final)
+        for part in _parts(partial):
+            _to_disk(part)
+        _discard(final)
         partial.rename(final)
+        _point(folder / _LATEST, final.name)
         _to_disk(folder)
     return final
 
 
+def keep_newest(folder: Path, count: int) -> None:
+    """Deletes all checkpoints but the newest `count`. Raises UserError if the disk refuses."""
+    for path in _whole(folder)[:-count]:
+        with _writing(path):
+            _discard(path)
+    for path in folder.glob("epoch-*.old"):  # from a run that was stopped while it deleted
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def latest(folder: Path) -> Path | None:
-    """The checkpoint of the last epoch in `folder`, if there is any."""
-    found = [path for path in folder.glob("epoch-*") if _EPOCH.fullmatch(path.name)]
-    return max(found, key=lambda path: int(path.name.removeprefix("epoch-")), default=None)
+    """The checkpoint in `folder` that is furthest on, if there is any."""
+    found = _whole(folder)
+    return found[-1] if found else None
 
 
 def read_state(path: Path) -> State:
@@ -114,59 +183,94 @@ def read_state(path: Path) -> State:
     return read_artifact(path / "state.json", State)
 
 
-def load_model(path: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors named in `like`, on the CPU; shapes and types have to be those of `like`.
+def load_model(path: Path, into: Mapping[str, torch.Tensor]) -> None:
+    """Fills the tensors, each by its name; shapes and types have to be the same.
 
     Raises UserError of one line that names the file, and the tensor that is missing or differs.
     """
-    index = path / _index_name("model")
-    files = _weight_map(path, "model")
-    for name in like:
-        if name not in files:
-            raise UserError(f"{index}: there is no {name} in it; is it of another model?")
-    loaded = _load(path, {name: files[name] for name in like})
-    for name, tensor in loaded.items():
-        found, wanted = _describe(tensor), _describe(like[name])
-        if found != wanted:
-            raise UserError(f"{path / files[name]}: {name} is {found}, in the model it is {wanted}")
-    return loaded
+    part = _Part(path)
+    for name, tensor in into.items():
+        part.check(name, tensor)
+    part.load(into)
 
 
 def load_optimizer(path: Path, parameters: Iterable[str]) -> dict[str, torch.Tensor]:
     """What the optimizer knew of these parameters, as `PARAMETER/STATE`. Raises UserError."""
-    names = set(parameters)
-    files = _weight_map(path, "optimizer")
-    return _load(path, {key: files[key] for key in files if key.rpartition("/")[0] in names})
+    names, part = set(parameters), _Part(path / "optimizer")
+    return part.loaded(key for key in part.files if key.rpartition("/")[0] in names)
 
 
 def load_all(path: Path) -> dict[str, torch.Tensor]:
     """All parameters and buffers, for the plain model. Raises UserError."""
-    return _load(path, _weight_map(path, "model"))
+    part = _Part(path)
+    return part.loaded(part.files)
 
 
-def _partial(folder: Path, epoch: int) -> Path:
-    return folder / f"epoch-{epoch:04}.partial"
+class _Part:
+    """The tensors of the model, or those of the optimizer: `files` has the file of each.
+
+    Raises UserError where a file of the index is missing or broken.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.index = path, path / _INDEX
+        self.files = read_artifact(self.index, _Index).weight_map
+        names: dict[str, set[str]] = {}
+        for file in set(self.files.values()):
+            if Path(file).name != file:
+                raise UserError(f"{self.index}: {file!r} is not the name of a file beside it")
+            with _reading(path / file) as tensors:
+                names[file] = set(tensors.keys())
+        for name, file in self.files.items():
+            if name not in names[file]:
+                raise UserError(f"{path / file}: there is no {name} in it")
+        self.reader = HuggingFaceStorageReader(str(path))
+        self.known = {
+            name: known
+            for name, known in self.reader.read_metadata().state_dict_metadata.items()
+            if isinstance(known, TensorStorageMetadata)
+        }
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self.files:
+            raise UserError(f"{self.index}: there is no {name} in it; is it of another model?")
+        found = _describe(self.known[name].size, self.known[name].properties.dtype)
+        wanted = _describe(tensor.shape, tensor.dtype)
+        if found != wanted:
+            file = self.path / self.files[name]
+            raise UserError(f"{file}: {name} is {found}, in the model it is {wanted}")
+
+    def load(self, into: Mapping[str, torch.Tensor]) -> None:
+        if into:
+            load(dict(into), storage_reader=self.reader, no_dist=True)
+
+    def loaded(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        tensors = {
+            name: torch.empty(self.known[name].size, dtype=self.known[name].properties.dtype)
+            for name in names
+        }
+        self.load(tensors)
+        return tensors
 
 
-def _shard(part: str, stage: int, stages: int) -> str:
-    return f"{part}-{stage + 1:05}-of-{stages:05}.safetensors"
+def _whole(folder: Path) -> list[Path]:
+    """The whole checkpoints, the newest last. A run writes them in this order."""
+    found = {path: Position.of(path.name) for path in folder.glob("epoch-*")}
+    whole = {path: position for path, position in found.items() if position is not None}
+    return sorted(whole, key=whole.__getitem__)
 
 
-def _index_name(part: str) -> str:
-    return f"{part}.safetensors.index.json"
+def _partial(folder: Path, position: Position) -> Path:
+    return folder / f"{position}.partial"
 
 
-def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, none sharing memory with another, as safetensors wants them."""
-    memory: set[int] = set()
-    result = {}
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        if plain.untyped_storage().data_ptr() in memory:
-            plain = plain.clone()
-        memory.add(plain.untyped_storage().data_ptr())
-        result[name] = plain
-    return result
+def _parts(path: Path) -> tuple[Path, Path]:
+    return path, path / "optimizer"
+
+
+def _file(stage: int, stages: int) -> str:
+    """As torch.distributed.checkpoint and Hugging Face name it."""
+    return f"model-{stage + 1:05}-of-{stages:05}.safetensors"
 
 
 def _index(files: Iterable[Path]) -> _Index:
@@ -174,37 +278,36 @@ def _index(files: Iterable[Path]) -> _Index:
     weight_map: dict[str, str] = {}
     size = 0
     for file in files:
-        with _reading(file) as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a mapping)
+        with _reading(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 if name not in weight_map:
                     weight_map[name] = file.name
-                    size += shard.get_tensor(name).nbytes
-    return _Index(metadata=_Metadata(total_size=size), weight_map=weight_map)
+                    size += tensors.get_tensor(name).nbytes
+    return _Index(metadata=_IndexMetadata(total_size=size), weight_map=weight_map)
 
 
-def _weight_map(path: Path, part: str) -> dict[str, str]:
-    index = path / _index_name(part)
-    files = read_artifact(index, _Index).weight_map
-    for file in files.values():
-        if Path(file).name != file:
-            raise UserError(f"{index}: {file!r} is not the name of a file beside it")
-    return files
+def _point(link: Path, name: str) -> None:
+    """Has the link point at its neighbour of that name, without a moment in which it does not."""
+    fresh = link.with_name(f"{link.name}.partial")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(name)
+    fresh.replace(link)
 
 
-def _load(path: Path, files: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(set(files.values())):
-        with _reading(path / file) as shard:
-            for name in (name for name, place in files.items() if place == file):
-                tensors[name] = shard.get_tensor(name)
-    return tensors
+def _discard(path: Path) -> None:
+    """Deletes a checkpoint. At no moment is a part of it taken for a whole one."""
+    if path.exists():
+        doomed = path.with_name(f"{path.name}.old")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[Any]:
     try:
-        with safe_open(path, framework="pt") as shard:
-            yield shard
+        with safe_open(path, framework="pt") as tensors:
+            yield tensors
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot be read as safetensors: {reason}") from error
@@ -214,14 +317,19 @@ def _reading(path: Path) -> Iterator[Any]:
 def _writing(path: Path) -> Iterator[None]:
     try:
         yield
+    except CheckpointException as error:
+        (failure,) = (wrapped[0] for wrapped in error.failures.values())
+        if not isinstance(failure, OSError):
+            raise
+        raise UserError(f"{path}: cannot be written: {failure.strerror}") from error
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot be written: {reason}") from error
 
 
-def _describe(tensor: torch.Tensor) -> str:
-    sizes = " x ".join(map(str, tensor.shape)) or "one number"
-    return f"{sizes} of {str(tensor.dtype).removeprefix('torch.')}"
+def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
+    sizes = " x ".join(map(str, shape)) or "one number"
+    return f"{sizes} of {str(dtype).removeprefix('torch.')}"
 
 
 def _write_text(path: Path, text: str) -> None:

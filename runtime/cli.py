@@ -45,6 +45,19 @@ if TYPE_CHECKING:
 @click.option("--epochs", type=click.IntRange(min=1), help="In place of the config's epochs.")
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in the folder.")
 @click.option(
+    "--save-every",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Save every N minibatches as well, at a drained pipeline; rounded up to whole updates of "
+    "all stages.  [default: at the end of each epoch]",
+)
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Keep the newest K checkpoints only.  [default: all]",
+)
+@click.option(
     "--timeout",
     type=FiniteRange(min=1, max=1e6),
     default=300.0,
@@ -78,6 +91,8 @@ def main(
     schedule: str | None,
     epochs: int | None,
     resume: bool,
+    save_every: int | None,
+    keep: int | None,
     timeout: float,
     evaluate: bool,
     trace: bool,
@@ -112,6 +127,8 @@ def main(
             evaluate=evaluate,
             trace=trace,
             tensorboard=tensorboard,
+            save_every=save_every,
+            keep=keep,
         )
         job.check_microbatches()
         job.check_asynchronous()

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -27,6 +27,7 @@ from rich.table import Table
 
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.board import Board
+from pipedream.runtime.legs import Position
 from pipedream.runtime.live import SECONDS_BETWEEN_TALES, Status, heard
 from pipedream.runtime.report import Losses
 
@@ -40,7 +41,8 @@ _STUCK_SECONDS = 2.0
 class Display:
     """The table by rank, the progress bar and metrics.jsonl of rank 0. A context manager.
 
-    `ranks[stage][replica]` is the rank of a worker; `minibatches` how many the run has in all.
+    `ranks[stage][replica]` is the rank of a worker; `minibatches` how many the run still
+    has to do after `first`.
     """
 
     def __init__(
@@ -50,9 +52,9 @@ class Display:
         minibatches: int,
         ranks: Sequence[Sequence[int]],
         board: Board | None,
-        append: bool,
+        first: Position,
     ) -> None:
-        self.path, self.batch_size, self.append = path, batch_size, append
+        self.path, self.batch_size, self.first = path, batch_size, first
         self.ranks, self.board = ranks, board
         self.console = Console(stderr=True)
         self.progress = Progress(
@@ -78,7 +80,8 @@ class Display:
         return self.done * self.batch_size / (time.perf_counter() - self.begin)
 
     def __enter__(self) -> Display:
-        self.file: TextIO = self.path.open("a" if self.append else "w", encoding="utf-8")
+        keep_before(self.path, self.first)
+        self.file: TextIO = self.path.open("a", encoding="utf-8")
         if self.console.is_terminal:
             self.live.start()
         return self
@@ -117,7 +120,7 @@ class Display:
         """Writes down what is left of an epoch; without a terminal it gets a line of its own."""
         self._look(losses)
         self._ask(losses)
-        recent = self.losses[-losses.minibatches :]
+        recent = self.losses[losses.first - losses.minibatches :]
         if not self.console.is_terminal:
             mean = math.fsum(recent) / len(recent)
             self._line(f"epoch {losses.epoch}: mean loss {mean:.4f}, {self.rate:.0f} samples/s")
@@ -168,6 +171,18 @@ class Display:
     def _line(self, text: str) -> None:
         self.line_told = time.perf_counter()
         print(text, file=sys.stderr, flush=True)
+
+
+def keep_before(path: Path, position: Position) -> None:
+    """Drops from metrics.jsonl what a run has told that went further than its last checkpoint."""
+    kept = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            with suppress(json.JSONDecodeError):  # the last line of a run that was killed
+                told = json.loads(line)
+                if Position(told["epoch"] - 1, told["minibatch"]) < position:
+                    kept.append(line)
+    path.write_text("".join(kept), encoding="utf-8")
 
 
 def table(statuses: Mapping[int, Status], ranks: Sequence[Sequence[int]], most: int) -> Table:

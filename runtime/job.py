@@ -32,6 +32,8 @@ class Job:
     evaluate: bool = True
     trace: bool = False
     tensorboard: bool = False
+    save_every: int | None = None
+    keep: int | None = None
 
     @property
     def checkpoints(self) -> Path:

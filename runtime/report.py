@@ -23,10 +23,17 @@ class Losses:
     A thread tells them, so that no pass waits for the store, or for a GPU to be done.
     """
 
-    def __init__(self, store: Store, epoch: int, minibatches: int, refuse_nan: bool = True) -> None:
+    def __init__(
+        self,
+        store: Store,
+        epoch: int,
+        minibatches: int,
+        first: int = 0,
+        refuse_nan: bool = True,
+    ) -> None:
         self.store, self.epoch, self.minibatches = store, epoch, minibatches
         self.refuse_nan = refuse_nan
-        self.next = 0
+        self.first = self.next = first
         self.failure: BaseException | None = None
         self.waiting: SimpleQueue[tuple[int, torch.Tensor] | None] = SimpleQueue()
         self.thread = threading.Thread(target=self._tell_all, name="losses", daemon=True)

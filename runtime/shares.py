@@ -82,8 +82,10 @@ def _window(epoch: Timeline, counted: tuple[int, int] | None) -> tuple[float, fl
     if counted is None:
         begins = (event.begin for event in events)
         return min(begins, default=0.0), max((event.end for event in events), default=0.0)
+    passes = [event for event in events if event.action.kind == Kind.BACKWARD]
+    first = min((event.begin for event in events), default=0.0)  # of an epoch gone on with
     begin, end = (
-        max(e.end for e in events if e.action.kind == Kind.BACKWARD and e.action.minibatch < count)
+        max((event.end for event in passes if event.action.minibatch < count), default=first)
         for count in counted
     )
     return begin, end
@@ -123,6 +125,8 @@ def versions(events: Iterable[Event]) -> list[tuple[float, float]]:
     for event in events:
         kind, version = event.action.kind, event.action.version
         if kind == Kind.FORWARD:
+            if not version and not +used:
+                newest = 0  # they count from 0 in each leg
             used[version] += 1
         elif kind == Kind.BACKWARD:
             used[version] -= 1

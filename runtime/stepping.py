@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +71,7 @@ class Stepping:
             config.clip_norm is not None or config.nan == "skip" or self.scale.value != 1.0
         )
         self.skipped = 0
+        self.advances = 0
 
     def step(self, updates: int = 1) -> None:
         """One step with the gradients that the parameters have; the scheduler's for so many."""
@@ -94,8 +97,30 @@ class Stepping:
         """Moves the learning rate on, if it goes by updates, or by epochs, as `what` says."""
         config = self.config.scheduler
         if self.scheduler is not None and config is not None and config.every == what:
+            self.advances += times
             for _ in range(times):
                 self.scheduler.step()
+
+    def state(self) -> dict[str, Any]:
+        """What `restore` needs to go on, beside the optimizer's tensors; the same on all ranks."""
+        return {
+            "advances": self.advances,
+            "scale": self.scale.value,
+            "went_well": self.scale.went_well,
+            "skipped": self.skipped,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """The scheduler does all its steps again: some have a state that is no JSON."""
+        config = self.config.scheduler
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no step of the optimizer came before
+            if config is not None:
+                self._advance(config.every, state.get("advances", 0))
+        self.skipped = state.get("skipped", 0)
+        if self.scale.adapts:
+            self.scale.value = state.get("scale", self.scale.value)
+            self.scale.went_well = state.get("went_well", 0)
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> float:
         mine = [g for name, g in gradients.items() if name in self.counted]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from pipedream.runtime.evaluate import evaluate
 from pipedream.runtime.exchange import hear, tell
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
+from pipedream.runtime.legs import Leg, Position, legs, shifted, whole_updates
 from pipedream.runtime.live import Status, look, telling
 from pipedream.runtime.lock import held
 from pipedream.runtime.loss import load_loss
@@ -46,6 +48,7 @@ from pipedream.runtime.report import (
     seconds_per_minibatch,
     write_summary,
 )
+from pipedream.runtime.saver import Saver
 from pipedream.runtime.schedule import (
     Action,
     Kind,
@@ -146,22 +149,22 @@ class Rank:
         self.recorder = Recorder(self.clock, every_epoch=job.trace)
         self.groups = make_groups(self.stage, job.plan.process_ranks, self.tied)
         self.transport = Transport(self.device, self.backend)
-        first = self._resume() if job.resume else 0
         self.stepping = self._stepping()
-        self.schedule = self._schedule()
+        first = self._resume() if job.resume else Position(0)
+        self.saver = self._saver()
         self.weights = self._weights(first)
         self.memory = PeakMemory(self.device, self._tensors())
         gc.freeze()  # what is there stays; to look through it again and again takes long
         self.times: list[tuple[float, list[float]]] = []
         if self.place.rank == 0:
-            total = self.minibatches * max(0, job.epochs - first)
+            total = self.minibatches * (job.epochs - first.epoch) - first.minibatch
             self.display = Display(
                 job.run / "metrics.jsonl",
                 job.config.batch_size,
                 total,
                 job.plan.process_ranks,
                 Board(job.run / "tensorboard", self._learning_rate) if job.tensorboard else None,
-                append=first > 0,
+                first,
             )
             with self.display:
                 self._epochs(first)
@@ -188,31 +191,52 @@ class Rank:
             counted if self.replica == 0 or not together else (),
         )
 
-    def _schedule(self) -> Schedule:
+    def _saver(self) -> Saver:
+        return Saver(
+            folder=self.job.checkpoints,
+            stage=self.stage,
+            stages=len(self.layouts),
+            store=self.store,
+            writes=self.replica == 0,
+            publishes=self.place.rank == 0,
+            timeout=self.job.timeout,
+            keep=self.job.keep,
+            details={"optimizer": self.job.optimizer.name},
+        )
+
+    @property
+    def _every(self) -> int | None:
+        """How many minibatches a leg has."""
+        every = self.job.save_every
+        return None if every is None else whole_updates(every, self.job.policy)
+
+    @cache  # noqa: B019 - lives as long as the process
+    def _schedule(self, minibatches: int) -> Schedule:
         plan, config = self.job.plan, self.job.config
         return schedule(
             self.job.schedule,
             plan.replicas,
             links(self.layouts),
-            self.minibatches,
+            minibatches,
             config.microbatches,
             tied=sorted({stage for stages in self.tied.values() for stage in stages}),
             accumulate=config.accumulate,
         )
 
-    def _weights(self, epochs: int) -> Weights:
-        """The weights after so many epochs, with what the config asks for against stale gradients.
+    def _weights(self, first: Position) -> Weights:
+        """The weights at that position, with what the config asks for against stale gradients.
 
         The delays come from the schedule: the last stage has none, and nothing to correct.
         """
         job, wanted = self.job, self.job.config.asynchronous
-        by_minibatch = delays(self.schedule, self.stage)
-        delay = max(by_minibatch.values())
+        whole = self._schedule(self.minibatches)
+        leg = self._schedule(min(self._every or self.minibatches, self.minibatches))
+        delay = max(delays(leg, self.stage).values())
         predicting = wanted.weight_prediction and delay > 0
-        self.ahead = by_minibatch if predicting else {}
         weights = Weights(
             self.parameters,
-            epochs * self.schedule.rounds(self.stage),
+            first.epoch * whole.rounds(self.stage)
+            + first.minibatch // whole.round_size(self.stage),
             Prediction(self.optimizer, self.parameters) if predicting else None,
         )
         if wanted != AsynchronousConfig():
@@ -221,15 +245,18 @@ class Rank:
             )
         return weights
 
-    def _epochs(self, first: int) -> None:
-        actions = self.schedule.actions(self.worker)
-        for number in range(first + 1, self.job.epochs + 1):
-            self._train_epoch(number, actions)
-            self._save(number)
+    def _epochs(self, first: Position) -> None:
+        for epoch in range(first.epoch, self.job.epochs):
+            begin = first.minibatch if epoch == first.epoch else 0
+            self._train_epoch(epoch, list(legs(self.minibatches, self._every, begin)))
+        self.saver.end()
 
-    def _train_epoch(self, number: int, actions: Sequence[Action]) -> None:
-        self.dice.epoch = number
-        losses = Losses(self.store, number, self.minibatches, self.job.config.nan == "stop")
+    def _train_epoch(self, epoch: int, ahead: Sequence[Leg]) -> None:
+        number = self.dice.epoch = epoch + 1
+        first, schedules = ahead[0].begin, {leg: self._schedule(len(leg)) for leg in ahead}
+        to_do = {leg: shifted(schedules[leg].actions(self.worker), leg.begin) for leg in ahead}
+        actions = [action for leg in ahead for action in to_do[leg]]
+        losses = Losses(self.store, number, self.minibatches, first, self.job.config.nan == "stop")
         ends: list[float] = []
 
         def after(action: Action) -> None:
@@ -252,7 +279,12 @@ class Rank:
             compute=self.compute,
             per_update=self._per_update(),
             recompute=self.job.plan.stages[self.stage].recompute,
-            ahead=self.ahead,
+            ahead={
+                minibatch + leg.begin: delay
+                for leg in ahead
+                if self.weights.prediction is not None
+                for minibatch, delay in delays(schedules[leg], self.stage).items()
+            },
         )
         self.memory.begin()
         begin = time.perf_counter()
@@ -265,15 +297,22 @@ class Rank:
         shown = self.display.watching(losses) if self.place.rank == 0 else nullcontext()
         told = telling(self.store, self.place.rank, status)
         with shown, told, Reader(self._epoch(number), self._to_read(actions)) as data:
-            self.engine.run(actions, data)
+            self._run_legs(to_do, data)
             losses.end()
         self.times.append((time.perf_counter() - begin, ends))
         self.recorder.add(number, self.engine.events)
         self.memory.end()
-        self.stepping.end_epoch()
         self.transport.barrier()
         if self.place.rank == 0:
             self.display.end_epoch(losses)
+
+    def _run_legs(self, to_do: Mapping[Leg, Sequence[Action]], data: Reader) -> None:
+        for leg, actions in to_do.items():
+            self.engine.run(actions, data)
+            if leg.end < self.minibatches:
+                self._save(Position(self.dice.epoch - 1, leg.end))
+        self.stepping.end_epoch()
+        self._save(Position(self.dice.epoch))
 
     def _loss(self, outputs: Sequence[torch.Tensor], target: Any) -> torch.Tensor:
         with lowered(self.job.config, self.device):
@@ -295,24 +334,15 @@ class Rank:
             return []
         return [action.minibatch for action in actions if action.kind is Kind.FORWARD]
 
-    def _save(self, epoch: int) -> None:
-        """Every stage's first replica writes its part; rank 0 makes the checkpoint valid."""
+    def _save(self, position: Position) -> None:
+        """Begins to save what this rank has at the end of a leg; the others may be elsewhere."""
         self._average_buffers()
-        folder = self.job.checkpoints
-        if self.replica == 0:
-            checkpoint.write_shard(
-                folder,
-                epoch,
-                self.stage,
-                len(self.layouts),
-                model={**self.parameters, **self.buffers},
-                optimizer=state_tensors(self.optimizer, self.parameters),
-            )
-        self.transport.barrier()
-        if self.place.rank == 0:
-            details = {"optimizer": self.job.optimizer.name}
-            checkpoint.publish(folder, epoch, len(self.layouts), details)
-        self.transport.barrier()
+        self.saver.begin(
+            position,
+            {**self.parameters, **self.buffers},
+            lambda: state_tensors(self.optimizer, self.parameters),
+            training=self.stepping.state(),
+        )
 
     def _average_buffers(self) -> None:
         """Batch-norm statistics and the like: the mean over the replicas goes on everywhere."""
@@ -323,8 +353,8 @@ class Rank:
             for name, buffer in self.buffers.items():
                 buffer.copy_(sums[name] / count)
 
-    def _resume(self) -> int:
-        """Loads the newest checkpoint; the number of epochs it has behind it."""
+    def _resume(self) -> Position:
+        """Loads the newest checkpoint; how far it is."""
         path, optimizer = checkpoint.latest(self.job.checkpoints), self.job.optimizer.name
         if path is None:
             raise UserError(f"--resume: there is no checkpoint in {self.job.checkpoints}")
@@ -341,12 +371,12 @@ class Rank:
             )
         names = {**self.parameters, **self.buffers}
         with torch.no_grad():
-            for name, tensor in checkpoint.load_model(path, names).items():
-                names[name].copy_(tensor)
+            checkpoint.load_model(path, names)
         restore_state(
             self.optimizer, self.parameters, checkpoint.load_optimizer(path, self.parameters)
         )
-        return saved.epoch
+        self.stepping.restore(saved.training)
+        return saved.position
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         """What a rank holds between epochs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -97,6 +98,43 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(folder: Path) -> None:
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
     assert losses(first) == losses(whole)
+
+
+def test_going_on_inside_an_epoch_is_the_run_that_was_never_stopped(folder: Path) -> None:
+    """Replicas, a leg that is rounded up to whole updates, and losses told of later minibatches."""
+    graph = capture(small_models.Noisy(), (torch.randn(4, 6),)).graph
+    plan, config = make_plan(graph, cut(graph, 2), (2, 1)), read_config(folder / "run.yaml")
+    whole = Job(plan, config, SUPPORT, folder / "whole", epochs=2, evaluate=False, save_every=3)
+    run_jobs([whole])
+    saved = sorted(path.name for path in whole.checkpoints.glob("epoch-*"))
+    assert saved == [
+        *["epoch-0000-000004", "epoch-0000-000008", "epoch-0000-000012", "epoch-0001"],
+        *["epoch-0001-000004", "epoch-0001-000008", "epoch-0001-000012", "epoch-0002"],
+    ]
+    parts = replace(whole, run=folder / "parts", resume=True, keep=2)
+    shutil.copytree(whole.run, parts.run, symlinks=True)
+    for name in saved[5:]:
+        shutil.rmtree(parts.checkpoints / name)
+    with (parts.run / "metrics.jsonl").open("a") as file:
+        file.write('{"epoch": 2, "minib')
+    run_jobs([parts])
+    assert losses(parts) == losses(whole)
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(parts)[name], tensor, rtol=0, atol=0)
+    assert sorted(path.name for path in parts.checkpoints.iterdir()) == [*saved[6:], "latest"]
+
+
+def test_legs_change_nothing_for_flush(tmp_path: Path) -> None:
+    """It drains after every update as it is."""
+    graph = capture(small_models.Chain(), (torch.randn(4, 6),)).graph
+    (tmp_path / "run.yaml").write_text(CHAIN)
+    config = read_config(tmp_path / "run.yaml")
+    plan = make_plan(graph, cut(graph, 2), (1, 1), "flush")
+    whole = Job(plan, config, SUPPORT, tmp_path / "whole", schedule="flush", evaluate=False)
+    legs = replace(whole, run=tmp_path / "legs", save_every=5)
+    run_jobs([whole, legs])
+    assert (legs.checkpoints / "epoch-0000-000008").exists()
+    assert losses(legs) == losses(whole)
 
 
 def test_a_checkpoint_loads_into_the_plain_model(folder: Path) -> None:

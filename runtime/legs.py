@@ -1,0 +1,67 @@
+"""How far a run is, and the legs in which it goes on: a checkpoint stands between two of them.
+
+A leg is a run of consecutive minibatches of an epoch. Its schedule is a whole one: the pipeline is
+filled at its beginning and drained at its end, where no minibatch is in flight on any rank and each
+stage has one version of its weights. That version is what a checkpoint holds. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from pipedream.runtime.policy import Policy
+from pipedream.runtime.schedule import Action
+
+_NAME = re.compile(r"epoch-(\d{4,})(?:-(\d{6,}))?")
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """What a run has behind it: whole epochs, and minibatches of the next one."""
+
+    epoch: int
+    minibatch: int = 0
+
+    def __str__(self) -> str:
+        """`epoch-0003`, or `epoch-0003-000120` with 120 minibatches of the fourth epoch."""
+        return f"epoch-{self.epoch:04}" + (f"-{self.minibatch:06}" if self.minibatch else "")
+
+    @staticmethod
+    def of(name: str) -> Position | None:
+        """The position that prints as `name`."""
+        match = _NAME.fullmatch(name)
+        return None if match is None else Position(int(match[1]), int(match[2] or 0))
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Minibatches `begin` to `end` - 1 of an epoch."""
+
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+def legs(minibatches: int, every: int | None, begin: int = 0) -> Iterator[Leg]:
+    """Those of an epoch from `begin` on: they end at each multiple of `every`, and at its end."""
+    while begin < minibatches:
+        end = minibatches if every is None else min((begin // every + 1) * every, minibatches)
+        yield Leg(begin, end)
+        begin = end
+
+
+def whole_updates(every: int, policy: Policy) -> int:
+    """`every` rounded up, so that every stage has made whole updates, on all replicas alike."""
+    sizes = (policy.round_size(stage) for stage in range(len(policy.replicas)))
+    unit = lcm(*sizes, *policy.replicas)
+    return -(-every // unit) * unit
+
+
+def shifted(actions: Sequence[Action], begin: int) -> list[Action]:
+    """A leg's actions with the numbers that its minibatches have in the epoch."""
+    return [action._replace(minibatch=action.minibatch + begin) for action in actions]
