@@ -19,7 +19,13 @@ from torch import Tensor, nn
 from training import losses, run_jobs, weights
 
 from pipedream.graph.command import UserError
-from pipedream.graph.config import AsynchronousConfig, Factory, OptimizerConfig, RunConfig
+from pipedream.graph.config import (
+    AsynchronousConfig,
+    DataFactory,
+    Factory,
+    OptimizerConfig,
+    RunConfig,
+)
 from pipedream.profiler.capture import capture
 from pipedream.runtime.asynchronous import nesterov_form, slowing
 from pipedream.runtime.data import Epoch
@@ -115,7 +121,7 @@ def job_for(case: str, replicas: tuple[int, ...], dtype: str, run: Path, **chang
     config = RunConfig(
         format="pipedream-run/1",
         model=Factory(source="small_models:Chain"),
-        data=Factory(source="small_models:regression"),
+        data=DataFactory(source="small_models:regression"),
         loss="mse_loss",
         optimizer=optimizer,
         asynchronous=AsynchronousConfig(**asynchronous),
