@@ -14,6 +14,7 @@ from pipedream.graph.command import UserError
 from pipedream.graph.model import Graph
 from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs
 from pipedream.profiler.footprint import Footprint, footprints
+from pipedream.profiler.precision import lowered
 from pipedream.profiler.profile import (
     Machine,
     Profile,
@@ -48,13 +49,15 @@ def measure(
     among the inputs is out of range.
     """
     torch.set_num_threads(settings.threads)
-    captured = capture(loaded.model, loaded.args, loaded.kwargs)
+    with lowered(loaded.autocast, torch.device("cpu")):
+        captured = capture(loaded.model, loaded.args, loaded.kwargs)
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
     try:
-        kept = footprints(captured, inputs, settings.device)
-        timings = time_nodes(
-            captured, inputs, settings.warmup, settings.repeats, settings.device, progress
-        )
+        with lowered(loaded.autocast, settings.device):
+            kept = footprints(captured, inputs, settings.device)
+            timings = time_nodes(
+                captured, inputs, settings.warmup, settings.repeats, settings.device, progress
+            )
     except IndexError as error:
         raise UserError(
             f"{settings.model} cannot run on these inputs: {error}: give fewer positions, or a "

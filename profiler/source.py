@@ -39,11 +39,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in training mode and what to call it with: `model(*args, **kwargs)`."""
+    """A model in training mode and what to call it with: `model(*args, **kwargs)`.
+
+    `autocast`: the lower precision in which it is to be run.
+    """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
+    autocast: str | None = None
 
 
 class Dataset(Protocol):
@@ -92,7 +96,8 @@ def load_config(config: RunConfig, directory: Path, batch_size: int | None = Non
         )
     batch = fetch(train, range(size), config.data.source)
     inputs, target = collate(batch, getattr(torch, config.dtype), config.data.source)
-    return Loaded(model, (*inputs, target) if config.loss == "output" else inputs)
+    taken = (*inputs, target) if config.loss == "output" else inputs
+    return Loaded(model, taken, autocast=config.autocast)
 
 
 def load_config_model(config: RunConfig, directory: Path) -> nn.Module:

@@ -132,6 +132,7 @@ def main(
         )
         job.check_microbatches()
         job.check_asynchronous()
+        job.check_scale()
         job.check_folder()
         job.check_tensorboard()
         place = launch.environment()

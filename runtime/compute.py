@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -12,18 +11,12 @@ from torch.func import functional_call
 
 from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
+from pipedream.profiler.precision import lowered
 from pipedream.profiler.segment import Segment
 from pipedream.runtime.randomness import Roll
 
 Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
 """(parameters and buffers by name, inputs) -> what the stage's module gives."""
-
-
-def lowered(config: RunConfig, device: torch.device) -> AbstractContextManager[Any]:
-    """Operators in here compute in the type of `autocast`, where torch deems that safe."""
-    if config.autocast is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, config.autocast))
 
 
 def make_compute(piece: Segment, config: RunConfig, device: torch.device) -> Compute:
@@ -43,7 +36,7 @@ def make_compute(piece: Segment, config: RunConfig, device: torch.device) -> Com
         run = torch.compile(plain, backend=config.compile)
 
     def compute(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
-        with lowered(config, device):
+        with lowered(config.autocast, device):
             return run(tensors, inputs)
 
     return compute

@@ -77,6 +77,16 @@ class Job:
                 f" as are in flight: write microbatches: {least} or more"
             )
 
+    def check_scale(self) -> None:
+        """UserError where the scale of the loss cannot be found: stages would know it too late."""
+        config = self.config
+        searched = config.autocast == "float16" and config.loss_scale is None
+        if searched and self.schedule not in ("flush", "gpipe"):
+            raise UserError(
+                f"schedule {self.schedule}: with autocast: float16 the run config has to say the "
+                "loss_scale, say 1024; flush and gpipe find it by themselves"
+            )
+
     def check_folder(self) -> None:
         """Makes the folder; UserError where that fails, or results would overwrite others."""
         try:

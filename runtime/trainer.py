@@ -18,12 +18,13 @@ from pipedream.graph.config import AsynchronousConfig
 from pipedream.graph.plan import Simulated
 from pipedream.profiler.capture import Captured, capture, rebuild
 from pipedream.profiler.freeze import freeze_constants
+from pipedream.profiler.precision import lowered
 from pipedream.profiler.source import load_config_model, load_data
 from pipedream.runtime import checkpoint
 from pipedream.runtime.asynchronous import rate_factor, scale_rate
 from pipedream.runtime.board import Board
 from pipedream.runtime.clock import Clock
-from pipedream.runtime.compute import lowered, make_compute
+from pipedream.runtime.compute import make_compute
 from pipedream.runtime.data import Epoch, Reader
 from pipedream.runtime.delay import delays
 from pipedream.runtime.display import Display
@@ -106,7 +107,7 @@ class Rank:
         example = self._epoch(0).batch(0)
         self.draws = not torch.equal(torch.get_rng_state(), before)
         self.kind = example.kind
-        with lowered(job.config, torch.device("cpu")):
+        with lowered(job.config.autocast, torch.device("cpu")):
             return capture(model, example.inputs)
 
     def _epoch(self, number: int) -> Epoch:
@@ -315,7 +316,7 @@ class Rank:
         self._save(Position(self.dice.epoch))
 
     def _loss(self, outputs: Sequence[torch.Tensor], target: Any) -> torch.Tensor:
-        with lowered(self.job.config, self.device):
+        with lowered(self.job.config.autocast, self.device):
             return self.loss(rebuild(outputs, self.out_spec), target)
 
     def _per_update(self) -> int:

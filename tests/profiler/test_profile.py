@@ -101,3 +101,13 @@ def test_a_wrong_file_is_one_line(
         read_profile(path)
     assert str(path) in caught.value.message
     assert told in caught.value.message
+
+
+def test_a_lower_precision_is_profiled_as_it_will_be_trained() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    threads = torch.get_num_threads()
+    settings = Settings("low", {}, 8, torch.device("cpu"), 0, 1, threads)
+    _, profile = measure(Loaded(model, (torch.randn(8, 4),), autocast="bfloat16"), settings)
+    linear = [node for node in profile.nodes if node.op == "Linear"]
+    assert [node.outputs[0].dtype for node in linear] == ["bfloat16", "bfloat16"]
+    assert linear[0].outputs[0].bytes == 8 * 4 * 2

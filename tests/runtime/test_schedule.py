@@ -464,3 +464,16 @@ def test_more_versions_than_allowed_are_noticed(monkeypatch):
     monkeypatch.setattr(VerticalSync, "versions", lambda policy, stage: 2)
     with pytest.raises(UnsoundError, match="worker 2 at 2U1@2: more than 2 versions alive"):
         check(schedule("vertical-sync", (1, 1, 1), chain(3), 8))
+
+
+@pytest.mark.parametrize("name", ["weight-stashing", "vertical-sync"])
+@pytest.mark.parametrize("replicas", [(1,), (1, 1, 1), (2, 1), (1, 3, 2), (4, 3, 1)], ids=str)
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_several_minibatches_of_a_worker_to_an_update_are_sound(name, replicas, accumulate):
+    """The last round is ragged: 41 is no multiple of any of them."""
+    links = [(stage, stage + 1) for stage in range(len(replicas) - 1)]
+    made = schedule(name, replicas, links, 41, accumulate=accumulate)
+    check(made)
+    for stage, count in enumerate(replicas):
+        updates = [a for a in made.actions((stage, 0)) if a.kind is Kind.UPDATE]
+        assert len(updates) == -(-41 // (count * accumulate))
