@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from pipedream.graph.cluster import Cluster, DeviceKind
 from pipedream.graph.model import Graph, Node
-from pipedream.graph.schedule_name import SCHEDULES
+from pipedream.graph.schedule_name import MICROBATCHES, SCHEDULES
 from pipedream.optimizer.cost import Paper
 from pipedream.optimizer.optimize import Request, given_plan
 from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.simulator import Span, simulate, simulate_plan
 from pipedream.optimizer.workload import Held, StageWork, Workload
 from pipedream.runtime.checker import check
+from pipedream.runtime.policy import warm_up
 from pipedream.runtime.schedule import Kind, schedule
 
 FREE = 1e30
@@ -205,4 +206,7 @@ def test_a_plans_memory_over_time_is_within_what_the_planner_says(data):
         for rank in stage.ranks:
             most = max(held for _, held in found.memory[rank])
             assert most <= stage.memory_bytes * (1 + 1e-9)
-            assert most >= 0.5 * stage.memory_bytes
+            # A round of flush may have fewer minibatches than could be in flight.
+            of_round = -(-MICROBATCHES // len(stage.ranks))
+            if request.schedule != "flush" or warm_up(plan.replicas, stage.stage) <= of_round:
+                assert most >= 0.5 * stage.memory_bytes
