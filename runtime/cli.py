@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,15 @@ if TYPE_CHECKING:
     help="Seconds without a word from another worker until it counts as lost.",
 )
 @click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="How often to start again from the newest checkpoint when a worker is lost. Under "
+    "torchrun its option of that name does so.",
+)
+@click.option(
     "--evaluate/--no-evaluate",
     default=True,
     show_default=True,
@@ -94,6 +104,7 @@ def main(
     save_every: int | None,
     keep: int | None,
     timeout: float,
+    max_restarts: int,
     evaluate: bool,
     trace: bool,
     tensorboard: bool,
@@ -123,6 +134,7 @@ def main(
             schedule=read.schedule if schedule is None else schedule,  # type: ignore[arg-type]
             epochs=epochs or run_config.epochs,
             resume=resume,
+            restarted=launch.restarted(),
             timeout=timeout,
             evaluate=evaluate,
             trace=trace,
@@ -143,7 +155,7 @@ def main(
                 f"--workers {workers}: the plan is for {job.plan.workers} workers; make another "
                 "with pd-optimize"
             )
-        return launch.spawn(sys.argv, job.plan.workers)
+        return launch.spawn(sys.argv, job.plan.workers, timeout, max_restarts)
     except (UserError, OSError):
         if launch.has_the_floor():
             raise
@@ -154,15 +166,22 @@ def _work(job: Job, place: Place) -> int:
     """This process's part of the run; its exit code."""
     from pipedream.runtime import launch
 
-    spawned = launch.die_with_parent()  # before the imports, which take seconds
+    # Before the imports, which take seconds.
+    launch.die_with_parent()
+    pulse = launch.begin_pulse(place.rank)
 
     from pipedream.runtime.trainer import train
     from pipedream.runtime.transport import PeerLost
 
     try:
-        train(job, place)
+        if pulse is None:
+            train(job, place)
+        else:
+            train(job, place, partial(pulse.say, place.rank))
     except PeerLost as error:
-        if not spawned:
+        if pulse is not None and error.peer is not None:
+            pulse.say_lost(place.rank, error.peer)
+        if pulse is None:
             print(f"pd-train: rank {place.rank}: {error}", file=sys.stderr, flush=True)
             launch.let_the_cause_show()
         # Not sys.exit: what is left of the process group would wait for the lost peer.

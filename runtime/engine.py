@@ -90,11 +90,11 @@ class Engine:
     """One replica of one stage.
 
     `ranks[stage][replica]` is the rank of a worker; `loss(outputs, target)` is for the last stage,
-    which has `outputs`, the names of the values that the model returns; `on_loss` hears of it, and
-    `after` of every action done. `dice` give the pass of a minibatch its random numbers. With
-    `recompute` the backward pass does the forward pass again: not in the last stage, whose backward
-    pass follows at once. `compute` runs the piece; `per_update` minibatches of a round count as one
-    update to the scheduler of the learning rate.
+    which has `outputs`, the names of the values that the model returns; `on_loss` hears of it,
+    `before` and `after` of every action. `dice` give the pass of a minibatch its random numbers.
+    With `recompute` the backward pass does the forward pass again: not in the last stage, whose
+    backward pass follows at once. `compute` runs the piece; `per_update` minibatches of a round
+    count as one update to the scheduler of the learning rate.
     """
 
     layout: Layout
@@ -107,6 +107,7 @@ class Engine:
     outputs: Sequence[str]
     loss: Callable[[Sequence[torch.Tensor], Any], torch.Tensor]
     on_loss: Callable[[int, torch.Tensor], None]
+    before: Callable[[Action], None]
     after: Callable[[Action], None]
     dice: Dice
     compute: Compute
@@ -130,10 +131,12 @@ class Engine:
                 self._post(actions[posted])
                 posted += 1
             begin = time.perf_counter()
+            self.before(action)
             try:
                 perform[action.kind](action)
             except PeerLost as error:
-                raise PeerLost(f"{error} (at {action}, minibatch {action.minibatch})") from error
+                where = f"at {action}, minibatch {action.minibatch}"
+                raise PeerLost(f"{error} ({where})", error.peer) from error
             self.events.append(Event(action, begin, time.perf_counter()))
             self.after(action)
         self.transport.drain()

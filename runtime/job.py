@@ -12,13 +12,17 @@ from pipedream.graph.config import AsynchronousConfig, OptimizerConfig, RunConfi
 from pipedream.graph.plan import Plan
 from pipedream.graph.schedule_name import ScheduleName
 from pipedream.runtime.asynchronous import nesterov_form
+from pipedream.runtime.legs import Position
 from pipedream.runtime.policy import Policy, policy
 from pipedream.runtime.schedule import Worker
 
 
 @dataclass(frozen=True)
 class Job:
-    """What pd-train was asked to do. `directory` is the run config's, `run` where results go."""
+    """What pd-train was asked to do. `directory` is the run config's, `run` where results go.
+
+    `restarted`: the launcher has started it again after a failure.
+    """
 
     plan: Plan
     config: RunConfig
@@ -28,6 +32,7 @@ class Job:
     schedule: ScheduleName = "weight-stashing"
     epochs: int = 1
     resume: bool = False
+    restarted: bool = False
     timeout: float = 300.0
     evaluate: bool = True
     trace: bool = False
@@ -87,6 +92,18 @@ class Job:
                 "loss_scale, say 1024; flush and gpipe find it by themselves"
             )
 
+    @property
+    def has_checkpoint(self) -> bool:
+        return any(Position.of(path.name) for path in self.checkpoints.glob("epoch-*"))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run begins at a checkpoint.
+
+        If the launcher has started it again, the checkpoints are its own; it may have none yet.
+        """
+        return self.resume or (self.restarted and self.has_checkpoint)
+
     def check_folder(self) -> None:
         """Makes the folder; UserError where that fails, or results would overwrite others."""
         try:
@@ -95,7 +112,7 @@ class Job:
             raise UserError(f"-o {self.run}: cannot be made: {error.strerror}") from error
         if not os.access(self.run, os.W_OK | os.X_OK):
             raise UserError(f"-o {self.run}: cannot be written: Permission denied")
-        if not self.resume and any(self.checkpoints.glob("epoch-*")):
+        if self.has_checkpoint and not self.goes_on:
             raise UserError(
                 f"-o {self.run}: there are checkpoints of an earlier run; go on with --resume, "
                 "or give another folder"

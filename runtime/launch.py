@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -10,12 +11,14 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
 from pipedream.graph.command import UserError
+from pipedream.runtime.pulse import Pulse
 
 USER_ERROR = 2
 """Exit code of a worker that has already told the user, in one line, what is wrong."""
@@ -25,9 +28,12 @@ PEER_LOST = 75
 
 _LIFELINE = "PIPEDREAM_LIFELINE"
 _FLOOR = "PIPEDREAM_FLOOR"
+_PULSE = "PIPEDREAM_PULSE"
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # as torchrun has it
 _LOCALHOST = "127.0.0.1"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
+_NOTICE_SECONDS = 0.5  # until a pulse that stands still has been seen to
 _CAUSE_SECONDS = 2.0  # torchrun looks every 0.1 s
 _PORTS = range(20_000, 30_000)  # below those that systems give out by themselves
 
@@ -133,47 +139,81 @@ def _port(launcher: _Launcher, variables: Mapping[str, str]) -> int:
     return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
 
 
-def spawn(command: Sequence[str], workers: int) -> int:
+def spawn(
+    command: Sequence[str], workers: int, timeout: float = math.inf, restarts: int = 0
+) -> int:
     """Runs `command` once for each worker on this machine, as torchrun would; its exit code.
 
-    0 when all went well. When one worker dies all others are stopped and one line names the rank
-    and the cause (not if it is a user's error, which that worker has told: 2). SIGINT, SIGTERM and
-    SIGHUP stop all. No worker outlives this process, even if that is killed: see `die_with_parent`.
-    Threads of each worker: its share of the cores, unless OMP_NUM_THREADS says otherwise.
+    0 when all went well. When one worker dies, or has not stirred for `timeout` seconds, all others
+    are stopped and one line names the rank, the cause, and what it was doing (not if it is a user's
+    error, which that worker has told: 2). Then all are started again, `restarts` times at most.
+    SIGINT, SIGTERM and SIGHUP stop all. No worker outlives this process, even if that is killed:
+    see `die_with_parent`. Threads of each worker: its share of the cores, unless OMP_NUM_THREADS
+    says otherwise.
     """
-    lifeline, held = os.pipe()
-    floor = _open_floor()
-    port = _free_port()
-    children: list[subprocess.Popen[bytes]] = []
     with _catching_signals() as caught:
-        try:
-            for rank in range(workers):
-                place = Place(rank, workers, rank, workers, _LOCALHOST, port)
-                children.append(_start(command, place, lifeline, floor))
-            return _watch(children, caught)
-        finally:
-            _stop(children)
-            for descriptor in (lifeline, held, floor):
-                os.close(descriptor)
+        for attempt in range(restarts + 1):
+            end = _run(command, workers, attempt, timeout, caught)
+            if end.words is None:
+                return end.code
+            last = end.final or attempt == restarts
+            then = "all workers stopped" if last else f"restart {attempt + 1} of {restarts}"
+            print(f"pd-train: {end.words}; {then}", file=sys.stderr, flush=True)
+            if last:
+                break
+    return end.code
+
+
+@dataclass(frozen=True)
+class _End:
+    """How the workers ended: exit code of the run, and in `words` what the user is to know.
+
+    `final` where starting them again would be of no use.
+    """
+
+    code: int
+    words: str | None = None
+    final: bool = False
+
+
+def _run(
+    command: Sequence[str], workers: int, attempt: int, timeout: float, caught: Sequence[int]
+) -> _End:
+    """Starts all workers once, and stops those that are left when one has ended badly."""
+    lifeline, held = os.pipe()
+    floor, memory, port = _open_floor(), Pulse.make(workers), _free_port()
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(workers):
+            place = Place(rank, workers, rank, workers, _LOCALHOST, port)
+            children.append(_start(command, place, attempt, (lifeline, floor, memory)))
+        return _watch(children, caught, Pulse(memory), timeout)
+    finally:
+        _stop(children)
+        for descriptor in (lifeline, held, floor, memory):
+            os.close(descriptor)
 
 
 def _start(
-    command: Sequence[str], place: Place, lifeline: int, floor: int
+    command: Sequence[str], place: Place, attempt: int, descriptors: tuple[int, int, int]
 ) -> subprocess.Popen[bytes]:
     threads = max(1, _cores() // place.world_size)
+    lifeline, floor, pulse = descriptors
     variables = {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
         **place.variables(),
+        _RESTARTS: str(attempt),
         _LIFELINE: str(lifeline),
         _FLOOR: str(floor),
+        _PULSE: str(pulse),
     }
     # A process group of its own: Ctrl-C comes to the parent alone, which then stops every group.
     return subprocess.Popen(
         command,
         env=variables,
         stdin=subprocess.DEVNULL,
-        pass_fds=(lifeline, floor),
+        pass_fds=descriptors,
         process_group=0,
     )
 
@@ -185,44 +225,86 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _watch(children: Sequence[subprocess.Popen[bytes]], caught: Sequence[int]) -> int:
-    """Waits until all are done or one has failed; the exit code of the run."""
+def _watch(
+    children: Sequence[subprocess.Popen[bytes]],
+    caught: Sequence[int],
+    pulse: Pulse,
+    timeout: float,
+) -> _End:
+    """Waits until all are done or one has failed."""
+    stirred = _Stirring(pulse, len(children), timeout)
     lost_since: float | None = None
     while True:
         codes = [child.poll() for child in children]
         if caught:
-            return _tell_signal(caught[0])
+            return _signalled(caught[0])
         failed = {rank: code for rank, code in enumerate(codes) if code}
         causes = {rank: code for rank, code in failed.items() if code != PEER_LOST}
         if causes:
-            return _tell(*next(iter(causes.items())))
+            return _failed(*next(iter(causes.items())), pulse)
+        still = stirred.still(rank for rank, code in enumerate(codes) if code is None)
+        if still is not None:
+            return _End(1, f"rank {still} has not stirred for {timeout:g} s{_at(pulse, still)}")
         if failed:
             # Whoever they have lost is about to be seen; if nobody dies, they are the news.
             lost_since = lost_since or time.monotonic()
             if None not in codes or time.monotonic() - lost_since > _GRACE_SECONDS:
-                return _tell(*next(iter(failed.items())))
+                return _cut_off(list(failed), pulse)
         elif None not in codes:
-            return 0
+            return _End(0)
         time.sleep(_POLL_SECONDS)
 
 
-def _tell(rank: int, code: int) -> int:
+class _Stirring:
+    """Since when each rank's pulse has stood still. One that has not begun is not looked at."""
+
+    def __init__(self, pulse: Pulse, workers: int, timeout: float) -> None:
+        self.pulse = pulse
+        self.seconds = max(timeout - _NOTICE_SECONDS, timeout / 2)
+        self.seen = [(0, math.inf)] * workers
+
+    def still(self, ranks: Iterable[int]) -> int | None:
+        """The first of the ranks whose pulse has stood still for long enough."""
+        now = time.monotonic()
+        for rank in ranks:
+            count, since = self.seen[rank]
+            beaten = self.pulse.of(rank).count
+            if beaten != count:
+                self.seen[rank] = (beaten, now)
+            elif now - since > self.seconds:
+                return rank
+        return None
+
+
+def _at(pulse: Pulse, rank: int) -> str:
+    words = pulse.of(rank).words
+    return f" {words}" if words else ""
+
+
+def _failed(rank: int, code: int, pulse: Pulse) -> _End:
     if code == USER_ERROR:
-        return USER_ERROR
-    if code == PEER_LOST:
-        cause = "lost its connection to the others"
-    elif code < 0:
-        cause = f"was killed by {signal.Signals(-code).name}"
-    else:
-        cause = f"failed with exit code {code}"
-    print(f"pd-train: rank {rank} {cause}; all workers stopped", file=sys.stderr)
-    return 1
+        return _End(USER_ERROR)
+    how = f"failed with exit code {code}"
+    if code < 0:
+        how = f"was killed by {signal.Signals(-code).name}"
+    return _End(1, f"rank {rank} {how}{_at(pulse, rank)}")
 
 
-def _tell_signal(number: int) -> int:
+def _cut_off(noticed: Sequence[int], pulse: Pulse) -> _End:
+    """Nobody has died: the one whom most have lost, or else the first that has lost somebody."""
+    found = (pulse.of(rank).lost for rank in noticed)
+    lost = Counter(rank for rank in found if rank is not None)
+    ranked = lost.most_common(2)
+    if not ranked or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
+        rank = noticed[0]
+        return _End(1, f"rank {rank} lost its connection to the others{_at(pulse, rank)}")
+    (rank, _), *_ = ranked
+    return _End(1, f"rank {rank} does not answer the others any more{_at(pulse, rank)}")
+
+
+def _signalled(number: int) -> _End:
     what = "interrupted" if number == signal.SIGINT else f"got {signal.Signals(number).name}"
-    print(f"pd-train: {what}; all workers stopped", file=sys.stderr)
-    return 128 + number
+    return _End(128 + number, what, final=True)
 
 
 def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -288,6 +370,22 @@ def die_with_parent() -> bool:
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
     return True
+
+
+def restarted() -> bool:
+    """Whether the launcher has started this run again, after a failure."""
+    return int(os.environ.get(_RESTARTS, "0") or 0) > 0
+
+
+def begin_pulse(rank: int) -> Pulse | None:
+    """Begins to show the launcher that this worker is alive. None if `spawn` did not start it."""
+    descriptor = os.environ.pop(_PULSE, None)
+    if descriptor is None:
+        return None
+    os.set_inheritable(int(descriptor), False)
+    pulse = Pulse(int(descriptor))
+    pulse.keep_beating(rank)
+    return pulse
 
 
 def let_the_cause_show() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -64,8 +64,15 @@ from pipedream.runtime.transport import PeerLost, Transport
 from pipedream.runtime.weights import Weights
 
 
-def train(job: Job, place: Place) -> None:
-    """Trains as this rank. Raises UserError for what the user can mend, PeerLost for lost peers."""
+def _silent(words: str) -> None:
+    pass
+
+
+def train(job: Job, place: Place, say: Callable[[str], None] = _silent) -> None:
+    """Trains as this rank; `say` hears what it is doing.
+
+    Raises UserError for what the user can mend, PeerLost for lost peers.
+    """
     if place.world_size != job.plan.workers:
         raise UserError(
             f"the plan is for {job.plan.workers} workers and {place.world_size} were started: "
@@ -73,7 +80,7 @@ def train(job: Job, place: Place) -> None:
         )
     with held(job.run) if place.rank == 0 else nullcontext():
         try:
-            Rank(job, place).run()
+            Rank(job, place, say).run()
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise PeerLost("the store of the ranks does not answer any more") from error
 
@@ -81,8 +88,8 @@ def train(job: Job, place: Place) -> None:
 class Rank:
     """One rank of a run. All build the same model from the same seed, then keep their stage."""
 
-    def __init__(self, job: Job, place: Place) -> None:
-        self.job, self.place = job, place
+    def __init__(self, job: Job, place: Place, say: Callable[[str], None] = _silent) -> None:
+        self.job, self.place, self.say = job, place, say
         self.worker = job.worker(place.rank)
         self.stage, self.replica = self.worker
         self.device, self.backend = choose_device(job.device, place)
@@ -151,7 +158,7 @@ class Rank:
         self.groups = make_groups(self.stage, job.plan.process_ranks, self.tied)
         self.transport = Transport(self.device, self.backend)
         self.stepping = self._stepping()
-        first = self._resume() if job.resume else Position(0)
+        first = self._resume() if job.goes_on else Position(0)
         self.saver = self._saver()
         self.weights = self._weights(first)
         self.memory = PeakMemory(self.device, self._tensors())
@@ -260,6 +267,9 @@ class Rank:
         losses = Losses(self.store, number, self.minibatches, first, self.job.config.nan == "stop")
         ends: list[float] = []
 
+        def before(action: Action) -> None:
+            self.say(f"in epoch {number} at {action}, minibatch {action.minibatch}")
+
         def after(action: Action) -> None:
             if action.kind is Kind.BACKWARD:
                 ends.append(time.perf_counter())
@@ -275,6 +285,7 @@ class Rank:
             outputs=self.outputs,
             loss=self._loss,
             on_loss=losses.tell,
+            before=before,
             after=after,
             dice=self.dice,
             compute=self.compute,
@@ -360,7 +371,7 @@ class Rank:
         if path is None:
             raise UserError(f"--resume: there is no checkpoint in {self.job.checkpoints}")
         saved = checkpoint.read_state(path)
-        if saved.epoch >= self.job.epochs:
+        if saved.epoch >= self.job.epochs and not self.job.restarted:
             raise UserError(
                 f"--resume: {path} has all {self.job.epochs} epochs behind it; ask for more with "
                 "--epochs"
@@ -442,7 +453,7 @@ class Rank:
             "simulated_seconds_per_minibatch": simulated and simulated.seconds_per_minibatch,
             "bubble": round(spent.bubble, 4) if spent.seconds else None,
             "simulated_bubble": simulated and simulated.bubble,
-            "samples_per_second": config.batch_size / seconds,
+            "samples_per_second": config.batch_size / seconds if seconds else 0.0,
             "final_loss": self.display.losses[-1] if self.display.losses else None,
             "ranks": reports,
         }

@@ -24,7 +24,11 @@ Message: TypeAlias = list[torch.Tensor]
 
 
 class PeerLost(RuntimeError):
-    """Another rank does not answer any more."""
+    """Another rank does not answer any more: `peer`, if it is known which."""
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Transport:
         try:
             works = [dist.irecv(b, channel.peer, group, channel.is_gradient) for b in buffers]
         except RuntimeError as error:
-            raise PeerLost(f"cannot receive from rank {channel.peer}") from error
+            raise PeerLost(f"cannot receive from rank {channel.peer}", channel.peer) from error
         self.arriving.setdefault(channel, deque()).append(_Arriving(buffers, works))
 
     def _room(self, value: Value) -> torch.Tensor:
@@ -86,7 +90,7 @@ class Transport:
             for work in message.works:
                 work.wait()
         except RuntimeError as error:
-            raise PeerLost(f"no message from rank {channel.peer}") from error
+            raise PeerLost(f"no message from rank {channel.peer}", channel.peer) from error
         return [buffer.to(self.device).detach() for buffer in message.buffers]
 
     def recycle(self, channel: Channel, message: Message) -> None:
@@ -193,7 +197,7 @@ class _Sends:
         try:
             works = [dist.isend(t, channel.peer, group, channel.is_gradient) for t in message]
         except RuntimeError as error:
-            raise PeerLost(f"cannot send to rank {channel.peer}") from error
+            raise PeerLost(f"cannot send to rank {channel.peer}", channel.peer) from error
         self.outgoing.put((works, message))
 
     def _reap(self) -> None:

@@ -22,6 +22,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 from pipedream.runtime import launch
 launch.die_with_parent()
+pulse = launch.begin_pulse(int(os.environ["RANK"]))
 rank = int(os.environ["RANK"])
 folder = Path(sys.argv[1])
 (folder / f"{rank}.new").write_text(str(os.getpid()))
@@ -36,12 +37,13 @@ def start(tmp_path):
     """Starts `spawn` in a process of its own, with workers that run `script`; ends it at last."""
     started = []
 
-    def start(script, workers=2, variables=None):
+    def start(script, workers=2, variables=None, **options):
         worker = tmp_path / "worker.py"
         worker.write_text(WORKER + dedent(script))
         code = (
             "import sys; from pipedream.runtime.launch import spawn;"
-            f"sys.exit(spawn([sys.executable, {str(worker)!r}, {str(tmp_path)!r}], {workers}))"
+            f"sys.exit(spawn([sys.executable, {str(worker)!r}, {str(tmp_path)!r}], {workers}, "
+            f"**{options!r}))"
         )
         process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -116,6 +118,66 @@ def test_killed_worker_is_named_and_the_others_stopped(start, tmp_path):
     os.kill(pids(tmp_path)[1], signal.SIGKILL)
     code, _, error = finished(process, tmp_path)
     assert (code, error) == (1, "pd-train: rank 1 was killed by SIGKILL; all workers stopped\n")
+
+
+def test_it_is_told_what_the_lost_worker_was_doing(start, tmp_path):
+    process = start("pulse.say(rank, f'in epoch 1 at {rank}F7')\n" + FOREVER)
+    os.kill(pids(tmp_path)[1], signal.SIGKILL)
+    _, _, error = finished(process, tmp_path)
+    line = "pd-train: rank 1 was killed by SIGKILL in epoch 1 at 1F7; all workers stopped\n"
+    # Unless it was killed before it had said anything.
+    assert error in (line, line.replace(" in epoch 1 at 1F7", ""))
+
+
+def test_a_stopped_worker_is_noticed(start, tmp_path):
+    """It neither dies nor answers; its pulse stands still."""
+    process = start("pulse.say(rank, f'at {rank}B3')\n" + FOREVER, timeout=1.5)
+    workers = pids(tmp_path)
+    time.sleep(1.0)
+    os.kill(workers[1], signal.SIGSTOP)
+    begin = time.monotonic()
+    code, _, error = finished(process, tmp_path)
+    assert code == 1
+    assert error == "pd-train: rank 1 has not stirred for 1.5 s at 1B3; all workers stopped\n"
+    assert time.monotonic() - begin < 10
+
+
+def test_the_one_that_all_others_have_lost_is_named(start, tmp_path):
+    script = f"""
+    pulse.say(rank, f"at {{rank}}F2")
+    pulse.say_lost(rank, 0 if rank == 1 else 1)
+    time.sleep(0.3)
+    sys.exit({PEER_LOST})
+    """
+    code, _, error = finished(start(script, workers=3), tmp_path, 3)
+    assert code == 1
+    line = "pd-train: rank 1 does not answer the others any more at 1F2; all workers stopped\n"
+    assert error == line
+
+
+def test_workers_are_started_again(start, tmp_path):
+    """As often as was asked for; nobody of the run before is there any more."""
+    script = """
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    (folder / f"{rank}-{attempt}").write_text(str(os.getpid()))
+    while len(list(folder.glob("?-" + attempt))) < 2:
+        time.sleep(0.01)
+    if rank == 1 and attempt < "2":
+        os.abort()
+    if attempt < "2":
+        time.sleep(600)
+    """
+    process = start(script, restarts=3)
+    code, _, error = finished(process, tmp_path)
+    killed = "pd-train: rank 1 was killed by SIGABRT; "
+    assert error.splitlines() == [killed + "restart 1 of 3", killed + "restart 2 of 3"]
+    assert code == 0
+    assert not any(alive(int(path.read_text())) for path in tmp_path.glob("?-?"))
+
+
+def test_an_error_of_the_user_is_not_tried_again(start, tmp_path):
+    code, _, error = finished(start("sys.exit(2)", restarts=3), tmp_path)
+    assert (code, error) == (2, "")
 
 
 def test_failed_worker_is_named(start, tmp_path):
