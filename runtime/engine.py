@@ -107,13 +107,13 @@ class Engine:
     outputs: Sequence[str]
     loss: Callable[[Sequence[torch.Tensor], Any], torch.Tensor]
     on_loss: Callable[[int, torch.Tensor], None]
-    before: Callable[[Action], None]
     after: Callable[[Action], None]
     dice: Dice
     compute: Compute
     per_update: int = 1
     recompute: bool = False
     ahead: Mapping[int, int] = field(default_factory=dict)
+    before: Callable[[Action], None] = lambda action: None
     events: list[Event] = field(default_factory=list)
 
     def run(self, actions: Sequence[Action], data: Minibatches) -> None:

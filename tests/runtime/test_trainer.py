@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -122,6 +123,29 @@ def test_going_on_inside_an_epoch_is_the_run_that_was_never_stopped(folder: Path
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(parts)[name], tensor, rtol=0, atol=0)
     assert sorted(path.name for path in parts.checkpoints.iterdir()) == [*saved[6:], "latest"]
+
+
+@pytest.mark.parametrize("launcher", ["alone", "torchrun"])
+def test_a_run_goes_on_when_a_worker_was_killed(launcher: str, folder: Path) -> None:
+    """From the newest checkpoint; the end is that of a run in which nothing happened."""
+    plan, config = read_plan(folder / "plan.json"), read_config(folder / "run.yaml")
+    whole = Job(plan, config, SUPPORT, folder / "whole", epochs=3, evaluate=False, save_every=4)
+    run_jobs([whole])
+    (folder / "deadly.yaml").write_text(CONFIG.replace("classes", "deadly"))
+    words = ["pd-train", "plan.json", "--config", "deadly.yaml", "-o", "run", "--save-every", "4"]
+    if launcher == "alone":
+        done = run(folder, *words, "--max-restarts", "1")
+        line = (
+            r"pd-train: rank 1 was killed by SIGKILL in epoch 2 at 1\S+, minibatch \d+; restart 1"
+        )
+        assert re.match(line, done.stderr.splitlines()[1])
+    else:
+        done = run(folder, *LAUNCHERS["torchrun"][:-1], "--max-restarts=1", "--no-python", *words)
+    assert done.returncode == 0, done.stderr
+    killed = replace(whole, run=folder / "run")
+    assert losses(killed) == losses(whole)
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(killed)[name], tensor, rtol=0, atol=0)
 
 
 def test_legs_change_nothing_for_flush(tmp_path: Path) -> None:

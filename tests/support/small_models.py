@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 
 class Layer(nn.Module):
@@ -142,3 +146,25 @@ class Towers(nn.Module):
         left = self.left(torch.where(mask, x, 0.5 * x))
         right = self.right(x)
         return self.top(left + torch.where(mask, right, -right))
+
+
+class Deadly(Dataset[Any]):
+    """Kills the process of rank 1 when it reads its 100th example, unless it was started again."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.dataset, self.read = dataset, 0
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read += 1
+        here = os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")
+        if self.read == 100 and here == ("1", "0"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.dataset[index]
+
+
+def deadly() -> tuple[Deadly, TensorDataset]:
+    train, held_out = classes()
+    return Deadly(train), held_out
