@@ -134,7 +134,7 @@ def main(
             schedule=read.schedule if schedule is None else schedule,  # type: ignore[arg-type]
             epochs=epochs or run_config.epochs,
             resume=resume,
-            restarted=launch.restarted(),
+            restarted=launch.restarts() > 0,
             timeout=timeout,
             evaluate=evaluate,
             trace=trace,

@@ -372,9 +372,9 @@ def die_with_parent() -> bool:
     return True
 
 
-def restarted() -> bool:
-    """Whether the launcher has started this run again, after a failure."""
-    return int(os.environ.get(_RESTARTS, "0") or 0) > 0
+def restarts() -> int:
+    """How often the launcher has started this run again, after a failure."""
+    return int(os.environ.get(_RESTARTS, "0") or 0)
 
 
 def begin_pulse(rank: int) -> Pulse | None:

@@ -8,10 +8,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from pipedream.graph.command import UserError
 from pipedream.runtime.engine import Groups
-from pipedream.runtime.launch import Place
+from pipedream.runtime.launch import Place, restarts
 from pipedream.runtime.transport import PeerLost
 
 
@@ -34,12 +35,19 @@ def choose_device(name: str, place: Place) -> tuple[torch.device, str]:
 def join(place: Place, backend: str, device: torch.device, timeout: float) -> Store:
     """Joins the other ranks; the store they share. Raises PeerLost if they do not all come."""
     try:
+        address = f"tcp://{place.master_address}:{place.master_port}"
+        limit = timedelta(seconds=timeout)
+        met = rendezvous(address, place.rank, place.world_size, timeout=limit)
+        store, _, _ = next(met)
+        store.set_timeout(limit)
+        # torchrun's store outlives a restart: what the workers before wrote must not be found.
+        store = PrefixStore(f"restart-{restarts()}", store)
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{place.master_address}:{place.master_port}",
+            store=store,
             rank=place.rank,
             world_size=place.world_size,
-            timeout=timedelta(seconds=timeout),
+            timeout=limit,
             device_id=device if backend == "nccl" else None,
         )
     except (RuntimeError, ValueError) as error:
@@ -48,7 +56,7 @@ def join(place: Place, backend: str, device: torch.device, timeout: float) -> St
         raise PeerLost(
             f"the {place.world_size} ranks did not all meet at {where}: {reason}"
         ) from error
-    return PrefixStore("pipedream", dist.distributed_c10d._get_default_store())
+    return PrefixStore("pipedream", store)
 
 
 def make_groups(
