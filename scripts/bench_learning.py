@@ -194,6 +194,7 @@ def draw(table: pd.DataFrame, path: Path) -> None:
     mpl.use("svg")
     mpl.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "learning", "font.size": 9}
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     kinds = list(table.groupby("stages"))
     figure, axes = plt.subplots(1, len(kinds), figsize=(4.6 * len(kinds), 3.4), squeeze=False)
@@ -204,6 +205,7 @@ def draw(table: pd.DataFrame, path: Path) -> None:
         axis.set_title(f"{stages} stages")
         axis.set_xlabel("samples learned from")
         axis.set_ylabel("held-out loss, nats a byte")
+        axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         axis.set_xlim(left=0)
         axis.spines[["top", "right"]].set_visible(False)
