@@ -59,6 +59,13 @@ if TYPE_CHECKING:
     help="Keep the newest K checkpoints only.  [default: all]",
 )
 @click.option(
+    "--export",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Write the trained model as one safetensors FILE that the plain model's load_state_dict "
+    "takes. With --resume on a run that has all its epochs nothing else is done.",
+)
+@click.option(
     "--timeout",
     type=FiniteRange(min=1, max=1e6),
     default=300.0,
@@ -103,6 +110,7 @@ def main(
     resume: bool,
     save_every: int | None,
     keep: int | None,
+    export: Path | None,
     timeout: float,
     max_restarts: int,
     evaluate: bool,
@@ -122,6 +130,7 @@ def main(
     from pipedream.graph.plan import read_plan
     from pipedream.runtime import launch
     from pipedream.runtime.job import Job
+    from pipedream.runtime.legs import Position
 
     try:
         read, run_config = read_plan(plan), read_config(config)
@@ -141,6 +150,7 @@ def main(
             tensorboard=tensorboard,
             save_every=save_every,
             keep=keep,
+            export=export,
         )
         job.check_microbatches()
         job.check_asynchronous()
@@ -155,11 +165,23 @@ def main(
                 f"--workers {workers}: the plan is for {job.plan.workers} workers; make another "
                 "with pd-optimize"
             )
+        saved = job.saved if job.resume else None
+        if job.export is not None and saved is not None and saved >= Position(job.epochs):
+            return _export(job, job.checkpoints / str(saved), job.export)
         return launch.spawn(sys.argv, job.plan.workers, timeout, max_restarts)
     except (UserError, OSError):
         if launch.has_the_floor():
             raise
         return launch.USER_ERROR
+
+
+def _export(job: Job, checkpoint: Path, target: Path) -> int:
+    from pipedream.profiler.source import load_config_model
+    from pipedream.runtime.export import export
+
+    export(load_config_model(job.config, job.directory), checkpoint, target)
+    print(f"Written: {target}")
+    return 0
 
 
 def _work(job: Job, place: Place) -> int:

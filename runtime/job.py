@@ -39,6 +39,7 @@ class Job:
     tensorboard: bool = False
     save_every: int | None = None
     keep: int | None = None
+    export: Path | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -93,8 +94,10 @@ class Job:
             )
 
     @property
-    def has_checkpoint(self) -> bool:
-        return any(Position.of(path.name) for path in self.checkpoints.glob("epoch-*"))
+    def saved(self) -> Position | None:
+        """The newest checkpoint's position."""
+        found = (Position.of(path.name) for path in self.checkpoints.glob("epoch-*"))
+        return max((position for position in found if position is not None), default=None)
 
     @property
     def goes_on(self) -> bool:
@@ -102,7 +105,7 @@ class Job:
 
         If the launcher has started it again, the checkpoints are its own; it may have none yet.
         """
-        return self.resume or (self.restarted and self.has_checkpoint)
+        return self.resume or (self.restarted and self.saved is not None)
 
     def check_folder(self) -> None:
         """Makes the folder; UserError where that fails, or results would overwrite others."""
@@ -112,7 +115,7 @@ class Job:
             raise UserError(f"-o {self.run}: cannot be made: {error.strerror}") from error
         if not os.access(self.run, os.W_OK | os.X_OK):
             raise UserError(f"-o {self.run}: cannot be written: Permission denied")
-        if self.has_checkpoint and not self.goes_on:
+        if self.saved is not None and not self.goes_on:
             raise UserError(
                 f"-o {self.run}: there are checkpoints of an earlier run; go on with --resume, "
                 "or give another folder"

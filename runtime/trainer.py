@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from pipedream.runtime.display import Display
 from pipedream.runtime.engine import Engine
 from pipedream.runtime.evaluate import evaluate
 from pipedream.runtime.exchange import hear, tell
+from pipedream.runtime.export import export
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
 from pipedream.runtime.legs import Leg, Position, legs, shifted, whole_updates
@@ -462,8 +464,15 @@ class Rank:
             assert path is not None
             model = load_config_model(config, job.directory)
             summary |= evaluate(model, path, self.held_out, config, self.loss, self.device)
+        if job.export is not None:
+            self._export(job.export)
         also = "trace.json, " * job.trace + "tensorboard, " * job.tensorboard
         write_summary(job.run, summary, also)
+
+    def _export(self, target: Path) -> None:
+        path = checkpoint.latest(self.job.checkpoints)
+        assert path is not None
+        export(load_config_model(self.job.config, self.job.directory), path, target)
 
     @property
     def _simulated(self) -> Simulated | None:

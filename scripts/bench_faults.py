@@ -104,11 +104,12 @@ def train(folder: Path, name: str, restarts: int) -> subprocess.Popen[bytes]:
     shutil.rmtree(folder / name, ignore_errors=True)
     command = [Path(sys.executable).parent / "pd-train", "plan.json", "--config", "run.yaml"]
     options = ["--save-every", EVERY, "--keep", 3, "--max-restarts", restarts, "-o", name]
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with (folder / f"{name}.txt").open("w") as output:
         return subprocess.Popen(
             [str(word) for word in (*command, *options, "--timeout", 60)],
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
             stdout=output,
             stderr=output,
             start_new_session=True,

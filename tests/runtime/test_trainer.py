@@ -15,6 +15,7 @@ import pytest
 import small_models
 import torch
 from plans import cut, make_plan
+from safetensors.torch import load_file
 from training import losses, run_jobs, weights
 
 from pipedream.graph.config import read_config
@@ -159,6 +160,27 @@ def test_legs_change_nothing_for_flush(tmp_path: Path) -> None:
     run_jobs([whole, legs])
     assert (legs.checkpoints / "epoch-0000-000008").exists()
     assert losses(legs) == losses(whole)
+
+
+def test_a_run_is_exported_for_the_plain_model(folder: Path) -> None:
+    """Right after training, or later; a tied weight under both of its names."""
+    model = small_models.Tied()
+    graph = capture(model, (torch.randn(4, 6),)).graph
+    text = CONFIG.replace("Noisy", "Tied").replace("classes", "regression")
+    (folder / "run.yaml").write_text(text + "loss: mse_loss\n")
+    config = read_config(folder / "run.yaml")
+    plan = make_plan(graph, cut(graph, 2), (1, 1), "flush")
+    write_plan(plan, folder / "plan.json")
+    target = folder / "model.safetensors"
+    run_jobs(
+        [Job(plan, config, SUPPORT, folder / "run", schedule="flush", epochs=3, export=target)]
+    )
+    state = load_file(target)
+    model.load_state_dict(state)
+    assert {"a.linear.weight", "c.linear.weight"} <= state.keys()
+    done = run(folder, *TRAIN, "-o", "run", "--resume", "--export", "again.safetensors")
+    assert (done.returncode, done.stdout) == (0, "Written: again.safetensors\n"), done.stderr
+    assert (folder / "again.safetensors").read_bytes() == target.read_bytes()
 
 
 def test_a_checkpoint_loads_into_the_plain_model(folder: Path) -> None:

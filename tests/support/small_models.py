@@ -34,6 +34,14 @@ class Chain(nn.Module):
         return self.c(self.b(self.a(x)))
 
 
+class Tied(Chain):
+    """Its first and its last layer share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c.linear.weight = self.a.linear.weight
+
+
 class Skips(nn.Module):
     """Three layers with skips from the first to the third, one of them past the second."""
 
