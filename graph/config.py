@@ -89,7 +89,8 @@ class RunConfig(_Part):
     name, `package.module:function`, or `output` where the model returns its own loss.
     `data_workers` processes of each rank read its data; with none a thread does. `sampler`, a
     sampler of torch.utils.data or one like them, chooses the examples of an epoch and their order;
-    without it each epoch has all of them in an order of its own.
+    without it each epoch has all of them in an order of its own. The held-out data are tried every
+    `evaluate_every` epochs, through the pipeline; without it after the last, on one worker.
 
     `accumulate`: with weight stashing and vertical sync a stage of r replicas makes one update of r
     times as many minibatches. `clip_norm`: the most that the norm of the gradients may be, over all
@@ -118,6 +119,7 @@ class RunConfig(_Part):
     compile: str | None = None
     data_workers: int = Field(default=0, ge=0, strict=True)
     epochs: int = Field(default=1, ge=1, strict=True)
+    evaluate_every: int | None = Field(default=None, ge=1, strict=True)
     seed: int = Field(default=0, ge=0, lt=2**32, strict=True)
     dtype: Literal["float32", "float64"] = "float32"
 

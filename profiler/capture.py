@@ -49,7 +49,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Captured:
-    """A training-mode model as a graph of nodes over an fx graph of ATen operators.
+    """A model as a graph of nodes over an fx graph of ATen operators.
 
     `graph` has the structure and the sizes, no times; ids are node1, node2, ... in the order of
     execution, and the inputs of the model come first as `Input0`, `Input1`, ...
@@ -86,16 +86,19 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tor
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    training: bool = True,
 ) -> Captured:
-    """Captures `model`, in training mode, as it runs on these inputs.
+    """Captures `model`, in training mode or in eval mode, as it runs on these inputs.
 
     Raises UserError with the reason where torch.export cannot capture the model, or what it
     captures is no fixed sequence of operators on tensors of fixed shapes.
     """
     count = len(args) + len(kwargs or {})
     check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs or {})
-    program = _export(model.train(), args, dict(kwargs or {}))
+    program = _export(model.train(training), args, dict(kwargs or {}))
     module, outputs = _unlift(program, model)
     _refuse_data_dependence(module, model)
     make_functional(module)

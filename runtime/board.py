@@ -22,20 +22,20 @@ class Board:
         self.learning_rate = learning_rate
 
     def loss(self, step: int, loss: float) -> None:
-        self._add("loss", loss, step)
+        self.add("loss", loss, step)
 
     def state(self, step: int, rate: float, statuses: Mapping[int, Status]) -> None:
         """`rate` in samples per second."""
-        self._add("samples per second", rate, step)
+        self.add("samples per second", rate, step)
         learning_rate = self.learning_rate()
         if learning_rate is not None:
-            self._add("learning rate", learning_rate, step)
+            self.add("learning rate", learning_rate, step)
         for rank, status in statuses.items():
-            self._add(f"busy share/rank {rank}", status.busy, step)
-            self._add(f"memory in bytes/rank {rank}", status.memory, step)
+            self.add(f"busy share/rank {rank}", status.busy, step)
+            self.add(f"memory in bytes/rank {rank}", status.memory, step)
 
     def close(self) -> None:
         self.writer.close()
 
-    def _add(self, name: str, value: float, step: int) -> None:
+    def add(self, name: str, value: float, step: int) -> None:
         self.writer.add_scalar(name, value, step)

@@ -81,6 +81,7 @@ class Display:
 
     def __enter__(self) -> Display:
         keep_before(self.path, self.first)
+        keep_until(self.path.with_name("held_out.jsonl"), self.first.epoch)
         self.file: TextIO = self.path.open("a", encoding="utf-8")
         if self.console.is_terminal:
             self.live.start()
@@ -124,6 +125,18 @@ class Display:
         if not self.console.is_terminal:
             mean = math.fsum(recent) / len(recent)
             self._line(f"epoch {losses.epoch}: mean loss {mean:.4f}, {self.rate:.0f} samples/s")
+
+    def held_out(self, epoch: int, step: int, found: Mapping[str, float]) -> None:
+        """Writes down how the held-out data went after an epoch; `step` counts its minibatches."""
+        with self.path.with_name("held_out.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"epoch": epoch, **found}) + "\n")
+        if self.board is not None:
+            for name, value in found.items():
+                self.board.add(name.replace("_", "-", 1).replace("_", " "), value, step)
+        text = f"epoch {epoch}: held-out loss {found['held_out_loss']:.4f}"
+        if "held_out_accuracy" in found:
+            text += f", accuracy {found['held_out_accuracy']:.1%}"
+        self._line(text)
 
     def _look(self, losses: Losses) -> None:
         now = time.perf_counter()
@@ -170,7 +183,10 @@ class Display:
 
     def _line(self, text: str) -> None:
         self.line_told = time.perf_counter()
-        print(text, file=sys.stderr, flush=True)
+        if self.console.is_terminal:
+            self.live.console.print(text, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
 
 def keep_before(path: Path, position: Position) -> None:
@@ -183,6 +199,16 @@ def keep_before(path: Path, position: Position) -> None:
                 if Position(told["epoch"] - 1, told["minibatch"]) < position:
                     kept.append(line)
     path.write_text("".join(kept), encoding="utf-8")
+
+
+def keep_until(path: Path, epoch: int) -> None:
+    """Takes out of held_out.jsonl what a run that goes on after `epoch` epochs will write again."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [
+            line for line in lines if line.endswith("\n") and json.loads(line)["epoch"] <= epoch
+        ]
+        path.write_text("".join(kept), encoding="utf-8")
 
 
 def table(statuses: Mapping[int, Status], ranks: Sequence[Sequence[int]], most: int) -> Table:

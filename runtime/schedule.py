@@ -271,6 +271,29 @@ def schedule(
     return made
 
 
+def forwards(
+    replicas: Sequence[int], links: Collection[Link], minibatches: int, worker: Worker
+) -> list[Action]:
+    """What `worker` does where there are forward passes alone, as in evaluation.
+
+    Minibatches in ascending order on every worker, on version 0: it cannot deadlock, whatever is
+    waited for, since all that a pass needs comes from earlier stages and smaller minibatches.
+    """
+    stage, replica = worker
+    sources = sorted(source for source, target in set(links) if target == stage)
+    targets = sorted(target for source, target in set(links) if source == stage)
+    actions: list[Action] = []
+    for b in range(replica, minibatches, replicas[stage]):
+        for source in sources:
+            peer = source, b % replicas[source]
+            actions.append(Action(Kind.RECV_ACTIVATION, stage, replica, b, 0, peer))
+        actions.append(Action(Kind.FORWARD, stage, replica, b, 0))
+        for target in targets:
+            peer = target, b % replicas[target]
+            actions.append(Action(Kind.SEND_ACTIVATION, stage, replica, b, 0, peer))
+    return actions
+
+
 class _Play:
     """A schedule's rules in unit time, every pass one unit.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -31,6 +32,7 @@ from pipedream.runtime.delay import delays
 from pipedream.runtime.display import Display
 from pipedream.runtime.engine import Engine
 from pipedream.runtime.evaluate import evaluate
+from pipedream.runtime.evaluation import Stage, Tally, obstacle, padded
 from pipedream.runtime.exchange import hear, tell
 from pipedream.runtime.export import export
 from pipedream.runtime.job import Job
@@ -117,7 +119,37 @@ class Rank:
         self.draws = not torch.equal(torch.get_rng_state(), before)
         self.kind = example.kind
         with lowered(job.config.autocast, torch.device("cpu")):
-            return capture(model, example.inputs)
+            captured = capture(model, example.inputs)
+        self._capture_in_eval(model, example.inputs)
+        return captured
+
+    def _capture_in_eval(self, model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        """This rank's part in trying the held-out data; None where it is not asked for or none."""
+        job = self.job
+        self.trial: Stage | None = None
+        if job.config.evaluate_every is None or not job.evaluate:
+            return
+        if self.held_out is None:
+            raise UserError(
+                f"evaluate_every: {job.config.data.source} gives no held-out data: leave it out"
+            )
+        captured = capture(model, inputs, training=False)
+        model.train()
+        examples, size = len(self.held_out), job.config.batch_size
+        why = obstacle(captured, job.plan, examples, size, self._held_out().batch(0), self.kind)
+        if why is None:
+            count = -(-examples // size)
+            self.trial = Stage.of(captured, job.plan, self.worker, count, self.device)
+        elif self.place.rank == 0:
+            print(
+                f"pd-train: the held-out data are tried after training, on one worker: {why}",
+                file=sys.stderr,
+            )
+
+    def _held_out(self) -> Epoch:
+        assert self.held_out is not None
+        order, _ = padded(len(self.held_out), self.job.config.batch_size)
+        return Epoch(self.held_out, self.job.config, 0, self.device, order=order)
 
     def _epoch(self, number: int) -> Epoch:
         order = self.order(number)
@@ -259,6 +291,9 @@ class Rank:
         for epoch in range(first.epoch, self.job.epochs):
             begin = first.minibatch if epoch == first.epoch else 0
             self._train_epoch(epoch, list(legs(self.minibatches, self._every, begin)))
+            done, every = epoch + 1, self.job.config.evaluate_every or 1
+            if self.trial is not None and (done % every == 0 or done == self.job.epochs):
+                self._evaluate(self.trial, done)
         self.saver.end()
 
     def _train_epoch(self, epoch: int, ahead: Sequence[Leg]) -> None:
@@ -347,6 +382,19 @@ class Rank:
         if not self.layout.reads and self.stage < len(self.layouts) - 1:
             return []
         return [action.minibatch for action in actions if action.kind is Kind.FORWARD]
+
+    def _evaluate(self, trial: Stage, epoch: int) -> None:
+        """The held-out data through the pipeline; rank 0 hears of all losses."""
+        held_out, tensors = self._held_out(), {**self.parameters, **self.buffers}
+        _, counts = padded(len(held_out.dataset), held_out.config.batch_size)
+        with torch.no_grad(), Reader(held_out, trial.to_read()) as data:
+            tally = trial.run(data, counts, tensors, self.transport, self.loss)
+        key = f"held-out/{epoch}"
+        tell(self.store, f"{key}/{self.place.rank}", tally.told)
+        if self.place.rank == 0:
+            told = [hear(self.store, f"{key}/{r}") for r in range(self.place.world_size)]
+            self.tried = Tally.result(told)
+            self.display.held_out(epoch, epoch * self.minibatches, self.tried)
 
     def _save(self, position: Position) -> None:
         """Begins to save what this rank has at the end of a leg; the others may be elsewhere."""
@@ -459,7 +507,9 @@ class Rank:
             "final_loss": self.display.losses[-1] if self.display.losses else None,
             "ranks": reports,
         }
-        if job.evaluate and self.held_out is not None:
+        if self.trial is not None:
+            summary |= self.tried
+        elif job.evaluate and self.held_out is not None:
             path = checkpoint.latest(job.checkpoints)
             assert path is not None
             model = load_config_model(config, job.directory)

@@ -1,0 +1,204 @@
+"""Held-out data through the pipeline: forward passes alone, in eval mode, on all replicas.
+
+Dropout and batch norm do other things than in training, so the model is captured once more in eval
+mode. The nodes are the calls of its modules, the same as in training, and each stage takes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice
+from typing import Any
+
+import torch
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+
+from pipedream.graph.plan import Plan
+from pipedream.profiler.capture import Captured, rebuild
+from pipedream.profiler.freeze import freeze_constants
+from pipedream.profiler.segment import Segment
+from pipedream.runtime.data import Batch, Reader
+from pipedream.runtime.loss import Loss, accuracy
+from pipedream.runtime.schedule import Action, Kind, Worker, forwards
+from pipedream.runtime.stage import Layout, first_difference, layouts, links
+from pipedream.runtime.transport import Channel, Message, Transport
+
+AHEAD = 4
+"""How many messages are posted, and how many minibatches may be on their way to the next stage."""
+
+
+class Tally:
+    """Losses and predictions of some examples."""
+
+    def __init__(self, loss: float = 0.0, examples: int = 0, right: int = 0, of: int = 0) -> None:
+        self.loss, self.examples, self.right, self.of = loss, examples, right, of
+
+    def add(self, loss: float, examples: int, hit: tuple[int, int] | None) -> None:
+        """`loss` is the mean of `examples`; `hit` how many of how many predictions were right."""
+        self.loss += loss * examples
+        self.examples += examples
+        self.right, self.of = (self.right + hit[0], self.of + hit[1]) if hit else (0, 0)
+
+    @property
+    def told(self) -> list[float]:
+        return [self.loss, self.examples, self.right, self.of]
+
+    @staticmethod
+    def result(told: Sequence[Sequence[float]]) -> dict[str, float]:
+        """`held_out_loss` and, where there are predictions, `held_out_accuracy`, of all ranks."""
+        loss, examples, right, predictions = map(sum, zip(*told, strict=True))
+        found = {"held_out_loss": loss / examples}
+        return found | ({"held_out_accuracy": right / predictions} if predictions else {})
+
+
+def obstacle(
+    captured: Captured, plan: Plan, examples: int, batch_size: int, first: Batch, kind: str | None
+) -> str | None:
+    """Why the model, captured in eval mode, cannot go through the pipeline of `plan`, if so.
+
+    `first` is the first held-out minibatch, `kind` what those of the training set are.
+    """
+    if first.kind != kind:
+        return f"its inputs are {first.kind}, those of the training set {kind}"
+    difference = first_difference(plan.graph, captured.graph)
+    if difference is not None:
+        return f"in eval mode the model has another structure: {difference}"
+    shapes = [captured.values[name].shape for name in captured.outputs]
+    if examples % batch_size and any(shape[:1] != (batch_size,) for shape in shapes):
+        return (
+            f"{examples} examples are no multiple of batch_size, and not all outputs of the model "
+            "have one row for each example"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One worker's part in it; `layout` and `piece` are of the model in eval mode."""
+
+    layout: Layout
+    piece: Segment
+    actions: Sequence[Action]
+    outputs: Sequence[str]
+    out_spec: pytree.TreeSpec
+    ranks: Sequence[Sequence[int]]
+
+    @staticmethod
+    def of(
+        captured: Captured, plan: Plan, worker: Worker, minibatches: int, device: torch.device
+    ) -> Stage:
+        """Of a model with no `obstacle`."""
+        every = layouts(captured, plan)
+        layout = every[worker[0]]
+        piece = freeze_constants(layout.build(captured).to(device), captured.owner)
+        actions = forwards(plan.replicas, links(every), minibatches, worker)
+        return Stage(
+            layout, piece, actions, captured.outputs, captured.out_spec, plan.process_ranks
+        )
+
+    @property
+    def is_last(self) -> bool:
+        return self.layout.stage == len(self.ranks) - 1
+
+    def to_read(self) -> list[int]:
+        """The minibatches whose inputs or targets this worker needs."""
+        passes = [action.minibatch for action in self.actions if action.kind is Kind.FORWARD]
+        return passes if self.layout.reads or self.is_last else []
+
+    def run(
+        self,
+        data: Reader,
+        counts: Sequence[int],
+        tensors: Mapping[str, torch.Tensor],
+        transport: Transport,
+        loss: Loss,
+    ) -> Tally:
+        """Runs this worker's minibatches on the parameters and buffers `tensors`.
+
+        `counts` has for each minibatch of the set how many of its rows are examples; the rest fill
+        it up. Raises PeerLost, and UserError where data or loss are at fault.
+        """
+        tally = Tally()
+        receives = [action for action in self.actions if action.kind is Kind.RECV_ACTIVATION]
+        coming = iter(receives)
+        for action in islice(coming, AHEAD):
+            self._post(action, transport)
+        passes = groupby(self.actions, key=lambda action: action.minibatch)
+        for done, (minibatch, actions) in enumerate(passes, start=1):
+            known: dict[str, torch.Tensor] = {}
+            messages: list[tuple[Channel, Message]] = []
+            for action in actions:
+                if action.kind is Kind.RECV_ACTIVATION:
+                    messages.append(self._receive(action, transport, known))
+                    for following in islice(coming, 1):
+                        self._post(following, transport)
+                elif action.kind is Kind.FORWARD:
+                    self._forward(minibatch, data, tensors, known)
+                else:
+                    assert action.peer is not None
+                    values = self.layout.sends[action.peer[0]]
+                    # A copy: what was received may be passed on, and its memory be used again.
+                    sent = [known[value.name].clone() for value in values]
+                    transport.send(self._channel(action), sent)
+            if self.is_last:
+                self._judge(known, data.target(minibatch), counts[minibatch], loss, tally)
+            for channel, message in messages:
+                transport.recycle(channel, message)
+            if done % AHEAD == 0:  # a fast stage waits, so that its messages do not pile up
+                transport.drain()
+        transport.drain()
+        return tally
+
+    def _channel(self, action: Action) -> Channel:
+        assert action.peer is not None
+        stage, replica = action.peer
+        return Channel(self.ranks[stage][replica], is_gradient=False)
+
+    def _post(self, action: Action, transport: Transport) -> None:
+        assert action.peer is not None
+        transport.post(self._channel(action), self.layout.receives[action.peer[0]])
+
+    def _receive(
+        self, action: Action, transport: Transport, known: dict[str, torch.Tensor]
+    ) -> tuple[Channel, Message]:
+        assert action.peer is not None
+        channel = self._channel(action)
+        message = transport.receive(channel)
+        values = self.layout.receives[action.peer[0]]
+        known |= {value.name: tensor for value, tensor in zip(values, message, strict=True)}
+        return channel, message
+
+    def _forward(
+        self,
+        minibatch: int,
+        data: Reader,
+        tensors: Mapping[str, torch.Tensor],
+        known: dict[str, torch.Tensor],
+    ) -> None:
+        reads = self.layout.reads
+        if reads:
+            known |= dict(zip(reads, data.inputs(minibatch, reads.values()), strict=True))
+        inputs = tuple(known[name] for name in self.piece.inputs)
+        results = functional_call(self.piece.module, dict(tensors), inputs)
+        known |= dict(zip(self.piece.outputs, results, strict=True))
+
+    def _judge(
+        self, known: Mapping[str, torch.Tensor], target: Any, count: int, loss: Loss, tally: Tally
+    ) -> None:
+        """Adds up the loss of the first `count` rows: the others are no examples."""
+        outputs = [known[name] for name in self.outputs]
+        if count < max((len(output) for output in outputs if output.dim()), default=count):
+            outputs = [output[:count] for output in outputs]
+            target = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:count], target)
+        output = rebuild(outputs, self.out_spec)
+        tally.add(loss(output, target).item(), count, accuracy(output, target))
+
+
+def padded(examples: int, batch_size: int) -> tuple[list[int], list[int]]:
+    """All examples in their order, the last one again to fill the last minibatch, and how many of
+    each minibatch are examples.
+    """
+    order = list(range(examples)) + [examples - 1] * (-examples % batch_size)
+    return order, [min(batch_size, examples - at) for at in range(0, examples, batch_size)]

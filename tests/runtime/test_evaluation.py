@@ -1,0 +1,135 @@
+"""Held-out data through the pipeline are what the plain model makes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import small_models
+import torch
+from plans import cut, make_plan
+from training import run_jobs
+
+from pipedream.graph.config import DataFactory, Factory, OptimizerConfig, RunConfig
+from pipedream.profiler.capture import capture
+from pipedream.profiler.source import load_config_model
+from pipedream.runtime.checkpoint import load_all
+from pipedream.runtime.data import Batch
+from pipedream.runtime.display import keep_until
+from pipedream.runtime.evaluate import evaluate
+from pipedream.runtime.evaluation import Tally, obstacle, padded
+from pipedream.runtime.job import Job
+from pipedream.runtime.loss import load_loss
+from pipedream.runtime.schedule import forwards
+
+SUPPORT = Path(small_models.__file__).parent
+
+
+def config(model: str, data: str, loss: str = "cross_entropy", **args: int) -> RunConfig:
+    return RunConfig(
+        format="pipedream-run/1",
+        model=Factory(source=f"small_models:{model}"),
+        data=DataFactory(source=f"small_models:{data}", args=args),
+        loss=loss,
+        optimizer=OptimizerConfig(name="SGD", args={"lr": 0.1, "momentum": 0.9}),
+        batch_size=4,
+        evaluate_every=2,
+    )
+
+
+def tried(job: Job) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (job.run / "held_out.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1, 2)])
+def test_it_is_what_the_plain_model_does(tmp_path: Path, replicas: tuple[int, ...]) -> None:
+    """Dropout and batch norm in eval mode; 21 examples fill five minibatches and a bit."""
+    chosen = config("Noisy", "classes", examples=84)
+    graph = capture(small_models.Noisy(), (torch.randn(4, 6),)).graph
+    plan = make_plan(graph, cut(graph, 3), replicas)
+    job = Job(plan, chosen, SUPPORT, tmp_path / "run", epochs=3)
+    run_jobs([job])
+    assert [found["epoch"] for found in tried(job)] == [2, 3]
+    _, held_out = small_models.classes(84)
+    for found in tried(job):
+        path = job.checkpoints / f"epoch-{found['epoch']:04}"
+        assert load_all(path)
+        plain = evaluate(
+            load_config_model(chosen, SUPPORT),
+            path,
+            held_out,
+            chosen,
+            load_loss(chosen.loss, SUPPORT),
+            torch.device("cpu"),
+        )
+        assert found["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-6)
+        assert found["held_out_accuracy"] == plain["held_out_accuracy"]
+    summary = json.loads((job.run / "summary.json").read_text())
+    assert summary["held_out_loss"] == tried(job)[-1]["held_out_loss"]
+
+
+def test_a_run_that_goes_on_writes_no_epoch_twice(tmp_path: Path) -> None:
+    path = tmp_path / "held_out.jsonl"
+    path.write_text('{"epoch": 1}\n{"epoch": 2}\n{"epo')
+    keep_until(path, 1)
+    assert path.read_text() == '{"epoch": 1}\n'
+    keep_until(path, 0)
+    assert path.read_text() == ""
+
+
+def test_forward_passes_in_the_order_of_the_minibatches() -> None:
+    """Two replicas, then one that also feeds the last past its neighbour."""
+    links = [(0, 1), (1, 2), (0, 2)]
+    shown = {
+        worker: " ".join(map(str, forwards((2, 1, 1), links, 3, worker)))
+        for worker in [(0, 0), (0, 1), (1, 0), (2, 0)]
+    }
+    assert shown == {
+        (0, 0): "0F0 0SA0>1 0SA0>2 0F2 0SA2>1 0SA2>2",
+        (0, 1): "0.1F1 0.1SA1>1 0.1SA1>2",
+        (1, 0): "1RA0<0 1F0 1SA0>2 1RA1<0.1 1F1 1SA1>2 1RA2<0 1F2 1SA2>2",
+        (2, 0): "2RA0<0 2RA0<1 2F0 2RA1<0.1 2RA1<1 2F1 2RA2<0 2RA2<1 2F2",
+    }
+
+
+def test_the_last_minibatch_is_filled_up() -> None:
+    assert padded(5, 3) == ([0, 1, 2, 3, 4, 4], [3, 2])
+    assert padded(6, 3) == ([0, 1, 2, 3, 4, 5], [3, 3])
+    assert padded(1, 4) == ([0, 0, 0, 0], [1])
+
+
+def test_examples_weigh_the_same_in_any_minibatch() -> None:
+    one, other = Tally(), Tally()
+    one.add(2.0, 4, (3, 4))
+    other.add(7.0, 1, (0, 1))
+    assert Tally.result([one.told, other.told, Tally().told]) == {
+        "held_out_loss": pytest.approx(3.0),
+        "held_out_accuracy": pytest.approx(0.6),
+    }
+
+
+class Changing(torch.nn.Module):
+    """Has a layer in training that it has not in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = small_models.Layer(6), small_models.Layer(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)) if self.training else self.a(x)
+
+
+def test_what_cannot_go_through_the_pipeline() -> None:
+    model, inputs = Changing(), (torch.randn(4, 6),)
+    graph = capture(model, inputs).graph
+    plan = make_plan(graph, cut(graph, 2), (1, 1))
+    batch = Batch(inputs, None)
+    in_eval = capture(model, inputs, training=False)
+    why = obstacle(in_eval, plan, 8, 4, batch, batch.kind)
+    assert why is not None
+    assert "in eval mode the model has another structure" in why
+    assert "no more nodes" in why
+    same = capture(model, inputs)
+    assert obstacle(same, plan, 8, 4, batch, batch.kind) is None
+    assert "its inputs are [4, 6]" in (obstacle(same, plan, 8, 4, batch, "another") or "")
