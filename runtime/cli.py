@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -192,14 +191,15 @@ def _work(job: Job, place: Place) -> int:
     launch.die_with_parent()
     pulse = launch.begin_pulse(place.rank)
 
-    from pipedream.runtime.trainer import train
+    from pipedream.runtime.trainer import Stopped, train
     from pipedream.runtime.transport import PeerLost
 
     try:
-        if pulse is None:
-            train(job, place)
-        else:
-            train(job, place, partial(pulse.say, place.rank))
+        train(job, place, pulse)
+    except Stopped as stopped:
+        if place.rank == 0:
+            print(f"pd-train: {stopped}", file=sys.stderr, flush=True)
+        return launch.STOPPED
     except PeerLost as error:
         if pulse is not None and error.peer is not None:
             pulse.say_lost(place.rank, error.peer)

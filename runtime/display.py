@@ -121,7 +121,7 @@ class Display:
         """Writes down what is left of an epoch; without a terminal it gets a line of its own."""
         self._look(losses)
         self._ask(losses)
-        recent = self.losses[losses.first - losses.minibatches :]
+        recent = self.losses[losses.first - losses.next :]
         if not self.console.is_terminal:
             mean = math.fsum(recent) / len(recent)
             self._line(f"epoch {losses.epoch}: mean loss {mean:.4f}, {self.rate:.0f} samples/s")

@@ -23,6 +23,9 @@ from pipedream.runtime.pulse import Pulse
 USER_ERROR = 2
 """Exit code of a worker that has already told the user, in one line, what is wrong."""
 
+STOPPED = 130
+"""Exit code of a worker that has saved and left because it was asked to."""
+
 PEER_LOST = 75
 """Exit code of a worker that stops, quietly, only because another one is gone."""
 
@@ -147,9 +150,9 @@ def spawn(
     0 when all went well. When one worker dies, or has not stirred for `timeout` seconds, all others
     are stopped and one line names the rank, the cause, and what it was doing (not if it is a user's
     error, which that worker has told: 2). Then all are started again, `restarts` times at most.
-    SIGINT, SIGTERM and SIGHUP stop all. No worker outlives this process, even if that is killed:
-    see `die_with_parent`. Threads of each worker: its share of the cores, unless OMP_NUM_THREADS
-    says otherwise.
+    SIGTERM and SIGHUP stop all; so does SIGINT, the first one when those that train have saved. No
+    worker outlives this process, even if that is killed: see `die_with_parent`. Threads of each
+    worker: its share of the cores, unless OMP_NUM_THREADS says otherwise.
     """
     with _catching_signals() as caught:
         for attempt in range(restarts + 1):
@@ -236,9 +239,11 @@ def _watch(
     lost_since: float | None = None
     while True:
         codes = [child.poll() for child in children]
-        if caught:
-            return _signalled(caught[0])
-        failed = {rank: code for rank, code in enumerate(codes) if code}
+        if caught and not _may_save(caught, pulse):
+            return _signalled(caught[-1])
+        if set(codes) == {STOPPED}:
+            return _End(STOPPED)
+        failed = {rank: code for rank, code in enumerate(codes) if code and code != STOPPED}
         causes = {rank: code for rank, code in failed.items() if code != PEER_LOST}
         if causes:
             return _failed(*next(iter(causes.items())), pulse)
@@ -253,6 +258,21 @@ def _watch(
         elif None not in codes:
             return _End(0)
         time.sleep(_POLL_SECONDS)
+
+
+def _may_save(caught: Sequence[int], pulse: Pulse) -> bool:
+    """Whether the workers are given time to save: at the first Ctrl-C, if they train by then."""
+    if list(caught) != [signal.SIGINT] or not pulse.of(0).words:
+        return False
+    if not pulse.asked_to_stop:
+        pulse.ask_to_stop()
+        print(
+            "pd-train: interrupted; saving at the end of this leg (--save-every) or epoch; Ctrl-C "
+            "again to leave at once",
+            file=sys.stderr,
+            flush=True,
+        )
+    return True
 
 
 class _Stirring:

@@ -1,7 +1,8 @@
 """Where each worker is, for the launcher to see: a record for each in memory that they share.
 
 A thread of each worker counts up; where the count stands still the worker has been stopped. The
-words say what the worker is doing, and who has lost whom. The memory has no name in any folder and
+words say what the worker is doing, and who has lost whom. In the other direction goes one bit: the
+launcher asks them to stop. The memory has no name in any folder and
 goes with the last process that knows it.
 """
 
@@ -39,8 +40,16 @@ class Pulse:
     def make(workers: int) -> int:
         """A descriptor of fresh memory, to be handed to the workers."""
         descriptor = os.memfd_create("pipedream-pulse")
-        os.ftruncate(descriptor, workers * _SIZE)
+        os.ftruncate(descriptor, workers * _SIZE + 1)
         return descriptor
+
+    def ask_to_stop(self) -> None:
+        """The launcher asks all workers to save and leave where they next can."""
+        self.memory[-1] = 1
+
+    @property
+    def asked_to_stop(self) -> bool:
+        return self.memory[-1] == 1
 
     def of(self, rank: int) -> Beat:
         count, lost, length = _HEAD.unpack_from(self.memory, rank * _SIZE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -46,6 +46,7 @@ from pipedream.runtime.order import Order
 from pipedream.runtime.peak_memory import PeakMemory
 from pipedream.runtime.prediction import Prediction
 from pipedream.runtime.process import choose_device, join, make_groups
+from pipedream.runtime.pulse import Pulse
 from pipedream.runtime.randomness import Dice, places, seed_each
 from pipedream.runtime.recording import Recorder, Recording
 from pipedream.runtime.report import (
@@ -68,14 +69,15 @@ from pipedream.runtime.transport import PeerLost, Transport
 from pipedream.runtime.weights import Weights
 
 
-def _silent(words: str) -> None:
-    pass
+class Stopped(Exception):
+    """The run was asked to stop, has saved and says where."""
 
 
-def train(job: Job, place: Place, say: Callable[[str], None] = _silent) -> None:
-    """Trains as this rank; `say` hears what it is doing.
+def train(job: Job, place: Place, pulse: Pulse | None = None) -> None:
+    """Trains as this rank; `pulse` is there if a launcher of ours watches.
 
-    Raises UserError for what the user can mend, PeerLost for lost peers.
+    Raises UserError for what the user can mend, PeerLost for lost peers, Stopped when it was asked
+    to stop.
     """
     if place.world_size != job.plan.workers:
         raise UserError(
@@ -84,7 +86,7 @@ def train(job: Job, place: Place, say: Callable[[str], None] = _silent) -> None:
         )
     with held(job.run) if place.rank == 0 else nullcontext():
         try:
-            Rank(job, place, say).run()
+            Rank(job, place, pulse).run()
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise PeerLost("the store of the ranks does not answer any more") from error
 
@@ -92,8 +94,9 @@ def train(job: Job, place: Place, say: Callable[[str], None] = _silent) -> None:
 class Rank:
     """One rank of a run. All build the same model from the same seed, then keep their stage."""
 
-    def __init__(self, job: Job, place: Place, say: Callable[[str], None] = _silent) -> None:
-        self.job, self.place, self.say = job, place, say
+    def __init__(self, job: Job, place: Place, pulse: Pulse | None = None) -> None:
+        self.job, self.place, self.pulse = job, place, pulse
+        self.stopped: Position | None = None
         self.worker = job.worker(place.rank)
         self.stage, self.replica = self.worker
         self.device, self.backend = choose_device(job.device, place)
@@ -212,9 +215,13 @@ class Rank:
                 self._epochs(first)
         else:
             self._epochs(first)
-        self._finish()
+        if self.stopped is None:
+            self._finish()
         gc.unfreeze()
         dist.destroy_process_group()
+        if self.stopped is not None:
+            where = job.checkpoints / str(self.stopped)
+            raise Stopped(f"saved {where}; go on with --resume")
 
     def _stepping(self) -> Stepping:
         together = self.job.policy.same_everywhere
@@ -291,6 +298,8 @@ class Rank:
         for epoch in range(first.epoch, self.job.epochs):
             begin = first.minibatch if epoch == first.epoch else 0
             self._train_epoch(epoch, list(legs(self.minibatches, self._every, begin)))
+            if self.stopped is not None:
+                break
             done, every = epoch + 1, self.job.config.evaluate_every or 1
             if self.trial is not None and (done % every == 0 or done == self.job.epochs):
                 self._evaluate(self.trial, done)
@@ -305,7 +314,9 @@ class Rank:
         ends: list[float] = []
 
         def before(action: Action) -> None:
-            self.say(f"in epoch {number} at {action}, minibatch {action.minibatch}")
+            if self.pulse is not None:
+                words = f"in epoch {number} at {action}, minibatch {action.minibatch}"
+                self.pulse.say(self.place.rank, words)
 
         def after(action: Action) -> None:
             if action.kind is Kind.BACKWARD:
@@ -360,6 +371,8 @@ class Rank:
             self.engine.run(actions, data)
             if leg.end < self.minibatches:
                 self._save(Position(self.dice.epoch - 1, leg.end))
+                if self.stopped is not None:
+                    return
         self.stepping.end_epoch()
         self._save(Position(self.dice.epoch))
 
@@ -405,6 +418,17 @@ class Rank:
             lambda: state_tensors(self.optimizer, self.parameters),
             training=self.stepping.state(),
         )
+        if self._asked_to_stop(position) and position < Position(self.job.epochs):
+            self.stopped = position
+
+    def _asked_to_stop(self, position: Position) -> bool:
+        """What rank 0 knows when it comes here. The others wait for it, as the next leg does."""
+        if self.pulse is None:
+            return False
+        key = f"stop/{position}"
+        if self.place.rank == 0:
+            self.store.set(key, "yes" if self.pulse.asked_to_stop else "no")
+        return bool(self.store.get(key) == b"yes")
 
     def _average_buffers(self) -> None:
         """Batch-norm statistics and the like: the mean over the replicas goes on everywhere."""

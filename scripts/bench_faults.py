@@ -194,6 +194,20 @@ def left_behind(session: int) -> list[str]:
     return found
 
 
+def abandoned(before: set[Path]) -> set[Path]:
+    """What is new in /dev/shm, stays there for a while, and no living process has mapped."""
+    found = set(Path("/dev/shm").iterdir()) - before
+    deadline = time.monotonic() + 5
+    while found and time.monotonic() < deadline:
+        time.sleep(0.1)
+        found &= set(Path("/dev/shm").iterdir())
+    for path in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            text = path.read_text()
+            found -= {file for file in found if str(file) in text}
+    return found
+
+
 def told(run: Path) -> list[tuple[int, int, float]]:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     read = map(json.loads, lines)
@@ -205,7 +219,7 @@ def check(folder: Path, name: str, process: subprocess.Popen[bytes], memory: set
     text = (folder / f"{name}.txt").read_text()
     problems = [] if process.returncode == 0 else [f"exit code {process.returncode}"]
     problems += [f"left behind: {line}" for line in left_behind(process.pid)]
-    problems += [f"left behind: {path}" for path in set(Path("/dev/shm").iterdir()) - memory]
+    problems += [f"left behind: {path}" for path in abandoned(memory)]
     if not problems:
         whole, here = (latest(folder / run / "checkpoints") for run in ("undisturbed", name))
         assert whole is not None

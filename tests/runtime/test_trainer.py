@@ -6,14 +6,17 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import small_models
 import torch
+from commands import start
 from plans import cut, make_plan
 from safetensors.torch import load_file
 from training import losses, run_jobs, weights
@@ -147,6 +150,29 @@ def test_a_run_goes_on_when_a_worker_was_killed(launcher: str, folder: Path) -> 
     assert losses(killed) == losses(whole)
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(killed)[name], tensor, rtol=0, atol=0)
+
+
+def test_ctrl_c_saves_and_the_run_goes_on(folder: Path) -> None:
+    """Once is enough: it comes to the end of the leg, saves and leaves with 130."""
+    plan, config = read_plan(folder / "plan.json"), read_config(folder / "run.yaml")
+    job = Job(plan, config, SUPPORT, folder / "run")
+    words = [*TRAIN, "-o", "run", "--save-every", "4", "--keep", "2", "--epochs", "400"]
+    process = start(folder, words, {"PYTHONPATH": str(SUPPORT)})
+    metrics = folder / "run/metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    *_, line = error.splitlines()
+    stopped = job.saved
+    assert line == f"pd-train: saved run/checkpoints/{stopped}; go on with --resume"
+    assert stopped is not None
+    assert len(losses(job)) == 15 * stopped.epoch + stopped.minibatch
+    again = run(folder, *TRAIN, "-o", "run", "--resume", "--epochs", str(stopped.epoch + 1))
+    assert again.returncode == 0, again.stderr
 
 
 def test_legs_change_nothing_for_flush(tmp_path: Path) -> None:
