@@ -346,7 +346,6 @@ class Rank:
                 for minibatch, delay in delays(schedules[leg], self.stage).items()
             },
         )
-        self.memory.begin()
         begin = time.perf_counter()
 
         def status() -> Status:
@@ -361,14 +360,15 @@ class Rank:
             losses.end()
         self.times.append((time.perf_counter() - begin, ends))
         self.recorder.add(number, self.engine.events)
-        self.memory.end()
         self.transport.barrier()
         if self.place.rank == 0:
             self.display.end_epoch(losses)
 
     def _run_legs(self, to_do: Mapping[Leg, Sequence[Action]], data: Reader) -> None:
         for leg, actions in to_do.items():
+            self.memory.begin()
             self.engine.run(actions, data)
+            self.memory.end()  # before a checkpoint's copy of the weights: that is not the plan's
             if leg.end < self.minibatches:
                 self._save(Position(self.dice.epoch - 1, leg.end))
                 if self.stopped is not None:

@@ -215,7 +215,7 @@ def update_rate(config: Path) -> float:
         version = weights.acquire(number)
         weights.gradients = {name: torch.randn_like(p) for name, p in parameters.items()}
         begin = time.perf_counter()
-        weights.update(optimizer, 1)
+        weights.update(optimizer.step, 1)
         times.append(time.perf_counter() - begin)
         weights.release(version)
     return sum(p.nbytes for p in parameters.values()) / statistics.median(times)

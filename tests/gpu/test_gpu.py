@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from plans import cut, make_plan
 from training import losses, run_jobs, weights
 
-from pipedream.graph.config import Factory, OptimizerConfig, RunConfig
+from pipedream.graph.config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.graph.text import read_graph
 from pipedream.profiler.capture import capture
 from pipedream.profiler.cli import main as pd_profile
@@ -29,7 +29,7 @@ def config_for(model: str) -> RunConfig:
     return RunConfig(
         format="pipedream-run/1",
         model=Factory(source=f"small_models:{model}"),
-        data=Factory(source="small_models:regression"),
+        data=DataFactory(source="small_models:regression"),
         loss="mse_loss",
         optimizer=OptimizerConfig(name="SGD", args={"lr": 0.1, "momentum": 0.9}),
         batch_size=4,

@@ -9,7 +9,7 @@ import pytest
 from plans import make_plan
 
 from pipedream.graph.command import UserError
-from pipedream.graph.config import Factory, RunConfig
+from pipedream.graph.config import DataFactory, Factory, RunConfig
 from pipedream.graph.model import Graph, Node
 from pipedream.runtime.job import Job
 
@@ -20,7 +20,7 @@ def job(microbatches: int, schedule: str, **more: Any) -> Job:
     config = RunConfig(
         format="pipedream-run/1",
         model=Factory(source="m:model"),
-        data=Factory(source="m:data"),
+        data=DataFactory(source="m:data"),
         batch_size=4,
         microbatches=microbatches,
         **more,

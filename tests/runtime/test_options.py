@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from training import losses, run_jobs, weights
 
 from pipedream.graph.command import UserError
-from pipedream.graph.config import Factory, OptimizerConfig, RunConfig, SchedulerConfig
+from pipedream.graph.config import DataFactory, OptimizerConfig, RunConfig, SchedulerConfig
 from pipedream.graph.schedule_name import ScheduleName
 from pipedream.profiler.capture import capture
 from pipedream.runtime.data import Epoch
@@ -113,6 +114,19 @@ def test_the_norm_of_the_whole_model_is_clipped_and_the_rate_goes_by_updates(
     assert_same(job, expected, model, 1e-12)
 
 
+@pytest.mark.parametrize("every", ["epoch", "update"])
+def test_a_run_that_goes_on_has_the_learning_rate_of_one_that_was_never_stopped(
+    every: str, tmp_path: Path
+) -> None:
+    scheduler = SchedulerConfig(name="ExponentialLR", args={"gamma": 0.8}, every=every)  # type: ignore[arg-type]
+    whole = job_for(tmp_path / "whole", (2, 1), "weight-stashing", scheduler=scheduler)
+    begun = job_for(tmp_path / "begun", (2, 1), "weight-stashing", scheduler=scheduler)
+    run_jobs([whole, replace(begun, epochs=1), replace(begun, resume=True)])
+    assert losses(begun) == losses(whole)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(weights(begun)[name], tensor), name
+
+
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1), (1, 3, 2)], ids=str)
 def test_several_minibatches_make_an_update_without_a_flush(
     replicas: tuple[int, ...], serial: Any, tmp_path: Path
@@ -184,7 +198,7 @@ def test_float16_finds_its_scale_as_torch_does(tmp_path: Path) -> None:
 
 
 def test_an_update_with_a_gradient_that_is_no_number_is_left_out_by_all(tmp_path: Path) -> None:
-    changes = {"nan": "skip", "data": Factory(source="small_models:one_bad_example")}
+    changes = {"nan": "skip", "data": DataFactory(source="small_models:one_bad_example")}
     job = job_for(tmp_path, (2, 1), **changes)
     run_jobs([job])
     model = plain_model(job.config)
@@ -216,7 +230,7 @@ def test_a_compiled_stage_learns_the_same(tmp_path: Path) -> None:
         torch.testing.assert_close(weights(compiled)[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-CLASSES = {"data": Factory(source="small_models:classes"), "loss": "cross_entropy"}
+CLASSES = {"data": DataFactory(source="small_models:classes"), "loss": "cross_entropy"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from plans import make_plan
 from torch import nn
 from training import losses, run_jobs, weights
 
-from pipedream.graph.config import Factory, OptimizerConfig, RunConfig
+from pipedream.graph.config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.graph.plan import Plan
 from pipedream.graph.schedule_name import SCHEDULES, ScheduleName
 from pipedream.profiler.capture import Captured, capture
@@ -36,7 +36,7 @@ def config_for(model: str, dtype: str, optimizer: OptimizerConfig) -> RunConfig:
     return RunConfig(
         format="pipedream-run/1",
         model=Factory(source=f"small_models:{model}"),
-        data=Factory(source="small_models:regression"),
+        data=DataFactory(source="small_models:regression"),
         loss="mse_loss",
         optimizer=optimizer,
         batch_size=4,
@@ -215,7 +215,7 @@ def test_recomputation_draws_the_same_random_numbers(tmp_path: Path) -> None:
     for again in ((), (0,)):
         plan = plan_for(captured, ("and", "c"), (1, 1), recompute=again)
         config = config_for("Noisy", "float32", ADAM).model_copy(
-            update={"data": Factory(source="small_models:classes"), "loss": "cross_entropy"}
+            update={"data": DataFactory(source="small_models:classes"), "loss": "cross_entropy"}
         )
         run = tmp_path / f"again{len(again)}"
         jobs.append(Job(plan, config, SUPPORT, run, epochs=EPOCHS))
@@ -230,7 +230,7 @@ def test_dropout_draws_the_same_numbers_under_every_plan(tmp_path: Path) -> None
     """The dropout stands in the first or the second stage, on one worker or on three."""
     captured = capture(small_models.Noisy(), (torch.randn(4, 6),))
     config = config_for("Noisy", "float64", ADAM).model_copy(
-        update={"data": Factory(source="small_models:classes"), "loss": "cross_entropy"}
+        update={"data": DataFactory(source="small_models:classes"), "loss": "cross_entropy"}
     )
     jobs = []
     for parts, replicas in ((("andc",), (1,)), (("an", "dc"), (1, 2)), (("and", "c"), (2, 1))):

@@ -14,7 +14,7 @@ from plans import cut, make_plan
 from torch import nn
 
 from pipedream.graph.command import UserError
-from pipedream.graph.config import Factory, RunConfig
+from pipedream.graph.config import DataFactory, Factory, RunConfig
 from pipedream.graph.plan import Plan
 from pipedream.profiler.capture import Captured, capture
 from pipedream.runtime.job import Job
@@ -133,7 +133,7 @@ def test_a_rank_holds_its_own_stage_and_nothing_else_of_the_model(tmp_path: Path
     config = RunConfig(
         format="pipedream-run/1",
         model=Factory(source="small_models:Chain"),
-        data=Factory(source="small_models:regression"),
+        data=DataFactory(source="small_models:regression"),
         loss="mse_loss",
         batch_size=4,
     )
