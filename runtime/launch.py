@@ -276,7 +276,10 @@ def _may_save(caught: Sequence[int], pulse: Pulse) -> bool:
 
 
 class _Stirring:
-    """Since when each rank's pulse has stood still. One that has not begun is not looked at."""
+    """Since when each rank's pulse has stood still, once it has said what it does.
+
+    Before that it imports libraries, which may keep all of its threads waiting for seconds.
+    """
 
     def __init__(self, pulse: Pulse, workers: int, timeout: float) -> None:
         self.pulse = pulse
@@ -288,9 +291,9 @@ class _Stirring:
         now = time.monotonic()
         for rank in ranks:
             count, since = self.seen[rank]
-            beaten = self.pulse.of(rank).count
-            if beaten != count:
-                self.seen[rank] = (beaten, now)
+            beat = self.pulse.of(rank)
+            if beat.count != count or not beat.words:
+                self.seen[rank] = (beat.count, now)
             elif now - since > self.seconds:
                 return rank
         return None

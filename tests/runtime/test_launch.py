@@ -142,6 +142,19 @@ def test_a_stopped_worker_is_noticed(start, tmp_path):
     assert time.monotonic() - begin < 10
 
 
+def test_one_that_is_not_at_work_yet_may_stand_still(start, tmp_path):
+    """It imports libraries, say, and no other thread of it can run meanwhile."""
+    script = """
+    if rank == 1:
+        stopped = subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 2; "
+                                    f"kill -CONT {os.getpid()}"])
+        stopped.wait()
+    pulse.say(rank, "at 0F0")
+    """
+    code, _, error = finished(start(script, timeout=1.0), tmp_path)
+    assert (code, error) == (0, "")
+
+
 def test_the_one_that_all_others_have_lost_is_named(start, tmp_path):
     script = f"""
     pulse.say(rank, f"at {{rank}}F2")

@@ -25,6 +25,7 @@ from pipedream.graph.config import read_config
 from pipedream.graph.plan import read_plan, write_plan
 from pipedream.profiler.capture import capture
 from pipedream.runtime.job import Job
+from pipedream.runtime.legs import Position
 
 BIN = Path(sys.executable).parent
 SUPPORT = Path(small_models.__file__).parent
@@ -224,8 +225,10 @@ def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     two = make_plan(graph, cut(graph, 2), (1, 1), "flush")
     three = make_plan(graph, cut(graph, 3), (1, 2, 1), "flush")
     whole = Job(two, config, SUPPORT, tmp_path / "whole", schedule="flush", epochs=2)
-    first = replace(whole, run=tmp_path / "parts", epochs=1)
+    first = replace(whole, run=tmp_path / "parts", epochs=1, save_every=4)
     run_jobs([whole, first])
+    shutil.rmtree(first.checkpoints / "epoch-0001")  # it goes on inside the first epoch
+    assert first.saved == Position(0, 12)
     run_jobs([replace(first, plan=three, epochs=2, resume=True)])
     assert losses(first) == pytest.approx(losses(whole), rel=1e-12)
     for name, tensor in weights(whole).items():
