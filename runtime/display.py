@@ -72,6 +72,7 @@ class Display:
         self.begin = self.line_told = self.asked = time.perf_counter()
         self.done = 0
         self.losses: list[float] = []
+        self.recorded = first
         self.statuses: Mapping[int, Status] = {}
 
     @property
@@ -149,6 +150,8 @@ class Display:
             if self.board is not None:
                 self.board.loss((losses.epoch - 1) * losses.minibatches + minibatch, loss)
         self.file.flush()
+        whole = losses.next == losses.minibatches
+        self.recorded = Position(losses.epoch - (not whole), 0 if whole else losses.next)
         if self.done:
             self.progress.update(
                 self.task,

@@ -24,9 +24,11 @@ class Saver:
     """The saves of one rank, one at a time: the next begins when the last is done.
 
     Every stage's first replica writes its part (`writes`) and says so in the store. Rank 0
-    (`publishes`) waits for all parts, makes the checkpoint valid and deletes all but the newest
-    `keep`. What goes wrong in the thread is raised by the next `begin` or `end`: UserError where
-    the disk refuses, PeerLost where a stage is not done within `timeout` seconds.
+    (`publishes`) waits for all parts, and until the run's records have come as far (`recorded`),
+    for a run that goes on from here tells nothing again of what was before. It makes the checkpoint
+    valid and deletes all but the newest `keep`. What goes wrong in the thread is raised by the next
+    `begin` or `end`: UserError where the disk refuses, PeerLost where a stage is not done within
+    `timeout` seconds.
     """
 
     folder: Path
@@ -38,6 +40,7 @@ class Saver:
     timeout: float
     keep: int | None = None
     details: Mapping[str, str | int | float] | None = None
+    recorded: Callable[[Position], bool] = lambda position: True
 
     def __post_init__(self) -> None:
         self.thread: threading.Thread | None = None
@@ -87,7 +90,7 @@ class Saver:
         keys = [self._key(position, stage) for stage in range(self.stages)]
         deadline = time.monotonic() + self.timeout
         # Not `wait`: it would keep all other threads from the store.
-        while not self.store.check(keys):
+        while not (self.recorded(position) and self.store.check(keys)):
             if time.monotonic() > deadline:
                 raise PeerLost(f"not all stages have saved {position}")
             time.sleep(_SECONDS_BETWEEN_LOOKS)

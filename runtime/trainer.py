@@ -250,6 +250,7 @@ class Rank:
             publishes=self.place.rank == 0,
             timeout=self.job.timeout,
             keep=self.job.keep,
+            recorded=lambda position: self.place.rank > 0 or self.display.recorded >= position,
             details={"optimizer": self.job.optimizer.name},
         )
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 from pipedream.graph.command import UserError
 from pipedream.runtime.checkpoint import (
@@ -21,6 +24,7 @@ from pipedream.runtime.checkpoint import (
     write_stage,
 )
 from pipedream.runtime.legs import Position
+from pipedream.runtime.saver import Saver
 
 
 class Model(nn.Module):
@@ -277,3 +281,24 @@ def test_a_disk_that_refuses(tmp_path, model):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written: Not a directory"):
         save(tmp_path / "file" / "checkpoints", model)
+
+
+def test_a_checkpoint_waits_for_the_records(tmp_path):
+    """Else a run that is killed right after it lacks the losses of minibatches it never repeats."""
+    recorded = threading.Event()
+    saver = Saver(
+        folder=tmp_path,
+        stage=0,
+        stages=1,
+        store=HashStore(),
+        writes=True,
+        publishes=True,
+        timeout=30,
+        recorded=lambda position: recorded.is_set(),
+    )
+    saver.begin(Position(0, 8), {"w": torch.ones(2)}, dict, {})
+    time.sleep(0.2)
+    assert latest(tmp_path) is None
+    recorded.set()
+    saver.end()
+    assert latest(tmp_path) == tmp_path / "epoch-0000-000008"
