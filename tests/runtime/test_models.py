@@ -13,7 +13,7 @@ import torch
 from training import run_jobs, weights
 
 from pipedream.graph.cluster import Cluster
-from pipedream.graph.config import Factory, OptimizerConfig, RunConfig
+from pipedream.graph.config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.cost import COST_MODELS
@@ -26,15 +26,15 @@ from pipedream.runtime.job import Job
 SUPPORT = Path(small_models.__file__).parent
 
 
-def images(size: int) -> Factory:
-    return Factory(source="small_models:images", args={"size": size})
+def images(size: int) -> DataFactory:
+    return DataFactory(source="small_models:images", args={"size": size})
 
 
-TOKENS = Factory(source="small_models:tokens")
+TOKENS = DataFactory(source="small_models:tokens")
 TRANSFORMER = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
 
 # Dropout is off: its random numbers differ between one process and several.
-MODELS: dict[str, tuple[Factory, dict[str, Any]]] = {
+MODELS: dict[str, tuple[DataFactory, dict[str, Any]]] = {
     "torchvision:vgg16": (images(32), {"num_classes": 10, "dropout": 0.0}),
     "torchvision:resnet50": (images(64), {"num_classes": 10}),
     "torchvision:densenet121": (images(32), {"num_classes": 10}),
