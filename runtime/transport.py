@@ -94,8 +94,11 @@ class Transport:
         return [buffer.to(self.device).detach() for buffer in message.buffers]
 
     def recycle(self, channel: Channel, message: Message) -> None:
-        """Lets a later message of the channel have this one's memory."""
-        if self.staged == self.device:
+        """Lets a later message of the channel have this one's memory.
+
+        Not that of a gradient: autograd may have handed on a view of it as the gradient of others.
+        """
+        if self.staged == self.device and not channel.is_gradient:
             self.spare.setdefault(channel, []).append([tensor.detach() for tensor in message])
 
     def add_up(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
