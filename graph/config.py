@@ -85,12 +85,14 @@ class RunConfig(_Part):
     """One training run.
 
     `batch_size` is the minibatch that flows through the pipeline; with the schedules flush, gpipe
-    and 2bw `microbatches` of them make one update. `loss` is a function of torch.nn.functional by
-    name, `package.module:function`, or `output` where the model returns its own loss.
-    `data_workers` processes of each rank read its data; with none a thread does. `sampler`, a
-    sampler of torch.utils.data or one like them, chooses the examples of an epoch and their order;
-    without it each epoch has all of them in an order of its own. The held-out data are tried every
-    `evaluate_every` epochs, through the pipeline; without it after the last, on one worker.
+    and 2bw `microbatches` of them make one update. Examples that do not fill one make a smaller one
+    at the end of the epoch; with `drop_last` they sit the epoch out. `loss` is a function of
+    torch.nn.functional by name, `package.module:function`, or `output` where the model returns its
+    own loss. `data_workers` processes of each rank read its data; with none a thread does.
+    `sampler`, a sampler of torch.utils.data or one like them, chooses the examples of an epoch and
+    their order; without it each epoch has all of them in an order of its own. The held-out data are
+    tried every `evaluate_every` epochs, through the pipeline; without it after the last, on one
+    worker.
 
     `accumulate`: with weight stashing and vertical sync a stage of r replicas makes one update of r
     times as many minibatches. `clip_norm`: the most that the norm of the gradients may be, over all
@@ -110,6 +112,7 @@ class RunConfig(_Part):
     asynchronous: AsynchronousConfig = AsynchronousConfig()
     scheduler: SchedulerConfig | None = None
     batch_size: int = Field(ge=1, strict=True)
+    drop_last: bool = Field(default=False, strict=True)
     microbatches: int = Field(default=MICROBATCHES, ge=1, strict=True)
     accumulate: int = Field(default=1, ge=1, strict=True)
     clip_norm: float | None = Field(default=None, gt=0)

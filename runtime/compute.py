@@ -19,13 +19,18 @@ Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
 """(parameters and buffers by name, inputs) -> what the stage's module gives."""
 
 
-def make_compute(piece: Segment, config: RunConfig, device: torch.device) -> Compute:
-    """Raises UserError for a backend of torch.compile that there is not."""
+def plain(piece: Segment) -> Compute:
+    """The stage's module as it is."""
 
-    def plain(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
+    def run(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
         return functional_call(piece.module, dict(tensors), inputs)
 
-    run: Compute = plain
+    return run
+
+
+def make_compute(piece: Segment, config: RunConfig, device: torch.device) -> Compute:
+    """Raises UserError for a backend of torch.compile that there is not."""
+    run = plain(piece)
     if config.compile is not None:
         known = torch.compiler.list_backends(exclude_tags=())
         if config.compile not in known:
@@ -33,7 +38,8 @@ def make_compute(piece: Segment, config: RunConfig, device: torch.device) -> Com
         for module in piece.module.modules():
             if isinstance(module, Roll):  # a compiled one would roll once for all
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore
-        run = torch.compile(plain, backend=config.compile)
+        # Never for shapes in general: the last, smaller minibatch has a piece of its own.
+        run = torch.compile(run, backend=config.compile, dynamic=False)
 
     def compute(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
         with lowered(config.autocast, device):

@@ -24,6 +24,7 @@ from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
 from pipedream.profiler.source import Dataset, collate, fetch
 from pipedream.runtime.order import shuffled
+from pipedream.runtime.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -49,18 +50,26 @@ class Batch:
         )
         return Batch(*moved)
 
+    def first(self, count: int) -> Batch:
+        """The first `count` of the examples."""
+        inputs, target = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor[:count].clone(), (self.inputs, self.target)
+        )
+        return Batch(inputs, target)
+
     @property
     def kind(self) -> str:
-        """Shape and type of every input, for a person."""
-        return ", ".join(f"{list(x.shape)} of {str(x.dtype)[6:]}" for x in self.inputs)
+        """Shape and type of every input of an example, for a person."""
+        return ", ".join(f"{list(x.shape[1:])} of {str(x.dtype)[6:]}" for x in self.inputs)
 
 
 class Epoch:
-    """One pass over a dataset in minibatches of equal size.
+    """One pass over a dataset in minibatches of equal size, but for the last.
 
     The order depends on the seed and `number` alone, so every rank that needs a minibatch makes it
-    for itself: stages that read an input of the model, and the last stage for the target. The
-    examples that do not fill a minibatch sit this epoch out; which ones changes with the epoch.
+    for itself: stages that read an input of the model, and the last stage for the target. With
+    `drop_last` the examples that do not fill a minibatch sit this epoch out; which ones changes
+    with the epoch.
     `order` has the indices of its examples where they are not simply all, shuffled.
     `kind` is what all minibatches have to be, if that is known: `Batch.kind`. `draws`: the dataset
     draws from torch's random numbers.
@@ -82,7 +91,7 @@ class Epoch:
 
     def __len__(self) -> int:
         """The number of minibatches."""
-        return len(self.order) // self.config.batch_size
+        return len(Sizes(len(self.order), self.config.batch_size, self.config.drop_last))
 
     @contextmanager
     def _random(self, minibatch: int) -> Iterator[None]:
@@ -105,8 +114,8 @@ class Epoch:
             batch = Batch.of(self.dataset, chosen, self.config)
         if batch.kind != (self.kind or batch.kind):
             raise UserError(
-                f"{self.config.data.source}: inputs of minibatch {minibatch} are {batch.kind}, "
-                f"of the first one {self.kind}: all have to have the same shape and type"
+                f"{self.config.data.source}: the inputs of an example in minibatch {minibatch} are "
+                f"{batch.kind}, in the first {self.kind}: all have to have the same shape and type"
             )
         return batch
 

@@ -30,6 +30,7 @@ from pipedream.runtime.board import Board
 from pipedream.runtime.legs import Position
 from pipedream.runtime.live import SECONDS_BETWEEN_TALES, Status, heard
 from pipedream.runtime.report import Losses
+from pipedream.runtime.sizes import Sizes
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_BETWEEN_LINES = 30.0
@@ -48,13 +49,13 @@ class Display:
     def __init__(
         self,
         path: Path,
-        batch_size: int,
+        sizes: Sizes,
         minibatches: int,
         ranks: Sequence[Sequence[int]],
         board: Board | None,
         first: Position,
     ) -> None:
-        self.path, self.batch_size, self.first = path, batch_size, first
+        self.path, self.sizes, self.first = path, sizes, first
         self.ranks, self.board = ranks, board
         self.console = Console(stderr=True)
         self.progress = Progress(
@@ -70,7 +71,7 @@ class Display:
         )
         self.live = Live(self.progress, console=self.console, refresh_per_second=2)
         self.begin = self.line_told = self.asked = time.perf_counter()
-        self.done = 0
+        self.done = self.samples = 0
         self.losses: list[float] = []
         self.recorded = first
         self.statuses: Mapping[int, Status] = {}
@@ -78,7 +79,7 @@ class Display:
     @property
     def rate(self) -> float:
         """Samples per second since the run began."""
-        return self.done * self.batch_size / (time.perf_counter() - self.begin)
+        return self.samples / (time.perf_counter() - self.begin)
 
     def __enter__(self) -> Display:
         keep_before(self.path, self.first)
@@ -143,6 +144,7 @@ class Display:
         now = time.perf_counter()
         for minibatch, loss in losses.heard():
             self.done += 1
+            self.samples += self.sizes.of(minibatch)
             self.losses.append(loss)
             seconds = round(now - self.begin, 4)
             line = {"epoch": losses.epoch, "minibatch": minibatch, "loss": loss, "seconds": seconds}

@@ -15,13 +15,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipedream.graph.command import UserError
 from pipedream.graph.timeline import Event
-from pipedream.profiler.segment import Segment
 from pipedream.runtime.buckets import Buckets
-from pipedream.runtime.compute import Compute
+from pipedream.runtime.form import Form, Forms
 from pipedream.runtime.randomness import Dice
 from pipedream.runtime.recompute import Again
 from pipedream.runtime.schedule import Action, Kind, Worker, uses
-from pipedream.runtime.stage import Layout
 from pipedream.runtime.stepping import Stepping
 from pipedream.runtime.transport import Channel, Message, PeerLost, Transport
 from pipedream.runtime.weights import Version, Weights
@@ -89,27 +87,24 @@ class Groups:
 class Engine:
     """One replica of one stage.
 
-    `ranks[stage][replica]` is the rank of a worker; `loss(outputs, target)` is for the last stage,
-    which has `outputs`, the names of the values that the model returns; `on_loss` hears of it,
-    `before` and `after` of every action. `dice` give the pass of a minibatch its random numbers.
-    With `recompute` the backward pass does the forward pass again: not in the last stage, whose
-    backward pass follows at once. `compute` runs the piece; `per_update` minibatches of a round
-    count as one update to the scheduler of the learning rate.
+    `forms` has the stage for the size of each minibatch. `ranks[stage][replica]` is the rank of a
+    worker; `loss(output, target)`, of what the model returns, is for the last stage; `on_loss`
+    hears of it, `before` and `after` of every action. `dice` give the pass of a minibatch its
+    random numbers. With `recompute` the backward pass does the forward pass again: not in the last
+    stage, whose backward pass follows at once. `per_update` minibatches of a round count as one
+    update to the scheduler of the learning rate.
     """
 
-    layout: Layout
-    piece: Segment
+    forms: Forms
     weights: Weights
     stepping: Stepping
     transport: Transport
     groups: Groups
     ranks: Sequence[Sequence[int]]
-    outputs: Sequence[str]
-    loss: Callable[[Sequence[torch.Tensor], Any], torch.Tensor]
+    loss: Callable[[Any, Any], torch.Tensor]
     on_loss: Callable[[int, torch.Tensor], None]
     after: Callable[[Action], None]
     dice: Dice
-    compute: Compute
     per_update: int = 1
     recompute: bool = False
     ahead: Mapping[int, int] = field(default_factory=dict)
@@ -165,11 +160,12 @@ class Engine:
 
     def _post(self, action: Action) -> None:
         assert action.kind not in RECEIVES or action.peer is not None
+        layout = self.forms.of(action.minibatch).layout
         if action.kind is Kind.RECV_ACTIVATION and action.peer:
-            values = self.layout.receives[action.peer[0]]
+            values = layout.receives[action.peer[0]]
             self.transport.post(self._channel(action), values)
         elif action.kind is Kind.RECV_GRADIENT and action.peer:
-            sent = self.layout.sends[action.peer[0]]
+            sent = layout.sends[action.peer[0]]
             values = tuple(value for value in sent if value.requires_grad)
             self.transport.post(self._channel(action), values)
 
@@ -177,56 +173,53 @@ class Engine:
         assert action.peer is not None
         passing = self.passing.setdefault(action.minibatch, Passing())
         tensors = self.transport.receive(self._channel(action))
-        values = self.layout.receives[action.peer[0]]
+        values = self.forms.of(action.minibatch).layout.receives[action.peer[0]]
         passing.messages.append((self._channel(action), tensors))
         for value, tensor in zip(values, tensors, strict=True):
             passing.received[value.name] = tensor.requires_grad_(value.requires_grad)
 
     def _forward(self, action: Action) -> None:
         passing = self.passing.setdefault(action.minibatch, Passing())
-        reads = self.layout.reads
+        form = self.forms.of(action.minibatch)
+        reads = form.layout.reads
         given = self.data.inputs(action.minibatch, reads.values())
         known = {**passing.received, **dict(zip(reads, given, strict=True))}
-        inputs = tuple(known[name] for name in self.piece.inputs)
+        inputs = tuple(known[name] for name in form.piece.inputs)
         passing.version = self.weights.acquire(
             self.base + action.version, self.ahead.get(action.minibatch, 0)
         )
         self.dice.minibatch = action.minibatch
         if self.recompute:
-            passing.again = Again.before(self.piece, inputs)
+            passing.again = Again.before(form.piece, inputs)
         with _computing(action):
-            results = self.compute(passing.version.tensors, inputs)
-        made = dict(zip(self.piece.outputs, results, strict=True))
-        self._keep_ends(passing, made)
+            results = form.compute(passing.version.tensors, inputs)
+        made = dict(zip(form.piece.outputs, results, strict=True))
+        _keep_ends(passing, form, made)
         if action.stage == len(self.ranks) - 1:
             known |= made
-            outputs = [known[name] for name in self.outputs]
-            loss = self.loss(outputs, self.data.target(action.minibatch))
+            loss = self.loss(form.output(known), self.data.target(action.minibatch))
             self.on_loss(action.minibatch, loss.detach())
             scale = self.stepping.scale.value
             passing.loss = loss if scale == 1.0 else loss * scale
-        passing.leaving = {name: _apart(made[name], passing.received) for name in self.sent}
-        passing.received = {name: passing.received[name] for name in self.received_for_gradient}
-
-    def _keep_ends(self, passing: Passing, made: Mapping[str, torch.Tensor]) -> None:
-        """Of what is sent the autograd graph needs the edges; the data may go once it is sent."""
-        if passing.again is None:
-            ends = {name: made[name] for name in self.sent if made[name].requires_grad}
-            passing.ends = {name: get_gradient_edge(tensor) for name, tensor in ends.items()}
+        layout, received = form.layout, passing.received
+        passing.leaving = {name: _apart(made[name], received) for name in layout.sent}
+        passing.received = {name: received[name] for name in layout.received_for_gradient}
 
     def _send_activation(self, action: Action) -> None:
         assert action.peer is not None
         passing = self.passing[action.minibatch]
-        message = [passing.leaving[value.name] for value in self.layout.sends[action.peer[0]]]
+        sends = self.forms.of(action.minibatch).layout.sends
+        message = [passing.leaving[value.name] for value in sends[action.peer[0]]]
         self.transport.send(self._channel(action), message)
-        if action.peer[0] == max(self.layout.sends):
+        if action.peer[0] == max(sends):
             passing.leaving = {}
 
     def _receive_gradient(self, action: Action) -> None:
         assert action.peer is not None
         passing = self.passing[action.minibatch]
         gradients = passing.gradients
-        sent = [value for value in self.layout.sends[action.peer[0]] if value.requires_grad]
+        sends = self.forms.of(action.minibatch).layout.sends
+        sent = [value for value in sends[action.peer[0]] if value.requires_grad]
         tensors = self.transport.receive(self._channel(action))
         passing.messages.append((self._channel(action), tensors))
         for value, tensor in zip(sent, tensors, strict=True):
@@ -234,15 +227,15 @@ class Engine:
             gradients[value.name] = tensor if known is None else known + tensor
 
     def _backward(self, action: Action) -> None:
-        passing = self.passing[action.minibatch]
+        passing, form = self.passing[action.minibatch], self.forms.of(action.minibatch)
         version = passing.version
         assert version is not None
         if passing.again is not None:
             self.dice.minibatch = action.minibatch
             with _computing(action):
-                results = passing.again.run(self.compute, version.tensors)
+                results = passing.again.run(form.compute, version.tensors)
             passing.again = None
-            self._keep_ends(passing, dict(zip(self.piece.outputs, results, strict=True)))
+            _keep_ends(passing, form, dict(zip(form.piece.outputs, results, strict=True)))
             del results
         self._find_gradients(action, passing, version)
         passing.received, passing.ends, passing.loss, passing.version = {}, {}, None, None
@@ -250,12 +243,12 @@ class Engine:
             self.transport.recycle(channel, message)
         passing.messages = []
         self.weights.release(version)
-        if not self.layout.receives:
+        if not form.layout.receives:
             del self.passing[action.minibatch]
 
     def _find_gradients(self, action: Action, passing: Passing, version: Version) -> None:
         """Those of the parameters go to the round, those of what was received are to be sent."""
-        received = {name: passing.received[name] for name in self.received_for_gradient}
+        received = passing.received
         learning = [tensor for tensor in version.tensors.values() if tensor.requires_grad]
         wanted = [*learning, *received.values()]
         ends, end_gradients = self._ends(passing)
@@ -272,17 +265,6 @@ class Engine:
                 torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             )
 
-    @cached_property
-    def sent(self) -> tuple[str, ...]:
-        """The values that other stages read."""
-        values = (value for values in self.layout.sends.values() for value in values)
-        return tuple(dict.fromkeys(value.name for value in values))
-
-    @cached_property
-    def received_for_gradient(self) -> tuple[str, ...]:
-        received = (value for values in self.layout.receives.values() for value in values)
-        return tuple(value.name for value in received if value.requires_grad)
-
     def _ends(self, passing: Passing) -> tuple[Sequence[Any], list[torch.Tensor] | None]:
         """Where the backward pass of this stage begins: at the loss, or at what was sent."""
         if passing.loss is not None:
@@ -293,10 +275,11 @@ class Engine:
     def _send_gradient(self, action: Action) -> None:
         assert action.peer is not None
         gradients = self.passing[action.minibatch].gradients
-        values = self.layout.receives[action.peer[0]]
+        receives = self.forms.of(action.minibatch).layout.receives
+        values = receives[action.peer[0]]
         message = [gradients.pop(value.name) for value in values if value.requires_grad]
         self.transport.send(self._channel(action), message)
-        if action.peer[0] == max(self.layout.receives):
+        if action.peer[0] == max(receives):
             del self.passing[action.minibatch]
 
     def _adding_up(self, action: Action, version: Version) -> AbstractContextManager[None]:
@@ -343,6 +326,13 @@ def _closing(actions: Sequence[Action]) -> set[int]:
             found.add(last)
             last = None
     return found
+
+
+def _keep_ends(passing: Passing, form: Form, made: Mapping[str, torch.Tensor]) -> None:
+    """Of what is sent the autograd graph needs the edges; the data may go once it is sent."""
+    if passing.again is None:
+        ends = {name: made[name] for name in form.layout.sent if made[name].requires_grad}
+        passing.ends = {name: get_gradient_edge(tensor) for name, tensor in ends.items()}
 
 
 def _apart(tensor: torch.Tensor, received: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
-from pipedream.profiler.source import Dataset
+from pipedream.profiler.source import Dataset, blaming
 from pipedream.runtime.checkpoint import load_all
 from pipedream.runtime.data import in_order
 from pipedream.runtime.loss import Loss, accuracy
@@ -35,7 +35,8 @@ def evaluate(
     total, examples, right, predictions = 0.0, 0, 0, 0
     with torch.no_grad():
         for batch in in_order(held_out, config, device):
-            output = model(*batch.inputs)
+            with blaming(config.model.source):
+                output = model(*batch.inputs)
             count = len(batch.inputs[0])
             total += loss(output, batch.target).item() * count
             examples += count

@@ -2,6 +2,7 @@
 
 Dropout and batch norm do other things than in training, so the model is captured once more in eval
 mode. The nodes are the calls of its modules, the same as in training, and each stage takes its own.
+Every example is tried: the last minibatch has what is left.
 """
 
 from __future__ import annotations
@@ -9,19 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
-from typing import Any
 
 import torch
-from torch.func import functional_call
-from torch.utils import _pytree as pytree
 
 from pipedream.graph.plan import Plan
-from pipedream.profiler.capture import Captured, rebuild
-from pipedream.profiler.freeze import freeze_constants
-from pipedream.profiler.segment import Segment
+from pipedream.profiler.capture import Captured
+from pipedream.runtime.compute import plain
 from pipedream.runtime.data import Batch, Reader
+from pipedream.runtime.form import Form, Forms
 from pipedream.runtime.loss import Loss, accuracy
 from pipedream.runtime.schedule import Action, Kind, Worker, forwards
+from pipedream.runtime.sizes import Sizes
 from pipedream.runtime.stage import Layout, first_difference, layouts, links
 from pipedream.runtime.transport import Channel, Message, Transport
 
@@ -53,9 +52,7 @@ class Tally:
         return found | ({"held_out_accuracy": right / predictions} if predictions else {})
 
 
-def obstacle(
-    captured: Captured, plan: Plan, examples: int, batch_size: int, first: Batch, kind: str | None
-) -> str | None:
+def obstacle(captured: Captured, plan: Plan, first: Batch, kind: str | None) -> str | None:
     """Why the model, captured in eval mode, cannot go through the pipeline of `plan`, if so.
 
     `first` is the first held-out minibatch, `kind` what those of the training set are.
@@ -65,38 +62,41 @@ def obstacle(
     difference = first_difference(plan.graph, captured.graph)
     if difference is not None:
         return f"in eval mode the model has another structure: {difference}"
-    shapes = [captured.values[name].shape for name in captured.outputs]
-    if examples % batch_size and any(shape[:1] != (batch_size,) for shape in shapes):
-        return (
-            f"{examples} examples are no multiple of batch_size, and not all outputs of the model "
-            "have one row for each example"
-        )
     return None
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One worker's part in it; `layout` and `piece` are of the model in eval mode."""
+    """One worker's part in it; `forms` are of the model in eval mode."""
 
-    layout: Layout
-    piece: Segment
+    forms: Forms
+    sizes: Sizes
     actions: Sequence[Action]
-    outputs: Sequence[str]
-    out_spec: pytree.TreeSpec
     ranks: Sequence[Sequence[int]]
 
     @staticmethod
     def of(
-        captured: Captured, plan: Plan, worker: Worker, minibatches: int, device: torch.device
+        captured: Captured,
+        rest: Captured | None,
+        plan: Plan,
+        worker: Worker,
+        sizes: Sizes,
+        device: torch.device,
     ) -> Stage:
-        """Of a model with no `obstacle`."""
-        every = layouts(captured, plan)
-        layout = every[worker[0]]
-        piece = freeze_constants(layout.build(captured).to(device), captured.owner)
-        actions = forwards(plan.replicas, links(every), minibatches, worker)
-        return Stage(
-            layout, piece, actions, captured.outputs, captured.out_spec, plan.process_ranks
-        )
+        """Of a model with no `obstacle`; `rest` is of the last minibatch, if that is smaller."""
+
+        def form(captured: Captured) -> Form:
+            layout = layouts(captured, plan)[worker[0]]
+            return Form.of(captured, layout, device, lambda _, piece: plain(piece))
+
+        forms = Forms(form(captured), form(rest) if rest else None, sizes.last)
+        every = links(layouts(captured, plan))
+        actions = forwards(plan.replicas, every, len(sizes), worker)
+        return Stage(forms, sizes, actions, plan.process_ranks)
+
+    @property
+    def layout(self) -> Layout:
+        return self.forms.whole.layout
 
     @property
     def is_last(self) -> bool:
@@ -110,15 +110,13 @@ class Stage:
     def run(
         self,
         data: Reader,
-        counts: Sequence[int],
         tensors: Mapping[str, torch.Tensor],
         transport: Transport,
         loss: Loss,
     ) -> Tally:
         """Runs this worker's minibatches on the parameters and buffers `tensors`.
 
-        `counts` has for each minibatch of the set how many of its rows are examples; the rest fill
-        it up. Raises PeerLost, and UserError where data or loss are at fault.
+        Raises PeerLost, and UserError where data or loss are at fault.
         """
         tally = Tally()
         receives = [action for action in self.actions if action.kind is Kind.RECV_ACTIVATION]
@@ -127,6 +125,7 @@ class Stage:
             self._post(action, transport)
         passes = groupby(self.actions, key=lambda action: action.minibatch)
         for done, (minibatch, actions) in enumerate(passes, start=1):
+            form = self.forms.of(minibatch)
             known: dict[str, torch.Tensor] = {}
             messages: list[tuple[Channel, Message]] = []
             for action in actions:
@@ -135,15 +134,17 @@ class Stage:
                     for following in islice(coming, 1):
                         self._post(following, transport)
                 elif action.kind is Kind.FORWARD:
-                    self._forward(minibatch, data, tensors, known)
+                    self._forward(form, minibatch, data, tensors, known)
                 else:
                     assert action.peer is not None
-                    values = self.layout.sends[action.peer[0]]
+                    values = form.layout.sends[action.peer[0]]
                     # A copy: what was received may be passed on, and its memory be used again.
                     sent = [known[value.name].clone() for value in values]
                     transport.send(self._channel(action), sent)
             if self.is_last:
-                self._judge(known, data.target(minibatch), counts[minibatch], loss, tally)
+                output, target = form.output(known), data.target(minibatch)
+                hit = accuracy(output, target)
+                tally.add(loss(output, target).item(), self.sizes.of(minibatch), hit)
             for channel, message in messages:
                 transport.recycle(channel, message)
             if done % AHEAD == 0:  # a fast stage waits, so that its messages do not pile up
@@ -158,7 +159,8 @@ class Stage:
 
     def _post(self, action: Action, transport: Transport) -> None:
         assert action.peer is not None
-        transport.post(self._channel(action), self.layout.receives[action.peer[0]])
+        layout = self.forms.of(action.minibatch).layout
+        transport.post(self._channel(action), layout.receives[action.peer[0]])
 
     def _receive(
         self, action: Action, transport: Transport, known: dict[str, torch.Tensor]
@@ -166,39 +168,21 @@ class Stage:
         assert action.peer is not None
         channel = self._channel(action)
         message = transport.receive(channel)
-        values = self.layout.receives[action.peer[0]]
+        values = self.forms.of(action.minibatch).layout.receives[action.peer[0]]
         known |= {value.name: tensor for value, tensor in zip(values, message, strict=True)}
         return channel, message
 
     def _forward(
         self,
+        form: Form,
         minibatch: int,
         data: Reader,
         tensors: Mapping[str, torch.Tensor],
         known: dict[str, torch.Tensor],
     ) -> None:
-        reads = self.layout.reads
+        reads = form.layout.reads
         if reads:
             known |= dict(zip(reads, data.inputs(minibatch, reads.values()), strict=True))
-        inputs = tuple(known[name] for name in self.piece.inputs)
-        results = functional_call(self.piece.module, dict(tensors), inputs)
-        known |= dict(zip(self.piece.outputs, results, strict=True))
-
-    def _judge(
-        self, known: Mapping[str, torch.Tensor], target: Any, count: int, loss: Loss, tally: Tally
-    ) -> None:
-        """Adds up the loss of the first `count` rows: the others are no examples."""
-        outputs = [known[name] for name in self.outputs]
-        if count < max((len(output) for output in outputs if output.dim()), default=count):
-            outputs = [output[:count] for output in outputs]
-            target = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:count], target)
-        output = rebuild(outputs, self.out_spec)
-        tally.add(loss(output, target).item(), count, accuracy(output, target))
-
-
-def padded(examples: int, batch_size: int) -> tuple[list[int], list[int]]:
-    """All examples in their order, the last one again to fill the last minibatch, and how many of
-    each minibatch are examples.
-    """
-    order = list(range(examples)) + [examples - 1] * (-examples % batch_size)
-    return order, [min(batch_size, examples - at) for at in range(0, examples, batch_size)]
+        inputs = tuple(known[name] for name in form.piece.inputs)
+        results = form.compute(tensors, inputs)
+        known |= dict(zip(form.piece.outputs, results, strict=True))

@@ -14,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 from pipedream.graph.command import UserError
 from pipedream.graph.config import Factory, RunConfig
 from pipedream.profiler.source import Dataset, accepts, blaming, call, load_function
+from pipedream.runtime.sizes import Sizes
 
 
 class Order:
@@ -35,7 +36,7 @@ class Order:
                 "so ranks would disagree: draw from the generator it is given, or from torch's, "
                 "numpy's or Python's own random numbers"
             )
-        self.length = len(first)
+        self.sizes = self._sizes(len(first))
 
     def __call__(self, epoch: int) -> list[int]:
         sampler, seed = self.config.sampler, _seed(self.config.seed, epoch)
@@ -87,13 +88,18 @@ class Order:
                     f"sampler {source}: gives {index!r}, which is no index of one of {count} "
                     "examples"
                 )
-        expected = getattr(self, "length", len(indices))
-        if len(indices) // self.config.batch_size != expected // self.config.batch_size:
+        sizes = self._sizes(len(indices))
+        expected = getattr(self, "sizes", sizes)
+        if (len(sizes), sizes.rest) != (len(expected), expected.rest):
             raise UserError(
-                f"sampler {source}: {len(indices)} examples in epoch {epoch}, {expected} in the "
-                "first: every epoch has to have as many minibatches"
+                f"sampler {source}: {len(indices)} examples in epoch {epoch}, "
+                f"{expected.examples} in the first: every epoch has to have as many minibatches "
+                "of the same sizes"
             )
         return [int(index) for index in indices]
+
+    def _sizes(self, examples: int) -> Sizes:
+        return Sizes(examples, self.config.batch_size, self.config.drop_last)
 
 
 def shuffled(count: int, seed: int, epoch: int) -> list[int]:

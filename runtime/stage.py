@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pipedream.graph.command import UserError
 from pipedream.graph.model import Graph
@@ -35,6 +36,18 @@ class Layout:
     def build(self, captured: Captured) -> Segment:
         """The stage's own module; it gives all that is sent, and the model's outputs it makes."""
         return segment(captured, frozenset(self.nodes), captured.outputs)
+
+    @cached_property
+    def sent(self) -> tuple[str, ...]:
+        """The values that other stages read."""
+        values = (value for values in self.sends.values() for value in values)
+        return tuple(dict.fromkeys(value.name for value in values))
+
+    @cached_property
+    def received_for_gradient(self) -> tuple[str, ...]:
+        """The values of other stages that want a gradient."""
+        received = (value for values in self.receives.values() for value in values)
+        return tuple(value.name for value in received if value.requires_grad)
 
 
 def layouts(captured: Captured, plan: Plan) -> tuple[Layout, ...]:

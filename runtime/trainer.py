@@ -18,23 +18,24 @@ from torch.nn import Parameter
 from pipedream.graph.command import UserError
 from pipedream.graph.config import AsynchronousConfig
 from pipedream.graph.plan import Simulated
-from pipedream.profiler.capture import Captured, capture, rebuild
-from pipedream.profiler.freeze import freeze_constants
+from pipedream.profiler.capture import Captured, capture
 from pipedream.profiler.precision import lowered
+from pipedream.profiler.segment import Segment
 from pipedream.profiler.source import load_config_model, load_data
 from pipedream.runtime import checkpoint
 from pipedream.runtime.asynchronous import rate_factor, scale_rate
 from pipedream.runtime.board import Board
 from pipedream.runtime.clock import Clock
-from pipedream.runtime.compute import make_compute
-from pipedream.runtime.data import Epoch, Reader
+from pipedream.runtime.compute import Compute, make_compute
+from pipedream.runtime.data import Batch, Epoch, Reader
 from pipedream.runtime.delay import delays
 from pipedream.runtime.display import Display
 from pipedream.runtime.engine import Engine
 from pipedream.runtime.evaluate import evaluate
-from pipedream.runtime.evaluation import Stage, Tally, obstacle, padded
+from pipedream.runtime.evaluation import Stage, Tally, obstacle
 from pipedream.runtime.exchange import hear, tell
 from pipedream.runtime.export import export
+from pipedream.runtime.form import Form, Forms, capture_rest
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
 from pipedream.runtime.legs import Leg, Position, legs, shifted, whole_updates
@@ -63,6 +64,7 @@ from pipedream.runtime.schedule import (
 )
 from pipedream.runtime.share_report import print_shares
 from pipedream.runtime.shares import Shares, promised, shares, steady
+from pipedream.runtime.sizes import Sizes
 from pipedream.runtime.stage import Layout, layouts, links, source_text, tied
 from pipedream.runtime.stepping import Stepping
 from pipedream.runtime.transport import PeerLost, Transport
@@ -103,19 +105,22 @@ class Rank:
         self.kind: str | None = None
         self.data, self.held_out = load_data(job.config, job.directory)
         self.order = Order(self.data, job.config, job.directory)
-        self.minibatches = self.order.length // job.config.batch_size
-        if not self.minibatches:
+        self.sizes = self.order.sizes
+        self.minibatches = len(self.sizes)
+        if self.sizes.examples < job.config.batch_size:
             raise UserError(
-                f"{job.config.data.source}: {self.order.length} examples do not fill a batch of "
+                f"{job.config.data.source}: {self.sizes.examples} examples do not fill a batch of "
                 f"{job.config.batch_size}: choose a smaller batch_size"
             )
-        self._build(self._capture())
+        self._build(*self._capture())
 
-    def _capture(self) -> Captured:
+    def _capture(self) -> tuple[Captured, Captured | None]:
+        """The model for whole minibatches, and for the last one of an epoch if that is smaller."""
         job = self.job
         torch.manual_seed(job.config.seed)
         model = load_config_model(job.config, job.directory)
         self.persistent = frozenset(model.state_dict())
+        self.model_buffers = frozenset(name for name, _ in model.named_buffers())
         before = torch.get_rng_state()
         self.draws = False
         example = self._epoch(0).batch(0)
@@ -123,10 +128,26 @@ class Rank:
         self.kind = example.kind
         with lowered(job.config.autocast, torch.device("cpu")):
             captured = capture(model, example.inputs)
-        self._capture_in_eval(model, example.inputs)
-        return captured
+            self.layouts: Sequence[Layout] = layouts(captured, job.plan)
+            rest = self._capture_rest(model, example, captured)
+        self._capture_in_eval(model, example)
+        return captured, rest
 
-    def _capture_in_eval(self, model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _capture_rest(
+        self, model: torch.nn.Module, example: Batch, captured: Captured
+    ) -> Captured | None:
+        if not self.sizes.rest:
+            return None
+        try:
+            return capture_rest(model, example, self.sizes.rest, captured, self.job.plan)
+        except UserError as error:
+            raise UserError(
+                f"the last minibatch of an epoch has {self.sizes.rest} examples and the others "
+                f"{self.sizes.batch_size}, which does not go: {error}; write drop_last: true to "
+                f"leave them out, or a batch_size that divides {self.sizes.examples}"
+            ) from error
+
+    def _capture_in_eval(self, model: torch.nn.Module, example: Batch) -> None:
         """This rank's part in trying the held-out data; None where it is not asked for or none."""
         job = self.job
         self.trial: Stage | None = None
@@ -136,13 +157,17 @@ class Rank:
             raise UserError(
                 f"evaluate_every: {job.config.data.source} gives no held-out data: leave it out"
             )
-        captured = capture(model, inputs, training=False)
+        captured, rest = capture(model, example.inputs, training=False), None
+        sizes = Sizes(len(self.held_out), job.config.batch_size)
+        why = obstacle(captured, job.plan, self._held_out().batch(0), self.kind)
+        if why is None and sizes.rest:
+            try:
+                rest = capture_rest(model, example, sizes.rest, captured, job.plan, training=False)
+            except UserError as error:
+                why = f"of the last {sizes.rest} of {sizes.examples} examples: {error}"
         model.train()
-        examples, size = len(self.held_out), job.config.batch_size
-        why = obstacle(captured, job.plan, examples, size, self._held_out().batch(0), self.kind)
         if why is None:
-            count = -(-examples // size)
-            self.trial = Stage.of(captured, job.plan, self.worker, count, self.device)
+            self.trial = Stage.of(captured, rest, job.plan, self.worker, sizes, self.device)
         elif self.place.rank == 0:
             print(
                 f"pd-train: the held-out data are tried after training, on one worker: {why}",
@@ -151,17 +176,16 @@ class Rank:
 
     def _held_out(self) -> Epoch:
         assert self.held_out is not None
-        order, _ = padded(len(self.held_out), self.job.config.batch_size)
+        order = range(len(self.held_out))
         return Epoch(self.held_out, self.job.config, 0, self.device, order=order)
 
     def _epoch(self, number: int) -> Epoch:
         order = self.order(number)
         return Epoch(self.data, self.job.config, number, self.device, self.kind, self.draws, order)
 
-    def _build(self, captured: Captured) -> None:
-        """Keeps this rank's stage of the captured model; the rest of it may go."""
+    def _build(self, captured: Captured, rest: Captured | None) -> None:
+        """Keeps this rank's stage of the captured model; the others may go."""
         job = self.job
-        self.layouts: Sequence[Layout] = layouts(captured, job.plan)
         self.tied = tied(captured, self.layouts)
         if self.tied and not job.policy.same_everywhere:
             name, stages = next(iter(self.tied.items()))
@@ -170,21 +194,29 @@ class Rank:
                 "stage would learn its own; use --schedule flush or 2bw, or untie the weights"
             )
         self.layout = self.layouts[self.stage]
-        piece = self.layout.build(captured)
         if self.replica == 0:
             job.run.mkdir(parents=True, exist_ok=True)
-            text = source_text(captured, job.plan, self.layout, piece)
+            text = source_text(captured, job.plan, self.layout, self.layout.build(captured))
             (job.run / f"stage{self.stage}.py").write_text(text, encoding="utf-8")
-        piece = freeze_constants(piece.to(self.device), captured.owner)
         self.dice = Dice(job.config.seed, self.device)
-        self.piece = seed_each(piece, places(captured.module), self.dice)
-        self.outputs, self.out_spec = captured.outputs, captured.out_spec
+        whole, smaller = self._form(captured), None
+        if rest is not None:
+            smaller = self._form(rest)
+            smaller.share(whole, self.model_buffers)
+        self.forms, self.piece = Forms(whole, smaller, self.sizes.last), whole.piece
         self.parameters: dict[str, Parameter] = dict(self.piece.module.named_parameters())
         buffers = self.piece.module.named_buffers()
         self.buffers = {name: buffer for name, buffer in buffers if name in self.persistent}
         self.optimizer = make_optimizer(job.optimizer, self.parameters)
-        self.compute = make_compute(self.piece, job.config, self.device)
         self.loss = load_loss(job.config.loss, job.directory)
+
+    def _form(self, captured: Captured) -> Form:
+        def compute(captured: Captured, piece: Segment) -> Compute:
+            seed_each(piece, places(captured.module), self.dice)
+            return make_compute(piece, self.job.config, self.device)
+
+        layout = layouts(captured, self.job.plan)[self.stage]
+        return Form.of(captured, layout, self.device, compute)
 
     def run(self) -> None:
         job = self.job
@@ -205,7 +237,7 @@ class Rank:
             total = self.minibatches * (job.epochs - first.epoch) - first.minibatch
             self.display = Display(
                 job.run / "metrics.jsonl",
-                job.config.batch_size,
+                self.sizes,
                 total,
                 job.plan.process_ranks,
                 Board(job.run / "tensorboard", self._learning_rate) if job.tensorboard else None,
@@ -324,20 +356,17 @@ class Rank:
                 ends.append(time.perf_counter())
 
         self.engine = Engine(
-            layout=self.layout,
-            piece=self.piece,
+            forms=self.forms,
             weights=self.weights,
             stepping=self.stepping,
             transport=self.transport,
             groups=self.groups,
             ranks=self.job.plan.process_ranks,
-            outputs=self.outputs,
             loss=self._loss,
             on_loss=losses.tell,
             before=before,
             after=after,
             dice=self.dice,
-            compute=self.compute,
             per_update=self._per_update(),
             recompute=self.job.plan.stages[self.stage].recompute,
             ahead={
@@ -377,9 +406,9 @@ class Rank:
         self.stepping.end_epoch()
         self._save(Position(self.dice.epoch))
 
-    def _loss(self, outputs: Sequence[torch.Tensor], target: Any) -> torch.Tensor:
+    def _loss(self, output: Any, target: Any) -> torch.Tensor:
         with lowered(self.job.config.autocast, self.device):
-            return self.loss(rebuild(outputs, self.out_spec), target)
+            return self.loss(output, target)
 
     def _per_update(self) -> int:
         """Minibatches that count as one update: of a stage of one replica, if it is by itself."""
@@ -400,9 +429,8 @@ class Rank:
     def _evaluate(self, trial: Stage, epoch: int) -> None:
         """The held-out data through the pipeline; rank 0 hears of all losses."""
         held_out, tensors = self._held_out(), {**self.parameters, **self.buffers}
-        _, counts = padded(len(held_out.dataset), held_out.config.batch_size)
         with torch.no_grad(), Reader(held_out, trial.to_read()) as data:
-            tally = trial.run(data, counts, tensors, self.transport, self.loss)
+            tally = trial.run(data, tensors, self.transport, self.loss)
         key = f"held-out/{epoch}"
         tell(self.store, f"{key}/{self.place.rank}", tally.told)
         if self.place.rank == 0:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from pipedream.profiler.capture import Value
 
 Message: TypeAlias = list[torch.Tensor]
+_Kind: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class PeerLost(RuntimeError):
@@ -45,6 +46,11 @@ class _Arriving:
     works: list[Any]
 
 
+def _kind(message: Sequence[Value | torch.Tensor]) -> _Kind:
+    """Shape and type of each tensor: the last minibatch has others, and so has an evaluation."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in message)
+
+
 class Transport:
     """The messages of one rank."""
 
@@ -55,7 +61,7 @@ class Transport:
         # own: two ranks may both send before either receives.
         self.groups = [dist.new_group() if backend == "nccl" else None for _ in range(2)]
         self.arriving: dict[Channel, deque[_Arriving]] = {}
-        self.spare: dict[Channel, list[Message]] = {}
+        self.spare: dict[tuple[Channel, _Kind], list[Message]] = {}
         self.sends = _Sends(self.groups, aside=backend != "nccl")
 
     def send(self, channel: Channel, tensors: Iterable[torch.Tensor]) -> None:
@@ -64,7 +70,7 @@ class Transport:
 
     def post(self, channel: Channel, values: Sequence[Value]) -> None:
         """Makes room for the next message on the channel, which holds these values."""
-        spare = self.spare.get(channel)
+        spare = self.spare.get((channel, _kind(values)))
         buffers = spare.pop() if spare else [self._room(value) for value in values]
         group = self.groups[channel.is_gradient]
         try:
@@ -94,12 +100,13 @@ class Transport:
         return [buffer.to(self.device).detach() for buffer in message.buffers]
 
     def recycle(self, channel: Channel, message: Message) -> None:
-        """Lets a later message of the channel have this one's memory.
+        """Lets a later message of the channel, of the same shapes and types, have this memory.
 
         Not that of a gradient: autograd may have handed on a view of it as the gradient of others.
         """
         if self.staged == self.device and not channel.is_gradient:
-            self.spare.setdefault(channel, []).append([tensor.detach() for tensor in message])
+            spare = self.spare.setdefault((channel, _kind(message)), [])
+            spare.append([tensor.detach() for tensor in message])
 
     def add_up(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
         """Replaces each tensor by its sum over the group, all of one type in one message."""

@@ -108,7 +108,7 @@ def test_the_weights_count():
     weights = [1.0] + [0.0] * 19
     found = order(f"{TORCH}:WeightedRandomSampler", weights=weights, num_samples=8)
     assert found(1) == [0] * 8
-    assert found.length == 8
+    assert found.sizes.examples == 8
 
 
 def test_it_is_the_sampler_itself_that_draws():

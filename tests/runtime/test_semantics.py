@@ -122,7 +122,7 @@ def assert_equals_serial(
         config.microbatches,
         config.accumulate,
     )
-    data, _ = small_models.regression()
+    data, _ = small_models.regression(**config.data.args)
     expected: list[float] = []
     for number in range(1, EPOCHS + 1):
         epoch = Epoch(data, config, number, torch.device("cpu"))
@@ -245,3 +245,24 @@ def test_dropout_draws_the_same_numbers_under_every_plan(tmp_path: Path) -> None
         assert losses(other) == pytest.approx(losses(one), rel=1e-12)
         for name in parameters:
             torch.testing.assert_close(weights(other)[name], weights(one)[name])
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 2, 1)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_the_last_minibatch_of_an_epoch_has_what_is_left(
+    name: str, replicas: tuple[int, ...], serial: ModuleType, tmp_path: Path
+) -> None:
+    """63 examples are 15 minibatches and one of three; each counts as much as any other."""
+    captured = capture(getattr(small_models, name)(), (torch.randn(4, 6),))
+    parts = ("a", "bc") if len(replicas) == 2 else ("a", "b", "c")
+    plan = plan_for(captured, parts, replicas)
+    jobs = []
+    for schedule in SCHEDULES if name == "Chain" else SCHEDULES_IN_BOTH:
+        data = DataFactory(source="small_models:regression", args={"examples": 63})
+        config = config_for(name, "float64", SGD).model_copy(update={"data": data})
+        run = tmp_path / schedule
+        jobs.append(Job(plan, config, SUPPORT, run, schedule=schedule, epochs=EPOCHS))
+    run_jobs(jobs)
+    for job in jobs:
+        assert len(losses(job)) == 16 * EPOCHS
+        assert_equals_serial(job, serial, MODELS[name], parts)
