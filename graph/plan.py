@@ -141,11 +141,27 @@ class Predicted(_Part):
     simulated: Simulated | None = None
 
 
+class Asked(_Part):
+    """Options of pd-optimize that shaped the plan and do not show in it, as they were typed: what
+    `pd-optimize --like PLAN` asks for again. `profile`: the way to it from the plan's folder.
+    """
+
+    memory: str | None = None
+    recompute: Recompute = "auto"
+    straight: bool = False
+    fewer_machines: bool = False
+    activation_compression: float | None = None
+    epsilon: float | None = None
+    layers: int | None = None
+    update_rate: str = "50GB"
+    profile: str | None = None
+
+
 class Plan(_Part):
     """Everything pd-train needs to know of a plan; `pipedream-plan/1`.
 
     `optimizer` is the one whose state the memory of the stages counts, `weight_prediction` whether
-    it counts predicted weights.
+    it counts predicted weights. `asked`: what else pd-optimize was asked for.
     """
 
     format: Literal["pipedream-plan/1"] = "pipedream-plan/1"
@@ -156,6 +172,7 @@ class Plan(_Part):
     weight_prediction: bool | None = None
     stages: tuple[Stage, ...] = Field(min_length=1)
     predicted: Predicted
+    asked: Asked | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Plan:

@@ -127,7 +127,8 @@ def _in_rounds(options: Options) -> bool:
 
 
 def _plan(task: _Task, options: Options) -> tuple[Outcome, Simulation | None]:
-    """The best plan, with its simulated figure where it was simulated."""
+    """The best plan, its simulated figure where it was simulated, and what it was made with."""
+    from pipedream.optimizer.like import asked
     from pipedream.optimizer.optimize import optimize
     from pipedream.optimizer.simulator import MOST_MOVES, QUICK_MOVES, simulate_plan
 
@@ -145,7 +146,8 @@ def _plan(task: _Task, options: Options) -> tuple[Outcome, Simulation | None]:
     )
     if simulation is not None:
         outcome = replace(outcome, plan=simulation.noted_in(outcome.plan))
-    return outcome, simulation
+    known = asked(options, task.request.footprints is not None)
+    return replace(outcome, plan=outcome.plan.model_copy(update={"asked": known})), simulation
 
 
 def _numbers(text: str, cluster: Cluster) -> range:
@@ -310,14 +312,15 @@ def _cluster(options: Options) -> Cluster:
         options.latency,
     )
     given = {"--machines": machines, "--bandwidth": bandwidth, "--latency": latency}
-    if file is not None:
+    if options.workers is not None and options.like is None:
+        raise UserError("--workers is of --like PLAN: add that, or give --machines and --bandwidth")
+    if options.like is not None:
+        _only("--like", options.like, {"--cluster": file, **given})
+        cluster = _like(options.like, options.workers)
+    elif file is not None:
         from pipedream.graph.cluster_file import read_cluster
 
-        twice = [option for option, value in given.items() if value is not None]
-        if twice:
-            raise UserError(
-                f"--cluster {file} and {twice[0]} both say what the cluster is: give one of them"
-            )
+        _only("--cluster", file, given)
         cluster = read_cluster(file)
     elif machines is None or bandwidth is None:
         missing = "--machines" if machines is None else "--bandwidth"
@@ -331,7 +334,28 @@ def _cluster(options: Options) -> Cluster:
     return cluster
 
 
+def _only(option: str, file: Path, others: Mapping[str, object]) -> None:
+    for other, value in others.items():
+        if value is not None:
+            raise UserError(
+                f"{option} {file} and {other} both say what the cluster is: give one of them"
+            )
+
+
+def _like(path: Path, workers: int | None) -> Cluster:
+    """That of the plan, or what so many of its devices make."""
+    from pipedream.graph.plan import read_plan
+    from pipedream.optimizer.like import left
+
+    cluster = read_plan(path).cluster
+    if workers is not None and workers > cluster.devices:
+        raise UserError(f"--workers {workers}: the cluster of {path} has {cluster.devices} devices")
+    return cluster if workers is None else left(cluster, workers)
+
+
 def _named(options: Options) -> str:
+    if options.like is not None:
+        return f"--like {options.like}"
     if options.cluster is None:
         return f"--machines {options.machines}"
     return f"--cluster {options.cluster}"

@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from pipedream.graph.plan import OptimizerName, Recompute
     from pipedream.graph.schedule_name import ScheduleName
 
+
+def _as_that_plan(context: click.Context, _parameter: click.Parameter, path: Path | None) -> Any:
+    """Its options in place of the defaults; what is typed goes first."""
+    if path is not None:
+        from pipedream.graph.plan import read_plan
+        from pipedream.optimizer.like import options_of
+
+        known = options_of(read_plan(path), path)
+        context.default_map = {name: value for name, value in known.items() if value is not None}
+    return path
+
+
 _CLUSTER = (
     click.option(
         "--cluster",
@@ -37,6 +49,21 @@ _CLUSTER = (
         "--latency",
         metavar="T,T,...",
         help="What any message takes at each level, innermost first: 5us,50us.  [default: nothing]",
+    ),
+    click.option(
+        "--like",
+        type=click.Path(path_type=Path),
+        metavar="PLAN",
+        is_eager=True,
+        callback=_as_that_plan,
+        help="For the cluster of this plan.json, and with the options that it was made with where"
+        " they are not given.",
+    ),
+    click.option(
+        "--workers",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="With --like: for so many of its devices.",
     ),
 )
 _OUTPUT = (
@@ -175,6 +202,8 @@ class Options:
     machines: str | None
     bandwidth: str | None
     latency: str | None
+    like: Path | None
+    workers: int | None
 
     output: Path | None
     exports: tuple[str, ...]
