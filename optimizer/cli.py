@@ -396,3 +396,7 @@ def _seconds(option: str, text: str) -> float:
         return parse_seconds(text)
     except ValueError as error:
         raise UserError(f"{option}: {error}") from None
+
+
+if __name__ == "__main__":
+    main()

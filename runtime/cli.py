@@ -81,6 +81,13 @@ if TYPE_CHECKING:
     "torchrun its option of that name does so.",
 )
 @click.option(
+    "--replan",
+    is_flag=True,
+    help="Where there are fewer workers than the plan has, have pd-optimize plan for those (from "
+    "graph.txt beside PLAN) and train that: with --workers, with fewer processes under torchrun or "
+    "mpirun, or when a worker is lost and --max-restarts are used up.",
+)
+@click.option(
     "--evaluate/--no-evaluate",
     default=True,
     show_default=True,
@@ -112,6 +119,7 @@ def main(
     export: Path | None,
     timeout: float,
     max_restarts: int,
+    replan: bool,
     evaluate: bool,
     trace: bool,
     tensorboard: bool,
@@ -150,24 +158,27 @@ def main(
             save_every=save_every,
             keep=keep,
             export=export,
+            replan=plan if replan else None,
         )
         job.check_microbatches()
         job.check_asynchronous()
         job.check_scale()
+        job.check_replan()
         job.check_folder()
         job.check_tensorboard()
         place = launch.environment()
         if place is not None:
             return _work(job, place)
-        if workers is not None and workers != job.plan.workers:
+        planned = job.plan.workers
+        if workers is not None and (workers > planned or (workers < planned and not replan)):
             raise UserError(
-                f"--workers {workers}: the plan is for {job.plan.workers} workers; make another "
-                "with pd-optimize"
+                f"--workers {workers}: the plan is for {planned} workers; make another with "
+                "pd-optimize, or for fewer with --replan"
             )
         saved = job.saved if job.resume else None
         if job.export is not None and saved is not None and saved >= Position(job.epochs):
             return _export(job, job.checkpoints / str(saved), job.export)
-        return launch.spawn(sys.argv, job.plan.workers, timeout, max_restarts)
+        return launch.spawn(sys.argv, workers or planned, timeout, max_restarts, replan)
     except (UserError, OSError):
         if launch.has_the_floor():
             raise

@@ -11,6 +11,7 @@ from pipedream.graph.command import UserError
 from pipedream.graph.config import AsynchronousConfig, OptimizerConfig, RunConfig
 from pipedream.graph.plan import Plan
 from pipedream.graph.schedule_name import ScheduleName
+from pipedream.graph.text import read_graph
 from pipedream.runtime.asynchronous import nesterov_form
 from pipedream.runtime.legs import Position
 from pipedream.runtime.policy import Policy, policy
@@ -21,7 +22,8 @@ from pipedream.runtime.schedule import Worker
 class Job:
     """What pd-train was asked to do. `directory` is the run config's, `run` where results go.
 
-    `restarted`: the launcher has started it again after a failure.
+    `restarted`: the launcher has started it again after a failure. `replan`: the plan.json to plan
+    again from if there are fewer workers than the plan has; None to refuse that.
     """
 
     plan: Plan
@@ -40,6 +42,7 @@ class Job:
     save_every: int | None = None
     keep: int | None = None
     export: Path | None = None
+    replan: Path | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -106,6 +109,19 @@ class Job:
         If the launcher has started it again, the checkpoints are its own; it may have none yet.
         """
         return self.resume or (self.restarted and self.saved is not None)
+
+    def check_replan(self) -> None:
+        """UserError where there would be nothing to plan from."""
+        if self.replan is None:
+            return
+        graph = self.replan.with_name("graph.txt")
+        if not graph.exists():
+            raise UserError(
+                f"--replan: there is no {graph}: pd-optimize writes it with plan.json; keep them "
+                "together"
+            )
+        if read_graph(graph).fingerprint != self.plan.graph.fingerprint:
+            raise UserError(f"--replan: {graph} is not the graph that {self.replan} was made from")
 
     def check_folder(self) -> None:
         """Makes the folder; UserError where that fails, or results would overwrite others."""

@@ -143,28 +143,48 @@ def _port(launcher: _Launcher, variables: Mapping[str, str]) -> int:
 
 
 def spawn(
-    command: Sequence[str], workers: int, timeout: float = math.inf, restarts: int = 0
+    command: Sequence[str],
+    workers: int,
+    timeout: float = math.inf,
+    restarts: int = 0,
+    with_fewer: bool = False,
 ) -> int:
     """Runs `command` once for each worker on this machine, as torchrun would; its exit code.
 
     0 when all went well. When one worker dies, or has not stirred for `timeout` seconds, all others
     are stopped and one line names the rank, the cause, and what it was doing (not if it is a user's
-    error, which that worker has told: 2). Then all are started again, `restarts` times at most.
+    error, which that worker has told: 2). Then all are started again, `restarts` times at most;
+    after that one worker less, if `with_fewer`, again with as many restarts.
     SIGTERM and SIGHUP stop all; so does SIGINT, the first one when those that train have saved. No
     worker outlives this process, even if that is killed: see `die_with_parent`. Threads of each
     worker: its share of the cores, unless OMP_NUM_THREADS says otherwise.
     """
+    end: _End | None = None
     with _catching_signals() as caught:
-        for attempt in range(restarts + 1):
-            end = _run(command, workers, attempt, timeout, caught)
+        for begun, (count, how) in enumerate(_starts(workers, restarts, with_fewer)):
+            if end is not None:
+                _say(end, how)
+            end = _run(command, count, begun, timeout, caught)
             if end.words is None:
                 return end.code
-            last = end.final or attempt == restarts
-            then = "all workers stopped" if last else f"restart {attempt + 1} of {restarts}"
-            print(f"pd-train: {end.words}; {then}", file=sys.stderr, flush=True)
-            if last:
+            if end.final:
                 break
+    assert end is not None
+    nobody = with_fewer and not end.final
+    _say(end, "no worker is left to plan for" if nobody else "all workers stopped")
     return end.code
+
+
+def _starts(workers: int, restarts: int, with_fewer: bool) -> Iterator[tuple[int, str]]:
+    """The starts to be tried, one after the other: of how many workers, and in what words."""
+    for count in range(workers, 0, -1) if with_fewer else (workers,):
+        yield count, f"going on with {count} worker{'s' * (count > 1)}"
+        for restart in range(restarts):
+            yield count, f"restart {restart + 1} of {restarts}"
+
+
+def _say(end: _End, then: str) -> None:
+    print(f"pd-train: {end.words}; {then}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -189,7 +209,10 @@ def _run(
     try:
         for rank in range(workers):
             place = Place(rank, workers, rank, workers, _LOCALHOST, port)
-            children.append(_start(command, place, attempt, (lifeline, floor, memory)))
+            try:
+                children.append(_start(command, place, attempt, (lifeline, floor, memory)))
+            except OSError as error:
+                return _End(1, f"rank {rank} cannot be started: {error.strerror}")
         return _watch(children, caught, Pulse(memory), timeout)
     finally:
         _stop(children)
@@ -241,8 +264,6 @@ def _watch(
         codes = [child.poll() for child in children]
         if caught and not _may_save(caught, pulse):
             return _signalled(caught[-1])
-        if set(codes) == {STOPPED}:
-            return _End(STOPPED)
         failed = {rank: code for rank, code in enumerate(codes) if code and code != STOPPED}
         causes = {rank: code for rank, code in failed.items() if code != PEER_LOST}
         if causes:
@@ -256,7 +277,7 @@ def _watch(
             if None not in codes or time.monotonic() - lost_since > _GRACE_SECONDS:
                 return _cut_off(list(failed), pulse)
         elif None not in codes:
-            return _End(0)
+            return _End(STOPPED if STOPPED in codes else 0)
         time.sleep(_POLL_SECONDS)
 
 

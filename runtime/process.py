@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -32,31 +33,42 @@ def choose_device(name: str, place: Place) -> tuple[torch.device, str]:
     return device, "nccl" if place.local_world_size <= count else "gloo"
 
 
-def join(place: Place, backend: str, device: torch.device, timeout: float) -> Store:
-    """Joins the other ranks; the store they share. Raises PeerLost if they do not all come."""
-    try:
+def meet(place: Place, timeout: float) -> Store:
+    """The store that all ranks share. Raises PeerLost if they do not all come."""
+    with _meeting(place):
         address = f"tcp://{place.master_address}:{place.master_port}"
         limit = timedelta(seconds=timeout)
         met = rendezvous(address, place.rank, place.world_size, timeout=limit)
         store, _, _ = next(met)
         store.set_timeout(limit)
-        # torchrun's store outlives a restart: what the workers before wrote must not be found.
-        store = PrefixStore(f"restart-{restarts()}", store)
+    # torchrun's store outlives a restart: what the workers before wrote must not be found.
+    return PrefixStore(f"restart-{restarts()}", store)
+
+
+def join(place: Place, met: Store, backend: str, device: torch.device, timeout: float) -> Store:
+    """Joins the others that meet there; the store of the run itself. Raises PeerLost."""
+    with _meeting(place):
         dist.init_process_group(
             backend,
-            store=store,
+            store=met,
             rank=place.rank,
             world_size=place.world_size,
-            timeout=limit,
+            timeout=timedelta(seconds=timeout),
             device_id=device if backend == "nccl" else None,
         )
+    return PrefixStore("pipedream", met)
+
+
+@contextmanager
+def _meeting(place: Place) -> Iterator[None]:
+    try:
+        yield
     except (RuntimeError, ValueError) as error:
         where = f"{place.master_address}:{place.master_port}"
         reason = (str(error).strip() or "no message").splitlines()[0]
         raise PeerLost(
             f"the {place.world_size} ranks did not all meet at {where}: {reason}"
         ) from error
-    return PrefixStore("pipedream", store)
 
 
 def make_groups(

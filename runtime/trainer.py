@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.nn import Parameter
 
 from pipedream.graph.command import UserError
@@ -46,10 +47,11 @@ from pipedream.runtime.optimizers import make_optimizer, restore_state, state_te
 from pipedream.runtime.order import Order
 from pipedream.runtime.peak_memory import PeakMemory
 from pipedream.runtime.prediction import Prediction
-from pipedream.runtime.process import choose_device, join, make_groups
+from pipedream.runtime.process import choose_device, join, make_groups, meet
 from pipedream.runtime.pulse import Pulse
 from pipedream.runtime.randomness import Dice, places, seed_each
 from pipedream.runtime.recording import Recorder, Recording
+from pipedream.runtime.replan import replanned
 from pipedream.runtime.report import (
     Losses,
     seconds_per_minibatch,
@@ -81,14 +83,20 @@ def train(job: Job, place: Place, pulse: Pulse | None = None) -> None:
     Raises UserError for what the user can mend, PeerLost for lost peers, Stopped when it was asked
     to stop.
     """
-    if place.world_size != job.plan.workers:
+    planned, started = job.plan.workers, place.world_size
+    if started > planned or (started < planned and job.replan is None):
         raise UserError(
-            f"the plan is for {job.plan.workers} workers and {place.world_size} were started: "
-            f"start {job.plan.workers}, or make another plan with pd-optimize"
+            f"the plan is for {planned} workers and {started} were started: start {planned}, "
+            "fewer with --replan, or make another plan with pd-optimize"
         )
     with held(job.run) if place.rank == 0 else nullcontext():
         try:
-            Rank(job, place, pulse).run()
+            store = None
+            if started < planned:
+                store = meet(place, job.timeout)
+                job, place = replanned(job, place, store)
+            if place.rank < job.plan.workers:
+                Rank(job, place, pulse, store).run()
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise PeerLost("the store of the ranks does not answer any more") from error
 
@@ -96,8 +104,8 @@ def train(job: Job, place: Place, pulse: Pulse | None = None) -> None:
 class Rank:
     """One rank of a run. All build the same model from the same seed, then keep their stage."""
 
-    def __init__(self, job: Job, place: Place, pulse: Pulse | None = None) -> None:
-        self.job, self.place, self.pulse = job, place, pulse
+    def __init__(self, job: Job, place: Place, pulse: Pulse | None, store: Store | None) -> None:
+        self.job, self.place, self.pulse, self.met = job, place, pulse, store
         self.stopped: Position | None = None
         self.worker = job.worker(place.rank)
         self.stage, self.replica = self.worker
@@ -198,6 +206,8 @@ class Rank:
             job.run.mkdir(parents=True, exist_ok=True)
             text = source_text(captured, job.plan, self.layout, self.layout.build(captured))
             (job.run / f"stage{self.stage}.py").write_text(text, encoding="utf-8")
+        if self.place.rank == 0:
+            self._forget_other_stages()
         self.dice = Dice(job.config.seed, self.device)
         whole, smaller = self._form(captured), None
         if rest is not None:
@@ -218,9 +228,17 @@ class Rank:
         layout = layouts(captured, self.job.plan)[self.stage]
         return Form.of(captured, layout, self.device, compute)
 
+    def _forget_other_stages(self) -> None:
+        """The text of stages that an earlier plan of this run had, and this one has not."""
+        mine = {f"stage{stage}.py" for stage in range(len(self.layouts))}
+        for path in self.job.run.glob("stage*.py"):
+            if path.name not in mine:
+                path.unlink()
+
     def run(self) -> None:
         job = self.job
-        self.store = join(self.place, self.backend, self.device, job.timeout)
+        met = self.met or meet(self.place, job.timeout)
+        self.store = join(self.place, met, self.backend, self.device, job.timeout)
         self.clock = Clock(self.store, self.place.rank, self.place.world_size)
         self.clock.read()
         self.recorder = Recorder(self.clock, every_epoch=job.trace)

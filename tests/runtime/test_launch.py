@@ -14,7 +14,7 @@ from textwrap import dedent
 import pytest
 
 from pipedream.graph.command import UserError
-from pipedream.runtime.launch import PEER_LOST, Place, environment
+from pipedream.runtime.launch import PEER_LOST, Place, environment, spawn
 
 # What a worker of the tests is: it writes its process id down, then does what the test says.
 WORKER = """
@@ -186,6 +186,32 @@ def test_workers_are_started_again(start, tmp_path):
     assert error.splitlines() == [killed + "restart 1 of 3", killed + "restart 2 of 3"]
     assert code == 0
     assert not any(alive(int(path.read_text())) for path in tmp_path.glob("?-?"))
+
+
+def test_it_goes_on_with_fewer_until_none_is_left(start, tmp_path):
+    script = """
+    if rank == int(os.environ["WORLD_SIZE"]) - 1:
+        os.abort()
+    time.sleep(600)
+    """
+    code, _, error = finished(start(script, restarts=1, with_fewer=True), tmp_path)
+    rank = "pd-train: rank {} was killed by SIGABRT; {}".format
+    assert error.splitlines() == [
+        rank(1, "restart 1 of 1"),
+        rank(1, "going on with 1 worker"),
+        rank(0, "restart 1 of 1"),
+        rank(0, "no worker is left to plan for"),
+    ]
+    assert code == 1
+
+
+def test_one_that_cannot_be_started_is_lost(capsys):
+    assert spawn(["./no such program"], 2, with_fewer=True) == 1
+    line = "pd-train: rank 0 cannot be started: No such file or directory; "
+    assert capsys.readouterr().err.splitlines() == [
+        line + "going on with 1 worker",
+        line + "no worker is left to plan for",
+    ]
 
 
 def test_an_error_of_the_user_is_not_tried_again(start, tmp_path):

@@ -157,10 +157,10 @@ class Towers(nn.Module):
 
 
 class Deadly(Dataset[Any]):
-    """Kills the process of rank 1 when it reads its 100th example, unless it was started again."""
+    """Kills the process of a rank when it reads its 100th example, unless it was started again."""
 
-    def __init__(self, dataset: TensorDataset) -> None:
-        self.dataset, self.read = dataset, 0
+    def __init__(self, dataset: TensorDataset, rank: int) -> None:
+        self.dataset, self.rank, self.read = dataset, rank, 0
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -168,11 +168,12 @@ class Deadly(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         self.read += 1
         here = os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")
-        if self.read == 100 and here == ("1", "0"):
+        if self.read == 100 and here == (str(self.rank), "0"):
             os.kill(os.getpid(), signal.SIGKILL)
         return self.dataset[index]
 
 
-def deadly() -> tuple[Deadly, TensorDataset]:
-    train, held_out = classes()
-    return Deadly(train), held_out
+def deadly(rank: int = 1, real: bool = False) -> tuple[Deadly, TensorDataset | None]:
+    """`real`: `regression` in place of `classes`."""
+    train, held_out = regression() if real else classes()
+    return Deadly(train, rank), held_out
