@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
@@ -13,8 +13,29 @@ from pipedream.graph.command import Command, FiniteRange, UserError
 from pipedream.graph.schedule_name import SCHEDULES
 
 if TYPE_CHECKING:
+    from pipedream.graph.schedule_name import ScheduleName
     from pipedream.runtime.job import Job
     from pipedream.runtime.launch import Place
+
+
+class Asked(TypedDict):
+    """The options of the command but for the config."""
+
+    output: Path | None
+    workers: int | None
+    device: str
+    schedule: ScheduleName | None
+    epochs: int | None
+    resume: bool
+    save_every: int | None
+    keep: int | None
+    export: Path | None
+    timeout: float
+    max_restarts: int
+    replan: bool
+    evaluate: bool
+    trace: bool
+    tensorboard: bool
 
 
 @click.command("pd-train", cls=Command)
@@ -105,25 +126,7 @@ if TYPE_CHECKING:
     help="Write loss, samples/s, learning rate, and each rank's busy share and memory for "
     "TensorBoard, to the folder tensorboard of the run.",
 )
-def main(
-    plan: Path,
-    config: Path,
-    output: Path | None,
-    workers: int | None,
-    device: str,
-    schedule: str | None,
-    epochs: int | None,
-    resume: bool,
-    save_every: int | None,
-    keep: int | None,
-    export: Path | None,
-    timeout: float,
-    max_restarts: int,
-    replan: bool,
-    evaluate: bool,
-    trace: bool,
-    tensorboard: bool,
-) -> int:
+def main(plan: Path, config: Path, **asked: Unpack[Asked]) -> int:
     """Train the model of a run config as the pipeline that PLAN (plan.json) describes.
 
     Alone, it starts one process for each worker of the plan on this machine. Under
@@ -133,56 +136,64 @@ def main(
     # Else torch adds C++ traces of its own to the line that says which worker was lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    from pipedream.graph.config import read_config
-    from pipedream.graph.plan import read_plan
     from pipedream.runtime import launch
-    from pipedream.runtime.job import Job
-    from pipedream.runtime.legs import Position
 
     try:
-        read, run_config = read_plan(plan), read_config(config)
-        job = Job(
-            plan=read,
-            config=run_config,
-            directory=config.resolve().parent,
-            run=output or Path("runs") / config.stem,
-            device=device,
-            schedule=read.schedule if schedule is None else schedule,  # type: ignore[arg-type]
-            epochs=epochs or run_config.epochs,
-            resume=resume,
-            restarted=launch.restarts() > 0,
-            timeout=timeout,
-            evaluate=evaluate,
-            trace=trace,
-            tensorboard=tensorboard,
-            save_every=save_every,
-            keep=keep,
-            export=export,
-            replan=plan if replan else None,
-        )
-        job.check_microbatches()
-        job.check_asynchronous()
-        job.check_scale()
-        job.check_replan()
-        job.check_folder()
-        job.check_tensorboard()
+        job = _job(plan, config, asked)
         place = launch.environment()
-        if place is not None:
-            return _work(job, place)
-        planned = job.plan.workers
-        if workers is not None and (workers > planned or (workers < planned and not replan)):
-            raise UserError(
-                f"--workers {workers}: the plan is for {planned} workers; make another with "
-                "pd-optimize, or for fewer with --replan"
-            )
-        saved = job.saved if job.resume else None
-        if job.export is not None and saved is not None and saved >= Position(job.epochs):
-            return _export(job, job.checkpoints / str(saved), job.export)
-        return launch.spawn(sys.argv, workers or planned, timeout, max_restarts, replan)
+        return _start(job, asked) if place is None else _work(job, place)
     except (UserError, OSError):
         if launch.has_the_floor():
             raise
         return launch.USER_ERROR
+
+
+def _job(plan: Path, config: Path, asked: Asked) -> Job:
+    """What is to be done. Raises UserError where it cannot be."""
+    from pipedream.graph.config import read_config
+    from pipedream.graph.plan import read_plan
+    from pipedream.runtime import launch
+    from pipedream.runtime.job import Job
+
+    read, run_config = read_plan(plan), read_config(config)
+    job = Job(
+        plan=read,
+        config=run_config,
+        directory=config.resolve().parent,
+        run=asked["output"] or Path("runs") / config.stem,
+        device=asked["device"],
+        schedule=asked["schedule"] or read.schedule,
+        epochs=asked["epochs"] or run_config.epochs,
+        resume=asked["resume"],
+        restarted=launch.restarts() > 0,
+        timeout=asked["timeout"],
+        evaluate=asked["evaluate"],
+        trace=asked["trace"],
+        tensorboard=asked["tensorboard"],
+        save_every=asked["save_every"],
+        keep=asked["keep"],
+        export=asked["export"],
+        replan=plan if asked["replan"] else None,
+    )
+    job.check()
+    return job
+
+
+def _start(job: Job, asked: Asked) -> int:
+    """Starts the workers, if there is anything left to train; the exit code."""
+    from pipedream.runtime import launch
+    from pipedream.runtime.legs import Position
+
+    workers, planned, replan = asked["workers"], job.plan.workers, asked["replan"]
+    if workers is not None and (workers > planned or (workers < planned and not replan)):
+        raise UserError(
+            f"--workers {workers}: the plan is for {planned} workers; make another with "
+            "pd-optimize, or for fewer with --replan"
+        )
+    saved = job.saved if job.resume else None
+    if job.export is not None and saved is not None and saved >= Position(job.epochs):
+        return _export(job, job.checkpoints / str(saved), job.export)
+    return launch.spawn(sys.argv, workers or planned, job.timeout, asked["max_restarts"], replan)
 
 
 def _export(job: Job, checkpoint: Path, target: Path) -> int:

@@ -65,6 +65,15 @@ class Job:
         given, momentum = self.config.optimizer, self.config.asynchronous.nesterov
         return given if momentum is None else nesterov_form(given, momentum)
 
+    def check(self) -> None:
+        """Makes the run's folder. Raises UserError where the job cannot be done as it is asked."""
+        self.check_microbatches()
+        self.check_asynchronous()
+        self.check_scale()
+        self.check_replan()
+        self.check_folder()
+        self.check_tensorboard()
+
     def check_asynchronous(self) -> None:
         """UserError where there is nothing asynchronous to correct."""
         wanted = self.config.asynchronous

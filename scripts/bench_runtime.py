@@ -36,7 +36,7 @@ from torch.distributed.pipelining import Schedule1F1B, pipeline
 
 from pipedream.graph.config import read_config
 from pipedream.graph.plan import read_plan
-from pipedream.profiler.capture import Value, rebuild
+from pipedream.profiler.capture import Value
 from pipedream.profiler.source import load_config_model
 from pipedream.runtime.data import Batch
 from pipedream.runtime.engine import Engine, Groups
@@ -44,9 +44,9 @@ from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
 from pipedream.runtime.optimizers import make_optimizer
 from pipedream.runtime.pipelining import split_policy
+from pipedream.runtime.rank import Rank
 from pipedream.runtime.schedule import Kind, ScheduleName, schedule
 from pipedream.runtime.stage import links
-from pipedream.runtime.trainer import Rank
 from pipedream.runtime.transport import Channel, Message, Transport
 from pipedream.runtime.weights import Weights
 
@@ -159,8 +159,8 @@ class Bench:
             Job(plan, config, folder, folder / "run"), Place(number, 2, number, 2, "127.0.0.1", 0)
         )
         self.rank.weights = Weights(self.rank.parameters)
-        self.rank.stepping = self.rank._stepping()
-        self.batch = self.rank._epoch(1).batch(0)
+        self.rank.stepping = self.rank.make_stepping(lambda tensor: None)
+        self.batch = self.rank.examples.epoch(1).batch(0)
         self.still, self.transport = Still(), Transport(torch.device("cpu"), "gloo")
         self.own_loss = lambda output, target: self.rank.loss(output, target)
         self._make_plain()
@@ -189,19 +189,16 @@ class Bench:
             name, rank.job.plan.replicas, links(rank.layouts), minibatches, microbatches
         ).actions(rank.worker)
         engine = Engine(
-            layout=rank.layout,
-            piece=rank.piece,
+            forms=rank.forms,
             weights=rank.weights,
             stepping=rank.stepping,
             transport=self.still if alone else self.transport,  # type: ignore[arg-type]
             groups=Groups(None),
             ranks=rank.job.plan.process_ranks,
-            outputs=rank.outputs,
-            loss=lambda outputs, target: rank.loss(rebuild(outputs, rank.out_spec), target),
+            loss=rank.loss,
             on_loss=lambda minibatch, loss: None,
             after=lambda action: None,
             dice=rank.dice,
-            compute=rank.compute,
         )
         begin = time.perf_counter()
         engine.run(actions, Same(self.batch))

@@ -19,8 +19,8 @@ from pipedream.graph.plan import Plan
 from pipedream.profiler.capture import Captured, capture
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
+from pipedream.runtime.rank import Rank
 from pipedream.runtime.stage import layouts, links, source_text, tied
-from pipedream.runtime.trainer import Rank
 
 
 def planned(model: nn.Module, stages: int, *inputs: torch.Tensor) -> tuple[Captured, Plan]:

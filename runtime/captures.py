@@ -1,0 +1,99 @@
+"""The model of a run, captured for each way in which it will be run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Set
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipedream.graph.command import UserError
+from pipedream.profiler.capture import Captured, capture
+from pipedream.profiler.precision import lowered
+from pipedream.profiler.source import load_config_model
+from pipedream.runtime.data import Batch
+from pipedream.runtime.evaluation import Stage, obstacle
+from pipedream.runtime.examples import Examples
+from pipedream.runtime.form import capture_rest
+from pipedream.runtime.job import Job
+from pipedream.runtime.launch import Place
+from pipedream.runtime.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Captures:
+    """`whole` minibatches, and the `rest` where the last one of an epoch is smaller.
+
+    `persistent` are the names in the model's state_dict, `buffers` those of all its buffers.
+    `trial` is a rank's part in trying the held-out data, None where that is not asked for or goes
+    another way.
+    """
+
+    whole: Captured
+    rest: Captured | None
+    persistent: Set[str]
+    buffers: Set[str]
+    trial: Stage | None
+
+
+def capture_all(job: Job, examples: Examples, place: Place) -> Captures:
+    """The same on all ranks, but for `trial`. Raises UserError where the model does not go."""
+    torch.manual_seed(job.config.seed)
+    model = load_config_model(job.config, job.directory)
+    first = examples.first()
+    with lowered(job.config.autocast, torch.device("cpu")):
+        whole = capture(model, first.inputs)
+        rest = _rest(job, examples, model, first, whole)
+    return Captures(
+        whole,
+        rest,
+        frozenset(model.state_dict()),
+        frozenset(name for name, _ in model.named_buffers()),
+        _trial(job, examples, place, model, first),
+    )
+
+
+def _rest(
+    job: Job, examples: Examples, model: nn.Module, first: Batch, whole: Captured
+) -> Captured | None:
+    sizes = examples.sizes
+    if not sizes.rest:
+        return None
+    try:
+        return capture_rest(model, first, sizes.rest, whole, job.plan)
+    except UserError as error:
+        raise UserError(
+            f"the last minibatch of an epoch has {sizes.rest} examples and the others "
+            f"{sizes.batch_size}, which does not go: {error}; write drop_last: true to "
+            f"leave them out, or a batch_size that divides {sizes.examples}"
+        ) from error
+
+
+def _trial(
+    job: Job, examples: Examples, place: Place, model: nn.Module, first: Batch
+) -> Stage | None:
+    if job.config.evaluate_every is None or not job.evaluate:
+        return None
+    if examples.held_out is None:
+        raise UserError(
+            f"evaluate_every: {job.config.data.source} gives no held-out data: leave it out"
+        )
+    captured, rest = capture(model, first.inputs, training=False), None
+    sizes = Sizes(len(examples.held_out), job.config.batch_size)
+    why = obstacle(captured, job.plan, examples.to_try().batch(0), examples.kind)
+    if why is None and sizes.rest:
+        try:
+            rest = capture_rest(model, first, sizes.rest, captured, job.plan, training=False)
+        except UserError as error:
+            why = f"of the last {sizes.rest} of {sizes.examples} examples: {error}"
+    model.train()
+    if why is None:
+        return Stage.of(captured, rest, job.plan, job.worker(place.rank), sizes, examples.device)
+    if place.rank == 0:
+        print(
+            f"pd-train: the held-out data are tried after training, on one worker: {why}",
+            file=sys.stderr,
+        )
+    return None

@@ -1,0 +1,120 @@
+"""The end of a run: every rank tells what it measured, rank 0 tries the model and writes it all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipedream.graph.plan import Simulated
+from pipedream.profiler.source import load_config_model
+from pipedream.runtime import checkpoint
+from pipedream.runtime.evaluate import evaluate
+from pipedream.runtime.exchange import hear, tell
+from pipedream.runtime.export import export
+from pipedream.runtime.job import Job
+from pipedream.runtime.member import Member
+from pipedream.runtime.recording import Recording
+from pipedream.runtime.report import seconds_per_minibatch, write_summary
+from pipedream.runtime.share_report import print_shares
+from pipedream.runtime.shares import Shares, promised, shares, steady
+
+
+def finish(member: Member) -> None:
+    """To be called by every rank after the last epoch."""
+    rank, place = member.rank, member.rank.place
+    member.clock.read()
+    tell(member.store, f"report/{place.rank}", [_report(member), member.recorder.told()])
+    if place.rank == 0:
+        heard = [hear(member.store, f"report/{r}") for r in range(place.world_size)]
+        reports = [report for report, _ in heard]
+        recording = Recording.of([told for _, told in heard])
+        spent = _shares(member, recording, reports)
+        _write_recording(rank.job, recording, spent, reports)
+        summary = _summary(member, reports, spent) | _try_model(member)
+        if rank.job.export is not None:
+            path = checkpoint.latest(rank.job.checkpoints)
+            assert path is not None
+            export(load_config_model(rank.job.config, rank.job.directory), path, rank.job.export)
+        also = "trace.json, " * rank.job.trace + "tensorboard, " * rank.job.tensorboard
+        write_summary(rank.job.run, summary, also)
+    member.transport.barrier()
+
+
+def _report(member: Member) -> dict[str, Any]:
+    rank = member.rank
+    return {
+        "rank": rank.place.rank,
+        "stage": rank.stage,
+        "replica": rank.replica,
+        "peak_memory_bytes": member.memory.bytes,
+        "predicted_memory_bytes": _predicted_memory(rank.job, rank.stage),
+        "weight_versions": member.weights.peak_versions,
+        "clock_error_seconds": member.clock.error,
+    }
+
+
+def _predicted_memory(job: Job, stage: int) -> float | None:
+    """What the plan says that a rank needs; of another way to train it says nothing."""
+    counted = bool(job.plan.weight_prediction) == job.config.asynchronous.weight_prediction
+    held = job.plan.stages[stage].memory if job.as_planned and counted else None
+    return None if held is None else held.total
+
+
+def _simulated(job: Job) -> Simulated | None:
+    """What the simulation of the plan says; of another schedule it says nothing."""
+    return job.plan.predicted.simulated if job.as_planned else None
+
+
+def _shares(member: Member, recording: Recording, reports: list[dict[str, Any]]) -> Shares:
+    """What the ranks spent their time on; how busy each was is noted in its report."""
+    rank = member.rank
+    counted = steady(rank.job.policy, rank.examples.minibatches)
+    spent = shares(list(recording.epochs.values()), counted)
+    for report in reports:
+        report["busy"] = round(spent.busy(report["rank"]), 4) if recording.epochs else None
+    return spent
+
+
+def _write_recording(
+    job: Job, recording: Recording, spent: Shares, reports: list[dict[str, Any]]
+) -> None:
+    recording.write_last(job.run)
+    if job.trace:
+        recording.write_all(job.run / "trace.json")
+        error = max(report["clock_error_seconds"] for report in reports)
+        hoped = promised(job.plan) if job.as_planned else {}
+        print_shares(spent, job.plan.process_ranks, hoped, _simulated(job), error)
+
+
+def _summary(member: Member, reports: list[dict[str, Any]], spent: Shares) -> dict[str, Any]:
+    rank, job, display = member.rank, member.rank.job, member.display
+    assert display is not None
+    replicas = len(job.plan.process_ranks[rank.stage])
+    first, minibatches = job.policy.in_flight(rank.stage), rank.examples.minibatches
+    seconds = seconds_per_minibatch(member.times, replicas, first, minibatches)
+    simulated = _simulated(job)
+    return {
+        "schedule": job.schedule,
+        "epochs": job.epochs,
+        "minibatches_per_epoch": minibatches,
+        "seconds_per_minibatch": seconds,
+        "predicted_seconds_per_minibatch": job.plan.predicted.seconds_per_minibatch,
+        "simulated_seconds_per_minibatch": simulated and simulated.seconds_per_minibatch,
+        "bubble": round(spent.bubble, 4) if spent.seconds else None,
+        "simulated_bubble": simulated and simulated.bubble,
+        "samples_per_second": job.config.batch_size / seconds if seconds else 0.0,
+        "final_loss": display.losses[-1] if display.losses else None,
+        "ranks": reports,
+    }
+
+
+def _try_model(member: Member) -> dict[str, Any]:
+    """How the held-out data went: the last time through the pipeline, or now on this worker."""
+    rank, job = member.rank, member.rank.job
+    if rank.trial is not None:
+        return dict(member.tried)
+    if not job.evaluate or rank.examples.held_out is None:
+        return {}
+    path = checkpoint.latest(job.checkpoints)
+    assert path is not None
+    model = load_config_model(job.config, job.directory)
+    return evaluate(model, path, rank.examples.held_out, job.config, rank.loss, rank.device)

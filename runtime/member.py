@@ -1,0 +1,107 @@
+"""A rank among the others: what it shares with them, and what it has while it trains."""
+
+from __future__ import annotations
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from pipedream.graph.config import AsynchronousConfig
+from pipedream.runtime.asynchronous import rate_factor, scale_rate
+from pipedream.runtime.board import Board
+from pipedream.runtime.clock import Clock
+from pipedream.runtime.delay import delays
+from pipedream.runtime.display import Display
+from pipedream.runtime.legs import Position
+from pipedream.runtime.peak_memory import PeakMemory
+from pipedream.runtime.prediction import Prediction
+from pipedream.runtime.process import join, make_groups, meet
+from pipedream.runtime.pulse import Pulse
+from pipedream.runtime.rank import Rank
+from pipedream.runtime.recording import Recorder
+from pipedream.runtime.resume import resume
+from pipedream.runtime.saver import Saver
+from pipedream.runtime.transport import Transport
+from pipedream.runtime.weights import Weights
+
+
+class Member:
+    """Made by all ranks at the same time; then each is at `first`, where the run begins.
+
+    `pulse` is there if a launcher of ours watches, `store` if the ranks have met to plan again;
+    `display` on rank 0 alone. `times` has for each epoch its seconds, and when its backward passes
+    ended. `tried` is what the held-out data gave.
+    """
+
+    def __init__(self, rank: Rank, pulse: Pulse | None, store: Store | None = None) -> None:
+        job, place = rank.job, rank.place
+        self.rank, self.pulse = rank, pulse
+        met = store or meet(place, job.timeout)
+        self.store = join(place, met, rank.backend, rank.device, job.timeout)
+        self.clock = Clock(self.store, place.rank, place.world_size)
+        self.clock.read()
+        self.recorder = Recorder(self.clock, every_epoch=job.trace)
+        self.groups = make_groups(rank.stage, job.plan.process_ranks, rank.tied)
+        self.transport = Transport(rank.device, rank.backend)
+        self.stepping = rank.make_stepping(self._add_up)
+        self.first = resume(rank, self.stepping) if job.goes_on else Position(0)
+        self.saver = self._saver()
+        self.weights = self._weights()
+        self.memory = PeakMemory(rank.device, rank.tensors())
+        self.display = self._display() if place.rank == 0 else None
+        self.times: list[tuple[float, list[float]]] = []
+        self.tried: dict[str, float] = {}
+
+    def _add_up(self, tensor: torch.Tensor) -> None:
+        self.transport.begin_sum(tensor, None).wait()
+
+    def _saver(self) -> Saver:
+        rank = self.rank
+        return Saver(
+            folder=rank.job.checkpoints,
+            stage=rank.stage,
+            stages=len(rank.layouts),
+            store=self.store,
+            writes=rank.replica == 0,
+            publishes=rank.place.rank == 0,
+            timeout=rank.job.timeout,
+            keep=rank.job.keep,
+            recorded=lambda position: self.display is None or self.display.recorded >= position,
+            details={"optimizer": rank.job.optimizer.name},
+        )
+
+    def _weights(self) -> Weights:
+        """The weights at `first`, with what the config asks for against stale gradients.
+
+        The delays come from the schedule: the last stage has none, and nothing to correct.
+        """
+        rank, config = self.rank, self.rank.job.config
+        minibatches = rank.examples.minibatches
+        whole = rank.schedule(minibatches)
+        leg = rank.schedule(min(rank.every or minibatches, minibatches))
+        delay = max(delays(leg, rank.stage).values())
+        predicting = config.asynchronous.weight_prediction and delay > 0
+        weights = Weights(
+            rank.parameters,
+            self.first.epoch * whole.rounds(rank.stage)
+            + self.first.minibatch // whole.round_size(rank.stage),
+            Prediction(rank.optimizer, rank.parameters) if predicting else None,
+        )
+        if config.asynchronous != AsynchronousConfig():
+            scale_rate(rank.optimizer, lambda: rate_factor(config, delay, weights.current.number))
+        return weights
+
+    def _display(self) -> Display:
+        job, first = self.rank.job, self.first
+        return Display(
+            job.run / "metrics.jsonl",
+            self.rank.examples.sizes,
+            self.rank.examples.minibatches * (job.epochs - first.epoch) - first.minibatch,
+            job.plan.process_ranks,
+            Board(job.run / "tensorboard", self._learning_rate) if job.tensorboard else None,
+            first,
+        )
+
+    def _learning_rate(self) -> float | None:
+        """Of the first group of parameters; some optimizers know none."""
+        groups = self.rank.optimizer.param_groups
+        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None

@@ -1,0 +1,46 @@
+"""Where a run goes on: the newest checkpoint, loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pipedream.graph.command import UserError
+from pipedream.runtime import checkpoint
+from pipedream.runtime.job import Job
+from pipedream.runtime.legs import Position
+from pipedream.runtime.optimizers import restore_state
+from pipedream.runtime.rank import Rank
+from pipedream.runtime.stepping import Stepping
+
+
+def resume(rank: Rank, stepping: Stepping) -> Position:
+    """Loads this rank's part of the newest checkpoint; how far it is.
+
+    Raises UserError where there is none, it has nothing left to do, or is of another optimizer.
+    """
+    path = checkpoint.latest(rank.job.checkpoints)
+    if path is None:
+        raise UserError(f"--resume: there is no checkpoint in {rank.job.checkpoints}")
+    saved = checkpoint.read_state(path)
+    _check(rank.job, path, saved)
+    with torch.no_grad():
+        checkpoint.load_model(path, {**rank.parameters, **rank.buffers})
+    known = checkpoint.load_optimizer(path, rank.parameters)
+    restore_state(rank.optimizer, rank.parameters, known)
+    stepping.restore(saved.training)
+    return saved.position
+
+
+def _check(job: Job, path: Path, saved: checkpoint.State) -> None:
+    optimizer = job.optimizer.name
+    if saved.epoch >= job.epochs and not job.restarted:
+        raise UserError(
+            f"--resume: {path} has all {job.epochs} epochs behind it; ask for more with --epochs"
+        )
+    if saved.details.get("optimizer", optimizer) != optimizer:
+        raise UserError(
+            f"--resume: {path} is of a run with optimizer {saved.details['optimizer']}, "
+            f"and the config says {optimizer}"
+        )
