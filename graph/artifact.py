@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -58,7 +60,7 @@ def read_artifact(path: Path, model: type[Model]) -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise UserError(f"{path}{_line(text, error)}: {_first(error)}") from error
+        raise UserError(f"{path}{_line(text, error)}: {_first(error, model)}") from error
 
 
 def _parse_json(path: Path, text: str) -> Any:
@@ -105,8 +107,30 @@ def _line(text: str, error: ValidationError) -> str:
     return f":{node.start_mark.line + 1}"
 
 
-def _first(error: ValidationError) -> str:
+def _first(error: ValidationError, model: type[BaseModel]) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
+    hint = _instead(first["loc"], model) if first["type"] == "extra_forbidden" else ""
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return (f"{where}: " if where else "") + worded(first) + more
+    return (f"{where}: " if where else "") + worded(first) + hint + more
+
+
+def _instead(where: Sequence[str | int], model: type[BaseModel]) -> str:
+    """The fields that there are, where the last name of `where` is none; the likely one first."""
+    *outer, name = where
+    for part in outer:
+        if isinstance(part, str) and part in model.model_fields:
+            found = _models(model.model_fields[part].annotation)
+            if len(found) != 1:
+                return ""
+            (model,) = found
+    names = sorted(model.model_fields)
+    close = get_close_matches(str(name), names, n=1)
+    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(names)}"
+
+
+def _models(annotation: Any) -> list[type[BaseModel]]:
+    """The models in a type such as `tuple[Level, ...] | None`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for inner in get_args(annotation) for model in _models(inner)]

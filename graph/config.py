@@ -117,7 +117,7 @@ class RunConfig(_Part):
     accumulate: int = Field(default=1, ge=1, strict=True)
     clip_norm: float | None = Field(default=None, gt=0)
     autocast: Literal["bfloat16", "float16"] | None = None
-    loss_scale: float | None = Field(default=None, gt=0)
+    loss_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     nan: Literal["stop", "skip"] = "stop"
     compile: str | None = None
     data_workers: int = Field(default=0, ge=0, strict=True)

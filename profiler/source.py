@@ -103,8 +103,10 @@ def load_config(config: RunConfig, directory: Path, batch_size: int | None = Non
 def load_config_model(config: RunConfig, directory: Path) -> nn.Module:
     """The model of a run config, in training mode and of its dtype; `directory` is the config's.
 
-    Its weights are random: seed torch first. Raises UserError.
+    Its weights are those that a run with the config's seed begins with; torch goes on from that
+    seed. Raises UserError.
     """
+    torch.manual_seed(config.seed)
     model, _ = _make(config.model.source, config.model.args, config.batch_size, directory)
     return model.to(getattr(torch, config.dtype)).train()
 

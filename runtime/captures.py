@@ -40,7 +40,6 @@ class Captures:
 
 def capture_all(job: Job, examples: Examples, place: Place) -> Captures:
     """The same on all ranks, but for `trial`. Raises UserError where the model does not go."""
-    torch.manual_seed(job.config.seed)
     model = load_config_model(job.config, job.directory)
     first = examples.first()
     with lowered(job.config.autocast, torch.device("cpu")):

@@ -213,6 +213,7 @@ def _work(job: Job, place: Place) -> int:
     launch.die_with_parent()
     pulse = launch.begin_pulse(place.rank)
 
+    from pipedream.runtime.data import DataLost
     from pipedream.runtime.trainer import Stopped, train
     from pipedream.runtime.transport import PeerLost
 
@@ -230,6 +231,13 @@ def _work(job: Job, place: Place) -> int:
             launch.let_the_cause_show()
         # Not sys.exit: what is left of the process group would wait for the lost peer.
         os._exit(launch.PEER_LOST)
+    except DataLost as error:
+        if pulse is None:
+            told = f"pd-train: rank {place.rank}: data_workers: {error}"
+            print(told, file=sys.stderr, flush=True)
+        else:
+            pulse.say(place.rank, f"{pulse.of(place.rank).words} ({error})")
+        os._exit(launch.DATA_LOST)
     return 0
 
 

@@ -6,6 +6,7 @@ They are read ahead, beside the compute, by every rank that needs them.
 from __future__ import annotations
 
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +26,10 @@ from pipedream.graph.config import RunConfig
 from pipedream.profiler.source import Dataset, collate, fetch
 from pipedream.runtime.order import shuffled
 from pipedream.runtime.sizes import Sizes
+
+
+class DataLost(RuntimeError):
+    """A process that reads the data has died: none of ours, so it may do better another time."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +139,7 @@ class Reader:
         listed, workers = _Listed(epoch, minibatches), epoch.config.data_workers
         self.close: Callable[[], None] = lambda: None
         if workers and minibatches:
-            self.coming: Iterator[Batch | BaseException] = iter(
-                DataLoader(listed, batch_size=None, num_workers=workers)
-            )
+            self.coming: Iterator[Batch | BaseException] = _by_processes(listed, workers)
         elif epoch.draws:
             self.coming = iter(listed)
         else:
@@ -194,6 +197,24 @@ class _Listed(TorchDataset[Any]):
             return error
 
 
+def _by_processes(listed: _Listed, workers: int) -> Iterator[Batch | BaseException]:
+    """What that many processes make of `listed`, in its order. Raises DataLost."""
+    workers = min(workers, len(listed))
+    loaded = iter(DataLoader(listed, batch_size=None, num_workers=workers))
+    # Torch's handler raises wherever the main thread is when one dies, in a pass or a message. The
+    # loader looks for itself whether they live.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+    def checked() -> Iterator[Batch | BaseException]:
+        try:
+            yield from loaded
+        except (RuntimeError, OSError, EOFError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataLost(reason) from error
+
+    return checked()
+
+
 class _Ahead:
     """What a thread makes of `listed`, a little before it is asked for."""
 
@@ -219,10 +240,11 @@ class _Ahead:
             yield self.made.get()
 
     def close(self) -> None:
+        """The thread ends after what it reads now: not waited for, since that may never come."""
         self.ended.set()
-        while self.thread.is_alive():
-            with suppress(Empty):
-                self.made.get(timeout=0.01)  # it may be waiting for room
+        with suppress(Empty):
+            while True:
+                self.made.get_nowait()  # it may be waiting for room
 
 
 def in_order(dataset: Dataset, config: RunConfig, device: torch.device) -> Iterator[Batch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from pipedream.graph.plan import Simulated
@@ -19,7 +20,10 @@ from pipedream.runtime.shares import Shares, promised, shares, steady
 
 
 def finish(member: Member) -> None:
-    """To be called by every rank after the last epoch."""
+    """To be called by every rank after the last epoch.
+
+    No rank waits for rank 0, which may try the model for longer than ranks wait for each other.
+    """
     rank, place = member.rank, member.rank.place
     member.clock.read()
     tell(member.store, f"report/{place.rank}", [_report(member), member.recorder.told()])
@@ -30,13 +34,17 @@ def finish(member: Member) -> None:
         spent = _shares(member, recording, reports)
         _write_recording(rank.job, recording, spent, reports)
         summary = _summary(member, reports, spent) | _try_model(member)
-        if rank.job.export is not None:
-            path = checkpoint.latest(rank.job.checkpoints)
-            assert path is not None
-            export(load_config_model(rank.job.config, rank.job.directory), path, rank.job.export)
         also = "trace.json, " * rank.job.trace + "tensorboard, " * rank.job.tensorboard
         write_summary(rank.job.run, summary, also)
-    member.transport.barrier()
+        if rank.job.export is not None:
+            _export(rank.job, rank.job.export)
+
+
+def _export(job: Job, target: Path) -> None:
+    path = checkpoint.latest(job.checkpoints)
+    assert path is not None
+    export(load_config_model(job.config, job.directory), path, target)
+    print(f"Written: {target}")
 
 
 def _report(member: Member) -> dict[str, Any]:

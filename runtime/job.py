@@ -72,6 +72,7 @@ class Job:
         self.check_scale()
         self.check_replan()
         self.check_folder()
+        self.check_export()
         self.check_tensorboard()
 
     def check_asynchronous(self) -> None:
@@ -145,6 +146,20 @@ class Job:
                 f"-o {self.run}: there are checkpoints of an earlier run; go on with --resume, "
                 "or give another folder"
             )
+
+    def check_export(self) -> None:
+        """UserError where the model could not be written when it is trained."""
+        if self.export is None:
+            return
+        probe = self.export.with_name(f"{self.export.name}.{os.getpid()}.partial")
+        try:
+            self.export.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise UserError(
+                f"--export {self.export}: cannot be written: {error.strerror}"
+            ) from error
 
     def check_tensorboard(self) -> None:
         """UserError where it is asked for and not there."""

@@ -29,6 +29,9 @@ STOPPED = 130
 PEER_LOST = 75
 """Exit code of a worker that stops, quietly, only because another one is gone."""
 
+DATA_LOST = 76
+"""Exit code of a worker that has lost a process that reads its data."""
+
 _LIFELINE = "PIPEDREAM_LIFELINE"
 _FLOOR = "PIPEDREAM_FLOOR"
 _PULSE = "PIPEDREAM_PULSE"
@@ -329,7 +332,9 @@ def _failed(rank: int, code: int, pulse: Pulse) -> _End:
     if code == USER_ERROR:
         return _End(USER_ERROR)
     how = f"failed with exit code {code}"
-    if code < 0:
+    if code == DATA_LOST:
+        how = "lost a process that reads its data (data_workers)"
+    elif code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
     return _End(1, f"rank {rank} {how}{_at(pulse, rank)}")
 

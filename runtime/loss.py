@@ -26,9 +26,12 @@ def load_loss(name: str, directory: Path) -> Loss:
     if name == "output":
         return _own_loss
     if ":" in name:
-        return checked(load_function(name, directory), name)
+        found = load_function(name, directory)
+        if isinstance(found, type):
+            raise UserError(f"loss {name}: this is a class: name a function of (output, target)")
+        return checked(found, name)
     function = getattr(functional, name, None)
-    if not callable(function):
+    if not callable(function) or isinstance(function, type):
         raise UserError(
             f"loss {name!r}: torch.nn.functional has no such function; write cross_entropy, "
             "mse_loss, package.module:function, or output"

@@ -36,8 +36,9 @@ def make_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Paramete
             list(parameters.values()) or [nn.Parameter(torch.zeros(()))],
             **_fast(kind, config, parameters.values()),
         )
-    except (TypeError, ValueError) as error:
-        raise UserError(f"optimizer {config.name} {config.args}: {error}") from error
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"optimizer {config.name} {config.args}: {problem}") from error
 
 
 def _fast(

@@ -98,8 +98,12 @@ class Stepping:
         config = self.config.scheduler
         if self.scheduler is not None and config is not None and config.every == what:
             self.advances += times
-            for _ in range(times):
-                self.scheduler.step()
+            try:
+                for _ in range(times):
+                    self.scheduler.step()
+            except Exception as error:
+                problem = f"{type(error).__name__}: {error}"
+                raise UserError(f"scheduler {config.name} {config.args}: {problem}") from error
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs to go on, beside the optimizer's tensors; the same on all ranks."""
@@ -155,5 +159,6 @@ def make_scheduler(
         raise UserError(f"scheduler {config.name} asks for a metric: write CosineAnnealingLR")
     try:
         return kind(optimizer, **config.args)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"scheduler {config.name} {config.args}: {error}") from error
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"scheduler {config.name} {config.args}: {problem}") from error

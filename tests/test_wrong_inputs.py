@@ -102,6 +102,11 @@ RUNS = {
     "nan": CONFIG.replace("lr: 0.1", "lr: 1.0e+30") + "epochs: 3\n",
     "other": CONFIG.replace("Noisy", "Tied"),
     "adam": CONFIG.replace("SGD", "Adam"),
+    "near": CONFIG + "clip: 1.0\n",
+    "scale": CONFIG + "loss_scale: .inf\n",
+    "betas": CONFIG.replace("{name: SGD, args: {lr: 0.1}}", "{name: Adam, args: {betas: [0.9]}}"),
+    "loss_class": CONFIG + 'loss: "torch.nn:CrossEntropyLoss"\n',
+    "steps": CONFIG + "scheduler: {name: StepLR, args: {step_size: 0}}\n",
 }
 
 
@@ -166,12 +171,16 @@ WRONG = [
     ("pd-train plan.json --config no_yaml.yaml", r"no_yaml.yaml:\d"),
     ("pd-train plan.json --config list.yaml", r"list.yaml:1: expected named fields"),
     ("pd-train plan.json --config unknown_field.yaml", r"unknown_field.yaml.*batchsize"),
+    ("pd-train plan.json --config unknown_field.yaml", r"no such field; did you mean batch_size\?"),
+    ("pd-train plan.json --config near.yaml", r"near.yaml:6: clip: .*did you mean clip_norm\?"),
+    ("pd-train plan.json --config scale.yaml", r"scale.yaml:6: loss_scale: inf is no finite"),
     ("pd-train plan.json --config no_batch.yaml", r"no_batch.yaml.*batch_size"),
     ("pd-train plan.json --config word.yaml", r"word.yaml.*batch_size"),
     ("pd-train plan.json --config run.yaml --workers 3", r"--workers 3: the plan is for 2"),
     ("pd-train plan.json --config run.yaml -o file", r"-o.*file.* is a file"),
     ("pd-train plan.json --config run.yaml -o used", r"-o used: there are checkpoints"),
     ("pd-train plan.json --config run.yaml --timeout 0", r"--timeout"),
+    ("pd-train plan.json --config run.yaml --export file/x", r"--export file/x: cannot be written"),
 ]
 
 
@@ -195,7 +204,9 @@ ONE_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 WRONG_IN_A_RANK = [
     ("plan.json --config optimizer.yaml", r"optimizer 'SDG': torch.optim has no such class"),
     ("plan.json --config option.yaml", r"optimizer SGD .*learning"),
+    ("plan.json --config betas.yaml", r"optimizer Adam .*IndexError"),
     ("plan.json --config loss.yaml", r"loss 'cross_entrophy'"),
+    ("plan.json --config loss_class.yaml", r"loss torch.nn:CrossEntropyLoss: this is a class"),
     ("plan.json --config no_model.yaml", r"has no 'Noisi'; did you mean 'Noisy'"),
     ("plan.json --config no_module.yaml", r"there is no module small_model in"),
     ("plan.json --config no_data.yaml", r"user:rubbish gives a int"),
@@ -219,6 +230,7 @@ def test_one_line_says_what_is_wrong_with_a_run(words: str, expected: str, folde
 WRONG_TOGETHER = [
     ("plan.json --config vector.yaml -o vector", r"vector.*scalar"),
     ("plan.json --config late.yaml -o late", r"user.py:\d+: KeyError"),
+    ("plan.json --config steps.yaml -o steps", r"scheduler StepLR .*ZeroDivisionError"),
     ("plan.json --config nan.yaml -o nan", r"loss of minibatch \d+ in epoch \d is nan"),
     ("plan.json --config run.yaml -o none --resume", r"--resume: there is no checkpoint"),
 ]

@@ -225,6 +225,21 @@ def test_failed_worker_is_named(start, tmp_path):
     assert (code, error) == (1, "pd-train: rank 1 failed with exit code 7; all workers stopped\n")
 
 
+def test_a_worker_that_lost_its_reader_is_named_and_started_again(start, tmp_path):
+    script = """
+    pulse.say(rank, "at 1F2, minibatch 2 (it was killed)")
+    if rank == 1 and launch.restarts() == 0:
+        os._exit(launch.DATA_LOST)
+    time.sleep(0 if launch.restarts() else 60)
+    """
+    code, _, error = finished(start(script, restarts=1), tmp_path)
+    assert (code, error) == (
+        0,
+        "pd-train: rank 1 lost a process that reads its data (data_workers) at 1F2, minibatch 2 "
+        "(it was killed); restart 1 of 1\n",
+    )
+
+
 def test_one_that_lost_its_peers_is_not_the_cause(start, tmp_path):
     """Rank 0 notices that rank 1 is going before rank 1 is gone."""
     script = f"if rank == 0: sys.exit({PEER_LOST})\ntime.sleep(1)\nos.abort()"

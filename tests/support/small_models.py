@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -177,3 +179,34 @@ def deadly(rank: int = 1, real: bool = False) -> tuple[Deadly, TensorDataset | N
     """`real`: `regression` in place of `classes`."""
     train, held_out = regression() if real else classes()
     return Deadly(train, rank), held_out
+
+
+class Idle(Noisy):
+    """Noisy, with a layer that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = Layer(6)
+
+
+class Waiting(Dataset[Any]):
+    """Gives nothing before a file is there: a minute at most."""
+
+    def __init__(self, dataset: TensorDataset, path: str) -> None:
+        self.dataset, self.path = dataset, Path(path)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        deadline = time.monotonic() + 60
+        while not self.path.exists():
+            assert time.monotonic() < deadline, f"{self.path} has not come"
+            time.sleep(0.02)
+        return self.dataset[index]
+
+
+def waiting(path: str) -> tuple[TensorDataset, Waiting]:
+    """`classes`, whose held-out part waits."""
+    train, held_out = classes()
+    return train, Waiting(held_out, path)
