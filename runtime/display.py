@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import threading
 import time
@@ -72,7 +71,8 @@ class Display:
         self.live = Live(self.progress, console=self.console, refresh_per_second=2)
         self.begin = self.line_told = self.asked = time.perf_counter()
         self.done = self.samples = 0
-        self.losses: list[float] = []
+        self.last_loss: float | None = None
+        self.loss_sum, self.losses = 0.0, 0
         self.recorded = first
         self.statuses: Mapping[int, Status] = {}
 
@@ -123,9 +123,9 @@ class Display:
         """Writes down what is left of an epoch; without a terminal it gets a line of its own."""
         self._look(losses)
         self._ask(losses)
-        recent = self.losses[losses.first - losses.next :]
+        mean = self.loss_sum / self.losses
+        self.loss_sum, self.losses = 0.0, 0
         if not self.console.is_terminal:
-            mean = math.fsum(recent) / len(recent)
             self._line(f"epoch {losses.epoch}: mean loss {mean:.4f}, {self.rate:.0f} samples/s")
 
     def held_out(self, epoch: int, step: int, found: Mapping[str, float]) -> None:
@@ -145,7 +145,9 @@ class Display:
         for minibatch, loss in losses.heard():
             self.done += 1
             self.samples += self.sizes.of(minibatch)
-            self.losses.append(loss)
+            self.last_loss = loss
+            self.loss_sum += loss
+            self.losses += 1
             seconds = round(now - self.begin, 4)
             line = {"epoch": losses.epoch, "minibatch": minibatch, "loss": loss, "seconds": seconds}
             self.file.write(json.dumps(line) + "\n")
@@ -154,12 +156,12 @@ class Display:
         self.file.flush()
         whole = losses.next == losses.minibatches
         self.recorded = Position(losses.epoch - (not whole), 0 if whole else losses.next)
-        if self.done:
+        if self.last_loss is not None:
             self.progress.update(
                 self.task,
                 completed=self.done,
                 description=f"epoch {losses.epoch}",
-                loss=self.losses[-1],
+                loss=self.last_loss,
                 rate=self.rate,
             )
         if now - self.asked > SECONDS_BETWEEN_TALES:
@@ -183,7 +185,7 @@ class Display:
         elif time.perf_counter() - self.line_told > SECONDS_BETWEEN_LINES and self.done:
             self._line(
                 f"epoch {losses.epoch}: {losses.next} of {losses.minibatches} minibatches, "
-                f"loss {self.losses[-1]:.4f}, {self.rate:.0f} samples/s{in_words(self.statuses)}"
+                f"loss {self.last_loss:.4f}, {self.rate:.0f} samples/s{in_words(self.statuses)}"
             )
 
     def _line(self, text: str) -> None:

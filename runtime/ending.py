@@ -14,7 +14,7 @@ from pipedream.runtime.export import export
 from pipedream.runtime.job import Job
 from pipedream.runtime.member import Member
 from pipedream.runtime.recording import Recording
-from pipedream.runtime.report import seconds_per_minibatch, write_summary
+from pipedream.runtime.report import write_summary
 from pipedream.runtime.share_report import print_shares
 from pipedream.runtime.shares import Shares, promised, shares, steady
 
@@ -56,6 +56,7 @@ def _report(member: Member) -> dict[str, Any]:
         "peak_memory_bytes": member.memory.bytes,
         "predicted_memory_bytes": _predicted_memory(rank.job, rank.stage),
         "weight_versions": member.weights.peak_versions,
+        "in_flight": member.peak_in_flight,
         "clock_error_seconds": member.clock.error,
     }
 
@@ -75,7 +76,8 @@ def _simulated(job: Job) -> Simulated | None:
 def _shares(member: Member, recording: Recording, reports: list[dict[str, Any]]) -> Shares:
     """What the ranks spent their time on; how busy each was is noted in its report."""
     rank = member.rank
-    counted = steady(rank.job.policy, rank.examples.minibatches)
+    minibatches = rank.examples.minibatches
+    counted = steady(rank.job.policy, minibatches, member.recorder.first(minibatches))
     spent = shares(list(recording.epochs.values()), counted)
     for report in reports:
         report["busy"] = round(spent.busy(report["rank"]), 4) if recording.epochs else None
@@ -97,20 +99,19 @@ def _summary(member: Member, reports: list[dict[str, Any]], spent: Shares) -> di
     rank, job, display = member.rank, member.rank.job, member.display
     assert display is not None
     replicas = len(job.plan.process_ranks[rank.stage])
-    first, minibatches = job.policy.in_flight(rank.stage), rank.examples.minibatches
-    seconds = seconds_per_minibatch(member.times, replicas, first, minibatches)
+    seconds = member.pace.seconds_per_minibatch(replicas)
     simulated = _simulated(job)
     return {
         "schedule": job.schedule,
         "epochs": job.epochs,
-        "minibatches_per_epoch": minibatches,
+        "minibatches_per_epoch": rank.examples.minibatches,
         "seconds_per_minibatch": seconds,
         "predicted_seconds_per_minibatch": job.plan.predicted.seconds_per_minibatch,
         "simulated_seconds_per_minibatch": simulated and simulated.seconds_per_minibatch,
         "bubble": round(spent.bubble, 4) if spent.seconds else None,
         "simulated_bubble": simulated and simulated.bubble,
         "samples_per_second": job.config.batch_size / seconds if seconds else 0.0,
-        "final_loss": display.losses[-1] if display.losses else None,
+        "final_loss": display.last_loss,
         "ranks": reports,
     }
 

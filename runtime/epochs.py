@@ -46,14 +46,8 @@ class _Training:
     """One epoch, or what is left of it: the legs that are `ahead`."""
 
     def __init__(self, member: Member, epoch: int, ahead: Sequence[Leg]) -> None:
-        self.member, self.rank = member, member.rank
+        self.member, self.rank, self.ahead = member, member.rank, ahead
         self.number = self.rank.dice.epoch = epoch + 1
-        self.schedules = {leg: self.rank.schedule(len(leg)) for leg in ahead}
-        self.to_do = {
-            leg: shifted(found.actions(self.rank.worker), leg.begin)
-            for leg, found in self.schedules.items()
-        }
-        self.actions = [action for actions in self.to_do.values() for action in actions]
         self.losses = Losses(
             member.store,
             self.number,
@@ -61,21 +55,24 @@ class _Training:
             ahead[0].begin,
             self.rank.job.config.nan == "stop",
         )
-        self.ends: list[float] = []
+        self.under_way: Action | None = None
+        self.in_flight = 0
         self.engine = self._engine()
 
     def run(self) -> Position | None:
         """Where the run has stopped, if it was asked to."""
         member, rank, display = self.member, self.rank, self.member.display
         self.begin = time.perf_counter()
+        member.pace.begin_epoch()
+        member.recorder.begin()
         shown = nullcontext() if display is None else display.watching(self.losses)
         told = telling(member.store, rank.place.rank, self._status)
         minibatches = rank.examples.epoch(self.number)
         with shown, told, Reader(minibatches, self._to_read()) as data:
             stopped = self._run_legs(data)
             self.losses.end()
-        member.times.append((time.perf_counter() - self.begin, self.ends))
-        member.recorder.add(self.number, self.engine.events)
+        member.pace.end_epoch()
+        member.recorder.add(self.number, self.engine.events, rank.examples.minibatches)
         member.transport.barrier()
         if display is not None:
             display.end_epoch(self.losses)
@@ -83,10 +80,13 @@ class _Training:
 
     def _run_legs(self, data: Reader) -> Position | None:
         member, last = self.member, self.rank.examples.minibatches
-        for leg, actions in self.to_do.items():
+        for leg in self.ahead:
+            if member.weights.prediction is not None:
+                self.engine.ahead = self._delays(leg)
             member.memory.begin()
-            self.engine.run(actions, data)
+            self.engine.run(self._actions(leg), data)
             member.memory.end()  # before a checkpoint's copy of the weights: not the plan's
+            self.under_way = None
             if leg.end < last:
                 position = Position(self.number - 1, leg.end)
             else:
@@ -95,6 +95,9 @@ class _Training:
             if save(member, position):
                 return position
         return None
+
+    def _actions(self, leg: Leg) -> Sequence[Action]:
+        return shifted(self.rank.actions(len(leg)), leg.begin)
 
     def _engine(self) -> Engine:
         member, rank = self.member, self.rank
@@ -112,16 +115,12 @@ class _Training:
             dice=rank.dice,
             per_update=self._per_update(),
             recompute=rank.job.plan.stages[rank.stage].recompute,
-            ahead=self._delays() if member.weights.prediction is not None else {},
         )
 
-    def _delays(self) -> dict[int, int]:
+    def _delays(self, leg: Leg) -> dict[int, int]:
         """Of each minibatch: by how many updates its weights will be old."""
-        return {
-            minibatch + leg.begin: delay
-            for leg, found in self.schedules.items()
-            for minibatch, delay in delays(found, self.rank.stage).items()
-        }
+        found = delays(self.rank.schedule(len(leg)), self.rank.stage)
+        return {minibatch + leg.begin: delay for minibatch, delay in found.items()}
 
     def _per_update(self) -> int:
         """Minibatches that count as one update: of a stage of one replica, if it is by itself."""
@@ -132,22 +131,33 @@ class _Training:
         """The minibatches whose inputs or targets this rank needs."""
         if not self.rank.layout.reads and self.rank.stage < len(self.rank.layouts) - 1:
             return []
-        return [action.minibatch for action in self.actions if action.kind is Kind.FORWARD]
+        return [
+            action.minibatch + leg.begin
+            for leg in self.ahead
+            for action in self.rank.actions(len(leg))
+            if action.kind is Kind.FORWARD
+        ]
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
         with lowered(self.rank.job.config.autocast, self.rank.device):
             return self.rank.loss(output, target)
 
     def _before(self, action: Action) -> None:
+        self.under_way = action
+        if action.kind is Kind.FORWARD:
+            self.in_flight += 1
+            self.member.peak_in_flight = max(self.member.peak_in_flight, self.in_flight)
         if self.member.pulse is not None:
             words = f"in epoch {self.number} at {action}, minibatch {action.minibatch}"
             self.member.pulse.say(self.rank.place.rank, words)
 
     def _after(self, action: Action) -> None:
         if action.kind is Kind.BACKWARD:
-            self.ends.append(time.perf_counter())
+            self.in_flight -= 1
+            self.member.pace.passed()
+        self.member.recorder.thin_out(self.engine.events)
 
     def _status(self) -> Status:
         events, ranks = self.engine.events, self.rank.job.plan.process_ranks
-        now = time.perf_counter()
-        return look(events, self.actions, ranks, self.begin, now, self.member.memory.now())
+        now, memory = time.perf_counter(), self.member.memory.now()
+        return look(events, self.under_way, ranks, self.begin, now, memory)

@@ -62,6 +62,8 @@ def whole_updates(every: int, policy: Policy) -> int:
     return -(-every // unit) * unit
 
 
-def shifted(actions: Sequence[Action], begin: int) -> list[Action]:
+def shifted(actions: Sequence[Action], begin: int) -> Sequence[Action]:
     """A leg's actions with the numbers that its minibatches have in the epoch."""
+    if not begin:
+        return actions
     return [action._replace(minibatch=action.minibatch + begin) for action in actions]

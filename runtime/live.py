@@ -1,7 +1,6 @@
 """What each rank is doing now: each looks at itself from a thread and tells rank 0.
 
-The engine knows nothing of it: it keeps its events, and how many there are says which action is
-under way.
+The engine knows nothing of it: it keeps its events, and says which action is under way.
 """
 
 from __future__ import annotations
@@ -47,20 +46,20 @@ class Status:
 
 def look(
     events: Sequence[Event],
-    actions: Sequence[Action],
+    under_way: Action | None,
     ranks: Sequence[Sequence[int]],
     begin: float,
     now: float,
     memory: int,
 ) -> Status:
-    """The state of a rank that has done `events` of its `actions` since `begin`."""
+    """The state of a rank that has done `events` since `begin`, and is at `under_way`."""
     recent = list(events[-_MOST_EVENTS:])
-    position = len(events)
+    more = len(events) > len(recent)
     since = recent[-1].end if recent else begin
-    if position < len(actions):
-        recent.append(Event(actions[position], since, now))
+    if under_way is not None:
+        recent.append(Event(under_way, since, now))
     start = max(begin, now - RECENT_SECONDS)
-    if position > _MOST_EVENTS:
+    if more:
         start = max(start, recent[0].begin)
     spent: dict[str, float] = {}
     waits: dict[str, float] = {}
@@ -80,7 +79,7 @@ def look(
         busy=sum(spent.get(kind, 0.0) for kind in BUSY) / window,
         waiting=sum(waits.values()) / window,
         waits_for=max(waits, key=waits.__getitem__) if waits else None,
-        stuck=now - since if position < len(actions) else 0.0,
+        stuck=0.0 if under_way is None else now - since,
         memory=memory,
     )
 

@@ -11,7 +11,8 @@ from pipedream.runtime.board import Board
 from pipedream.runtime.clock import Clock
 from pipedream.runtime.delay import delays
 from pipedream.runtime.display import Display
-from pipedream.runtime.legs import Position
+from pipedream.runtime.legs import Position, whole_updates
+from pipedream.runtime.pace import Pace
 from pipedream.runtime.peak_memory import PeakMemory
 from pipedream.runtime.prediction import Prediction
 from pipedream.runtime.process import join, make_groups, meet
@@ -28,8 +29,8 @@ class Member:
     """Made by all ranks at the same time; then each is at `first`, where the run begins.
 
     `pulse` is there if a launcher of ours watches, `store` if the ranks have met to plan again;
-    `display` on rank 0 alone. `times` has for each epoch its seconds, and when its backward passes
-    ended. `tried` is what the held-out data gave.
+    `display` on rank 0 alone. `peak_in_flight`: the most minibatches that it had between their
+    forward and backward passes. `tried` is what the held-out data gave.
     """
 
     def __init__(self, rank: Rank, pulse: Pulse | None, store: Store | None = None) -> None:
@@ -39,7 +40,7 @@ class Member:
         self.store = join(place, met, rank.backend, rank.device, job.timeout)
         self.clock = Clock(self.store, place.rank, place.world_size)
         self.clock.read()
-        self.recorder = Recorder(self.clock, every_epoch=job.trace)
+        self.recorder = Recorder(self.clock, job.trace, whole_updates(1, job.policy))
         self.groups = make_groups(rank.stage, job.plan.process_ranks, rank.tied)
         self.transport = Transport(rank.device, rank.backend)
         self.stepping = rank.make_stepping(self._add_up)
@@ -48,7 +49,8 @@ class Member:
         self.weights = self._weights()
         self.memory = PeakMemory(rank.device, rank.tensors())
         self.display = self._display() if place.rank == 0 else None
-        self.times: list[tuple[float, list[float]]] = []
+        self.pace = Pace(job.policy.in_flight(rank.stage))
+        self.peak_in_flight = 0
         self.tried: dict[str, float] = {}
 
     def _add_up(self, tensor: torch.Tensor) -> None:
@@ -76,18 +78,17 @@ class Member:
         """
         rank, config = self.rank, self.rank.job.config
         minibatches = rank.examples.minibatches
-        whole = rank.schedule(minibatches)
+        epoch = rank.schedule(minibatches)
+        begun = self.first.minibatch // epoch.round_size(rank.stage)
+        updates = self.first.epoch * epoch.rounds(rank.stage) + begun
+        if config.asynchronous == AsynchronousConfig():
+            return Weights(rank.parameters, updates)
         leg = rank.schedule(min(rank.every or minibatches, minibatches))
         delay = max(delays(leg, rank.stage).values())
         predicting = config.asynchronous.weight_prediction and delay > 0
-        weights = Weights(
-            rank.parameters,
-            self.first.epoch * whole.rounds(rank.stage)
-            + self.first.minibatch // whole.round_size(rank.stage),
-            Prediction(rank.optimizer, rank.parameters) if predicting else None,
-        )
-        if config.asynchronous != AsynchronousConfig():
-            scale_rate(rank.optimizer, lambda: rate_factor(config, delay, weights.current.number))
+        prediction = Prediction(rank.optimizer, rank.parameters) if predicting else None
+        weights = Weights(rank.parameters, updates, prediction)
+        scale_rate(rank.optimizer, lambda: rate_factor(config, delay, weights.current.number))
         return weights
 
     def _display(self) -> Display:

@@ -22,7 +22,7 @@ from pipedream.runtime.loss import load_loss
 from pipedream.runtime.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.process import choose_device
 from pipedream.runtime.randomness import Dice, places, seed_each
-from pipedream.runtime.schedule import Schedule, schedule
+from pipedream.runtime.schedule import Action, Schedule, schedule
 from pipedream.runtime.stage import Layout, layouts, links, source_text, tied
 from pipedream.runtime.stepping import Stepping
 
@@ -107,6 +107,10 @@ class Rank:
         )
 
     @cache  # noqa: B019 - lives as long as the process
+    def actions(self, minibatches: int) -> Sequence[Action]:
+        """What it does in so many minibatches; the others' passes are not kept."""
+        return self.schedule(minibatches).actions(self.worker)
+
     def schedule(self, minibatches: int) -> Schedule:
         """Of that many minibatches, from an empty pipeline to an empty one."""
         plan, config = self.job.plan, self.job.config

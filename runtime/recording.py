@@ -17,17 +17,42 @@ Told: TypeAlias = list[tuple[int, list[tuple[str, float, float]]]]
 """For each epoch its number, and of each action its text, begin and end."""
 
 
+KEPT = 1_000
+"""Minibatches of the last epoch. Their events are some ten for each, on every rank."""
+
+
 class Recorder:
-    """The events of this rank: of every epoch, or of the last one alone."""
+    """The events of this rank: of every epoch, or of the end of the last one alone.
 
-    def __init__(self, clock: Clock, every_epoch: bool) -> None:
-        self.clock, self.every_epoch = clock, every_epoch
+    That end begins with a multiple of `unit` minibatches, where all stages have made whole updates.
+    """
+
+    def __init__(self, clock: Clock, every_epoch: bool, unit: int = 1) -> None:
+        self.clock, self.every_epoch, self.unit = clock, every_epoch, unit
         self.epochs: dict[int, Sequence[Event]] = {}
+        self.crowded = 0
 
-    def add(self, epoch: int, events: Sequence[Event]) -> None:
+    def first(self, minibatches: int) -> int:
+        """The first minibatch of an epoch of so many that is kept."""
+        return 0 if self.every_epoch else max(0, minibatches - KEPT) // self.unit * self.unit
+
+    def begin(self) -> None:
+        """An epoch begins: if not all are kept, the last one goes."""
+        self.crowded = 10 * KEPT
         if not self.every_epoch:
             self.epochs.clear()
-        self.epochs[epoch] = events
+
+    def thin_out(self, events: list[Event]) -> None:
+        """Now and then forgets those that will not be kept, while the epoch goes on."""
+        if not self.every_epoch and len(events) > self.crowded:
+            oldest = self.first(events[-1].action.minibatch)
+            del events[: next(i for i, e in enumerate(events) if e.action.minibatch >= oldest)]
+            self.crowded = 2 * len(events) + 10 * KEPT
+
+    def add(self, epoch: int, events: Sequence[Event], minibatches: int) -> None:
+        """The events of an epoch of so many minibatches."""
+        first = self.first(minibatches)
+        self.epochs[epoch] = [event for event in events if event.action.minibatch >= first]
 
     def told(self) -> Told:
         """All of it, by the clock of rank 0; the clocks have been read for the last time."""
@@ -59,7 +84,7 @@ class Recording:
         return Recording(found)
 
     def write_last(self, folder: Path) -> None:
-        """timeline.csv, .json and .png: the last epoch."""
+        """timeline.csv, .json and .png: the end of the last epoch."""
         last = self.epochs[max(self.epochs)] if self.epochs else {}
         write_trace(last, folder / "timeline.csv")
         write_chrome(last, folder / "timeline.json", _counters(last))

@@ -83,21 +83,6 @@ class Losses:
         return f"loss/{self.epoch}/{minibatch}"
 
 
-def seconds_per_minibatch(
-    epochs: Sequence[tuple[float, Sequence[float]]], replicas: int, warm_up: int, minibatches: int
-) -> float:
-    """The steady state of a run, from when the backward passes of one rank ended.
-
-    `epochs` has for each epoch its whole time and those moments, in seconds. The first `warm_up`
-    passes fill the pipeline and do not count; where that leaves nothing, the whole time is taken.
-    """
-    spans = [ends[warm_up:] for _, ends in epochs]
-    counted = sum(len(ends) - 1 for ends in spans if ends) * replicas
-    if counted > 0:
-        return sum(ends[-1] - ends[0] for ends in spans if ends) / counted
-    return sum(whole for whole, _ in epochs) / max(1, len(epochs) * minibatches)
-
-
 def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None:
     """summary.json in the run's folder, and its gist on standard output.
 

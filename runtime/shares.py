@@ -43,19 +43,20 @@ class Shares:
         return 1 - sum(map(self.busy, self.seconds)) / len(self.seconds)
 
 
-def steady(policy: Policy, minibatches: int) -> tuple[int, int] | None:
+def steady(policy: Policy, minibatches: int, known: int = 0) -> tuple[int, int] | None:
     """The minibatches of an epoch, from the first to before the last, that find the pipeline full.
 
     Schedules that empty the pipeline after every round fill it as often, which counts: for them all
-    whole rounds but the first. None where the epoch is too short.
+    whole rounds but the first. None where the epoch is too short. `known`: the first minibatch of
+    which it is known what happened.
     """
     replicas = policy.replicas
     if all(policy.versions(stage) == 1 for stage in range(len(replicas))) and len(replicas) > 1:
         turn = lcm(policy.microbatches, *replicas)
-        first, last = turn, minibatches // turn * turn
+        first, last = (-(-known // turn) + 1) * turn, minibatches // turn * turn
     else:
-        first = policy.in_flight(0) * replicas[0]
-        last = minibatches - first
+        filling = policy.in_flight(0) * replicas[0]
+        first, last = known + filling, minibatches - filling
     return (first, last) if last > first else None
 
 
@@ -116,12 +117,14 @@ def in_flight(events: Iterable[Event]) -> list[tuple[float, float]]:
     return steps
 
 
-def versions(events: Iterable[Event]) -> list[tuple[float, float]]:
+def versions(events: Sequence[Event]) -> list[tuple[float, float]]:
     """How many versions of its weights a rank holds, from which second on: the newest, and those
     that minibatches in flight run on.
     """
     steps: list[tuple[float, float]] = []
-    newest, used = 0, Counter[int]()
+    # Not 0 where the beginning of an epoch is not known.
+    newest = next((e.action.version for e in events if e.action.kind == Kind.FORWARD), 0)
+    used = Counter[int]()
     for event in events:
         kind, version = event.action.kind, event.action.version
         if kind == Kind.FORWARD:

@@ -26,7 +26,7 @@ def done(*spans: tuple[float, float]) -> list[Event]:
 def test_the_action_under_way_counts():
     """Passes of 1 s and 2 s, 1 s of waiting for rank 2, and by now 4 s for rank 1."""
     events = done((0, 1), (1, 2), (2, 3), (3, 5), (5, 6))
-    found = look(events, ACTIONS, RANKS, 0.0, 10.0, 7)
+    found = look(events, ACTIONS[len(events)], RANKS, 0.0, 10.0, 7)
     assert found == Status(
         minibatch=0,
         forward=1.0,
@@ -41,23 +41,23 @@ def test_the_action_under_way_counts():
 
 def test_only_recent_seconds_count():
     events = done((0, 1), (1, 2), (2, 3))
-    found = look(events, ACTIONS, RANKS, 0.0, 7.5, 7)
+    found = look(events, ACTIONS[len(events)], RANKS, 0.0, 7.5, 7)
     assert (found.minibatch, found.busy, found.waits_for) == (0, 1.0 - 0.5 / 5, "rank 2")
     assert found.waiting == pytest.approx(0.5 / 5)
 
 
 def test_before_the_first_action_and_after_the_last():
-    first = look([], ACTIONS, RANKS, 1.0, 2.0, 7)
+    first = look([], ACTIONS[0], RANKS, 1.0, 2.0, 7)
     assert (first.minibatch, first.forward, first.busy) == (0, None, 1.0)
-    over = look(done(*[(i, i + 1) for i in range(7)]), ACTIONS, RANKS, 0.0, 7.0, 7)
+    over = look(done(*[(i, i + 1) for i in range(7)]), None, RANKS, 0.0, 7.0, 7)
     assert (over.minibatch, over.stuck) == (2, 0.0)
-    nothing = look([], [], RANKS, 1.0, 2.0, 7)
+    nothing = look([], None, RANKS, 1.0, 2.0, 7)
     assert (nothing.minibatch, nothing.busy, nothing.waits_for) == (None, 0.0, None)
 
 
 def test_very_many_short_actions_are_not_all_looked_through(monkeypatch):
     monkeypatch.setattr(live, "_MOST_EVENTS", 2)
-    found = look(done((0, 1), (1, 2), (2, 3), (3, 5)), ACTIONS[:4], RANKS, 0.0, 5.0, 7)
+    found = look(done((0, 1), (1, 2), (2, 3), (3, 5)), None, RANKS, 0.0, 5.0, 7)
     assert found.busy == pytest.approx(2 / 3)
 
 

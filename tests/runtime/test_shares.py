@@ -61,6 +61,13 @@ def test_what_is_the_steady_state():
     assert steady(policy("weight-stashing", (2, 1)), 9) == (4, 5)
 
 
+def test_the_steady_state_where_the_beginning_is_not_known():
+    """The last 10 of 20 minibatches: of those, the first find it as empty as a new pipeline."""
+    assert steady(policy("weight-stashing", (1, 1)), 20, known=10) == (12, 18)
+    assert steady(policy("flush", (1, 1), 4), 22, known=12) == (16, 20)
+    assert steady(policy("flush", (1, 1), 4), 22, known=13) is None
+
+
 def test_minibatches_in_flight_and_versions_held():
     assert in_flight(TWO[0]) == [(0, 1), (1, 2), (5, 1), (9, 0)]
     assert versions(TWO[0]) == [(1, 1), (2, 1), (5, 1), (6, 2), (9, 1), (10, 1)]
