@@ -95,7 +95,7 @@ def blame(error: BaseException) -> str:
 def place(error: BaseException) -> str:
     """`FILE:LINE: ` of the last of the user's own lines that an error came through, if any."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_not_the_users())]
+    theirs = [frame for frame in frames if _is_the_users(frame.filename)]
     return f"{theirs[-1].filename}:{theirs[-1].lineno}: " if theirs else ""
 
 
@@ -135,8 +135,14 @@ def _signature(function: Callable[..., Any]) -> str:
     return f"{name}({', '.join(str(p).partition(':')[0].partition('=')[0] for p in parameters)})"
 
 
+def _is_the_users(file: str) -> bool:
+    """Not of an installed package, in this environment or another it builds on, nor Python's."""
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not installed and not file.startswith(_not_the_users())
+
+
 def _not_the_users() -> tuple[str, ...]:
-    """Where installed packages, Python and this package live."""
+    """Where Python and this package live."""
     paths = sysconfig.get_paths()
     installed = (paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
     house = Path(__file__).parent.parent  # may be the repository, with the user's files beside

@@ -97,6 +97,8 @@ RUNS = {
     "no_module": CONFIG.replace("small_models:Noisy", "small_model:Noisy"),
     "no_data": CONFIG.replace("small_models:classes", "user:rubbish"),
     "too_large": CONFIG.replace("batch_size: 4", "batch_size: 4000"),
+    "one_left": CONFIG.replace("batch_size: 4", "batch_size: 59"),
+    "drop": CONFIG + "drop_last: 1\n",
     "late": CONFIG.replace("small_models:classes", "user:late"),
     "slow": CONFIG.replace("small_models:classes", "user:slow"),
     "nan": CONFIG.replace("lr: 0.1", "lr: 1.0e+30") + "epochs: 3\n",
@@ -176,6 +178,7 @@ WRONG = [
     ("pd-train plan.json --config scale.yaml", r"scale.yaml:6: loss_scale: inf is no finite"),
     ("pd-train plan.json --config no_batch.yaml", r"no_batch.yaml.*batch_size"),
     ("pd-train plan.json --config word.yaml", r"word.yaml.*batch_size"),
+    ("pd-train plan.json --config drop.yaml", r"drop.yaml.*drop_last"),
     ("pd-train plan.json --config run.yaml --workers 3", r"--workers 3: the plan is for 2"),
     ("pd-train plan.json --config run.yaml -o file", r"-o.*file.* is a file"),
     ("pd-train plan.json --config run.yaml -o used", r"-o used: there are checkpoints"),
@@ -211,6 +214,10 @@ WRONG_IN_A_RANK = [
     ("plan.json --config no_module.yaml", r"there is no module small_model in"),
     ("plan.json --config no_data.yaml", r"user:rubbish gives a int"),
     ("plan.json --config too_large.yaml", r"60 examples do not fill a batch of 4000"),
+    (
+        "plan.json --config one_left.yaml",
+        r"the last minibatch of an epoch has 1 .*Expected more than 1 value.*; write drop_last: true",
+    ),
     ("other.json --config run.yaml", r"made for another model: node3 is 'ReLU\(\)' in the plan"),
     ("plan.json --config run.yaml --device cuda", r"--device cuda: torch sees no GPU"),
 ]

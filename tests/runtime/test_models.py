@@ -1,4 +1,7 @@
-"""Models that people train, planned for four workers: one flush step has the plain gradients."""
+"""Models that people train, planned for four workers: one flush step has the plain gradients.
+
+Three examples in minibatches of two and one; batch norm needs four where it sees a single pixel.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,18 @@ from pipedream.runtime.job import Job
 SUPPORT = Path(small_models.__file__).parent
 
 
-def images(size: int) -> DataFactory:
-    return DataFactory(source="small_models:images", args={"size": size})
+def images(size: int, examples: int = 3) -> DataFactory:
+    return DataFactory(source="small_models:images", args={"size": size, "examples": examples})
 
 
-TOKENS = DataFactory(source="small_models:tokens")
+TOKENS = DataFactory(source="small_models:tokens", args={"examples": 3})
 TRANSFORMER = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
 
 # Dropout is off: its random numbers differ between one process and several.
 MODELS: dict[str, tuple[DataFactory, dict[str, Any]]] = {
     "torchvision:vgg16": (images(32), {"num_classes": 10, "dropout": 0.0}),
     "torchvision:resnet50": (images(64), {"num_classes": 10}),
-    "torchvision:densenet121": (images(32), {"num_classes": 10}),
+    "torchvision:densenet121": (images(32, examples=4), {"num_classes": 10}),
     "torchvision:inception_v3": (
         images(299),
         {"num_classes": 10, "dropout": 0.0, "init_weights": False},

@@ -22,6 +22,7 @@ from pipedream.runtime.data import Epoch
 from pipedream.runtime.job import Job
 from pipedream.runtime.stepping import make_scheduler
 from tests.runtime.test_semantics import (
+    CLASSES,
     SGD,
     SUPPORT,
     assert_equals_serial,
@@ -56,7 +57,7 @@ Step = Callable[[nn.Module, torch.optim.Optimizer, Callable[[], float]], None]
 
 def rounds(config: RunConfig) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
     """The minibatches of every update, epoch by epoch."""
-    data, _ = getattr(small_models, config.data.source.partition(":")[2])()
+    data, _ = getattr(small_models, config.data.source.partition(":")[2])(**config.data.args)
     for number in (1, 2):
         epoch = Epoch(data, config, number, torch.device("cpu"))
         batches = [epoch.batch(index) for index in range(len(epoch))]
@@ -219,18 +220,15 @@ def test_an_update_with_a_gradient_that_is_no_number_is_left_out_by_all(tmp_path
 
 
 def test_a_compiled_stage_learns_the_same(tmp_path: Path) -> None:
-    plain = job_for(tmp_path / "plain", (1, 1), "weight-stashing", "Noisy", "float32", **CLASSES)
+    noisy = {"model": "Noisy", "dtype": "float32", "data": CLASSES, "loss": "cross_entropy"}
+    plain = job_for(tmp_path / "plain", (1, 1), "weight-stashing", **noisy)
     compiled = job_for(
-        tmp_path / "compiled", (1, 1), "weight-stashing", "Noisy", "float32",
-        **CLASSES, compile="aot_eager",
-    )  # fmt: skip
+        tmp_path / "compiled", (1, 1), "weight-stashing", **noisy, compile="aot_eager"
+    )
     run_jobs([plain, compiled])
     assert losses(compiled) == pytest.approx(losses(plain), rel=1e-5)
     for name, tensor in weights(plain).items():
         torch.testing.assert_close(weights(compiled)[name], tensor, rtol=1e-5, atol=1e-6)
-
-
-CLASSES = {"data": DataFactory(source="small_models:classes"), "loss": "cross_entropy"}
 
 
 @pytest.mark.parametrize(

@@ -107,8 +107,13 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(folder: Path) -> None:
 
 
 def test_going_on_inside_an_epoch_is_the_run_that_was_never_stopped(folder: Path) -> None:
-    """Replicas, a leg that is rounded up to whole updates, and losses told of later minibatches."""
+    """Replicas, a leg that is rounded up to whole updates, and losses told of later minibatches.
+
+    63 examples: the last minibatch has three.
+    """
     graph = capture(small_models.Noisy(), (torch.randn(4, 6),)).graph
+    classes = '{source: "small_models:classes", args: {examples: 84}}'
+    (folder / "run.yaml").write_text(CONFIG.replace('{source: "small_models:classes"}', classes))
     plan, config = make_plan(graph, cut(graph, 2), (2, 1)), read_config(folder / "run.yaml")
     whole = Job(plan, config, SUPPORT, folder / "whole", epochs=2, evaluate=False, save_every=3)
     run_jobs([whole])
