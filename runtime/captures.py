@@ -20,6 +20,7 @@ from pipedream.runtime.form import capture_rest
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
 from pipedream.runtime.sizes import Sizes
+from pipedream.runtime.stage import layouts
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,14 @@ def _rest(
     sizes = examples.sizes
     if not sizes.rest:
         return None
+    layouts(whole, job.plan)  # first of all it has to be the model that was planned
     try:
         return capture_rest(model, first, sizes.rest, whole, job.plan)
     except UserError as error:
         raise UserError(
-            f"the last minibatch of an epoch has {sizes.rest} examples and the others "
-            f"{sizes.batch_size}, which does not go: {error}; write drop_last: true to "
-            f"leave them out, or a batch_size that divides {sizes.examples}"
+            f"for the last minibatch of an epoch, {sizes.rest} in place of {sizes.batch_size} "
+            f"examples, {error}; write drop_last: true to leave them out, or a batch_size that "
+            f"divides {sizes.examples}"
         ) from error
 
 
@@ -86,7 +88,7 @@ def _trial(
         try:
             rest = capture_rest(model, first, sizes.rest, captured, job.plan, training=False)
         except UserError as error:
-            why = f"of the last {sizes.rest} of {sizes.examples} examples: {error}"
+            why = f"for the last {sizes.rest} of {sizes.examples} examples {error}"
     model.train()
     if why is None:
         return Stage.of(captured, rest, job.plan, job.worker(place.rank), sizes, examples.device)

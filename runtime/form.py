@@ -90,7 +90,7 @@ def capture_rest(
     captured = capture(model, batch.first(rest).inputs, training=training)
     difference = _difference(whole, captured, plan)
     if difference is not None:
-        raise UserError(f"the model is another one then: {difference}")
+        raise UserError(f"the model is another one: {difference}")
     return captured
 
 

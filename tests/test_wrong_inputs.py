@@ -216,9 +216,10 @@ WRONG_IN_A_RANK = [
     ("plan.json --config too_large.yaml", r"60 examples do not fill a batch of 4000"),
     (
         "plan.json --config one_left.yaml",
-        r"the last minibatch of an epoch has 1 .*Expected more than 1 value.*; write drop_last: true",
+        r"1 in place of 59 examples, \S+ Noisy .*more than 1 value.*; write drop_last: true",
     ),
     ("other.json --config run.yaml", r"made for another model: node3 is 'ReLU\(\)' in the plan"),
+    ("other.json --config one_left.yaml", r"train: this plan was made for another model: node3"),
     ("plan.json --config run.yaml --device cuda", r"--device cuda: torch sees no GPU"),
 ]
 

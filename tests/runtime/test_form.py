@@ -59,9 +59,9 @@ class Crossing(small_models.Chain):
             3,
             r"test_form.py:\d+: Fixed cannot be captured: RuntimeError: shape .*invalid",
         ),
-        (Longer, 3, "the model is another one then: the plan has no more nodes where .* 'Exp'"),
-        (Other, 3, r"the model is another one then: node\d \(.*\) is of another module"),
-        (Crossing, 3, "the model is another one then: other stages exchange tensors"),
+        (Longer, 3, "the model is another one: the plan has no more nodes where .* 'Exp'"),
+        (Other, 3, r"the model is another one: node\d \(.*\) is of another module"),
+        (Crossing, 3, "the model is another one: other stages exchange tensors"),
         (small_models.Noisy, 1, "Expected more than 1 value per channel when training"),
     ],
 )

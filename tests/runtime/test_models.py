@@ -42,7 +42,7 @@ MODELS: dict[str, tuple[DataFactory, dict[str, Any]]] = {
     "torchvision:resnet50": (images(64), {"num_classes": 10}),
     "torchvision:densenet121": (images(32, examples=4), {"num_classes": 10}),
     "torchvision:inception_v3": (
-        images(299),
+        images(299, examples=4),
         {"num_classes": 10, "dropout": 0.0, "init_weights": False},
     ),
     "torchvision:vit_b_16": (images(32), {"num_classes": 10, "image_size": 32}),
