@@ -46,13 +46,9 @@ def capture_all(job: Job, examples: Examples, place: Place) -> Captures:
     with lowered(job.config.autocast, torch.device("cpu")):
         whole = capture(model, first.inputs)
         rest = _rest(job, examples, model, first, whole)
-    return Captures(
-        whole,
-        rest,
-        frozenset(model.state_dict()),
-        frozenset(name for name, _ in model.named_buffers()),
-        _trial(job, examples, place, model, first),
-    )
+        trial = _trial(job, examples, place, model, first)
+    buffers = frozenset(name for name, _ in model.named_buffers())
+    return Captures(whole, rest, frozenset(model.state_dict()), buffers, trial)
 
 
 def _rest(
@@ -91,7 +87,8 @@ def _trial(
             why = f"for the last {sizes.rest} of {sizes.examples} examples {error}"
     model.train()
     if why is None:
-        return Stage.of(captured, rest, job.plan, job.worker(place.rank), sizes, examples.device)
+        worker, device = job.worker(place.rank), examples.device
+        return Stage.of(captured, rest, job.plan, job.config, worker, sizes, device)
     if place.rank == 0:
         print(
             f"pd-train: the held-out data are tried after training, on one worker: {why}",
