@@ -2,7 +2,11 @@
 
 A stage may not write into what another stage reads, and autograd refuses a write into a tensor that
 came from outside; so `relu_(x)` becomes `relu(x)` and whoever read x afterwards reads the result.
-Writes to buffers (batch norm's statistics) stay: they are state, not values.
+
+Buffers are state. Where a model does more with one than write it once, as batch norm does with its
+count, the pass works on a copy, a value like any other, and the buffer gets what has become of it:
+so other stages may read the value, and no later minibatch writes into what the backward pass of an
+earlier one needs.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 
 def make_functional(module: fx.GraphModule) -> None:
@@ -19,6 +23,8 @@ def make_functional(module: fx.GraphModule) -> None:
 
     The last write first: until then its result is one more name of the memory written before.
     """
+    for state in module.graph.find_nodes(op="get_attr"):
+        _copy_state(state)
     for node in reversed(list(module.graph.nodes)):
         target = written(node)
         if target is None or target.op == "get_attr" or _shares(node, target):
@@ -32,12 +38,67 @@ def make_functional(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def _copy_state(state: fx.Node) -> None:
+    """Has the pass work on a copy of a buffer that it changes, and the buffer take that over."""
+    if isinstance(_held(state), nn.Parameter):
+        return
+    position = {node: index for index, node in enumerate(state.graph.nodes)}
+    memory = _aliases(state)
+    writes = [node for node in memory if not memory.isdisjoint(_targets(node))]
+    alone = [node for node in writes if written(node) is state and not node.users]
+    if not writes or (len(alone) == 1 and set(state.users) == set(alone)):
+        return
+    first, last = min(state.users, key=position.__getitem__), max(writes, key=position.__getitem__)
+    with state.graph.inserting_before(first):
+        copy = state.graph.call_function(torch.ops.aten.clone.default, (state,))
+    state.replace_all_uses_with(copy, lambda user: user is not copy)
+    with state.graph.inserting_after(last):
+        taken = state.graph.call_function(torch.ops.aten.copy_.default, (state, copy))
+    copy.meta = {**first.meta, "val": state.meta.get("val")}
+    taken.meta = {**last.meta, "val": state.meta.get("val")}
+
+
+def _held(state: fx.Node) -> object:
+    """The attribute that a get_attr node reads."""
+    held: object = state.graph.owning_module
+    for part in str(state.target).split("."):
+        held = getattr(held, part)
+    return held
+
+
 def writes_shared_memory(module: fx.GraphModule) -> Iterable[set[fx.Node]]:
-    """For each write in place that is left: the operators that see the written memory."""
+    """For each write in place that is left: the operators that see the written memory.
+
+    Those that read it before the write are among them: as stages of their own they would come too
+    late. Of a buffer these are all that read or write it.
+    """
+    before: set[fx.Node] = set()
     for node in module.graph.nodes:
-        target = written(node)
-        if target is not None and target.op != "get_attr":
-            yield _aliases(target) | {node}
+        for target in _targets(node):
+            if target.op == "get_attr":
+                yield set(target.users)
+            else:
+                memory = _aliases(target)
+                yield memory | {node} | {user for each in memory for user in each.users} & before
+        before.add(node)
+
+
+def _targets(node: fx.Node) -> list[fx.Node]:
+    """The values that an operator, or a stretch without gradient, writes into."""
+    target = written(node)
+    if target is not None:
+        return [target]
+    parts = [arg for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr"]
+    part = _held(parts[0]) if isinstance(node.target, torch._ops.HigherOrderOperator) else None
+    if not isinstance(part, fx.GraphModule):
+        return []
+    given = node.args[node.args.index(parts[0]) + 1 :]
+    inside = part.graph.find_nodes(op="placeholder")
+    changed = set().union(
+        *(_aliases(value) for each in part.graph.nodes for value in _targets(each))
+    )
+    pairs = zip(inside, given, strict=False)
+    return [value for place, value in pairs if place in changed and isinstance(value, fx.Node)]
 
 
 def written(node: fx.Node) -> fx.Node | None:
@@ -96,6 +157,8 @@ def _viewed(node: fx.Node) -> list[fx.Node]:
     """The arguments whose memory the result of `node` may share."""
     if node.op != "call_function":
         return []
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _targets(node)
     if not isinstance(node.target, torch._ops.OpOverload):  # getitem of a tuple of views
         return list(node.all_input_nodes[:1])
     shared = []

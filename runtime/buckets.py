@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -23,16 +23,31 @@ BUCKET_BYTES = 4 * 2**20
 
 @dataclass
 class _Bucket:
-    """`flat` has room for the gradients of `names`; those of `missing` have yet to come."""
+    """`flat` has room for the gradients of `names`, and for each how many replicas have one; those
+    of `missing` have yet to come. `without`: those that this replica has none of.
+    """
 
     names: list[str]
     flat: Tensor
     missing: set[str]
+    without: set[str] = field(default_factory=set)
     sum: Sum | None = None
 
+    @property
+    def counts(self) -> Tensor:
+        return self.flat[-len(self.names) :]
+
+    def learned(self) -> set[str]:
+        """After the sum: those that any replica has a gradient of."""
+        if not self.without:  # a look at the counts would wait for a GPU
+            return set(self.names)
+        found = zip(self.names, self.counts.abs().tolist(), strict=True)
+        return {name for name, count in found if count}
+
     def views(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        parts = torch.split(self.flat, [like[name].numel() for name in self.names])
-        for name, part in zip(self.names, parts, strict=True):
+        sizes = [like[name].numel() for name in self.names]
+        parts = torch.split(self.flat, [*sizes, len(self.names)])
+        for name, part in zip(self.names, parts[:-1], strict=True):
             yield name, part.view_as(like[name])
 
 
@@ -81,7 +96,9 @@ class Buckets:
     def finish(self, gradients: dict[str, Tensor]) -> None:
         """Puts the sums, until the next round, in the place of this replica's `gradients`.
 
-        Where one is missing the replica has added nothing. Raises PeerLost.
+        Where one is missing the replica has added nothing; where all replicas have none there is
+        none afterwards, as in the plain model: the optimizer leaves that parameter alone. Raises
+        PeerLost.
         """
         for bucket in self.buckets:
             bucket.missing.clear()
@@ -89,8 +106,9 @@ class Buckets:
         for bucket in self.buckets:
             assert bucket.sum is not None
             bucket.sum.wait()
-            gradients.update(bucket.views(self.parameters))
-            bucket.missing, bucket.sum = set(bucket.names), None
+            learned = bucket.learned()
+            gradients.update((n, part) for n, part in bucket.views(self.parameters) if n in learned)
+            bucket.missing, bucket.without, bucket.sum = set(bucket.names), set(), None
         self.begun = 0
 
     def _begin(self, gradient: Callable[[str], Tensor | None]) -> None:
@@ -98,9 +116,15 @@ class Buckets:
         for bucket in self.buckets[self.begun :]:
             if bucket.missing:
                 return
-            for name, part in bucket.views(self.parameters):
+            bucket.counts.fill_(1)
+            for index, (name, part) in enumerate(bucket.views(self.parameters)):
                 found = gradient(name)
-                part.copy_(found) if found is not None else part.zero_()
+                if found is not None:
+                    part.copy_(found)
+                else:
+                    part.zero_()
+                    bucket.counts[index] = 0
+                    bucket.without.add(name)
             bucket.sum = self.transport.begin_sum(bucket.flat, self.group)
             self.begun += 1
 
@@ -120,5 +144,5 @@ def _divide(parameters: Mapping[str, Tensor], most_bytes: int) -> list[list[str]
 
 def _flat(parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     first = parameters[names[0]]
-    size = sum(parameters[name].numel() for name in names)
+    size = sum(parameters[name].numel() for name in names) + len(names)
     return torch.zeros(size, dtype=first.dtype, device=first.device)

@@ -46,9 +46,13 @@ def capture_all(job: Job, examples: Examples, place: Place) -> Captures:
     with lowered(job.config.autocast, torch.device("cpu")):
         whole = capture(model, first.inputs)
         rest = _rest(job, examples, model, first, whole)
-        trial = _trial(job, examples, place, model, first)
-    buffers = frozenset(name for name, _ in model.named_buffers())
-    return Captures(whole, rest, frozenset(model.state_dict()), buffers, trial)
+    return Captures(
+        whole,
+        rest,
+        frozenset(model.state_dict()),
+        frozenset(name for name, _ in model.named_buffers()),
+        _trial(job, examples, place, model, first),
+    )
 
 
 def _rest(
@@ -87,8 +91,7 @@ def _trial(
             why = f"for the last {sizes.rest} of {sizes.examples} examples {error}"
     model.train()
     if why is None:
-        worker, device = job.worker(place.rank), examples.device
-        return Stage.of(captured, rest, job.plan, job.config, worker, sizes, device)
+        return Stage.of(captured, rest, job.plan, job.worker(place.rank), sizes, examples.device)
     if place.rank == 0:
         print(
             f"pd-train: the held-out data are tried after training, on one worker: {why}",

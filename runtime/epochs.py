@@ -5,7 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
+import torch
+
+from pipedream.profiler.precision import lowered
 from pipedream.runtime.data import Reader
 from pipedream.runtime.delay import delays
 from pipedream.runtime.engine import Engine
@@ -104,7 +108,7 @@ class _Training:
             transport=member.transport,
             groups=member.groups,
             ranks=rank.job.plan.process_ranks,
-            loss=rank.loss,
+            loss=self._loss,
             on_loss=self.losses.tell,
             before=self._before,
             after=self._after,
@@ -133,6 +137,10 @@ class _Training:
             for action in self.rank.actions(len(leg))
             if action.kind is Kind.FORWARD
         ]
+
+    def _loss(self, output: Any, target: Any) -> torch.Tensor:
+        with lowered(self.rank.job.config.autocast, self.rank.device):
+            return self.rank.loss(output, target)
 
     def _before(self, action: Action) -> None:
         self.under_way = action

@@ -10,7 +10,6 @@ from torch import nn
 
 from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
-from pipedream.profiler.precision import lowered
 from pipedream.profiler.source import Dataset, blaming
 from pipedream.runtime.checkpoint import load_all
 from pipedream.runtime.data import in_order
@@ -25,8 +24,7 @@ def evaluate(
     loss: Loss,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Loads the checkpoint at `path` into `model` and runs it in eval mode, on this one worker, as
-    `config` says in a lower precision.
+    """Loads the checkpoint at `path` into `model` and runs it in eval mode, on this one worker.
 
     `held_out_loss` is the mean over the examples; `held_out_accuracy` the share of right
     predictions, where the model returns logits for class numbers. Raises UserError where the
@@ -37,11 +35,10 @@ def evaluate(
     total, examples, right, predictions = 0.0, 0, 0, 0
     with torch.no_grad():
         for batch in in_order(held_out, config, device):
+            with blaming(config.model.source):
+                output = model(*batch.inputs)
             count = len(batch.inputs[0])
-            with lowered(config.autocast, device):
-                with blaming(config.model.source):
-                    output = model(*batch.inputs)
-                total += loss(output, batch.target).item() * count
+            total += loss(output, batch.target).item() * count
             examples += count
             hit = accuracy(output, batch.target)
             right, predictions = (right + hit[0], predictions + hit[1]) if hit else (0, 0)

@@ -13,10 +13,9 @@ from itertools import groupby, islice
 
 import torch
 
-from pipedream.graph.config import RunConfig
 from pipedream.graph.plan import Plan
 from pipedream.profiler.capture import Captured
-from pipedream.runtime.compute import make_compute
+from pipedream.runtime.compute import plain
 from pipedream.runtime.data import Batch, Reader
 from pipedream.runtime.form import Form, Forms
 from pipedream.runtime.loss import Loss, accuracy
@@ -80,7 +79,6 @@ class Stage:
         captured: Captured,
         rest: Captured | None,
         plan: Plan,
-        config: RunConfig,
         worker: Worker,
         sizes: Sizes,
         device: torch.device,
@@ -89,9 +87,7 @@ class Stage:
 
         def form(captured: Captured) -> Form:
             layout = layouts(captured, plan)[worker[0]]
-            return Form.of(
-                captured, layout, device, lambda _, piece: make_compute(piece, config, device)
-            )
+            return Form.of(captured, layout, device, lambda _, piece: plain(piece))
 
         forms = Forms(form(captured), form(rest) if rest else None, sizes.last)
         every = links(layouts(captured, plan))

@@ -68,7 +68,10 @@ class Member:
             timeout=rank.job.timeout,
             keep=rank.job.keep,
             recorded=lambda position: self.display is None or self.display.recorded >= position,
-            details={"optimizer": rank.job.optimizer.name},
+            details={
+                "optimizer": rank.job.optimizer.name,
+                "batch_size": rank.job.config.batch_size,
+            },
         )
 
     def _weights(self) -> Weights:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from pipedream.graph.command import UserError
 from pipedream.profiler.capture import Captured
-from pipedream.profiler.precision import lowered
 from pipedream.profiler.segment import Segment
 from pipedream.runtime.captures import Captures, capture_all
 from pipedream.runtime.compute import Compute, make_compute
@@ -68,7 +66,7 @@ class Rank:
         buffers = self.module.named_buffers()
         self.buffers = {name: buffer for name, buffer in buffers if name in captures.persistent}
         self.optimizer = make_optimizer(job.optimizer, self.parameters)
-        self.own_loss = load_loss(job.config.loss, job.directory)
+        self.loss = load_loss(job.config.loss, job.directory)
 
     def _form(self, captured: Captured) -> Form:
         def compute(captured: Captured, piece: Segment) -> Compute:
@@ -93,11 +91,6 @@ class Rank:
                 f"{self.job.schedule} each stage would learn its own; use --schedule flush or 2bw, "
                 "or untie the weights"
             )
-
-    def loss(self, output: Any, target: Any) -> torch.Tensor:
-        """The config's, of what the model returns, in the precision that the config asks for."""
-        with lowered(self.job.config.autocast, self.device):
-            return self.own_loss(output, target)
 
     def make_stepping(self, add_up: Callable[[torch.Tensor], None]) -> Stepping:
         """The steps of its optimizer; `add_up` replaces a tensor by its sum over all ranks."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
@@ -26,6 +27,17 @@ GROWTH, BACKOFF, PATIENCE = 2.0, 0.5, 2_000
 well it grows, after one that did not it falls."""
 
 FIRST_SCALE = 65_536.0
+
+
+class Progress(BaseModel):
+    """Of a run, beside what the optimizer keeps: `advances` are the scheduler's steps."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    advances: int = Field(default=0, ge=0)
+    scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    went_well: int = Field(default=0, ge=0)
+    skipped: int = Field(default=0, ge=0)
 
 
 class Scale:
@@ -84,11 +96,22 @@ class Stepping:
             self.scale.note(math.isfinite(norm))
         if math.isfinite(norm):
             self._clip(gradients, norm)
-            self.optimizer.step()
+            self._step()
         else:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         self._advance("update", updates)
+
+    def _step(self) -> None:
+        try:
+            self.optimizer.step()
+        except Exception as error:  # such as of a state that is not this optimizer's
+            given = self.config.optimizer
+            reason = (str(error).strip() or "no message").splitlines()[0]
+            raise UserError(
+                f"optimizer {given.name} {given.args} cannot make a step: {type(error).__name__}: "
+                f"{reason}; a run that goes on needs the arguments with which it began"
+            ) from error
 
     def end_epoch(self) -> None:
         self._advance("epoch", 1)
@@ -107,24 +130,28 @@ class Stepping:
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs to go on, beside the optimizer's tensors; the same on all ranks."""
-        return {
-            "advances": self.advances,
-            "scale": self.scale.value,
-            "went_well": self.scale.went_well,
-            "skipped": self.skipped,
-        }
+        return Progress(
+            advances=self.advances,
+            scale=self.scale.value,
+            went_well=self.scale.went_well,
+            skipped=self.skipped,
+        ).model_dump()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The scheduler does all its steps again: some have a state that is no JSON."""
+        """The scheduler does all its steps again: some have a state that is no JSON.
+
+        Raises pydantic's ValidationError where `state` is none that `state()` gives.
+        """
+        known = Progress.model_validate(state)
         config = self.config.scheduler
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no step of the optimizer came before
             if config is not None:
-                self._advance(config.every, state.get("advances", 0))
-        self.skipped = state.get("skipped", 0)
+                self._advance(config.every, known.advances)
+        self.skipped = known.skipped
         if self.scale.adapts:
-            self.scale.value = state.get("scale", self.scale.value)
-            self.scale.went_well = state.get("went_well", 0)
+            self.scale.value = known.scale or self.scale.value
+            self.scale.went_well = known.went_well
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> float:
         mine = [g for name, g in gradients.items() if name in self.counted]

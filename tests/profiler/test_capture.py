@@ -232,3 +232,15 @@ def test_a_model_that_cannot_be_captured_gives_the_reason_and_the_line() -> None
 
     with pytest.raises(UserError, match=r"test_capture\.py:\d+: Model cannot be captured"):
         capture(Model(forward, a=nn.Linear(4, 4)), (torch.randn(2, 4),))
+
+
+def test_what_is_read_before_a_write_in_place_stays_with_it() -> None:
+    """It was put after the write, for it depends on the values that the writing node gives."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x).detach()
+        side = y * 3
+        y[:, 0] = 1.0
+        return layers["b"](y) + side
+
+    assert_transparent(Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(2, 4))

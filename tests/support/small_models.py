@@ -189,6 +189,35 @@ class Idle(Noisy):
         self.idle = Layer(6)
 
 
+class Averaging(nn.Module):
+    """Subtracts from what it returns the running mean of what its first layer gives, and scales by
+    what the mean was before; one buffer changes in a stretch without gradient.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Layer(6), Layer(6), Layer(6)
+        self.mean: Tensor
+        self.count: Tensor
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x) * self.mean.exp()
+        self.mean.mul_(0.9).add_(first.detach().mean(0), alpha=0.1)
+        with torch.no_grad():
+            self.count.mul_(0.5).add_(1)
+        return self.c(self.b(first)) - self.mean * self.count
+
+
+class Aside(Chain):
+    """Chain, in which no gradient comes to the second layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        return self.c(first + self.b(first).detach())
+
+
 class Waiting(Dataset[Any]):
     """Gives nothing before a file is there: a minute at most."""
 
