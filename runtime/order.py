@@ -91,10 +91,11 @@ class Order:
         sizes = self._sizes(len(indices))
         expected = getattr(self, "sizes", sizes)
         if (len(sizes), sizes.rest) != (len(expected), expected.rest):
+            only_rest = len(indices) // sizes.batch_size == expected.examples // sizes.batch_size
             raise UserError(
                 f"sampler {source}: {len(indices)} examples in epoch {epoch}, "
                 f"{expected.examples} in the first: every epoch has to have as many minibatches "
-                "of the same sizes"
+                "of the same sizes" + "; write drop_last: true" * only_rest
             )
         return [int(index) for index in indices]
 

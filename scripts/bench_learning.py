@@ -55,6 +55,7 @@ class Kind:
             "loss": "topics_gpt:loss",
             "optimizer": {"name": "AdamW", "args": {"lr": self.rate, "weight_decay": 0.01}},
             "batch_size": self.batch_size,
+            "drop_last": True,
             "microbatches": 1,
             "epochs": self.epochs,
             **self.scheduler,

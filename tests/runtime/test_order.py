@@ -36,8 +36,12 @@ class Drawing(Sampler[int]):
 
 
 class Growing(Drawing):
+    def __init__(self, dataset: list[int], first: int = 4, step: int = 4) -> None:
+        super().__init__(dataset)
+        self.first, self.step = first, step
+
     def __iter__(self) -> Iterator[int]:
-        return iter(range(4 * (self.epoch + 1)))
+        return iter(range(self.first + self.step * self.epoch))
 
 
 def by_the_clock() -> list[int]:
@@ -56,13 +60,14 @@ def nothing() -> None:
     return None
 
 
-def order(source: str, seed: int = 0, **args: object) -> Order:
+def order(source: str, seed: int = 0, drop_last: bool = False, **args: object) -> Order:
     config = RunConfig(
         format="pipedream-run/1",
         model=Factory(source="mine:model"),
         data=DataFactory(source="mine:data"),
         sampler=Factory(source=source if ":" in source else f"{HERE}:{source}", args=args),
         batch_size=4,
+        drop_last=drop_last,
         seed=seed,
     )
     return Order(DATA, config, Path())
@@ -134,7 +139,11 @@ def test_what_cannot_be_is_refused(source, args, says):
         order(source, **args)
 
 
-def test_every_epoch_has_as_many_minibatches():
+def test_every_epoch_has_as_many_minibatches_of_the_same_sizes():
     growing = order("Growing")
     with pytest.raises(UserError, match="8 examples in epoch 1, 4 in the first"):
         growing(1)
+    by_one = order("Growing", first=5, step=1)
+    with pytest.raises(UserError, match=r"6 examples in epoch 1, 5 in the first.* drop_last: true"):
+        by_one(1)
+    assert len(order("Growing", drop_last=True, first=5, step=1)(1)) == 6
