@@ -16,6 +16,7 @@ from pipedream.graph.schedule_name import ScheduleName
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 OptimizerName = Literal["sgd", "momentum", "adam"]
 Recompute = Literal["never", "auto", "always"]
+InFlight = Literal["useful", "least"]
 
 
 class _Part(BaseModel):
@@ -90,7 +91,8 @@ class Stage(_Part):
     `compute_seconds` is forward plus backward of one minibatch on one worker, the slowest; with
     `recompute` the forward pass is done once more before the backward pass, which that time
     includes, and only what the stage has received is kept in between. `memory_bytes` is what one
-    worker needs at most, and `memory` what it is made of, where the planner has said so.
+    worker needs at most, and `memory` what it is made of, where the planner has said so; both with
+    `in_flight` minibatches between forward and backward on each worker.
     Ranks are places in the cluster (`Cluster.rank`), in no particular order: minibatch b runs on
     `ranks[b % len(ranks)]`.
     """
@@ -102,6 +104,7 @@ class Stage(_Part):
     parameter_bytes: Amount
     memory_bytes: Amount
     memory: StageMemory | None = None
+    in_flight: int | None = Field(default=None, ge=1)
     recompute: bool = False
 
     @property
@@ -154,6 +157,7 @@ class Asked(_Part):
     epsilon: float | None = None
     layers: int | None = None
     update_rate: str = "50GB"
+    in_flight: InFlight = "useful"
     profile: str | None = None
 
 
@@ -214,6 +218,12 @@ class Plan(_Part):
     @property
     def replicas(self) -> tuple[int, ...]:
         return tuple(stage.replicas for stage in self.stages)
+
+    @property
+    def room(self) -> tuple[int, ...] | None:
+        """How many minibatches each stage may have in flight, where the planner has said so."""
+        found = [stage.in_flight for stage in self.stages if stage.in_flight is not None]
+        return tuple(found) if len(found) == len(self.stages) else None
 
     @property
     def process_ranks(self) -> tuple[tuple[int, ...], ...]:

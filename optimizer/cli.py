@@ -103,6 +103,8 @@ def _task(options: Options) -> _Task:
         latency=aim,
         optimizer=options.optimizer,
         recompute=options.recompute,
+        in_flight=options.in_flight,
+        update_rate=rate,
         footprints=_footprints(options, graph),
         microbatches=options.microbatches if in_rounds else None,
         weight_prediction=options.weight_prediction,

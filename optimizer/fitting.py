@@ -20,6 +20,7 @@ from pipedream.optimizer.moves import moves
 from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.prefixes import prefixes
 from pipedream.optimizer.stage_cost import LeastMemory, MemoryLimit
+from pipedream.runtime.in_flight import warm_up
 from pipedream.runtime.policy import Peak
 
 FULLEST = 10**9
@@ -36,10 +37,12 @@ _FEW = 300
 class Load:
     """What a worker of one stage holds, for how many minibatches, and whether it recomputes.
 
-    `grade`: what every device of the stage has.
+    `room`: how many may be in flight, of a long round of flush too. `grade`: what every device of
+    the stage has.
     """
 
     peak: Peak
+    room: int
     recompute: bool
     memory: Memory
     grade: Grade
@@ -61,20 +64,59 @@ class Load:
 
 
 def loads(
-    held: StageMemory, limit: MemoryLimit | None, solution: Solution, kinds: Kinds
+    held: StageMemory,
+    limit: MemoryLimit | None,
+    solution: Solution,
+    kinds: Kinds,
+    useful: Sequence[int] = (),
 ) -> list[Load]:
-    """The load of each stage, by the rule that the search goes by."""
-    policy = held.keeping.policy([stage.replicas for stage in solution.stages])
-    found = []
-    for position, stage in enumerate(solution.stages):
-        peak, last = policy.peak(position), position == len(solution.stages) - 1
-        end = slice(stage.end, stage.end + 1)
-        again, grade = False, kinds.of_machines(stage.shares[-1].components)
-        if limit is not None:
-            again = bool(limit.on(grade).choose(stage.start, end, peak, last)[1][0])
-        held_there = held.of(stage.start, end, peak, again)
-        found.append(Load(peak, again, held_there, grade))
-    return found
+    """The load of each stage: what recomputes by the rule that the search goes by, with the least
+    in flight; and then with as many minibatches in flight as have room, up to `useful`.
+    """
+    replicas = [stage.replicas for stage in solution.stages]
+    positions = range(len(replicas))
+    least = [warm_up(replicas, position) for position in positions]
+    sure = [_load(held, solution, kinds, least, position, limit) for position in positions]
+
+    def with_room(position: int, room: Sequence[int]) -> Load:
+        again = sure[position].recompute
+        return _load(held, solution, kinds, room, position, recompute=again)
+
+    def most(position: int) -> int:
+        for count in range(useful[position], least[position], -1):
+            room = [*least[:position], count, *least[position + 1 :]]
+            if fit([with_room(position, room)]):
+                return count
+        return least[position]
+
+    if not useful:
+        return sure
+    for room in (useful, [most(position) for position in positions]):
+        found = [with_room(position, room) for position in positions]
+        if fit(found):
+            return found
+    return sure
+
+
+def _load(
+    held: StageMemory,
+    solution: Solution,
+    kinds: Kinds,
+    room: Sequence[int],
+    position: int,
+    limit: MemoryLimit | None = None,
+    recompute: bool = False,
+) -> Load:
+    """With `room` for so many minibatches in flight; `limit` says whether the stage recomputes."""
+    stage = solution.stages[position]
+    policy = held.keeping.policy([stage.replicas for stage in solution.stages], room)
+    peak, last = policy.peak(position), position == len(room) - 1
+    end = slice(stage.end, stage.end + 1)
+    grade = kinds.of_machines(stage.shares[-1].components)
+    if limit is not None:
+        recompute = bool(limit.on(grade).choose(stage.start, end, peak, last)[1][0])
+    memory = held.of(stage.start, end, peak, recompute)
+    return Load(peak, room[position], recompute, memory, grade)
 
 
 def fit(loads: Sequence[Load]) -> bool:

@@ -40,15 +40,15 @@ class Keeping:
     microbatches: int = MICROBATCHES
     weight_prediction: bool = False
 
-    def policy(self, replicas: Sequence[int]) -> Policy:
-        return policy(self.schedule, replicas, self.microbatches)
+    def policy(self, replicas: Sequence[int], room: Sequence[int] | None = None) -> Policy:
+        return policy(self.schedule, replicas, self.microbatches, room=room)
 
     def peak(self, load: int) -> Peak:
-        """What is in flight at a stage with `load` workers of later stages for each of its own, as
+        """The least that a stage with `load` workers of later stages for each of its own holds, as
         far as that says: gpipe has less in flight on each of several replicas, and vertical sync
         more versions in all stages but the first.
         """
-        return self.policy((1, load)).peak(0)
+        return self.policy((1, load), room=(1 + load, 1)).peak(0)
 
 
 @dataclass(frozen=True)

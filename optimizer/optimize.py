@@ -12,6 +12,7 @@ from pipedream.graph.command import UserError
 from pipedream.graph.footprint import Footprint
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import (
+    InFlight,
     OptimizerName,
     Plan,
     PlannedGraph,
@@ -37,8 +38,11 @@ from pipedream.optimizer.moves import moves
 from pipedream.optimizer.placement import compute_seconds, data_parallel_time, ranks, stage_time
 from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.prefixes import in_order, lightest, likely_cuts, orders, prefixes
+from pipedream.optimizer.room import room_for
 from pipedream.optimizer.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
+from pipedream.optimizer.workload import UPDATE_RATE, Workload
+from pipedream.runtime.in_flight import warm_up
 from pipedream.runtime.policy import Peak
 
 # Cuts for a first plan, and for one where there are too many to try them all.
@@ -63,6 +67,8 @@ class Request:
     `microbatches` make one update where the schedule makes one for several; None for the batch of
     `latency`, or else the default.
     `footprints` of the graph's nodes; without them they are taken to keep their outputs.
+    `in_flight`: as few minibatches as fill the pipeline, or as many as keep its pace and have room;
+    `update_rate` as in the simulator.
     """
 
     graph: Graph
@@ -77,6 +83,8 @@ class Request:
     footprints: Mapping[str, Footprint] | None = None
     microbatches: int | None = None
     weight_prediction: bool = False
+    in_flight: InFlight = "useful"
+    update_rate: float = UPDATE_RATE
 
     @property
     def keeping(self) -> Keeping:
@@ -372,17 +380,14 @@ def _outcome(
     held: StageMemory, request: Request, solution: Solution, bound: float, exact: bool
 ) -> Outcome:
     cuts, kinds = held.cuts, request.kinds
-    found = loads(held, request.limit(held, kinds), solution, kinds)
+    limit = request.limit(held, kinds)
+    found = loads(held, limit, solution, kinds)
     cost = Replication(cuts, request.cluster, request.model)
     times = [
         stage_time(cost.on(load.grade), stage, load.recompute)
         for stage, load in zip(solution.stages, found, strict=True)
     ]
-    figures = tuple(
-        StageFigures(seconds, what, load.peak.in_flight)
-        for (seconds, what), load in zip(times, found, strict=True)
-    )
-    seconds = max(stage.seconds for stage in figures)
+    seconds = max(seconds for seconds, _ in times)
     predicted = Predicted(
         cost_model=request.model.name,
         microbatches=_microbatches(request, [stage.replicas for stage in solution.stages]),
@@ -402,11 +407,27 @@ def _outcome(
         stages=_stages(cuts, request, solution, found),
         predicted=predicted,
     )
+    if request.in_flight == "useful":
+        found = loads(held, limit, solution, kinds, _useful_room(plan, request))
+        plan = plan.model_copy(update={"stages": _stages(cuts, request, solution, found)})
     whole = held.total(0, slice(len(cuts) - 1, None), Peak(1, 1), recompute=False)
     memory = kinds.least if kinds.limited else None
+    figures = tuple(
+        StageFigures(seconds, what, load.peak.in_flight)
+        for (seconds, what), load in zip(times, found, strict=True)
+    )
     return Outcome(
         plan, figures, len(cuts), exact, float(whole[0]), memory, bool(request.footprints)
     )
+
+
+def _useful_room(plan: Plan, request: Request) -> tuple[int, ...]:
+    """Not fewer than PipeDream's number, where slower workers than planned would want them."""
+    policy = request.keeping.policy(plan.replicas)
+    workload = Workload.of(plan, policy, request.graph, request.update_rate)
+    useful = room_for(plan, workload, policy)
+    stages = range(len(useful))
+    return tuple(max(useful[stage], warm_up(plan.replicas, stage)) for stage in stages)
 
 
 def _microbatches(request: Request, replicas: Sequence[int]) -> int | None:
@@ -440,6 +461,7 @@ def _stages(
             parameter_bytes=float(graph.parameter_bytes[list(inside)].sum()),
             memory_bytes=load.bytes,
             memory=load.items,
+            in_flight=load.room,
             recompute=load.recompute,
         )
         for position, (stage, inside, load) in enumerate(

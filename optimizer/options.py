@@ -13,7 +13,7 @@ from pipedream.graph.command import FiniteRange
 from pipedream.graph.schedule_name import SCHEDULES
 
 if TYPE_CHECKING:
-    from pipedream.graph.plan import OptimizerName, Recompute
+    from pipedream.graph.plan import InFlight, OptimizerName, Recompute
     from pipedream.graph.schedule_name import ScheduleName
 
 
@@ -130,6 +130,14 @@ _MEMORY = (
         " it.",
     ),
     click.option(
+        "--in-flight",
+        type=click.Choice(["useful", "least"]),
+        default="useful",
+        show_default=True,
+        help="Minibatches between forward and backward: as many as keep the pace and have room, or"
+        " PipeDream's number, for less memory and fresher weights.",
+    ),
+    click.option(
         "--profile",
         type=click.Path(path_type=Path),
         help="What the layers keep in memory, and their modules."
@@ -218,6 +226,7 @@ class Options:
     optimizer: OptimizerName
     weight_prediction: bool
     recompute: Recompute
+    in_flight: InFlight
     profile: Path | None
 
     objective: str

@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, lcm
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, Simulated
-from pipedream.graph.schedule_name import MICROBATCHES, ScheduleName
+from pipedream.graph.schedule_name import MICROBATCHES
 from pipedream.graph.timeline import Event
 from pipedream.optimizer.long_rounds import lengthened, rounds_to_play
 from pipedream.optimizer.network import Network
-from pipedream.optimizer.workload import Workload
-from pipedream.runtime.policy import policy
+from pipedream.optimizer.workload import UPDATE_RATE, Workload
+from pipedream.runtime.policy import Policy, policy
 from pipedream.runtime.schedule import Action, Kind, Schedule, Versions, Worker, schedule
-
-UPDATE_RATE = 5e10
-"""Bytes of parameters a device updates in a second where nobody has measured it: an optimizer with
-two moments moves ten times as many, and a GPU some 5e11 bytes of memory in a second."""
 
 MOST_MOVES = 2_000_000
 """Workers times minibatches of the largest simulation: some five seconds."""
@@ -71,17 +67,19 @@ def simulate_plan(
     as `long_rounds` has it.
     """
     microbatches = plan.predicted.microbatches or MICROBATCHES
-    rules = policy(plan.schedule, plan.replicas, microbatches)
+    rules = policy(plan.schedule, plan.replicas, microbatches, room=plan.room)
     workload = Workload.of(plan, rules, graph, update_rate)
     ranks = [stage.ranks for stage in plan.stages]
     links = tuple(workload.forward_bytes)
-    span = Span.of(plan.schedule, plan.replicas, microbatches)
+    span = Span.of(rules)
     long = plan.schedule == "flush" and span.minibatches * plan.workers > QUICK_MOVES
     for length in rounds_to_play(plan.replicas, microbatches) if long else [microbatches]:
-        span = Span.of(plan.schedule, plan.replicas, length)
+        span = Span.of(replace(rules, microbatches=length))
         if span.minibatches * plan.workers > most_moves:
             return None
-        made = schedule(plan.schedule, plan.replicas, links, span.minibatches, length)
+        made = schedule(
+            plan.schedule, plan.replicas, links, span.minibatches, length, room=plan.room
+        )
         played = simulate(made, workload, plan.cluster, ranks, span)
         if length == microbatches:
             return played
@@ -102,21 +100,22 @@ class Span:
     last: int
 
     @staticmethod
-    def of(name: ScheduleName, replicas: Sequence[int], microbatches: int) -> Span:
+    def of(rules: Policy) -> Span:
         """Long enough to fill the pipeline twice, then run twice as long, then drain.
 
         With flush and gpipe every round fills and drains. The steady state holds whole turns of all
         replicas together, so that each gets its share, unless a turn is much longer than the
         pipeline; and whole rounds.
         """
+        replicas, microbatches = rules.replicas, rules.microbatches
         workers = sum(replicas)
         turn = lcm(*replicas)
         turn = turn if turn <= 4 * workers else max(replicas)
-        if policy(name, replicas).same_everywhere:
+        if rules.same_everywhere:
             turn = lcm(microbatches, turn)
-        if name in ("flush", "gpipe"):
+        if rules.drains:
             return Span(3 * turn, turn, 3 * turn)
-        fill = turn * ceil(workers / turn)
+        fill = turn * ceil(max(workers, rules.in_flight(0) * replicas[0]) / turn)
         return Span(5 * fill, 2 * fill, 4 * fill)
 
 

@@ -11,6 +11,10 @@ from pipedream.graph.plan import Plan, StageMemory
 from pipedream.runtime.policy import Peak, Policy
 from pipedream.runtime.schedule import Link
 
+UPDATE_RATE = 5e10
+"""Bytes of parameters a device updates in a second where nobody has measured it: an optimizer with
+two moments moves ten times as many, and a GPU some 5e11 bytes of memory in a second."""
+
 
 @dataclass(frozen=True)
 class Held:

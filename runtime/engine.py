@@ -59,7 +59,9 @@ class Passing:
 
     `received`: values from other stages; `leaving`: those to be sent; `ends`: where the backward
     pass may begin, the values that need a gradient, without their data. `again` takes the place of
-    the autograd graph where the stage recomputes. `messages`: whose memory is in use until then.
+    the autograd graph where the stage recomputes. `messages`: those with activations, whose
+    memory may then go round. That of gradients may not: autograd hands on views of it as the
+    gradients of others.
     """
 
     received: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -216,12 +218,10 @@ class Engine:
 
     def _receive_gradient(self, action: Action) -> None:
         assert action.peer is not None
-        passing = self.passing[action.minibatch]
-        gradients = passing.gradients
+        gradients = self.passing[action.minibatch].gradients
         sends = self.forms.of(action.minibatch).layout.sends
         sent = [value for value in sends[action.peer[0]] if value.requires_grad]
         tensors = self.transport.receive(self._channel(action))
-        passing.messages.append((self._channel(action), tensors))
         for value, tensor in zip(sent, tensors, strict=True):
             known = gradients.get(value.name)
             gradients[value.name] = tensor if known is None else known + tensor

@@ -51,7 +51,14 @@ class Job:
     @property
     def policy(self) -> Policy:
         config = self.config
-        return policy(self.schedule, self.plan.replicas, config.microbatches, config.accumulate)
+        return policy(
+            self.schedule, self.plan.replicas, config.microbatches, config.accumulate, self.room
+        )
+
+    @property
+    def room(self) -> tuple[int, ...] | None:
+        """For how many minibatches in flight each stage was planned; None for another schedule."""
+        return self.plan.room if self.schedule == self.plan.schedule else None
 
     @property
     def as_planned(self) -> bool:

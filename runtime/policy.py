@@ -20,19 +20,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import gcd
 from typing import ClassVar, NamedTuple
 
 from pipedream.graph.schedule_name import ScheduleName
-
-
-def warm_up(replicas: Sequence[int], stage: int) -> int:
-    """How many minibatches each replica of `stage` has in flight at most in 1F1B.
-
-    The workers from this stage to the last, shared among the replicas of this stage; for stage 0 it
-    is PipeDream's NOAM, the number of optimal active minibatches (SOSP 2019, section 3.2).
-    """
-    return -(-sum(replicas[stage:]) // replicas[stage])
+from pipedream.runtime.in_flight import steady_in_flight, warm_up
 
 
 class Peak(NamedTuple):
@@ -49,12 +42,14 @@ class Policy(ABC):
     """What one schedule says of stages of so many `replicas`.
 
     Versions of a stage count its updates from 0. `microbatches` is the m of the schedules that
-    make one update per m minibatches, `accumulate` the k of the others.
+    make one update per m minibatches, `accumulate` the k of the others. `room`: for how many
+    minibatches in flight a worker of each stage has memory, where that has been settled.
     """
 
     replicas: tuple[int, ...]
     microbatches: int = 1
     accumulate: int = 1
+    room: tuple[int, ...] | None = None
 
     in_turn: ClassVar[bool] = True
     """Backward passes as they come, oldest minibatch first; else a worker does all its forward
@@ -63,6 +58,12 @@ class Policy(ABC):
     same_everywhere: ClassVar[bool] = True
     """All stages run a minibatch on the version of the same number and update at the same
     minibatches, as stages that share parameters have to."""
+
+    drains: ClassVar[bool] = False
+    """The pipeline empties after every round."""
+
+    in_step: ClassVar[bool] = True
+    """The replicas of a stage wait for one another again and again, while others go on."""
 
     set_by_first: ClassVar[bool] = False
     """The version of a minibatch is settled by its forward pass in the first stage."""
@@ -81,7 +82,12 @@ class Policy(ABC):
 
     def in_flight(self, stage: int) -> int:
         """How many minibatches a worker of `stage` has between forward and backward at most."""
-        return warm_up(self.replicas, stage)
+        return self.window[stage]
+
+    @cached_property
+    def window(self) -> tuple[int, ...]:
+        """For each stage: as many as there is room for, or as let no worker wait."""
+        return self.room or steady_in_flight(self.replicas, self.in_step)
 
     def peak(self, stage: int) -> Peak:
         """What a worker of `stage` never holds more than."""
@@ -158,11 +164,12 @@ class DoubleBuffered(Policy):
 
     @property
     def least_microbatches(self) -> int:
-        """As many as are in flight at any stage, so that those lie in two rounds: for stages of
-        one replica the paper's m >= d, the depth.
+        """As many as `warm_up` has in flight at any stage, so that those lie in two rounds: for
+        stages of one replica the paper's m >= d, the depth. Where stages have several, replicas
+        wait for one another less if it is a multiple of each of their numbers.
         """
         stages = range(len(self.replicas))
-        return max(self.in_flight(stage) * self.replicas[stage] for stage in stages)
+        return max(warm_up(self.replicas, stage) * self.replicas[stage] for stage in stages)
 
 
 class Flush(Policy):
@@ -170,11 +177,19 @@ class Flush(Policy):
     training the plain model on batches of m minibatches.
     """
 
+    in_step = False
+    drains = True
+
     def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
         return minibatch // self.microbatches
 
     def versions(self, stage: int) -> int:
         return 1
+
+    def in_flight(self, stage: int) -> int:
+        """Of a round no more than there are, or `warm_up` has."""
+        of_round = -(-self.microbatches // self.replicas[stage])
+        return min(self.window[stage], max(of_round, warm_up(self.replicas, stage)))
 
 
 class GPipe(Flush):
@@ -200,7 +215,12 @@ _POLICIES: dict[ScheduleName, type[Policy]] = {
 
 
 def policy(
-    name: ScheduleName, replicas: Sequence[int], microbatches: int = 1, accumulate: int = 1
+    name: ScheduleName,
+    replicas: Sequence[int],
+    microbatches: int = 1,
+    accumulate: int = 1,
+    room: Sequence[int] | None = None,
 ) -> Policy:
     """What the schedule of that name says."""
-    return _POLICIES[name](tuple(replicas), microbatches, accumulate)
+    given = None if room is None else tuple(room)
+    return _POLICIES[name](tuple(replicas), microbatches, accumulate, given)

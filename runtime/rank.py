@@ -122,6 +122,7 @@ class Rank:
             config.microbatches,
             tied=sorted({stage for stages in self.tied.values() for stage in stages}),
             accumulate=config.accumulate,
+            room=self.job.room,
         )
 
     @property

@@ -1,7 +1,7 @@
 """The one description of the order of things: what each worker of a pipeline does, and when.
 
-A schedule is made by playing its rules (`pipedream.runtime.policy`) greedily in unit time and
-writing down the order that comes out. That fits any replica counts, and it cannot deadlock: the
+A schedule is made by playing its rules (`pipedream.runtime.policy`) as a balanced pipeline would
+and writing down the order that comes out. That fits any replica counts, and it cannot deadlock: the
 play itself is an order in which everything could be done.
 
 Pure: no torch, no processes. The engine executes `Schedule.actions`, the simulator times them,
@@ -27,6 +27,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
+from math import inf
 from typing import NamedTuple, TypeAlias
 
 from pipedream.graph.schedule_name import ScheduleName
@@ -150,8 +151,8 @@ class Versions:
 
 
 class Step(NamedTuple):
-    """A forward or backward pass in the play: the unit of time in which it runs, and the version of
-    the weights it runs on.
+    """A forward or backward pass in the play: when it begins, and the version of the weights it
+    runs on.
     """
 
     time: int
@@ -177,10 +178,11 @@ class Pipeline:
     microbatches: int = 1
     tied: tuple[int, ...] = ()
     accumulate: int = 1
+    room: tuple[int, ...] | None = None
 
     @cached_property
     def policy(self) -> Policy:
-        return policy(self.name, self.replicas, self.microbatches, self.accumulate)
+        return policy(self.name, self.replicas, self.microbatches, self.accumulate, self.room)
 
     @property
     def workers(self) -> Iterator[Worker]:
@@ -249,6 +251,7 @@ def schedule(
     microbatches: int = 1,
     tied: Collection[int] = (),
     accumulate: int = 1,
+    room: Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule of one epoch, drained at its end; weight versions count from 0.
 
@@ -256,6 +259,7 @@ def schedule(
     skipping. `weight-stashing` and `vertical-sync` update a stage of r replicas after every r
     times `accumulate` minibatches, the others every stage after `microbatches`.
     `tied` are stages that share parameters with one another, which only those others can train.
+    `room` for minibatches in flight on a worker of each stage; None: for as many as are of use.
     """
     stages = len(replicas)
     assert stages > 0, "a pipeline has stages"
@@ -264,8 +268,9 @@ def schedule(
     assert minibatches >= 0, minibatches
     assert microbatches > 0, microbatches
     ordered = tuple(sorted(set(links)))
+    given = None if room is None else tuple(room)
     made = Schedule(
-        name, tuple(replicas), ordered, minibatches, microbatches, tuple(tied), accumulate
+        name, tuple(replicas), ordered, minibatches, microbatches, tuple(tied), accumulate, given
     )
     assert not tied or made.policy.same_everywhere, "tied stages learn at the same minibatches"
     return made
@@ -295,18 +300,21 @@ def forwards(
 
 
 class _Play:
-    """A schedule's rules in unit time, every pass one unit.
+    """A schedule's rules in a balanced pipeline: a pass of a stage of r replicas takes r units.
 
-    Each unit every free worker takes its next backward pass if the gradients are there, else its
-    next forward pass if the activations are there, the weights have the version for it, and no more
-    minibatches are in flight than the rules allow. A worker goes forward in ascending order of the
-    minibatches and backward in that order or, round by round, in the opposite one: always in one
-    that all stages share, so that the messages between two workers have the same order at both
+    A worker goes forward until as many minibatches are in flight as the rules allow, and from then
+    on backward and forward in turn: it rather waits for the activations of the next minibatch than
+    go backward early and wait later, when all workers could be busy. It goes backward at once where
+    there is nothing to go forward with: all minibatches are in, or the weights for the next one
+    are those of an update that these backward passes make. A worker goes forward in ascending order
+    of the minibatches and backward in that order or, round by round, in the opposite one: always in
+    one that all stages share, so that the messages between two workers have the same order at both
     ends. Having done its backward passes of a round it waits for the other replicas of its stage.
 
-    It always ends: in its way a minibatch finds only smaller ones and, within a round of all
-    forward passes first, the backward passes of larger ones that wait for nothing but forward
-    passes.
+    Where there is less room than the steady state needs, all may wait for a minibatch that cannot
+    come: then the first that can go backward does. So it always ends: in its way a minibatch finds
+    only smaller ones and, within a round of all forward passes first, the backward passes of larger
+    ones that wait for nothing but forward passes.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -316,10 +324,9 @@ class _Play:
         self.in_turn, self.version = policy.in_turn, policy.version
         self.limit = [policy.in_flight(stage) for stage in stages]
         self.round_size = [policy.round_size(stage) for stage in stages]
-        # When the pass of a minibatch at a stage is over; a far future where it has not begun.
-        never = 4 * (pipeline.minibatches + 1) * len(stages)
-        self.forward_over = [[never] * pipeline.minibatches for _ in stages]
-        self.backward_over = [[never] * pipeline.minibatches for _ in stages]
+        # When the pass of a minibatch at a stage is over.
+        self.forward_over = [[inf] * pipeline.minibatches for _ in stages]
+        self.backward_over = [[inf] * pipeline.minibatches for _ in stages]
         first = {0} if policy.set_by_first else set()
         self.before_forward = [
             [self.forward_over[s] for s in first.union(pipeline.sources(t)) if s < t]
@@ -330,6 +337,7 @@ class _Play:
         ]
         self.next_forward = {worker: worker[1] for worker in pipeline.workers}
         self.in_flight: dict[Worker, list[int]] = {worker: [] for worker in pipeline.workers}
+        self.busy_until = dict.fromkeys(pipeline.workers, 0)
         self.version_of = [[0] * pipeline.minibatches for _ in stages]
         self.round = [0] * len(stages)
         self.round_left = [pipeline.in_round(stage, 0) for stage in stages]
@@ -338,18 +346,18 @@ class _Play:
     def steps(self) -> Iterator[tuple[Worker, Step]]:
         """The passes in the order of time."""
         left = 2 * self.minibatches * len(self.round)
-        time = 0
+        time, patient = 0, True
         while left:
-            before = left
-            for worker in self.next_forward:
-                step = self._step(worker, time)
+            for worker, busy_until in self.busy_until.items():
+                step = self._step(worker, time, patient) if busy_until <= time else None
                 if step is not None:
                     yield worker, step
                     left -= 1
-            assert left < before, f"nobody can move at time {time}"
-            time += 1
+            ends = [end for end in self.busy_until.values() if end > time]
+            assert ends or patient, f"nobody can move at time {time}"
+            time, patient = min(ends, default=time), bool(ends)
 
-    def _step(self, worker: Worker, time: int) -> Step | None:
+    def _step(self, worker: Worker, time: int, patient: bool) -> Step | None:
         """What `worker` begins at `time`."""
         stage = worker[0]
         if time < self.round_begins[stage]:
@@ -358,11 +366,24 @@ class _Play:
         oldest = in_flight[0] if in_flight else coming
         if oldest // self.round_size[stage] != self.round[stage]:
             return None
+        if self._may_go_forward(worker):
+            step = self._go_forward(worker, time)
+            if step is not None or patient:
+                return step
         if in_flight and self._may_go_backward(worker, time):
             return self._go_backward(worker, time)
-        if coming < self.minibatches and len(in_flight) < self.limit[stage]:
-            return self._go_forward(worker, time)
         return None
+
+    def _may_go_forward(self, worker: Worker) -> bool:
+        """Whether the rules let it go forward before anything goes backward."""
+        stage, coming = worker[0], self.next_forward[worker]
+        if coming >= self.minibatches or len(self.in_flight[worker]) >= self.limit[stage]:
+            return False
+        return self._version(stage, coming) <= self.round[stage]
+
+    def _version(self, stage: int, minibatch: int) -> int:
+        newest = self.round[stage]
+        return self.version(stage, minibatch, newest, self.version_of[0][minibatch])
 
     def _may_go_backward(self, worker: Worker, time: int) -> bool:
         stage = worker[0]
@@ -385,12 +406,9 @@ class _Play:
         for over in self.before_forward[stage]:
             if over[minibatch] > time:
                 return None
-        newest = self.round[stage]
-        version = self.version(stage, minibatch, newest, self.version_of[0][minibatch])
-        if version > newest:
-            return None
+        version = self._version(stage, minibatch)
         self.version_of[stage][minibatch] = version
-        self.forward_over[stage][minibatch] = time + 1
+        self.forward_over[stage][minibatch] = self._ends(worker, time)
         self.next_forward[worker] += self.pipeline.replicas[stage]
         self.in_flight[worker].append(minibatch)
         return Step(time, Kind.FORWARD, minibatch, version)
@@ -398,13 +416,18 @@ class _Play:
     def _go_backward(self, worker: Worker, time: int) -> Step:
         stage = worker[0]
         minibatch = self.in_flight[worker].pop(0 if self.in_turn else -1)
-        self.backward_over[stage][minibatch] = time + 1
+        over = self.backward_over[stage][minibatch] = self._ends(worker, time)
         self.round_left[stage] -= 1
         if not self.round_left[stage]:
             self.round[stage] += 1
             self.round_left[stage] = self.pipeline.in_round(stage, self.round[stage])
-            self.round_begins[stage] = time + 1
+            self.round_begins[stage] = over
         return Step(time, Kind.BACKWARD, minibatch, self.version_of[stage][minibatch])
+
+    def _ends(self, worker: Worker, time: int) -> int:
+        """When a pass that `worker` begins now is over."""
+        self.busy_until[worker] = time + self.pipeline.replicas[worker[0]]
+        return self.busy_until[worker]
 
 
 class _Writer:
@@ -468,17 +491,23 @@ class _Writer:
 def chart(schedule: Schedule) -> str:
     """The play as text: a row for each worker, a column for each unit of time.
 
-    For replicas (1, 1) and four minibatches:
+    For replicas (1, 1) and four minibatches, and for (1, 2) and three:
 
         0  F0 F1 .  B0 F2 B1 F3 B2 .  B3
         1  .  F0 B0 F1 B1 F2 B2 F3 B3
+
+        0    F0 F1 F2 .  .  .  B0 B1 .  .  B2
+        1    .  F0 -  B0 -  .  F2 -  B2 -
+        1.1  .  .  F1 -  B1 -
     """
     width = max(4, len(str(schedule.minibatches)) + 2)
     lines = []
-    for worker, steps in schedule.steps.items():
-        cells = ["."] * (steps[-1].time + 1 if steps else 0)
+    for (stage, replica), steps in schedule.steps.items():
+        takes = schedule.replicas[stage]
+        cells = ["."] * (steps[-1].time + takes if steps else 0)
         for step in steps:
+            cells[step.time : step.time + takes] = ["-"] * takes
             cells[step.time] = f"{step.kind}{step.minibatch}"
-        label = show_worker(worker).ljust(width)
+        label = show_worker((stage, replica)).ljust(width)
         lines.append((label + "".join(cell.ljust(width) for cell in cells)).rstrip())
     return "\n".join(lines)

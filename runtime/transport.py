@@ -89,7 +89,7 @@ class Transport:
     def receive(self, channel: Channel) -> Message:
         """Waits for the oldest message posted on the channel. Raises PeerLost.
 
-        The tensors are to be given back with `recycle` when nobody needs them any more.
+        The tensors may be given back with `recycle` when nobody needs them any more.
         """
         message = self.arriving[channel].popleft()
         try:
@@ -100,11 +100,8 @@ class Transport:
         return [buffer.to(self.device).detach() for buffer in message.buffers]
 
     def recycle(self, channel: Channel, message: Message) -> None:
-        """Lets a later message of the channel, of the same shapes and types, have this memory.
-
-        Not that of a gradient: autograd may have handed on a view of it as the gradient of others.
-        """
-        if self.staged == self.device and not channel.is_gradient:
+        """Lets a later message of the channel, of the same shapes and types, have this memory."""
+        if self.staged == self.device:
             spare = self.spare.setdefault((channel, _kind(message)), [])
             spare.append([tensor.detach() for tensor in message])
 

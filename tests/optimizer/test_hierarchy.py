@@ -64,6 +64,7 @@ def check(
         rules=rules,
         recompute=recompute,
         optimizer=optimizer,
+        in_flight="least",
     )
     outcome = optimize(request)
     memory = None

@@ -16,7 +16,8 @@ from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.simulator import Span, simulate, simulate_plan
 from pipedream.optimizer.workload import Held, StageWork, Workload
 from pipedream.runtime.checker import check
-from pipedream.runtime.policy import warm_up
+from pipedream.runtime.in_flight import warm_up
+from pipedream.runtime.policy import policy
 from pipedream.runtime.schedule import Kind, schedule
 
 FREE = 1e30
@@ -30,7 +31,7 @@ def chain(*stages, message=0.0):
 
 
 def run(workload, replicas, minibatches=None, bandwidth=FREE, name="weight-stashing", micro=1):
-    span = Span.of(name, replicas, micro)
+    span = Span.of(policy(name, replicas, micro))
     if minibatches is not None:
         span = Span(minibatches, 1, minibatches)
     made = schedule(name, replicas, tuple(workload.forward_bytes), span.minibatches, micro)
@@ -161,7 +162,11 @@ def test_any_pipeline(stages, message, name):
     workload = chain(*(work for work, _ in stages), message=message)
     found = run(workload, replicas, bandwidth=10, name=name, micro=2)
     made = schedule(
-        name, replicas, tuple(workload.forward_bytes), Span.of(name, replicas, 2).minibatches, 2
+        name,
+        replicas,
+        tuple(workload.forward_bytes),
+        Span.of(policy(name, replicas, 2)).minibatches,
+        2,
     )
     peaks = check(made)
     for rank, worker in enumerate(made.workers):

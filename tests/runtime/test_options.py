@@ -219,6 +219,24 @@ def test_an_update_with_a_gradient_that_is_no_number_is_left_out_by_all(tmp_path
     assert_same(job, expected, model, 1e-12)
 
 
+def test_a_gradient_that_is_a_view_of_what_was_received_is_not_written_over(
+    tmp_path: Path,
+) -> None:
+    """The memory of received gradients once went round while the token's gradient lay in it."""
+    job = job_for(tmp_path, (1, 1), model="Token", microbatches=16)
+    run_jobs([job])
+    model = plain_model(job.config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    expected = []
+    for part in rounds(job.config):
+        found = [F.mse_loss(model(x), target) for x, target in part]
+        expected += [loss.item() for loss in found]
+        torch.stack(found).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(job, expected, model, 1e-12)
+
+
 def test_a_compiled_stage_learns_the_same(tmp_path: Path) -> None:
     noisy = {"model": "Noisy", "dtype": "float32", "data": CLASSES, "loss": "cross_entropy"}
     plain = job_for(tmp_path / "plain", (1, 1), "weight-stashing", **noisy)

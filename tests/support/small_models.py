@@ -134,6 +134,29 @@ class Steep(nn.Module):
         return self.c(self.b(self.a(x))) * 10.0
 
 
+class _WithToken(nn.Module):
+    """Two rows that are learned, after those of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.token = Layer(6), nn.Parameter(torch.ones(2, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat((self.layer(x), self.token))
+
+
+class Token(nn.Module):
+    """The gradient of the token is a piece of the gradient of what the first part gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = _WithToken(), Layer(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.c(self.a(x))
+        return y[:-2] + y[-2:].sum(0)
+
+
 def one_bad_example() -> tuple[TensorDataset, TensorDataset]:
     """`regression`, one of whose inputs is no number."""
     train, held_out = regression()
