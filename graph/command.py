@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -9,6 +10,9 @@ import sys
 from typing import Any, NoReturn
 
 import click
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A write that fails names no file, and is nobody's mistake in the code."""
 
 
 class UserError(click.ClickException):
@@ -46,9 +50,11 @@ class Command(click.Command):
         except click.ClickException as error:
             _fail(self.name, error.format_message(), 2)
         except OSError as error:
-            if error.filename is None:
+            if error.filename is not None:
+                _fail(self.name, f"{error.filename}: {error.strerror}", 2)
+            if error.errno not in _NO_ROOM:
                 raise
-            _fail(self.name, f"{error.filename}: {error.strerror}", 2)
+            _fail(self.name, f"{error.strerror}: make room for what is written", 2)
         sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from pipedream.graph.command import UserError
 from pipedream.graph.model import Graph, Node
 from pipedream.profiler.constants import constants
-from pipedream.profiler.functional import make_functional
+from pipedream.profiler.functional import make_dense, make_functional
 from pipedream.profiler.group import Group, group_by_module
 from pipedream.profiler.quiet import quiet
 from pipedream.profiler.usercode import check_call, place
@@ -102,6 +102,7 @@ def capture(
     module, outputs = _unlift(program, model)
     _refuse_data_dependence(module, model)
     make_functional(module)
+    make_dense(module)
     fixed = constants(module)
     operators = [node for node in module.graph.nodes if node.op == "call_function"]
     groups = group_by_module([node for node in operators if node not in fixed], module, model)

@@ -38,6 +38,18 @@ def make_functional(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def make_dense(module: fx.GraphModule) -> None:
+    """Takes out `sparse=True` of embeddings: only some optimizers know what to do with gradients
+    like that, and neither sums over replicas nor torch's fused steps do. The values are the same.
+    """
+    for node in module.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            for index, argument in enumerate(node.target._schema.arguments[: len(node.args)]):
+                if argument.name == "sparse":
+                    node.update_arg(index, False)
+    module.recompile()
+
+
 def _copy_state(state: fx.Node) -> None:
     """Has the pass work on a copy of a buffer that it changes, and the buffer take that over."""
     if isinstance(_held(state), nn.Parameter):

@@ -24,6 +24,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from pipedream.graph.command import UserError
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.board import Board
 from pipedream.runtime.legs import Position
@@ -74,6 +75,7 @@ class Display:
         self.last_loss: float | None = None
         self.loss_sum, self.losses = 0.0, 0
         self.recorded = first
+        self.failure: UserError | None = None
         self.statuses: Mapping[int, Status] = {}
 
     @property
@@ -98,7 +100,8 @@ class Display:
         if self.console.is_terminal:
             self.live.update(self.progress)
             self.live.stop()
-        self.file.close()
+        with suppress(OSError):  # a full disk has been told
+            self.file.close()
         if self.board is not None:
             self.board.close()
 
@@ -108,8 +111,8 @@ class Display:
         ended = threading.Event()
 
         def watch() -> None:
-            while not ended.wait(SECONDS_BETWEEN_LOOKS):
-                self._look(losses)
+            while not ended.wait(SECONDS_BETWEEN_LOOKS) and self.failure is None:
+                self._look_or_note(losses)
 
         thread = threading.Thread(target=watch, name="display", daemon=True)
         thread.start()
@@ -119,9 +122,27 @@ class Display:
             ended.set()
             thread.join()
 
+    def has_recorded(self, position: Position) -> bool:
+        """Whether metrics.jsonl has come as far. Raises UserError where it cannot be written."""
+        if self.failure is not None:
+            raise self.failure
+        return self.recorded >= position
+
+    def _look_or_note(self, losses: Losses) -> None:
+        try:
+            self._look(losses)
+        except OSError as error:
+            self.failure = UserError(f"{self.path}: cannot be written: {error.strerror}")
+            self.failure.__cause__ = error
+
     def end_epoch(self, losses: Losses) -> None:
-        """Writes down what is left of an epoch; without a terminal it gets a line of its own."""
-        self._look(losses)
+        """Writes down what is left of an epoch; without a terminal it gets a line of its own.
+
+        Raises UserError where the disk refuses.
+        """
+        self._look_or_note(losses)
+        if self.failure is not None:
+            raise self.failure
         self._ask(losses)
         mean = self.loss_sum / self.losses
         self.loss_sum, self.losses = 0.0, 0

@@ -57,6 +57,7 @@ def _report(member: Member) -> dict[str, Any]:
         "predicted_memory_bytes": _predicted_memory(rank.job, rank.stage),
         "weight_versions": member.weights.peak_versions,
         "in_flight": member.peak_in_flight,
+        "updates_left_out": member.stepping.skipped,
         "clock_error_seconds": member.clock.error,
     }
 

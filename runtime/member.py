@@ -67,7 +67,7 @@ class Member:
             publishes=rank.place.rank == 0,
             timeout=rank.job.timeout,
             keep=rank.job.keep,
-            recorded=lambda position: self.display is None or self.display.recorded >= position,
+            recorded=lambda at: self.display is None or self.display.has_recorded(at),
             details={
                 "optimizer": rank.job.optimizer.name,
                 "batch_size": rank.job.config.batch_size,

@@ -103,6 +103,8 @@ def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None
         lines.append(f"held-out loss       {summary['held_out_loss']:.4f}")
     if "held_out_accuracy" in summary:
         lines.append(f"held-out accuracy   {summary['held_out_accuracy']:.1%}")
+    if left_out := max(rank["updates_left_out"] for rank in summary["ranks"]):
+        lines.append(f"updates left out    {left_out}: their gradients were no numbers")
     lines += _memory_lines(summary["ranks"])
     print("\n".join(lines))
     print(f"Written: {run}/summary.json, metrics.jsonl, timeline.png, {also}checkpoints")

@@ -19,6 +19,8 @@ def tool(action: str, count: int) -> int | None:
         raise UserError("graph.txt:3: node a is there twice\n  and more")
     if action == "write":
         Path("/nowhere/at/all").write_text("")
+    if action == "full":
+        Path("/dev/full").write_text("more")
     if action == "interrupt":
         raise KeyboardInterrupt
     if action == "bug":
@@ -37,6 +39,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str]:
     [
         (["mistake"], 2, "pd-try: graph.txt:3: node a is there twice and more\n"),
         (["write"], 2, "pd-try: /nowhere/at/all: No such file or directory\n"),
+        (["full"], 2, "pd-try: No space left on device: make room for what is written\n"),
         (["interrupt"], 130, "pd-try: interrupted\n"),
         ([], 2, "pd-try: Missing argument 'ACTION'.\n"),
         (["x", "--count", "y"], 2, "pd-try: Invalid value for '--count': "),

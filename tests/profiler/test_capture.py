@@ -244,3 +244,18 @@ def test_what_is_read_before_a_write_in_place_stays_with_it() -> None:
         return layers["b"](y) + side
 
     assert_transparent(Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(2, 4))
+
+
+def test_gradients_of_embeddings_are_dense() -> None:
+    """`Embedding(sparse=True)` stopped the run at its first update with a traceback."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        return layers["b"](layers["a"](x))
+
+    model = Model(forward, a=nn.Embedding(5, 4, sparse=True), b=nn.Linear(4, 4))
+    captured = capture(model, (torch.tensor([[1, 2, 2]]),))
+    captured.module(torch.tensor([[1, 2, 2]]))[0].sum().backward()
+    gradient = captured.module.get_parameter("layers.a.weight").grad
+    assert gradient is not None
+    assert not gradient.is_sparse
+    assert gradient[2].ne(0).all()

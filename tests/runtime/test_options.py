@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -216,6 +217,8 @@ def test_an_update_with_a_gradient_that_is_no_number_is_left_out_by_all(tmp_path
             skipped += 1
         optimizer.zero_grad()
     assert skipped == 2
+    summary = json.loads((job.run / "summary.json").read_text())
+    assert [rank["updates_left_out"] for rank in summary["ranks"]] == [2, 2, 2]
     assert_same(job, expected, model, 1e-12)
 
 

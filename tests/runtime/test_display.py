@@ -1,0 +1,36 @@
+"""What rank 0 writes down as a run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from pipedream.graph.command import UserError
+from pipedream.runtime.display import Display
+from pipedream.runtime.legs import Position
+from pipedream.runtime.report import Losses
+from pipedream.runtime.sizes import Sizes
+
+
+def test_a_full_disk_is_told_by_all_that_wait_for_the_records(tmp_path: Path) -> None:
+    """The thread that writes metrics.jsonl died with a traceback, and the next checkpoint waited
+    for its lines until the timeout.
+    """
+    path = tmp_path / "metrics.jsonl"
+    display = Display(path, Sizes(4, 2), 2, [(0,)], None, Position(0))
+    losses = Losses(HashStore(), 1, 2)
+    with display:
+        display.file.close()
+        display.file = Path("/dev/full").open("a")  # noqa: SIM115 - closed with the display
+        with display.watching(losses):
+            losses.tell(0, torch.tensor(1.0))
+            losses.tell(1, torch.tensor(2.0))
+            losses.end()
+        problem = "metrics.jsonl: cannot be written: No space left on device"
+        with pytest.raises(UserError, match=problem):
+            display.end_epoch(losses)
+        with pytest.raises(UserError, match=problem):
+            display.has_recorded(Position(1))
