@@ -46,10 +46,7 @@ def tried(job: Job) -> list[dict[str, float]]:
 def test_it_is_what_the_plain_model_does(
     tmp_path: Path, replicas: tuple[int, ...], autocast: str | None
 ) -> None:
-    """Dropout and batch norm in eval mode; 21 examples are five minibatches and one more.
-
-    What training in bfloat16 sends has another type, and is not mixed up with it.
-    """
+    """Dropout and batch norm in eval mode; 21 examples are five minibatches and one more."""
     chosen = config("Noisy", "classes", examples=84).model_copy(update={"autocast": autocast})
     assert_as_plain(chosen, replicas, (torch.randn(4, 6),), tmp_path / "run")
 
