@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from copy import copy
 from math import prod
 from operator import mul
 
 import numpy as np
 
 from pipedream.graph.cluster import Cluster
-from pipedream.optimizer.cost import CostModel, Work, overhead
+from pipedream.optimizer.cost import CostModel, Work
 from pipedream.optimizer.cuts import States
 from pipedream.optimizer.frontier import Bins
 from pipedream.optimizer.hierarchy import Rules, Search
-from pipedream.optimizer.kinds import Grade, Kinds
-from pipedream.optimizer.planning import Floats, Ints, PlanningGraph
-from pipedream.optimizer.stage_cost import levels
+from pipedream.optimizer.kinds import Kinds
+from pipedream.optimizer.planning import Floats, PlanningGraph
+from pipedream.optimizer.stage_cost import Priced, levels
 
 
 def lower_bound(graph: PlanningGraph, cluster: Cluster, model: CostModel, straight: bool) -> float:
@@ -70,39 +69,19 @@ class BinCuts:
         return np.flatnonzero(rows[start + 1 : end + 1] >= rows[start]) + start + 1
 
 
-class BinCost:
+class BinCost(Priced):
     """The least that a stage between downsets of two bins can cost."""
 
-    depends_on_load = False
-
     def __init__(self, bins: Bins, cluster: Cluster, model: CostModel) -> None:
+        super().__init__(cluster, model, bins.bytes_across)
         self.bins = bins
-        self.model = model
-        self.levels = levels(cluster)
-        self.speed = 1.0
-
-    def on(self, grade: Grade) -> BinCost:
-        graded = copy(self)
-        graded.speed = grade.speed
-        return graded
 
     def on_device(self, start: int, ends: States, load: int) -> Floats:
         least, most = self.bins.least_seconds[ends], self.bins.most_seconds[start]
         seconds: Floats = np.maximum(least - most, 0.0) / self.speed
         return seconds
 
-    def replicated(
-        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
-    ) -> Floats:
-        across = self.bins.bytes_across
-        work = Work(inner, self._parameters(start, ends), float(across[start]), across[ends])
-        return self.model.seconds(self.model.terms(work, self.levels[level - 1], replicas, first))
-
-    def overhead(self, start: int, ends: States, level: int, replicas: Ints) -> Floats:
-        parameters = self._parameters(start, ends)
-        return overhead(self.model, parameters, self.levels[level - 1], replicas)
-
-    def _parameters(self, start: int, ends: States) -> Floats:
+    def parameter_bytes(self, start: int, ends: States) -> Floats:
         least, most = self.bins.least_parameters[ends], self.bins.most_parameters[start]
         parameters: Floats = np.maximum(least - most, 0.0)
         return parameters

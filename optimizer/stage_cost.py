@@ -5,9 +5,10 @@ The solver asks a StageCost and does not care who answers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,7 +89,48 @@ class MemoryLimit:
         return fits | self.fits(start, ends, peak, recompute=True), ~fits
 
 
-class Replication:
+class Priced(ABC):
+    """Seconds per minibatch under `model`, of stages whose size and cuts the subclass knows.
+
+    `bytes_across`: of each state, what crosses its cut.
+    """
+
+    depends_on_load = False
+
+    def __init__(self, cluster: Cluster, model: CostModel, bytes_across: Floats) -> None:
+        self.model = model
+        self.levels = levels(cluster)
+        self.bytes_across = bytes_across
+        self.speed = 1.0
+
+    @abstractmethod
+    def parameter_bytes(self, start: int, ends: States) -> Floats:
+        """Of the stage from `start` to each of `ends`."""
+
+    def on(self, grade: Grade) -> Self:
+        graded = copy(self)
+        graded.speed = grade.speed
+        return graded
+
+    def replicated(
+        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
+    ) -> Floats:
+        return self.model.seconds(self.terms(inner, start, ends, level, replicas, first))
+
+    def overhead(self, start: int, ends: States, level: int, replicas: Ints) -> Floats:
+        parameters = self.parameter_bytes(start, ends)
+        return overhead(self.model, parameters, self.levels[level - 1], replicas)
+
+    def terms(
+        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
+    ) -> Terms:
+        """The parts that `replicated` is made of."""
+        across = self.bytes_across
+        work = Work(inner, self.parameter_bytes(start, ends), float(across[start]), across[ends])
+        return self.model.terms(work, self.levels[level - 1], replicas, first)
+
+
+class Replication(Priced):
     """PipeDream's answer: every component of a stage does the same on other minibatches.
 
     Costs are seconds per minibatch under `model`. With `working` a stage must take some time.
@@ -102,19 +144,20 @@ class Replication:
         limit: MemoryLimit | None = None,
         working: bool = False,
     ) -> None:
+        super().__init__(cluster, model, cuts.bytes_across)
         self.cuts = cuts
-        self.model = model
         self.limit = limit
         self.working = working
-        self.speed = 1.0
-        self.levels = levels(cluster)
         self.depends_on_load = limit is not None
 
-    def on(self, grade: Grade) -> Replication:
-        graded = copy(self)
-        graded.speed = grade.speed
+    def on(self, grade: Grade) -> Self:
+        graded = super().on(grade)
         graded.limit = self.limit and self.limit.on(grade)
         return graded
+
+    def parameter_bytes(self, start: int, ends: States) -> Floats:
+        parameters: Floats = self.cuts.parameter_bytes[ends] - self.cuts.parameter_bytes[start]
+        return parameters
 
     def on_device(self, start: int, ends: States, load: int) -> Floats:
         seconds: Floats = np.maximum(self.cuts.seconds[ends] - self.cuts.seconds[start], 0.0)
@@ -127,24 +170,6 @@ class Replication:
             seconds = seconds + np.where(again, forward[ends] - forward[start], 0.0)
             seconds[~fits] = np.inf
         return seconds / self.speed
-
-    def replicated(
-        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
-    ) -> Floats:
-        return self.model.seconds(self.terms(inner, start, ends, level, replicas, first))
-
-    def overhead(self, start: int, ends: States, level: int, replicas: Ints) -> Floats:
-        parameters = self.cuts.parameter_bytes[ends] - self.cuts.parameter_bytes[start]
-        return overhead(self.model, parameters, self.levels[level - 1], replicas)
-
-    def terms(
-        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
-    ) -> Terms:
-        """The parts that `replicated` is made of."""
-        parameters = self.cuts.parameter_bytes[ends] - self.cuts.parameter_bytes[start]
-        across = self.cuts.bytes_across
-        work = Work(inner, parameters, across[start], across[ends])
-        return self.model.terms(work, self.levels[level - 1], replicas, first)
 
 
 class LeastMemory:

@@ -207,30 +207,29 @@ SPEED = st.sampled_from([0.3, 0.5, 1.0, 2.0])
 MEMORY = st.sampled_from([None, 2e7, 4e7, 8e7])
 
 
+@st.composite
+def two_kinds(draw):
+    """Small clusters with machines of two kinds in any order, or of one of them."""
+    machines = draw(st.sampled_from([(2,), (3,), (4,), (2, 2), (1, 3), (2, 3)]))
+    kinds = [DeviceKind(name=name, speed=draw(SPEED), memory=draw(MEMORY)) for name in "xy"]
+    count = machines[-1]
+    which = draw(st.lists(st.sampled_from(kinds), min_size=count, max_size=count))
+    return cluster_of(machines, *which, latency=(1e-4, 2e-3)[: len(machines)])
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     graph=graphs(6),
-    machines=st.sampled_from([(2,), (3,), (4,), (2, 2), (1, 3), (2, 3)]),
-    speeds=st.tuples(SPEED, SPEED),
-    memories=st.tuples(MEMORY, MEMORY),
+    cluster=two_kinds(),
     memory=st.sampled_from([None, None, 3e7]),
     model=st.sampled_from(sorted(COST_MODELS)),
     rules=st.builds(Rules, st.booleans(), st.booleans()),
     schedule=st.sampled_from(["weight-stashing", "flush"]),
     recompute=st.sampled_from(["never", "auto", "always"]),
-    data=st.data(),
 )
 def test_plans_on_two_kinds_equal_brute_force(
-    by_hand, graph, machines, speeds, memories, memory, model, rules, schedule, recompute, data
+    by_hand, graph, cluster, memory, model, rules, schedule, recompute
 ):
-    kinds = [
-        DeviceKind(name=name, speed=speed, memory=most)
-        for name, speed, most in zip("xy", speeds, memories, strict=True)
-    ]
-    which = data.draw(
-        st.lists(st.sampled_from(kinds), min_size=machines[-1], max_size=machines[-1])
-    )
-    cluster = cluster_of(machines, *which, latency=(1e-4, 2e-3)[: len(machines)])
     check(by_hand, graph, cluster, model, rules, schedule, memory, recompute)
 
 
@@ -307,33 +306,24 @@ def batch_on_kinds(by_hand, costs, pipeline, order, cluster, memory, recompute, 
 @settings(max_examples=300, deadline=None)
 @given(
     graph=graphs(6),
-    machines=st.sampled_from([(2,), (3,), (4,), (2, 2), (1, 3), (2, 3)]),
-    speeds=st.tuples(SPEED, SPEED),
-    memories=st.tuples(MEMORY, MEMORY),
+    cluster=two_kinds(),
     memory=st.sampled_from([None, None, 3e7]),
     model=st.sampled_from(sorted(COST_MODELS)),
     rules=st.builds(Rules, st.booleans(), st.booleans()),
     recompute=st.sampled_from(["never", "auto", "always"]),
     microbatches=st.sampled_from([1, 4, 32]),
-    data=st.data(),
 )
 def test_batches_on_two_kinds_equal_brute_force(
-    by_hand, graph, machines, speeds, memories, memory, model, rules, recompute, microbatches, data
+    by_hand, graph, cluster, memory, model, rules, recompute, microbatches
 ):
-    kinds = [
-        DeviceKind(name=name, speed=speed, memory=most)
-        for name, speed, most in zip("xy", speeds, memories, strict=True)
-    ]
-    which = data.draw(
-        st.lists(st.sampled_from(kinds), min_size=machines[-1], max_size=machines[-1])
-    )
-    cluster = cluster_of(machines, *which, latency=(1e-4, 2e-3)[: len(machines)])
+    machines = cluster.machines
     cuts = by_hand.downsets(graph)
     assume(len(cuts) <= 9)
     assume(not rules.straight or rules.fewer_machines or cluster.devices <= len(graph.nodes))
     costs = by_hand.Costs(graph, machines, cluster.bandwidth, model, None, cluster.latency)
     orders = {
-        tuple(which[m].name for m in order): order for order in permutations(range(len(which)))
+        tuple(cluster.machine_kinds[machine] for machine in order): order
+        for order in permutations(range(machines[-1]))
     }
     limits = cluster, memory, recompute, microbatches
     pipelines = list(by_hand.flat_pipelines(cuts, machines, rules.straight, rules.fewer_machines))
@@ -362,7 +352,7 @@ def test_batches_on_two_kinds_equal_brute_force(
     assert outcome.plan.predicted.latency_seconds == pytest.approx(time, rel=1e-9)
     assert time == pytest.approx(best, rel=1e-9)
     assert outcome.exact
-    if memory or any(kind.memory for kind in kinds) or rules.straight:
+    if memory or any(kind.memory for kind in cluster.kinds) or rules.straight:
         return  # over a few cuts there may be no plan that fits, or gives each device a stage
     rough = optimize(request, most_cuts=4).plan.predicted
     assert rough.latency_lower_bound_seconds <= best * (1 + 1e-9)
