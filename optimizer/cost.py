@@ -155,10 +155,9 @@ class Measured:
     gloo adds up and copies on the worker's own processor: on two processes of one core each, 75 to
     88 % of what a sum of 0.3 to 64 MB takes, so that little can be hidden. With NCCL, or cores to
     spare, the figure is an upper bound, too high by the last backward pass of a round at most.
-    Boundary: (send(a_in) + send(a_out))/m, while the
-    engine computes; the m components take turns, and the link of each carries both directions at
-    once, the gradients of what came in beside the activations that go out. What crosses at an outer
-    level passes through the links within, too.
+    Boundary: (send(a_in) + send(a_out))/m, while the engine computes; the m components take turns,
+    and the link of each carries both directions at once, the gradients of what came in beside the
+    activations that go out. What crosses at an outer level passes through the links within, too.
 
     A component is taken to add up all its weights for every minibatch it has done, though replicas
     inside it share these: with replication at several levels the time is no less than it will be.
