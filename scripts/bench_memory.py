@@ -135,7 +135,9 @@ CASES = {
         {"images": {"size": 96}},
         16,
         MOMENTUM,
-        ("--optimizer", "momentum", "--schedule", "flush"),
+        ("--optimizer", "momentum", "--schedule", "flush", "--microbatches", "4"),
+        minibatches=12,
+        microbatches=4,
     ),
 }
 
