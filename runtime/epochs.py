@@ -147,9 +147,7 @@ class _Training:
         if action.kind is Kind.FORWARD:
             self.in_flight += 1
             self.member.peak_in_flight = max(self.member.peak_in_flight, self.in_flight)
-        if self.member.pulse is not None:
-            words = f"in epoch {self.number} at {action}, minibatch {action.minibatch}"
-            self.member.pulse.say(self.rank.place.rank, words)
+        self.member.say(f"in epoch {self.number} at {action}, minibatch {action.minibatch}")
 
     def _after(self, action: Action) -> None:
         if action.kind is Kind.BACKWARD:

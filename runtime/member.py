@@ -22,15 +22,16 @@ from pipedream.runtime.recording import Recorder
 from pipedream.runtime.resume import resume
 from pipedream.runtime.saver import Saver
 from pipedream.runtime.transport import Transport
+from pipedream.runtime.watch import Watch
 from pipedream.runtime.weights import Weights
 
 
 class Member:
     """Made by all ranks at the same time; then each is at `first`, where the run begins.
 
-    `pulse` is there if a launcher of ours watches, `store` if the ranks have met to plan again;
-    `display` on rank 0 alone. `peak_in_flight`: the most minibatches that it had between their
-    forward and backward passes. `tried` is what the held-out data gave.
+    `pulse` is there if a launcher of ours watches, else `watch` if there are others; `store` if the
+    ranks have met to plan again; `display` on rank 0 alone. `peak_in_flight`: the most minibatches
+    that it had between their forward and backward passes. `tried` is what the held-out data gave.
     """
 
     def __init__(self, rank: Rank, pulse: Pulse | None, store: Store | None = None) -> None:
@@ -38,6 +39,7 @@ class Member:
         self.rank, self.pulse = rank, pulse
         met = store or meet(place, job.timeout)
         self.store = join(place, met, rank.backend, rank.device, job.timeout)
+        self.watch = Watch.of(self.store, place, job.timeout) if pulse is None else None
         self.clock = Clock(self.store, place.rank, place.world_size)
         self.clock.read()
         self.recorder = Recorder(self.clock, job.trace, whole_updates(1, job.policy))
@@ -52,6 +54,13 @@ class Member:
         self.pace = Pace(job.policy.in_flight(rank.stage))
         self.peak_in_flight = 0
         self.tried: dict[str, float] = {}
+
+    def say(self, words: str) -> None:
+        """What this rank does from now on, for those who watch it."""
+        if self.pulse is not None:
+            self.pulse.say(self.rank.place.rank, words)
+        if self.watch is not None:
+            self.watch.say(words)
 
     def _add_up(self, tensor: torch.Tensor) -> None:
         self.transport.begin_sum(tensor, None).wait()

@@ -44,9 +44,21 @@ def train(job: Job, place: Place, pulse: Pulse | None = None) -> None:
                 store = meet(place, job.timeout)
                 job, place = replanned(job, place, store)
             if place.rank < job.plan.workers:
-                _run(Member(Rank(job, place), pulse, store))
+                _watched(Member(Rank(job, place), pulse, store))
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise PeerLost("the store of the ranks does not answer any more") from error
+
+
+def _watched(member: Member) -> None:
+    try:
+        _run(member)
+    except PeerLost as error:
+        if member.watch is None:
+            raise
+        raise PeerLost(member.watch.explained(error), error.peer) from error
+    finally:
+        if member.watch is not None:
+            member.watch.end()
 
 
 def _run(member: Member) -> None:

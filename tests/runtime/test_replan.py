@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import small_models
 import torch
-from commands import PROGRAMS, start
+from commands import typed
 from plans import cut, make_plan
 from processes import free_port, run_processes
 from torch.distributed import HashStore
@@ -69,17 +69,15 @@ def place(rank: int, workers: int, port: int = 0) -> Place:
 
 
 def test_a_run_goes_on_with_the_workers_that_are_left(folder: Path) -> None:
-    """Of three one is killed; later two come under torchrun, by themselves. Losses are those of a
-    run in which nothing happened.
+    """Of three one is killed; later two are started. Losses are those of a run in which nothing
+    happened.
     """
     whole = replace(job_of(folder), run=folder / "whole", epochs=3)
     run_jobs([whole])
     train = ["pd-train", "plan/plan.json", "--config", "run.yaml", "-o", "run", "--replan"]
-    variables = {"PYTHONPATH": str(SUPPORT)}
-    process = start(folder, [*train, "--save-every", "4"], variables)
-    _, error = process.communicate(timeout=100)
-    assert process.returncode == 0, error
-    killed, again = (line for line in error.splitlines() if line.startswith("pd-train: "))
+    done = typed(folder, [*train, "--save-every", "4"], seconds=100)
+    assert done.code == 0, done.error
+    killed, again = (line for line in done.error.splitlines() if line.startswith("pd-train: "))
     assert re.fullmatch(
         r"pd-train: rank 2 was killed by SIGKILL in epoch \d at 2\S+, minibatch \d+; going on with "
         "2 workers",
@@ -92,19 +90,26 @@ def test_a_run_goes_on_with_the_workers_that_are_left(folder: Path) -> None:
     )
     kept, made = (read_plan(folder / path) for path in ("plan/plan.json", "run/plan-2/plan.json"))
     assert (kept.replicas, made.replicas) == ((1, 1, 1), (1, 1))
-    assert sorted(path.name for path in (folder / "run").glob("stage*")) == [
-        "stage0.py",
-        "stage1.py",
-    ]
-    launcher = ["torchrun", "--standalone", "--nproc-per-node=2", "--no-python"]
-    words = [*launcher, str(PROGRAMS / train[0]), *train[1:], "--resume", "--epochs", "3"]
-    process = start(folder, words, variables)
-    _, error = process.communicate(timeout=100)
-    assert process.returncode == 0, error
-    found = replace(whole, run=folder / "run")
+    stages = sorted(path.name for path in (folder / "run").glob("stage*"))
+    assert stages == ["stage0.py", "stage1.py"]
+    found = replace(whole, run=folder / "run", resume=True)
+    run_processes(_train, 2, found, free_port())
     assert losses(found) == pytest.approx(losses(whole), rel=1e-12)
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(found)[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+def test_workers_are_too_few_from_the_beginning(folder: Path) -> None:
+    train = ["pd-train", "plan/plan.json", "--config", "run.yaml", "-o", "run", "--workers", "1"]
+    done = typed(folder, train)
+    assert (done.code, done.error) == (
+        2,
+        "pd-train: --workers 1: the plan is for 3 workers; make another with pd-optimize, or for "
+        "fewer with --replan\n",
+    )
+    done = typed(folder, [*train, "--replan"])
+    assert done.code == 0, done.error
+    assert read_plan(folder / "run/plan-1/plan.json").replicas == (1,)
 
 
 def _train(rank: int, workers: int, job: Job, port: int) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from forked import forking
 from processes import warm_context
 
 MAIN = {
@@ -37,21 +39,39 @@ def typed(
 ) -> Done:
     """Runs the command's `main` in `folder`, in a process forked off one that knows torch.
 
-    What that process starts itself are real programs. Fails, and kills it, when time is up.
+    Workers of `pd-train` are forked off it, all else that it starts are real programs. Fails, and
+    kills it, when time is up.
     """
-    files = folder / ".stdout", folder / ".stderr"
-    process = warm_context().Process(
-        target=_become, args=(folder, command, dict(variables or {}), files)
-    )
-    process.start()
-    process.join(seconds)
-    late = process.is_alive()
-    process.kill()
-    process.join()
-    out, error = (path.read_text() if path.exists() else "" for path in files)
-    assert not late, f"{' '.join(command)}: still there after {seconds} s\n{out}{error}"
-    assert process.exitcode is not None
-    return Done(process.exitcode, out, error)
+    (done,) = typed_together(folder, command, [variables or {}], seconds)
+    return done
+
+
+def typed_together(
+    folder: Path,
+    command: Sequence[str],
+    places: Sequence[Mapping[str, str]],
+    seconds: float = 60.0,
+) -> list[Done]:
+    """The same several times at once, with these variables each: as a launcher would."""
+    files = [tuple(folder / f".{what}{n}" for what in ("out", "error")) for n in range(len(places))]
+    processes = [
+        warm_context().Process(target=_become, args=(folder, command, dict(variables), both))
+        for variables, both in zip(places, files, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    late = [number for number, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        process.kill()
+        process.join()
+    texts = [[path.read_text() if path.exists() else "" for path in both] for both in files]
+    assert not late, f"{' '.join(command)}: still there after {seconds} s: {late}\n{texts}"
+    return [
+        Done(process.exitcode or 0, *both) for process, both in zip(processes, texts, strict=True)
+    ]
 
 
 def _become(
@@ -62,7 +82,8 @@ def _become(
     os.chdir(folder)
     os.environ |= {"OMP_NUM_THREADS": "1", **variables}
     sys.argv = [str(PROGRAMS / command[0]), *command[1:]]
-    import_module(MAIN[command[0]]).main(list(command[1:]))
+    with forking():
+        import_module(MAIN[command[0]]).main(list(command[1:]))
 
 
 def start(

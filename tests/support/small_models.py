@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -189,10 +190,12 @@ class Towers(nn.Module):
 
 
 class Deadly(Dataset[Any]):
-    """Kills the process of a rank when it reads its 100th example, unless it was started again."""
+    """Kills the process of a rank when it reads its 100th example, unless it was started again; or
+    stops it, and kills it some seconds later.
+    """
 
-    def __init__(self, dataset: TensorDataset, rank: int) -> None:
-        self.dataset, self.rank, self.read = dataset, rank, 0
+    def __init__(self, dataset: TensorDataset, rank: int, seconds: float | None) -> None:
+        self.dataset, self.rank, self.seconds, self.read = dataset, rank, seconds, 0
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -201,14 +204,22 @@ class Deadly(Dataset[Any]):
         self.read += 1
         here = os.environ.get("RANK"), os.environ.get("TORCHELASTIC_RESTART_COUNT")
         if self.read == 100 and here == (str(self.rank), "0"):
-            os.kill(os.getpid(), signal.SIGKILL)
+            self._end()
         return self.dataset[index]
 
+    def _end(self) -> None:
+        if self.seconds is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+        subprocess.Popen(["sh", "-c", f"sleep {self.seconds}; kill -KILL {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
 
-def deadly(rank: int = 1, real: bool = False) -> tuple[Deadly, TensorDataset | None]:
-    """`real`: `regression` in place of `classes`."""
+
+def deadly(
+    rank: int = 1, real: bool = False, seconds: float | None = None
+) -> tuple[Deadly, TensorDataset | None]:
+    """`real`: `regression` in place of `classes`; `seconds`: stopped, and killed after so many."""
     train, held_out = regression() if real else classes()
-    return Deadly(train, rank), held_out
+    return Deadly(train, rank, seconds), held_out
 
 
 class Idle(Noisy):
