@@ -278,7 +278,8 @@ def _watch(
             # Whoever they have lost is about to be seen; if nobody dies, they are the news.
             lost_since = lost_since or time.monotonic()
             if None not in codes or time.monotonic() - lost_since > _GRACE_SECONDS:
-                return _cut_off(list(failed), pulse)
+                silent = [rank for rank, code in enumerate(codes) if code is None]
+                return _cut_off(list(failed), silent, pulse)
         elif None not in codes:
             return _End(STOPPED if STOPPED in codes else 0)
         time.sleep(_POLL_SECONDS)
@@ -339,15 +340,20 @@ def _failed(rank: int, code: int, pulse: Pulse) -> _End:
     return _End(1, f"rank {rank} {how}{_at(pulse, rank)}")
 
 
-def _cut_off(noticed: Sequence[int], pulse: Pulse) -> _End:
-    """Nobody has died: the one whom most have lost, or else the first that has lost somebody."""
+def _cut_off(noticed: Sequence[int], silent: Sequence[int], pulse: Pulse) -> _End:
+    """Nobody has died: the one whom most have lost, or the only one that has not noticed anything,
+    or else the first that has lost somebody.
+    """
     found = (pulse.of(rank).lost for rank in noticed)
     lost = Counter(rank for rank in found if rank is not None)
     ranked = lost.most_common(2)
-    if not ranked or (len(ranked) > 1 and ranked[0][1] == ranked[1][1]):
+    if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]):
+        rank = ranked[0][0]
+    elif len(silent) == 1:
+        (rank,) = silent
+    else:
         rank = noticed[0]
         return _End(1, f"rank {rank} lost its connection to the others{_at(pulse, rank)}")
-    (rank, _), *_ = ranked
     return _End(1, f"rank {rank} does not answer the others any more{_at(pulse, rank)}")
 
 

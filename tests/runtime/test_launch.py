@@ -168,6 +168,19 @@ def test_the_one_that_all_others_have_lost_is_named(start, tmp_path):
     assert error == line
 
 
+def test_one_that_was_stopped_on_its_way_to_the_others_is_named(start, tmp_path):
+    """It has said nothing yet, and they do not know whom they wait for."""
+    script = f"""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    sys.exit({PEER_LOST})
+    """
+    code, _, error = finished(start(script, workers=3), tmp_path, 3)
+    assert code == 1
+    line = "pd-train: rank 1 does not answer the others any more; all workers stopped\n"
+    assert error == line
+
+
 def test_workers_are_started_again(start, tmp_path):
     """As often as was asked for; nobody of the run before is there any more."""
     script = """
