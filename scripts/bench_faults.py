@@ -1,18 +1,24 @@
-"""Kills workers at random moments of training, and shows that nothing of it is left in the result.
+"""Hits workers at random moments of training, and shows that nothing of it is left in the result.
 
-    python scripts/bench_faults.py [--kills 200] [--seed 0] [-o runs/faults]
+    python scripts/bench_faults.py [--hits 200] [--seed 0] [-o runs/faults]
 
-Trains a small network (dropout, batch norm, momentum) on three processes, a stage of two replicas
-and one of one, once undisturbed and then again and again: SIGKILL comes to a random rank at a
-random action, `pd-train --max-restarts` goes on from the newest checkpoint, and is hit again, until
-there were as many kills as asked for. After each training
+Trains a small network (dropout, batch norm, momentum; an epoch ends with a smaller minibatch) under
+each of four plans and two schedules: once undisturbed, and then again and again, while a random
+rank is hit at a random action: killed (SIGKILL), asked to end (SIGTERM), or stopped (SIGSTOP). The
+run goes on from the newest checkpoint, started again by `pd-train --max-restarts` or by hand with
+`--resume`, and is hit again, until there were as many hits as asked for. After each training
 
-- its weights are those of the undisturbed one, bit for bit,
-- metrics.jsonl has each minibatch of each epoch once, with the same loss,
-- no process of it is left, and no file in /dev/shm.
+- the launcher has named the rank that was hit, every time;
+- weights and losses are those of the undisturbed run, bit for bit;
+- metrics.jsonl has each minibatch of each epoch once, and in these minibatches every example of the
+  epoch once: each carries its number through the pipeline, from what the input stage reads to the
+  loss, where it is compared with the target's;
+- no process is left, no file in /dev/shm or the temporary folder, none in the run folder that the
+  undisturbed run does not have.
 
-What a rank is doing is read from the memory in which it shows its pulse to the launcher: nothing in
-the product knows of this script. One line for each training, then a table of what was hit.
+Workers are processes of their own that meet over gloo, forked off this one, which has imported
+torch. What a rank is doing is read from the memory in which it shows its pulse to the launcher:
+nothing in the product knows of this script. One line for each training, then tables.
 """
 
 from __future__ import annotations
@@ -21,99 +27,203 @@ import json
 import mmap
 import os
 import random
+import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
 import torch
-from torch import nn
-from torch.utils.data import TensorDataset
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from pipedream.graph.cluster import Cluster
-from pipedream.graph.plan import Plan, PlannedGraph, Predicted, Stage, write_plan
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+
+from forked import Child, become, forking
+from plans import cut, make_plan
+
+import pipedream.runtime.cli
+import pipedream.runtime.trainer  # noqa: F401 - what a worker would import
+from pipedream.graph.plan import write_plan
+from pipedream.graph.schedule_name import ScheduleName
 from pipedream.profiler.capture import capture
 from pipedream.runtime.checkpoint import latest, load_all
 from pipedream.runtime.pulse import Pulse
 
-EPOCHS, EXAMPLES, BATCH, EVERY = 8, 256, 4, 8
-REPLICAS = (2, 1)
-KILLS_PER_TRAINING = 10
+EPOCHS, EXAMPLES, BATCH, EVERY = 4, 62, 4, 4
+CASES: tuple[tuple[tuple[int, ...], ScheduleName], ...] = tuple(
+    (replicas, schedule)
+    for replicas in ((1, 1), (2, 1), (1, 1, 1), (1, 2, 1))
+    for schedule in ("weight-stashing", "flush")
+)
+HITS_PER_TRAINING = 5
+SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
+WEIGHTS, WEIGHTS_WITH_STOPS = (3, 1, 0), (3, 1, 3)
+SEEN = "FAULTS_SEEN"
 CONFIG = f"""\
 format: pipedream-run/1
 model: {{source: "bench_faults:Network"}}
 data: {{source: "bench_faults:data"}}
+loss: "bench_faults:loss"
 optimizer: {{name: SGD, args: {{lr: 0.05, momentum: 0.9}}}}
 batch_size: {BATCH}
+microbatches: 4
+dtype: float64
 epochs: {EPOCHS}
 """
 
 
+# What is trained -------------------------------------------------------------------------------
+
+
 class Network(nn.Module):
+    """Classifies by all numbers but the first, the number of the example, which is passed on.
+
+    It comes along in one tensor with the rest, so that later stages have it from the first.
+    """
+
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.norm, self.drop = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2)
-        self.b = nn.Linear(16, 3)
+        self.a, self.norm, self.drop = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+        self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.drop(torch.tanh(self.norm(self.a(x)))))
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.cat((x[:, :1], torch.tanh(self.norm(self.a(x[:, 1:])))), 1)
+        x = torch.cat((x[:, :1], torch.tanh(self.b(self.drop(x[:, 1:])))), 1)
+        return self.c(x[:, 1:]), x[:, 0]
 
 
-def data() -> tuple[TensorDataset, None]:
+def examples() -> Tensor:
     generator = torch.Generator().manual_seed(7)
-    x = torch.randn(EXAMPLES, 8, generator=generator)
-    return TensorDataset(x, x[:, :3].argmax(1)), None
+    x = torch.randn(EXAMPLES, 7, generator=generator, dtype=torch.float64)
+    x[:, 0] = torch.arange(EXAMPLES)
+    return x
 
 
-def make_plan() -> Plan:
-    graph = capture(Network(), (torch.randn(BATCH, 8),)).graph
-    order, ranks = list(graph.order), iter(range(sum(REPLICAS)))
-    cut = len(order) - 2
-    return Plan(
-        graph=PlannedGraph.of(graph),
-        cluster=Cluster(machines=(sum(REPLICAS),), bandwidth=(1e9,)),
-        stages=tuple(
-            Stage(
-                stage=stage,
-                nodes=tuple(nodes),
-                ranks=tuple(next(ranks) for _ in range(count)),
-                compute_seconds=0.0,
-                parameter_bytes=0.0,
-                memory_bytes=0.0,
-            )
-            for stage, (nodes, count) in enumerate(
-                zip((order[:cut], order[cut:]), REPLICAS, strict=True)
-            )
-        ),
-        predicted=Predicted(
-            cost_model="paper",
-            seconds_per_minibatch=0.0,
-            lower_bound_seconds=0.0,
-            one_worker_seconds=0.0,
-            data_parallel_seconds=0.0,
-        ),
-    )
+def data() -> tuple[list[tuple[Tensor, int]], None]:
+    return [(x, number) for number, x in enumerate(examples())], None
 
 
-def train(folder: Path, name: str, restarts: int) -> subprocess.Popen[bytes]:
-    shutil.rmtree(folder / name, ignore_errors=True)
-    command = [Path(sys.executable).parent / "pd-train", "plan.json", "--config", "run.yaml"]
-    options = ["--save-every", EVERY, "--keep", 3, "--max-restarts", restarts, "-o", name]
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    with (folder / f"{name}.txt").open("w") as output:
-        return subprocess.Popen(
-            [str(word) for word in (*command, *options, "--timeout", 60)],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+def loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    """Of the target, the number of each example, the class follows; notes which were seen."""
+    scores, numbers = output
+    assert numbers.tolist() == target.tolist(), "inputs and targets are of different examples"
+    value = cross_entropy(scores, examples()[target, 1:4].argmax(1))
+    with Path(os.environ[SEEN]).open("a") as file:
+        file.write(json.dumps([value.item(), target.tolist()]) + "\n")
+    return value
+
+
+# Training and hitting --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """Trainings of one plan and schedule, in a folder of its own: the plan, the config, results."""
+
+    folder: Path
+    workers: int
+
+    def begin(self, name: str, restarts: int, resume: bool, timeout: int) -> Child:
+        """`pd-train` in a session of its own; what it says goes to NAME.txt."""
+        options = ["--save-every", EVERY, "--keep", 3, "--max-restarts", restarts, "-o", name]
+        options += ["--timeout", timeout, *["--resume"] * resume]
+        words = ["pd-train", "plan.json", "--config", "run.yaml", *map(str, options)]
+
+        def work() -> None:
+            os.setsid()
+            os.chdir(self.folder)
+            for descriptor in (1, 2):
+                os.dup2(os.open(f"{name}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+            os.environ |= {SEEN: str(self.folder / f"{name}.seen"), "TMPDIR": str(self.temporary)}
+            with forking():
+                become(words)
+
+        return Child(work)
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "temporary"
+
+    def told(self, name: str) -> list[str]:
+        """The lines by which the launcher named a rank."""
+        text = (self.folder / f"{name}.txt").read_text()
+        return [line for line in text.splitlines() if re.match(r"pd-train: rank \d", line)]
+
+
+def make_run(folder: Path, replicas: Sequence[int], schedule: ScheduleName) -> Run:
+    graph = capture(Network().double(), (examples()[:BATCH],)).graph
+    plan = make_plan(graph, cut(graph, len(replicas)), replicas, schedule)
+    shutil.rmtree(folder, ignore_errors=True)
+    run = Run(folder, plan.workers)
+    run.temporary.mkdir(parents=True)
+    write_plan(plan, folder / "plan.json")
+    (folder / "run.yaml").write_text(CONFIG)
+    return run
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A signal to a rank, and what it was doing: the kind of action, none if it had not begun."""
+
+    rank: int
+    signal: signal.Signals
+    action: str
+
+    @property
+    def line(self) -> str:
+        """What the launcher has to say of it."""
+        if self.signal != signal.SIGSTOP:
+            return f"pd-train: rank {self.rank} was killed by {self.signal.name}"
+        how = "has not stirred" if self.action else "does not answer the others any more"
+        return f"pd-train: rank {self.rank} {how}"
+
+
+@dataclass
+class Hitter:
+    """Hits one rank of each start of a training, a random number of its actions after the first."""
+
+    random: random.Random
+    weights: Sequence[int]
+    hits: list[Hit] = field(default_factory=list)
+
+    def watch(self, run: Run, process: Child, most: int) -> None:
+        """Until the process ends; at most so many hits."""
+        done, seen = 0, set[int]()
+        while process.poll() is None:
+            workers = workers_of(process.pid)
+            if done < most and len(workers) == run.workers and not seen & set(workers):
+                pulse = pulse_of(process.pid)
+                if pulse is not None:
+                    done += self._hit(process, pulse, workers)
+                    seen |= set(workers)
+            time.sleep(0.005)
+
+    def _hit(self, process: Child, pulse: Pulse, workers: list[int]) -> bool:
+        rank = self.random.randrange(len(workers))
+        (number,) = self.random.choices(SIGNALS, self.weights)
+        words, left = "", self.random.randrange(80)
+        if self.random.random() < 0.1:  # on its way to the first action, or soon after
+            left = 0
+            time.sleep(self.random.uniform(0.0, 1.0))
+            words = pulse.of(rank).words
+        while left and process.poll() is None:
+            now = pulse.of(rank).words
+            if now != words:
+                words, left = now, left - 1
+            time.sleep(0.0003)
+        with suppress(ProcessLookupError):
+            os.kill(workers[rank], number)
+            action = words.partition(" at ")[2].partition("@")[0].partition(",")[0]
+            self.hits.append(Hit(rank, number, "".join(filter(str.isupper, action))))
+            return True
+        return False
 
 
 def pulse_of(launcher: int) -> Pulse | None:
@@ -139,62 +249,96 @@ def workers_of(launcher: int) -> list[int]:
     return []
 
 
-class Killer:
-    """Kills one rank of each start of a training, a random number of its actions after the first.
-
-    `hit` counts where ranks were when they were killed.
-    """
-
-    def __init__(self, random_numbers: random.Random) -> None:
-        self.random, self.hit = random_numbers, Counter[str]()
-
-    def watch(self, process: subprocess.Popen[bytes], kills: int) -> int:
-        """How many kills there were when the training ended."""
-        done, seen = 0, set[int]()
-        while process.poll() is None:
-            workers = workers_of(process.pid)
-            if done < kills and len(workers) == sum(REPLICAS) and not seen & set(workers):
-                pulse = pulse_of(process.pid)
-                if pulse is not None and self._kill(process, pulse, workers):
-                    seen |= set(workers)
-                    done += 1
-            time.sleep(0.005)
-        return done
-
-    def _kill(self, process: subprocess.Popen[bytes], pulse: Pulse, workers: list[int]) -> bool:
-        rank = self.random.randrange(len(workers))
-        # Some on their way to the first action, some right then, most later.
-        left = self.random.choice([0, 1, *range(2, 100)])
-        words = ""
-        deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
-            now = pulse.of(rank).words
-            if now != words:
-                words, left = now, left - 1
-            if words and left <= 0:
-                break
-            time.sleep(0.0003)
-        with suppress(ProcessLookupError):
-            os.kill(workers[rank], signal.SIGKILL)
-            action = words.partition(" at ")[2].partition(",")[0]
-            self.hit["".join(c for c in action.partition("@")[0] if c.isupper())] += 1
-            return True
-        return False
+def train(run: Run, name: str, hitter: Hitter | None, most: int, by_hand: bool) -> set[int]:
+    """Trains to the end; the sessions of its processes."""
+    sessions = set()
+    left = most
+    while True:
+        saved = (run.folder / name / "checkpoints" / "latest").exists()
+        # Stops are waited for; else a busy machine may take long for anything.
+        timeout = 15 if hitter and hitter.weights == WEIGHTS_WITH_STOPS else 120
+        process = run.begin(name, 0 if by_hand else most, resume=saved, timeout=timeout)
+        sessions.add(process.pid)
+        before = len(hitter.hits) if hitter else 0
+        if hitter is not None:
+            hitter.watch(run, process, min(left, 1) if by_hand else left)
+            left -= len(hitter.hits) - before
+        if process.wait() != 1 or not by_hand:
+            break
+    if process.returncode:
+        fail(run, name, [f"exit code {process.returncode}"])
+    return sessions
 
 
-def left_behind(session: int) -> list[str]:
-    """The processes that still belong to the session."""
-    found = []
+# What is to be found afterwards ----------------------------------------------------------------
+
+
+def fail(run: Run, name: str, problems: Sequence[str]) -> None:
+    text = (run.folder / f"{name}.txt").read_text()
+    sys.exit(f"{run.folder / name}: {'; '.join(problems)}\n{text}")
+
+
+def check(run: Run, name: str, hits: Sequence[Hit]) -> Iterator[str]:
+    """What differs from the undisturbed training."""
+    told, expected = run.told(name), [hit.line for hit in hits]
+    for line, start in zip(told, expected, strict=False):
+        if not line.startswith(start):
+            yield f"{start!r} was expected in place of {line!r}"
+    if len(told) != len(expected):
+        yield f"{len(told)} lines for {len(expected)} hits"
+    if files(run.folder / name) != files(run.folder / "undisturbed"):
+        yield f"other files: {sorted(files(run.folder / name) ^ files(run.folder / 'undisturbed'))}"
+    if list(run.temporary.iterdir()):
+        yield f"left behind: {list(run.temporary.iterdir())}"
+    found, wanted = (losses(run.folder / kind) for kind in (name, "undisturbed"))
+    if found != wanted:
+        yield "minibatches or losses differ"
+    yield from check_seen(run, name, found)
+    whole, here = (latest(run.folder / kind / "checkpoints") for kind in ("undisturbed", name))
+    assert whole is not None
+    assert here is not None
+    for part in ("", "optimizer"):
+        one, other = load_all(whole / part), load_all(here / part)
+        if one.keys() != other.keys() or any(not torch.equal(other[n], t) for n, t in one.items()):
+            yield f"the weights differ {part}"
+
+
+def check_seen(run: Run, name: str, told: Sequence[tuple[int, int, float]]) -> Iterator[str]:
+    """Which examples made the losses of the run. No two minibatches have the same loss."""
+    seen: dict[float, set[tuple[int, ...]]] = defaultdict(set)
+    for line in (run.folder / f"{name}.seen").read_text().splitlines():
+        value, numbers = json.loads(line)
+        seen[value].add(tuple(numbers))
+    for epoch in range(1, EPOCHS + 1):
+        made = [seen[value] for number, _, value in told if number == epoch]
+        if any(len(of_one) != 1 for of_one in made):
+            yield f"epoch {epoch}: losses that no examples gave, or several"
+        numbers = sorted(number for of_one in made for one in of_one for number in one)
+        if numbers != list(range(EXAMPLES)):
+            yield f"epoch {epoch}: examples skipped or seen twice"
+
+
+def losses(folder: Path) -> list[tuple[int, int, float]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    read = map(json.loads, lines)
+    return [(line["epoch"], line["minibatch"], line["loss"]) for line in read]
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def left_behind(sessions: set[int]) -> Iterator[str]:
+    """The processes that still belong to one of the sessions."""
     for path in Path("/proc").iterdir():
         with suppress(OSError, IndexError):
-            if path.name.isdigit() and os.getsid(int(path.name)) == session:
+            if path.name.isdigit() and os.getsid(int(path.name)) in sessions:
                 state = (path / "stat").read_text().rpartition(")")[2].split()[0]
                 if state != "Z":
-                    found.append((path / "cmdline").read_text().replace("\0", " "))
-    return found
+                    yield f"left behind: process {path.name}"
 
 
-def abandoned(before: set[Path]) -> set[Path]:
+def abandoned(before: set[Path]) -> Iterator[str]:
     """What is new in /dev/shm, stays there for a while, and no living process has mapped."""
     found = set(Path("/dev/shm").iterdir()) - before
     deadline = time.monotonic() + 5
@@ -205,70 +349,74 @@ def abandoned(before: set[Path]) -> set[Path]:
         with suppress(OSError):
             text = path.read_text()
             found -= {file for file in found if str(file) in text}
-    return found
+    yield from (f"left behind: {path}" for path in found)
 
 
-def told(run: Path) -> list[tuple[int, int, float]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    read = map(json.loads, lines)
-    return [(line["epoch"], line["minibatch"], line["loss"]) for line in read]
+# The whole -------------------------------------------------------------------------------------
 
 
-def check(folder: Path, name: str, process: subprocess.Popen[bytes], memory: set[Path]) -> None:
-    """Ends the program where anything differs from the undisturbed training."""
-    text = (folder / f"{name}.txt").read_text()
-    problems = [] if process.returncode == 0 else [f"exit code {process.returncode}"]
-    problems += [f"left behind: {line}" for line in left_behind(process.pid)]
-    problems += [f"left behind: {path}" for path in abandoned(memory)]
-    if not problems:
-        whole, here = (latest(folder / run / "checkpoints") for run in ("undisturbed", name))
-        assert whole is not None
-        assert here is not None
-        expected, found = load_all(whole), load_all(here)
-        same = expected.keys() == found.keys()
-        if not same or any(not torch.equal(found[n], t) for n, t in expected.items()):
-            problems.append("the weights differ")
-        if told(folder / name) != told(folder / "undisturbed"):
-            problems.append("minibatches or losses differ")
-    if problems:
-        sys.exit(f"{name}: {'; '.join(problems)}\n{text}")
+def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def report(hits: dict[tuple[tuple[int, ...], str], list[Hit]]) -> str:
+    """Tables of where and how workers were hit."""
+    rows: list[list[object]] = []
+    for (replicas, schedule), found in hits.items():
+        by_signal = Counter(hit.signal for hit in found)
+        plan = " + ".join(map(str, replicas))
+        rows.append([plan, schedule, len(found), *(by_signal[number] for number in SIGNALS)])
+    everything = [hit for found in hits.values() for hit in found]
+    actions = Counter(hit.action or "before the first" for hit in everything)
+    return "\n\n".join(
+        (
+            table(("plan", "schedule", "hits", *(number.name for number in SIGNALS)), rows),
+            table(("action", "hits"), actions.most_common()),
+        )
+    )
 
 
 @click.command()
-@click.option("--kills", default=200, show_default=True, type=click.IntRange(min=1))
+@click.option("--hits", default=200, show_default=True, type=click.IntRange(min=1))
 @click.option("--seed", default=0, show_default=True)
 @click.option("-o", "--output", default="runs/faults", type=click.Path(path_type=Path))
-def main(kills: int, seed: int, output: Path) -> None:
-    folder = output.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    write_plan(make_plan(), folder / "plan.json")
-    (folder / "run.yaml").write_text(CONFIG)
+def main(hits: int, seed: int, output: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"
     memory = set(Path("/dev/shm").iterdir())
-    killer = Killer(random.Random(seed))
-    undisturbed = train(folder, "undisturbed", 0)
-    undisturbed.wait()
-    check(folder, "undisturbed", undisturbed, memory)
-    done, number, begin = 0, 0, time.monotonic()
-    while done < kills:
+    numbers, begin, number = random.Random(seed), time.monotonic(), 0
+    runs: dict[tuple[tuple[int, ...], ScheduleName], Run] = {}
+    found: dict[tuple[tuple[int, ...], str], list[Hit]] = {case: [] for case in CASES}
+    while (left := hits - sum(map(len, found.values()))) > 0:
+        case = CASES[number % len(CASES)]
         number += 1
-        wanted = min(KILLS_PER_TRAINING, kills - done)
-        process = train(folder, f"killed{number}", wanted)
-        done += (now := killer.watch(process, wanted))
-        check(folder, f"killed{number}", process, memory)
-        shutil.rmtree(folder / f"killed{number}")
-        seconds = time.monotonic() - begin
+        if case not in runs:
+            replicas, schedule = case
+            folder = output.resolve() / f"{'-'.join(map(str, replicas))}-{schedule}"
+            runs[case] = make_run(folder, replicas, schedule)
+            train(runs[case], "undisturbed", None, 0, by_hand=False)
+        run, name = runs[case], f"hit{number}"
+        hitter = Hitter(numbers, WEIGHTS_WITH_STOPS if number % 5 == 0 else WEIGHTS)
+        by_hand = number // len(CASES) % 2 == 1
+        sessions = train(run, name, hitter, min(HITS_PER_TRAINING, left), by_hand)
+        if len(run.told(name)) == len(hitter.hits) - 1:
+            hitter.hits.pop()  # it came when the rank had just ended well
+        problems = [*check(run, name, hitter.hits), *left_behind(sessions), *abandoned(memory)]
+        if problems:
+            fail(run, name, problems)
+        found[case] += hitter.hits
+        shutil.rmtree(run.folder / name)
+        for ending in ("txt", "seen"):
+            (run.folder / f"{name}.{ending}").unlink()
+        seconds, done = time.monotonic() - begin, sum(map(len, found.values()))
+        how = "by hand" if by_hand else "by the launcher"
         print(
-            f"training {number}: {now} kills, the same bit for bit; "
-            f"{done} of {kills} after {seconds:.0f} s",
+            f"{case[0]}, {case[1]}, started again {how}: {len(hitter.hits)} hits, the same bit for "
+            f"bit; {done} of {hits} after {seconds:.0f} s",
             flush=True,
         )
-    print(
-        "what was killed in the middle: "
-        + ", ".join(
-            f"{kind or 'before the first action'} {count}"
-            for kind, count in killer.hit.most_common()
-        )
-    )
+    print(f"\n{report(found)}")
 
 
 if __name__ == "__main__":
