@@ -50,15 +50,15 @@ def train(job: Job, place: Place, pulse: Pulse | None = None) -> None:
 
 
 def _watched(member: Member) -> None:
+    watch = member.watch
     try:
         _run(member)
     except PeerLost as error:
-        if member.watch is None:
+        if watch is None:
             raise
-        raise PeerLost(member.watch.explained(error), error.peer) from error
-    finally:
-        if member.watch is not None:
-            member.watch.end()
+        raise PeerLost(watch.explained(error), error.peer) from error
+    if watch is not None:
+        watch.end()  # else those who lose this one hear what it was doing
 
 
 def _run(member: Member) -> None:

@@ -24,9 +24,9 @@ from pipedream.runtime.transport import PeerLost
 
 _LOST = "watch/lost"
 _LONGEST_BEAT = 1.0
-_BEATS = 10  # to a timeout, at least
-_EARLIER = 4  # beats; gloo gives up after the timeout, and knows less
-_UNTIL_ALL_HAVE_HEARD = 2  # beats
+_BEATS = 20  # to a timeout, at least
+_EARLIER = 10  # beats; gloo gives up after the timeout, and knows less
+_UNTIL_ALL_HAVE_HEARD = 4  # beats
 
 
 @dataclass

@@ -126,7 +126,7 @@ def test_one_that_goes_on_after_it_was_stopped_suspects_nobody(rings: list[Ring]
     time.sleep(0.3)
     for stopped in ring.stopped:
         stopped.set()
-    time.sleep(2.0)
+    time.sleep(1.5)
     for stopped in ring.stopped:
         stopped.clear()
     time.sleep(0.5)

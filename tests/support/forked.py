@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -103,6 +104,9 @@ def _forget(pass_fds: Sequence[int]) -> None:
             with suppress(OSError):
                 os.close(int(name))
     launch.subprocess = subprocess
+    # Its own is in memory that all forks share: one that is killed with it in hand keeps it.
+    if "tqdm" in sys.modules:
+        sys.modules["tqdm"].tqdm.set_lock(threading.RLock())
 
 
 def _do(work: Callable[[], None]) -> NoReturn:
