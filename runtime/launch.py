@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -401,10 +402,14 @@ def _catching_signals() -> Iterator[Sequence[int]]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_LOCALHOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """One that nobody has. Not of those that the system gives out: while the workers import their
+    libraries some connection of another program might be given it.
+    """
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((_LOCALHOST, port))
+            return port
+    raise UserError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free for the workers to meet at")
 
 
 def die_with_parent() -> bool:

@@ -2,8 +2,8 @@
 
 Under torchrun and mpirun nobody sees that a rank was stopped: it neither dies nor answers. So each
 rank tells the store every second what it does, and looks at its neighbour, the one before it in a
-ring. Who sees that one stand still leaves word for all. Seconds are counted in own beats: a rank
-that was stopped itself, and goes on, has not seen the others stand still meanwhile.
+ring. Who sees that one stand still leaves word for all. Only own time counts: a rank that was
+stopped itself, and goes on, has not seen the others stand still meanwhile.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -61,9 +61,9 @@ class Watch:
 
     def __post_init__(self) -> None:
         self.seconds = _beat(self.timeout)
-        self.most = self.timeout / self.seconds - _EARLIER
+        self.most = self.timeout - _EARLIER * self.seconds
         self.neighbour = (self.rank - 1) % self.ranks
-        self.words, self.silence, self.told = "", 0, False
+        self.words, self.silence, self.told = "", 0.0, False
         self.heard: dict[int, str] = {}  # what others do, in words; empty before and after training
         self.ended = threading.Event()
         self.talking = threading.Thread(target=self._talk, name="watch", daemon=True)
@@ -96,7 +96,7 @@ class Watch:
         return f"{error}; rank {error.peer} was last heard of {words}" if words else str(error)
 
     def _talk(self) -> None:
-        before, still, beats, last = b"", 0, 0, False
+        before, still, beats, last, passed = b"", 0.0, 0, False, self._clock()
         while not last:
             last = self.ended.wait(self.seconds)
             beats += 1
@@ -105,14 +105,23 @@ class Watch:
                 if self.host is not None:
                     self._ask(self.host)
                 found = self._ask(self.neighbour)
-                still = still + 1 if found == before and self.heard[self.neighbour] else 0
+                own = next(passed)
+                still = still + own if found == before and self.heard[self.neighbour] else 0.0
                 if still > self.most:
                     self.store.set(_LOST, self._line(self.neighbour))
                 if self.store.check([_LOST]) and not last:
                     self._tell(self.store.get(_LOST).decode())
             except RuntimeError:  # the store is gone; who needs it will say so
                 return
-            before, self.silence = found, 0
+            before, self.silence = found, 0.0
+
+    def _clock(self) -> Iterator[float]:
+        """Seconds since the last look at it, as far as this rank was there."""
+        since = time.monotonic()
+        while True:
+            now = time.monotonic()
+            yield min(now - since, 2 * self.seconds)
+            since = now
 
     def _ask(self, rank: int) -> bytes:
         found = self.store.get(_key(rank)) if self.store.check([_key(rank)]) else b'[0, ""]'
@@ -122,8 +131,9 @@ class Watch:
     def _listen(self) -> None:
         """To the store: where nothing comes from it any more, its host stands still."""
         assert self.host is not None
+        passed = self._clock()
         while self.talking.is_alive() and not self.ended.wait(self.seconds):
-            self.silence += 1
+            self.silence += next(passed)
             if self.silence > self.most:
                 self._tell(self._line(self.host))
 

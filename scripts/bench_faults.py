@@ -213,7 +213,8 @@ class Hitter:
             left = 0
             time.sleep(self.random.uniform(0.0, 1.0))
             words = pulse.of(rank).words
-        while left and process.poll() is None:
+        alive = Path(f"/proc/{workers[rank]}")
+        while left and process.poll() is None and alive.exists():
             now = pulse.of(rank).words
             if now != words:
                 words, left = now, left - 1

@@ -159,7 +159,7 @@ def test_an_error_is_told_with_where_the_lost_one_was(rings: list[Ring]) -> None
 CONFIG = """\
 format: pipedream-run/1
 model: {source: "small_models:Noisy"}
-data: {source: "small_models:deadly", args: {rank: 2, seconds: 9}}
+data: {source: "small_models:deadly", args: {rank: 2, seconds: 20}}
 optimizer: {name: SGD, args: {lr: 0.1}}
 batch_size: 4
 epochs: 9
@@ -173,13 +173,13 @@ def test_every_rank_of_a_run_names_the_one_that_was_stopped(tmp_path: Path) -> N
     (tmp_path / "run.yaml").write_text(CONFIG)
     port, first = free_port(), {"TORCHELASTIC_RESTART_COUNT": "0"}
     places = [Place(rank, 3, rank, 3, "127.0.0.1", port).variables() for rank in range(3)]
-    train = ["pd-train", "plan.json", "--config", "run.yaml", "--timeout", "6"]
+    train = ["pd-train", "plan.json", "--config", "run.yaml", "--timeout", "10"]
     done = typed_together(tmp_path, train, [{**first, **place} for place in places])
     assert [each.code for each in done] == [PEER_LOST, PEER_LOST, -9]
     for rank in range(2):
         (line,) = (line for line in done[rank].error.splitlines() if "pd-train: " in line)
         assert re.fullmatch(
-            rf"pd-train: rank {rank}: rank 2 has not stirred for 6 s in epoch \d at 2\S+, "
+            rf"pd-train: rank {rank}: rank 2 has not stirred for 10 s in epoch \d at 2\S+, "
             r"minibatch \d+",
             line,
         )
