@@ -56,13 +56,13 @@ from pipedream.profiler.capture import capture
 from pipedream.runtime.checkpoint import latest, load_all
 from pipedream.runtime.pulse import Pulse
 
-EPOCHS, EXAMPLES, BATCH, EVERY = 4, 62, 4, 4
+EPOCHS, EXAMPLES, BATCH, EVERY = 3, 62, 4, 4
 CASES: tuple[tuple[tuple[int, ...], ScheduleName], ...] = tuple(
     (replicas, schedule)
     for replicas in ((1, 1), (2, 1), (1, 1, 1), (1, 2, 1))
     for schedule in ("weight-stashing", "flush")
 )
-HITS_PER_TRAINING = 5
+HITS_PER_TRAINING, FARTHEST = 8, 40
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP)
 WEIGHTS, WEIGHTS_WITH_STOPS = (3, 1, 0), (3, 1, 3)
 SEEN = "FAULTS_SEEN"
@@ -208,7 +208,7 @@ class Hitter:
     def _hit(self, process: Child, pulse: Pulse, workers: list[int]) -> bool:
         rank = self.random.randrange(len(workers))
         (number,) = self.random.choices(SIGNALS, self.weights)
-        words, left = "", self.random.randrange(80)
+        words, left = "", self.random.randrange(1, FARTHEST)
         if self.random.random() < 0.1:  # on its way to the first action, or soon after
             left = 0
             time.sleep(self.random.uniform(0.0, 1.0))
@@ -399,7 +399,7 @@ def main(hits: int, seed: int, output: Path) -> None:
             train(runs[case], "undisturbed", None, 0, by_hand=False)
         run, name = runs[case], f"hit{number}"
         hitter = Hitter(numbers, WEIGHTS_WITH_STOPS if number % 5 == 0 else WEIGHTS)
-        by_hand = number // len(CASES) % 2 == 1
+        by_hand = (number + number // len(CASES)) % 2 == 1
         sessions = train(run, name, hitter, min(HITS_PER_TRAINING, left), by_hand)
         if len(run.told(name)) == len(hitter.hits) - 1:
             hitter.hits.pop()  # it came when the rank had just ended well
