@@ -73,7 +73,9 @@ class Watch:
 
     def say(self, words: str) -> None:
         """What this rank does from now on."""
-        self.words = words
+        first, self.words = not self.words, words
+        if first:  # at once: until then it counts as not yet at work
+            self._show(0)
 
     def end(self) -> None:
         """Nobody needs this rank any more."""
@@ -101,7 +103,7 @@ class Watch:
             last = self.ended.wait(self.seconds)
             beats += 1
             try:
-                self.store.set(_key(self.rank), json.dumps([beats, self.words]))
+                self._show(beats)
                 if self.host is not None:
                     self._ask(self.host)
                 found = self._ask(self.neighbour)
@@ -114,6 +116,9 @@ class Watch:
             except RuntimeError:  # the store is gone; who needs it will say so
                 return
             before, self.silence = found, 0.0
+
+    def _show(self, beats: int) -> None:
+        self.store.set(_key(self.rank), json.dumps([beats, self.words]))
 
     def _clock(self) -> Iterator[float]:
         """Seconds since the last look at it, as far as this rank was there."""
