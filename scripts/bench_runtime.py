@@ -69,7 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "data": {"source": "bench_models:vgg_data"},
         "loss": "cross_entropy",
         "optimizer": {"name": "SGD", "args": {"lr": 0.01, "momentum": 0.9}},
-        "batch_size": 64,
+        "batch_size": 16,
     },
     "gpt": {
         "model": {
