@@ -151,10 +151,10 @@ class Measured:
 
     Stage: (C' + ring(W, m))/m, where ring(W, m) = 2(m-1) step(W/m) is an all-reduce over m
     components, each step a message of an m-th of the bytes, once for every m minibatches. It is
-    added, not hidden behind the backward pass. The engine does begin it there (buckets.py), but
-    gloo adds up and copies on the worker's own processor: on two processes of one core each, 75 to
-    88 % of what a sum of 0.3 to 64 MB takes, so that little can be hidden. With NCCL, or cores to
-    spare, the figure is an upper bound, too high by the last backward pass of a round at most.
+    added in full, an upper bound. The engine does begin it in the last backward pass of a round
+    (buckets.py); how much that hides is not in the model. gloo adds up and copies on the worker's
+    own processor, 75 to 88 % of the time of a sum of 0.3 to 64 MB on two processes of one core
+    each; with NCCL, or cores to spare, all of that backward pass may be hidden.
     Boundary: (send(a_in) + send(a_out))/m, while the engine computes; the m components take turns,
     and the link of each carries both directions at once, the gradients of what came in beside the
     activations that go out. What crosses at an outer level passes through the links within, too.
