@@ -100,7 +100,7 @@ def test_chrome_trace_has_every_event_in_microseconds(tmp_path):
     passes = [event for event in found if event["ph"] == "X" and event["pid"] == 2]
     assert [event["name"] for event in passes] == [str(event.action) for event in ranks[2]]
     backward = next(event for event in passes if event["name"] == "1B0")
-    assert (backward["ts"], backward["dur"], backward["cat"]) == (20_000.0, 10_000.0, "backward")
+    assert (backward["ts"], backward["dur"], backward["cat"]) == (30_000.0, 10_000.0, "backward")
     names = [event["args"]["name"] for event in found if event["ph"] == "M"]
     assert names == ["rank 0: stage 0", "rank 1: stage 0, replica 1", "rank 2: stage 1"]
     assert [event["args"] for event in found if event["ph"] == "C"] == [{"memory": 7.0}]

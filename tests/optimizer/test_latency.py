@@ -1,6 +1,7 @@
 """The latency search against every flat pipeline there is, tried one by one."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -69,11 +70,12 @@ def check(
     costs = by_hand.Costs(graph, machines, BANDWIDTH[: len(machines)], name, compression)
     cluster = Cluster(machines=machines, bandwidth=BANDWIDTH[: len(machines)])
     cost = COST_MODELS[name](compression)
+    request = Request(
+        graph, cluster, cost, schedule, None, rules, goal, "sgd", recompute, in_flight="least"
+    )
     memory = None
     if share is not None:
-        free = optimize(
-            Request(graph, cluster, cost, schedule, None, rules, goal, "sgd", recompute)
-        )
+        free = optimize(request)
         memory = share * max(stage.memory_bytes for stage in free.plan.stages)
         assume(memory > 0)
     pipelines = by_hand.flat_pipelines(cuts, machines, rules.straight, rules.fewer_machines)
@@ -87,7 +89,7 @@ def check(
         ),
         default=math.inf,
     )
-    request = Request(graph, cluster, cost, schedule, memory, rules, goal, "sgd", recompute)
+    request = replace(request, memory=memory)
     if best == math.inf:
         with pytest.raises(UserError, match="no plan fits"):
             optimize(request)

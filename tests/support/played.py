@@ -1,4 +1,4 @@
-"""A schedule played in unit time, as events."""
+"""A schedule as it was played, as events."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ def played(replicas, minibatches, unit=0.01):
     made = schedule("weight-stashing", replicas, [(0, 1)], minibatches)
     ranks = {}
     for rank, worker in enumerate(made.workers):
+        takes = unit * replicas[worker[0]]
         times = {(step.kind, step.minibatch): step.time * unit for step in made.steps[worker]}
         now, events = 0.0, []
         for action in made.actions(worker):
             begin = times.get((action.kind, action.minibatch), now)
-            now = begin + (unit if (action.kind, action.minibatch) in times else 0)
+            now = begin + (takes if (action.kind, action.minibatch) in times else 0)
             events.append(Event(action, begin, now))
         ranks[rank] = events
     return ranks
