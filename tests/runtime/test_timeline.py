@@ -16,7 +16,7 @@ def test_trace_reads_back(tmp_path):
     assert [e.action for e in found[1]] == [e.action for e in ranks[1]]
     assert found[2][3].begin == pytest.approx(ranks[2][3].begin, abs=1e-9)
     lines = (tmp_path / "trace.csv").read_text().splitlines()
-    assert lines[:2] == ["rank,action,begin_seconds,end_seconds", "0,0F0,0.000000000,0.010000000"]
+    assert lines[:2] == ["rank,action,begin_seconds,end_seconds", "0,0F0,0.000000000,0.020000000"]
 
 
 @pytest.mark.parametrize(
