@@ -14,6 +14,7 @@ from pipedream.graph.command import UserError
 from pipedream.graph.model import Graph
 from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs
 from pipedream.profiler.footprint import Footprint, footprints
+from pipedream.profiler.heap import keep_freed_memory
 from pipedream.profiler.precision import lowered
 from pipedream.profiler.profile import (
     Machine,
@@ -49,6 +50,7 @@ def measure(
     among the inputs is out of range.
     """
     torch.set_num_threads(settings.threads)
+    keep_freed_memory()
     with lowered(loaded.autocast, torch.device("cpu")):
         captured = capture(loaded.model, loaded.args, loaded.kwargs)
     inputs = flatten_inputs(loaded.args, loaded.kwargs)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import torch.distributed as dist
 
 from pipedream.graph.command import UserError
+from pipedream.profiler.heap import keep_freed_memory
 from pipedream.runtime.ending import finish
 from pipedream.runtime.epochs import train_epochs
 from pipedream.runtime.job import Job
@@ -37,6 +38,7 @@ def train(job: Job, place: Place, pulse: Pulse | None = None) -> None:
             f"the plan is for {planned} workers and {started} were started: start {planned}, "
             "fewer with --replan, or make another plan with pd-optimize"
         )
+    keep_freed_memory()
     with held(job.run) if place.rank == 0 else nullcontext():
         try:
             store = None

@@ -24,18 +24,17 @@ def mlp_data(width: int = 1_024, examples: int = EXAMPLES) -> tuple[TensorDatase
 
 
 def vgg(width: int = 64, classes: int = 10) -> nn.Module:
-    """Convolutions in pairs [batch, 3, 32, 32], with the channels of VGG's first ones, doubled and
-    the picture halved by each pair; two linear layers at the end.
-    """
+    """The first four blocks of VGG-16 on pictures [batch, 3, 32, 32], and two linear layers."""
     parts: list[nn.Module] = []
     channels = 3
-    for out in (width, 2 * width, 4 * width):
-        for _ in range(2):
+    for block, convolutions in enumerate((2, 2, 3, 3)):
+        out = width * 2**block
+        for _ in range(convolutions):
             parts += [nn.Conv2d(channels, out, 3, padding=1), nn.ReLU()]
             channels = out
         parts.append(nn.MaxPool2d(2))
     hidden = 4 * width
-    parts += [nn.Flatten(), nn.Linear(16 * channels, hidden), nn.ReLU(), nn.Linear(hidden, classes)]
+    parts += [nn.Flatten(), nn.Linear(4 * channels, hidden), nn.ReLU(), nn.Linear(hidden, classes)]
     return nn.Sequential(*parts)
 
 
