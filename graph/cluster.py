@@ -213,6 +213,9 @@ class Cluster(_Part):
         """The component of the outermost level that a rank is in."""
         return rank // math.prod(self.machines[:-1])
 
+    def device(self, rank: int) -> DeviceKind:
+        return self.kind(self.machine(rank))
+
     def rank(self, place: tuple[int, ...]) -> int:
         """The rank of a device, `place` giving its index at each level, innermost first.
 

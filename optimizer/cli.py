@@ -51,20 +51,19 @@ def main(**values: Any) -> None:
     for framework in options.exports:
         _export(framework, outcome.plan, task, options.folder)
     if task.numbers is not None:
-        _sweep(task.request, task.numbers, task.update_rate, options.folder)
+        _sweep(task.request, task.numbers, options.folder)
     if options.compare:
         microbatches = options.microbatches or 4 * task.request.cluster.devices
-        _compare(task.request, microbatches, task.update_rate, options.folder)
+        _compare(task.request, microbatches, options.folder)
 
 
 @dataclass(frozen=True)
 class _Task:
-    """What the options ask for. `update_rate`: bytes of parameters in a second; `numbers` of
-    workers to sweep over; `modules` of the model, where there is something to export.
+    """What the options ask for. `numbers` of workers to sweep over; `modules` of the model, where
+    there is something to export.
     """
 
     request: Request
-    update_rate: float
     numbers: range | None
     modules: Modules | None
 
@@ -109,7 +108,7 @@ def _task(options: Options) -> _Task:
         microbatches=options.microbatches if in_rounds else None,
         weight_prediction=options.weight_prediction,
     )
-    return _Task(request, rate, numbers, _modules(options, graph))
+    return _Task(request, numbers, _modules(options, graph))
 
 
 def _in_rounds(options: Options) -> bool:
@@ -143,7 +142,7 @@ def _plan(task: _Task, options: Options) -> tuple[Outcome, Simulation | None]:
     simulation = simulate_plan(
         outcome.plan,
         task.request.graph,
-        update_rate=task.update_rate,
+        update_rate=task.request.update_rate,
         most_moves=MOST_MOVES if options.timeline else QUICK_MOVES,
     )
     if simulation is not None:
@@ -186,19 +185,19 @@ def _modules(options: Options, graph: Graph) -> Modules | None:
     return read_modules(options.made, graph)
 
 
-def _sweep(request: Request, numbers: range, update_rate: float, folder: Path) -> None:
+def _sweep(request: Request, numbers: range, folder: Path) -> None:
     """Prints the table of --sweep, and writes it as data and as a picture."""
     from pipedream.optimizer.report import make_console, print_table
     from pipedream.optimizer.sweep import draw_sweep, sweep, sweep_frame, sweep_table
 
-    frame = sweep_frame(list(sweep(request, numbers, update_rate)))
+    frame = sweep_frame(list(sweep(request, numbers)))
     print_table(make_console(), sweep_table(frame))
     frame.to_csv(folder / "sweep.csv", index=False)
     draw_sweep(frame, folder / "sweep.png")
     click.echo(f"Written: {folder}/sweep.csv, sweep.png")
 
 
-def _compare(request: Request, microbatches: int, update_rate: float, folder: Path) -> None:
+def _compare(request: Request, microbatches: int, folder: Path) -> None:
     """Prints the table of --compare, and writes it as data and as timelines."""
     from pipedream.optimizer.compare import (
         compare,
@@ -208,7 +207,7 @@ def _compare(request: Request, microbatches: int, update_rate: float, folder: Pa
     )
     from pipedream.optimizer.report import make_console, print_table
 
-    contenders = compare(request, microbatches, update_rate)
+    contenders = compare(request, microbatches)
     print_table(make_console(), comparison_table(contenders, microbatches))
     for contender in contenders:
         if contender.problem is not None:

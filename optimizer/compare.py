@@ -57,7 +57,7 @@ class Contender:
         return max(stage.memory_bytes for stage in self.plan.stages) if self.plan else None
 
 
-def compare(request: Request, microbatches: int, update_rate: float) -> list[Contender]:
+def compare(request: Request, microbatches: int) -> list[Contender]:
     """PipeDream's plan, Alpa's and four simple ones; `microbatches` for those with a flush."""
     ours = replace(request, latency=None, schedule="weight-stashing")
     crowded = request.cluster.devices > len(PlanningGraph.of(request.graph))
@@ -71,17 +71,15 @@ def compare(request: Request, microbatches: int, update_rate: float) -> list[Con
         "equal parameters": lambda: equal_parameters(ours),
         "data parallelism": lambda: data_parallel(ours),
     }
-    return [_contender(name, make, request, update_rate) for name, make in makers.items()]
+    return [_contender(name, make, request) for name, make in makers.items()]
 
 
-def _contender(
-    name: str, make: Callable[[], Outcome], request: Request, update_rate: float
-) -> Contender:
+def _contender(name: str, make: Callable[[], Outcome], request: Request) -> Contender:
     try:
         plan = make().plan
     except UserError as error:
         return Contender(name, None, error.format_message(), None, fits=False)
-    simulation = simulate_plan(plan, request.graph, update_rate=update_rate)
+    simulation = simulate_plan(plan, request.graph, update_rate=request.update_rate)
     if simulation is not None:
         plan = simulation.noted_in(plan)
     found = Contender(name, plan, None, simulation)

@@ -71,7 +71,8 @@ def loads(
     useful: Sequence[int] = (),
 ) -> list[Load]:
     """The load of each stage: what recomputes by the rule that the search goes by, with the least
-    in flight; and then with as many minibatches in flight as have room, up to `useful`.
+    in flight, PipeDream's number; and then with as many minibatches in flight as have room, up to
+    `useful`. Never fewer than that number: slower workers than planned would want them.
     """
     replicas = [stage.replicas for stage in solution.stages]
     positions = range(len(replicas))
@@ -91,7 +92,8 @@ def loads(
 
     if not useful:
         return sure
-    for room in (useful, [most(position) for position in positions]):
+    wanted = [max(both) for both in zip(useful, least, strict=True)]
+    for room in (wanted, [most(position) for position in positions]):
         found = [with_room(position, room) for position in positions]
         if fit(found):
             return found

@@ -14,7 +14,7 @@ from math import ceil, lcm
 from typing import TYPE_CHECKING
 
 from pipedream.graph.timeline import Timeline
-from pipedream.runtime.schedule import Kind
+from pipedream.runtime.action import Kind
 
 if TYPE_CHECKING:
     from pipedream.optimizer.simulator import Simulation, Span

@@ -42,7 +42,6 @@ from pipedream.optimizer.room import room_for
 from pipedream.optimizer.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
 from pipedream.optimizer.workload import UPDATE_RATE, Workload
-from pipedream.runtime.in_flight import warm_up
 from pipedream.runtime.policy import Peak
 
 # Cuts for a first plan, and for one where there are too many to try them all.
@@ -422,12 +421,9 @@ def _outcome(
 
 
 def _useful_room(plan: Plan, request: Request) -> tuple[int, ...]:
-    """Not fewer than PipeDream's number, where slower workers than planned would want them."""
     policy = request.keeping.policy(plan.replicas)
     workload = Workload.of(plan, policy, request.graph, request.update_rate)
-    useful = room_for(plan, workload, policy)
-    stages = range(len(useful))
-    return tuple(max(useful[stage], warm_up(plan.replicas, stage)) for stage in stages)
+    return room_for(plan, workload, policy)
 
 
 def _microbatches(request: Request, replicas: Sequence[int]) -> int | None:

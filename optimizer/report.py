@@ -79,7 +79,7 @@ def _stage_table(outcome: Outcome, graph: Graph, narrow: bool) -> Table:
 
 def _kinds(cluster: Cluster, ranks: Iterable[int]) -> str:
     """How many of these devices are of each kind."""
-    count = Counter(cluster.kind(cluster.machine(rank)).name for rank in ranks)
+    count = Counter(cluster.device(rank).name for rank in ranks)
     return ", ".join(
         f"{count[kind.name]} {kind.name}" for kind in cluster.kinds if count[kind.name]
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import lcm
 
-from pipedream.graph.cluster import Cluster
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.network import Network
 from pipedream.optimizer.workload import StageWork, Workload
@@ -24,7 +23,7 @@ def room_for(plan: Plan, workload: Workload, policy: Policy) -> tuple[int, ...]:
     idle, and a minibatch done about as often as the cost model has it, or as the workers can.
     """
     works = [
-        work.at(min(_speeds(plan.cluster, stage.ranks)))
+        work.at(min(plan.cluster.device(rank).speed for rank in stage.ranks))
         for work, stage in zip(workload.stages, plan.stages, strict=True)
     ]
     update = [_update(plan, policy, stage, work) for stage, work in enumerate(works)]
@@ -45,10 +44,6 @@ def room_for(plan: Plan, workload: Workload, policy: Policy) -> tuple[int, ...]:
         },
     )
     return useful_room(plan.replicas, pace, list(workload.forward_bytes), policy.in_step)
-
-
-def _speeds(cluster: Cluster, ranks: tuple[int, ...]) -> list[float]:
-    return [cluster.kind(cluster.machine(rank)).speed for rank in ranks]
 
 
 def _update(plan: Plan, policy: Policy, stage: int, work: StageWork) -> float:

@@ -20,8 +20,10 @@ from pipedream.graph.timeline import Event
 from pipedream.optimizer.long_rounds import lengthened, rounds_to_play
 from pipedream.optimizer.network import Network
 from pipedream.optimizer.workload import UPDATE_RATE, Workload
+from pipedream.runtime.action import Action, Kind, Worker
 from pipedream.runtime.policy import Policy, policy
-from pipedream.runtime.schedule import Action, Kind, Schedule, Versions, Worker, schedule
+from pipedream.runtime.schedule import Schedule, schedule
+from pipedream.runtime.versions import Versions
 
 MOST_MOVES = 2_000_000
 """Workers times minibatches of the largest simulation: some five seconds."""
@@ -147,10 +149,6 @@ def simulate(
     )
 
 
-def _speed(cluster: Cluster, rank: int) -> float:
-    return cluster.kind(cluster.machine(rank)).speed
-
-
 @dataclass
 class _State:
     """Where one worker stands; `gradients`: whether it holds any that no update has used."""
@@ -182,7 +180,7 @@ class _Run:
         self.ranks = ranks
         self.network = Network(cluster)
         self.works = {
-            worker: workload.stages[worker[0]].at(_speed(cluster, self.rank(worker)))
+            worker: workload.stages[worker[0]].at(cluster.device(self.rank(worker)).speed)
             for worker in made.workers
         }
         self.states: dict[Worker, _State] = {}

@@ -102,7 +102,7 @@ def check_sweep(cluster: Cluster, numbers: range) -> None:
         )
 
 
-def sweep(request: Request, numbers: range, update_rate: float) -> Iterator[Point]:
+def sweep(request: Request, numbers: range) -> Iterator[Point]:
     """Plans for the clusters that these numbers of workers make, `MOST_POINTS` of them at most.
 
     Raises UserError.
@@ -117,7 +117,7 @@ def sweep(request: Request, numbers: range, update_rate: float) -> Iterator[Poin
             yield Point(cluster.machines, None)
             continue
         simulation = simulate_plan(
-            outcome.plan, request.graph, update_rate=update_rate, most_moves=QUICK_MOVES
+            outcome.plan, request.graph, update_rate=request.update_rate, most_moves=QUICK_MOVES
         )
         if simulation is not None:
             outcome = replace(outcome, plan=simulation.noted_in(outcome.plan))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, StageMemory
+from pipedream.runtime.action import Link
 from pipedream.runtime.policy import Peak, Policy
-from pipedream.runtime.schedule import Link
 
 UPDATE_RATE = 5e10
 """Bytes of parameters a device updates in a second where nobody has measured it: an optimizer with

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from pipedream.graph.command import UserError
+from pipedream.graph.heap import keep_freed_memory
 from pipedream.graph.model import Graph
 from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs
 from pipedream.profiler.footprint import Footprint, footprints
-from pipedream.profiler.heap import keep_freed_memory
 from pipedream.profiler.precision import lowered
 from pipedream.profiler.profile import (
     Machine,

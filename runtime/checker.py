@@ -12,16 +12,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pipedream.runtime.action import Action, Kind, Worker, show_worker
+from pipedream.runtime.pipeline import Pipeline
 from pipedream.runtime.policy import Peak
-from pipedream.runtime.schedule import (
-    Action,
-    Kind,
-    Pipeline,
-    Schedule,
-    Versions,
-    Worker,
-    show_worker,
-)
+from pipedream.runtime.schedule import Schedule
+from pipedream.runtime.versions import Versions
 
 _WINDOW = 4
 

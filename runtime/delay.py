@@ -14,7 +14,8 @@ that is n - 1 - s at stage s once the pipeline is full, and again from 0 after i
 
 from __future__ import annotations
 
-from pipedream.runtime.schedule import Kind, Schedule
+from pipedream.runtime.action import Kind
+from pipedream.runtime.schedule import Schedule
 
 
 def delays(schedule: Schedule, stage: int) -> dict[int, int]:

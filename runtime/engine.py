@@ -15,13 +15,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipedream.graph.command import UserError
 from pipedream.graph.timeline import Event
+from pipedream.runtime.action import Action, Kind, Worker
 from pipedream.runtime.buckets import Buckets
 from pipedream.runtime.form import Form, Forms
 from pipedream.runtime.randomness import Dice
 from pipedream.runtime.recompute import Again
-from pipedream.runtime.schedule import Action, Kind, Worker, uses
 from pipedream.runtime.stepping import Stepping
 from pipedream.runtime.transport import Channel, Message, PeerLost, Transport
+from pipedream.runtime.versions import uses
 from pipedream.runtime.weights import Version, Weights
 
 LOOK_AHEAD = 16

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pipedream.profiler.precision import lowered
+from pipedream.runtime.action import Action, Kind
 from pipedream.runtime.data import Reader
 from pipedream.runtime.delay import delays
 from pipedream.runtime.engine import Engine
@@ -19,7 +20,6 @@ from pipedream.runtime.live import Status, look, telling
 from pipedream.runtime.member import Member
 from pipedream.runtime.report import Losses
 from pipedream.runtime.savepoint import save
-from pipedream.runtime.schedule import Action, Kind
 
 
 def train_epochs(member: Member) -> Position | None:

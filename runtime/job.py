@@ -12,10 +12,10 @@ from pipedream.graph.config import AsynchronousConfig, OptimizerConfig, RunConfi
 from pipedream.graph.plan import Plan
 from pipedream.graph.schedule_name import ScheduleName
 from pipedream.graph.text import read_graph
+from pipedream.runtime.action import Worker
 from pipedream.runtime.asynchronous import nesterov_form
 from pipedream.runtime.legs import Position
 from pipedream.runtime.policy import Policy, policy
-from pipedream.runtime.schedule import Worker
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Job:
         """UserError where the scale of the loss cannot be found: stages would know it too late."""
         config = self.config
         searched = config.autocast == "float16" and config.loss_scale is None
-        if searched and self.schedule not in ("flush", "gpipe"):
+        if searched and not self.policy.drains:
             raise UserError(
                 f"schedule {self.schedule}: with autocast: float16 the run config has to say the "
                 "loss_scale, say 1024; flush and gpipe find it by themselves"

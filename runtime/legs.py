@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 
+from pipedream.runtime.action import Action
 from pipedream.runtime.policy import Policy
-from pipedream.runtime.schedule import Action
 
 _NAME = re.compile(r"epoch-(\d{4,})(?:-(\d{6,}))?")
 

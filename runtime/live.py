@@ -15,7 +15,7 @@ from statistics import median
 from torch._C._distributed_c10d import Store
 
 from pipedream.graph.timeline import Action, Event
-from pipedream.runtime.schedule import Kind
+from pipedream.runtime.action import Kind
 from pipedream.runtime.shares import BUSY, WAITING
 
 SECONDS_BETWEEN_TALES = 0.5

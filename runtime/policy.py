@@ -1,7 +1,7 @@
 """What each schedule says: how long a round is, which weights a pass runs on, how much may be held.
 
-`pipedream.runtime.schedule` plays by it and the checker holds its lists against them; the
-planner asks how much a worker holds. It is no more than this:
+`pipedream.runtime.play` plays by it and the checker holds its lists against them; the planner asks
+how much a worker holds. It is no more than this:
 
 | schedule | one update per | minibatch b of a stage runs on | backward passes |
 |---|---|---|---|

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from pipedream.graph.command import UserError
 from pipedream.profiler.capture import Captured
 from pipedream.profiler.segment import Segment
+from pipedream.runtime.action import Action
 from pipedream.runtime.captures import Captures, capture_all
 from pipedream.runtime.compute import Compute, make_compute
 from pipedream.runtime.examples import Examples
@@ -22,7 +23,7 @@ from pipedream.runtime.loss import load_loss
 from pipedream.runtime.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.process import choose_device
 from pipedream.runtime.randomness import Dice, places, seed_each
-from pipedream.runtime.schedule import Action, Schedule, schedule
+from pipedream.runtime.schedule import Schedule, schedule
 from pipedream.runtime.stage import Layout, layouts, links, source_text, tied
 from pipedream.runtime.stepping import Stepping
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipedream.graph.timeline import Event, Timeline, draw, write_chrome
+from pipedream.runtime.action import parse_action
 from pipedream.runtime.clock import Clock
-from pipedream.runtime.schedule import parse_action
 from pipedream.runtime.shares import in_flight, versions
 from pipedream.runtime.timeline import write_trace
 

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from pipedream.graph.plan import Simulated
 from pipedream.graph.units import show_seconds
-from pipedream.runtime.schedule import Kind
+from pipedream.runtime.action import Kind
 from pipedream.runtime.shares import WAITING, Shares
 
 _PIPED_WIDTH = 120

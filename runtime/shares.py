@@ -9,8 +9,8 @@ from math import lcm
 
 from pipedream.graph.plan import Plan
 from pipedream.graph.timeline import Event, Timeline
+from pipedream.runtime.action import Kind
 from pipedream.runtime.policy import Policy
-from pipedream.runtime.schedule import Kind
 
 BUSY = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
 """What is work; the rest of a rank's time is the bubble, as in the simulation of a plan."""
@@ -51,7 +51,7 @@ def steady(policy: Policy, minibatches: int, known: int = 0) -> tuple[int, int] 
     which it is known what happened.
     """
     replicas = policy.replicas
-    if all(policy.versions(stage) == 1 for stage in range(len(replicas))) and len(replicas) > 1:
+    if policy.drains and len(replicas) > 1:
         turn = lcm(policy.microbatches, *replicas)
         first, last = (-(-known // turn) + 1) * turn, minibatches // turn * turn
     else:

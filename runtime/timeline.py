@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipedream.graph.command import UserError
 from pipedream.graph.timeline import Event, Timeline
-from pipedream.runtime.schedule import parse_action
+from pipedream.runtime.action import parse_action
 
 _HEADER = ["rank", "action", "begin_seconds", "end_seconds"]
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch.distributed as dist
 
 from pipedream.graph.command import UserError
-from pipedream.profiler.heap import keep_freed_memory
+from pipedream.graph.heap import keep_freed_memory
 from pipedream.runtime.ending import finish
 from pipedream.runtime.epochs import train_epochs
 from pipedream.runtime.job import Job

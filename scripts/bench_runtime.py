@@ -35,10 +35,12 @@ import yaml
 from torch.distributed.pipelining import Schedule1F1B, pipeline
 
 from pipedream.graph.config import read_config
+from pipedream.graph.heap import keep_freed_memory
 from pipedream.graph.plan import read_plan
+from pipedream.graph.schedule_name import ScheduleName
 from pipedream.profiler.capture import Value
-from pipedream.profiler.heap import keep_freed_memory
 from pipedream.profiler.source import load_config_model
+from pipedream.runtime.action import Kind
 from pipedream.runtime.data import Batch
 from pipedream.runtime.engine import Engine, Groups
 from pipedream.runtime.job import Job
@@ -46,7 +48,7 @@ from pipedream.runtime.launch import Place
 from pipedream.runtime.optimizers import make_optimizer
 from pipedream.runtime.pipelining import split_policy
 from pipedream.runtime.rank import Rank
-from pipedream.runtime.schedule import Kind, ScheduleName, schedule
+from pipedream.runtime.schedule import schedule
 from pipedream.runtime.stage import links
 from pipedream.runtime.transport import Channel, Message, Transport
 from pipedream.runtime.weights import Weights

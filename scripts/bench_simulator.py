@@ -44,8 +44,8 @@ from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.simulator import simulate_plan
 from pipedream.profiler.capture import Value
 from pipedream.profiler.source import load_config_model
+from pipedream.runtime.action import Kind
 from pipedream.runtime.optimizers import make_optimizer
-from pipedream.runtime.schedule import Kind
 from pipedream.runtime.timeline import read_trace
 from pipedream.runtime.transport import Channel, Transport
 from pipedream.runtime.weights import Weights

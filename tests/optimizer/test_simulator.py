@@ -15,10 +15,11 @@ from pipedream.optimizer.optimize import Request, given_plan
 from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.simulator import Span, simulate, simulate_plan
 from pipedream.optimizer.workload import Held, StageWork, Workload
+from pipedream.runtime.action import Kind
 from pipedream.runtime.checker import check
 from pipedream.runtime.in_flight import warm_up
 from pipedream.runtime.policy import policy
-from pipedream.runtime.schedule import Kind, schedule
+from pipedream.runtime.schedule import schedule
 
 FREE = 1e30
 

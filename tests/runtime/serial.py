@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pipedream.runtime.schedule import Kind, schedule
+from pipedream.runtime.action import Kind
+from pipedream.runtime.schedule import schedule
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from torch.distributed import HashStore
 
 from pipedream.graph.timeline import Event
 from pipedream.runtime import live
+from pipedream.runtime.action import parse_action
 from pipedream.runtime.display import in_words, table
 from pipedream.runtime.live import Status, heard, look, telling
-from pipedream.runtime.schedule import parse_action
 
 RANKS = [(0,), (2, 1)]
 NAMES = ["0F0", "0F2", "0RG0<1", "0B0", "0U0@1", "0RG2<1.1", "0B2"]

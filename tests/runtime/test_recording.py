@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from pipedream.graph.schedule_name import ScheduleName
 from pipedream.graph.timeline import Event
 from pipedream.runtime import recording
 from pipedream.runtime.clock import Clock
 from pipedream.runtime.recording import Recorder
-from pipedream.runtime.schedule import ScheduleName, schedule
+from pipedream.runtime.schedule import schedule
 from pipedream.runtime.shares import in_flight, versions
 
 EPOCH, KEPT = 402, 6

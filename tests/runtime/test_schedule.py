@@ -16,16 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipedream.graph.schedule_name import SCHEDULES
+from pipedream.runtime.action import Action, Kind, parse_action
+from pipedream.runtime.chart import chart
 from pipedream.runtime.checker import UnsoundError, check, check_actions
 from pipedream.runtime.in_flight import steady_in_flight, warm_up
 from pipedream.runtime.policy import Peak, VerticalSync, policy
-from pipedream.runtime.schedule import (
-    Action,
-    Kind,
-    chart,
-    parse_action,
-    schedule,
-)
+from pipedream.runtime.schedule import schedule
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD)
 

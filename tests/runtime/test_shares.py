@@ -6,8 +6,8 @@ import pytest
 from played import played
 
 from pipedream.graph.timeline import Event
+from pipedream.runtime.action import parse_action
 from pipedream.runtime.policy import policy
-from pipedream.runtime.schedule import parse_action
 from pipedream.runtime.shares import in_flight, shares, steady, versions
 
 

@@ -1,0 +1,94 @@
+"""What a worker of a pipeline does, one thing at a time, and how that is written."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import NamedTuple, TypeAlias
+
+Worker: TypeAlias = tuple[int, int]
+"""(stage, replica)."""
+
+Link: TypeAlias = tuple[int, int]
+"""(source stage, target stage): the activation goes forward, its gradient comes back."""
+
+
+class Kind(StrEnum):
+    FORWARD = "F"
+    BACKWARD = "B"
+    SEND_ACTIVATION = "SA"
+    RECV_ACTIVATION = "RA"
+    SEND_GRADIENT = "SG"
+    RECV_GRADIENT = "RG"
+    ALL_REDUCE = "AR"
+    UPDATE = "U"
+
+    # An enum's own is Python code, and kinds are looked up for every action.
+    __hash__ = str.__hash__
+
+
+_TEXT = re.compile(
+    r"(?P<stage>\d+)(\.(?P<replica>\d+))?(?P<kind>[A-Z]+)(?P<minibatch>\d+)"
+    r"(/(?P<divisor>\d+))?(@(?P<version>\d+))?([<>](?P<peer>\d+)(\.(?P<peer_replica>\d+))?)?"
+)
+
+
+class Action(NamedTuple):
+    """One thing one worker does.
+
+    `version` is the version of the worker's own weights: the one used by a forward or backward pass
+    (and by the messages that belong to it), the one made by an all-reduce and its update. An
+    all-reduce and an update stand for the round that begins with `minibatch`; the gradients of its
+    `divisor` minibatches are added up over the replicas (each adds those of the minibatches that
+    ran on it: some, one or none) and divided by `divisor`.
+
+    Prints as `2F0` (stage 2, forward, minibatch 0); in full `0.1SA5@3>1.2` (replica 1 of stage 0
+    sends the activation of minibatch 5, computed on version 3, to replica 2 of stage 1) and
+    `0.1AR4/3@2` (all-reduce of minibatches 4 to 6, for version 2). What is 0, and a divisor of 1,
+    is left out.
+    """
+
+    kind: Kind
+    stage: int
+    replica: int
+    minibatch: int
+    version: int
+    peer: Worker | None = None
+    divisor: int = 1
+
+    @property
+    def worker(self) -> str:
+        """`2` for replica 0 of stage 2, `2.1` for replica 1."""
+        return show_worker((self.stage, self.replica))
+
+    def __str__(self) -> str:
+        divisor = "" if self.divisor == 1 else f"/{self.divisor}"
+        version = f"@{self.version}" if self.version else ""
+        peer = ""
+        if self.peer is not None:
+            sends = self.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+            peer = (">" if sends else "<") + show_worker(self.peer)
+        return f"{self.worker}{self.kind}{self.minibatch}{divisor}{version}{peer}"
+
+
+def parse_action(text: str) -> Action:
+    """The action that prints as `text`. Raises ValueError."""
+    match = _TEXT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no action: expected something like 2F0 or 0.1SA5@3>1.2")
+    number = {name: int(value or 0) for name, value in match.groupdict().items() if name != "kind"}
+    return Action(
+        kind=Kind(match["kind"]),
+        stage=number["stage"],
+        replica=number["replica"],
+        minibatch=number["minibatch"],
+        version=number["version"],
+        peer=(number["peer"], number["peer_replica"]) if match["peer"] else None,
+        divisor=number["divisor"] if match["divisor"] else 1,
+    )
+
+
+def show_worker(worker: Worker) -> str:
+    """`2` for replica 0 of stage 2, `2.1` for replica 1."""
+    stage, replica = worker
+    return f"{stage}.{replica}" if replica else f"{stage}"
