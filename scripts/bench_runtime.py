@@ -11,7 +11,8 @@ For each model (mlp, vgg, gpt: bench_models.py), on two processes of one thread 
   its flush leaves idle allows, (M + 1) / M.
 
 The same two processes do all of it in turns, a few seconds each, over and over: what slows the
-machine for a while slows all of it. Medians over the rounds. About four minutes for each model.
+machine for a while slows all of it. The first two ratios are of medians over the minibatches of a
+turn, the last of means over whole turns. Medians over the rounds. Four minutes for each model.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -223,10 +225,15 @@ class Bench:
         )
 
     def stashing(self) -> float:
-        """Seconds per minibatch in the steady state."""
+        """Seconds per minibatch in the steady state: the mean."""
         self.engine("weight-stashing", LONG, 1, alone=False)
         ends = [e.end for e in self.events if e.action.kind is Kind.BACKWARD][FILLING:-FILLING]
-        return (ends[-1] - ends[0]) / (len(ends) - 1)
+        self.spans = [after - before for before, after in pairwise(ends)]
+        return statistics.mean(self.spans)
+
+    def stashing_median(self) -> float:
+        """The same of the same run: the median, as of a stage alone."""
+        return statistics.median(self.spans)
 
     def flush(self, microbatches: int) -> float:
         """Seconds per microbatch."""
@@ -272,6 +279,7 @@ def work(number: int, folder: str) -> None:
         "one worker": bench.one_worker if number == 0 else None,
         "both": bench.alone,
         "stashing": bench.stashing,
+        "period": bench.stashing_median,
     }
     for m in MICROBATCHES:
         turns[f"flush {m}"] = lambda m=m: bench.flush(m)  # type: ignore[misc]
@@ -300,7 +308,7 @@ def show(name: str, rounds: pd.DataFrame) -> None:
     median, found, least = rounds.median(), ratios(rounds), ratios(rounds.min().to_frame().T)
     print(f"{name}: one worker {median['one worker'] * 1e3:.1f} ms, stages alone", end=" ")
     print(*(f"{median[f'alone {stage}'] * 1e3:.1f} ms" for stage in (0, 1)), end="; ")
-    print(f"pipeline {median['stashing'] * 1e3:.1f} ms per minibatch")
+    print(f"pipeline {median['period'] * 1e3:.1f} ms per minibatch")
     for what, ratio in found.items():
         low, middle, high = ratio.quantile([0.25, 0.5, 0.75])
         best = f"shortest times {least[what].item():.3f}"
@@ -310,9 +318,9 @@ def show(name: str, rounds: pd.DataFrame) -> None:
 def ratios(rounds: pd.DataFrame) -> pd.DataFrame:
     slower = rounds[["alone 0", "alone 1"]].max(axis=1)
     found = {
-        "efficiency, other worker idle": slower / rounds["stashing"],
-        "efficiency, both at work": rounds["both"] / rounds["stashing"],
-        "two workers over one": rounds["one worker"] / rounds["stashing"],
+        "efficiency, other worker idle": slower / rounds["period"],
+        "efficiency, both at work": rounds["both"] / rounds["period"],
+        "two workers over one": rounds["one worker"] / rounds["period"],
     }
     for m in MICROBATCHES:
         found[f"stashing over torch, M = {m}"] = rounds[f"torch {m}"] / rounds["stashing"]
