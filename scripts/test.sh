@@ -14,7 +14,7 @@ check ruff check --quiet
 check ruff format --quiet --check
 check mypy -p pipedream.graph -p pipedream.profiler -p pipedream.optimizer -p pipedream.runtime
 check lint-imports --no-logo
-check pytest -n 2 --dist worksteal "$@"
+check pytest -n 3 --dist worksteal "$@"
 
 if [ ${#failed[@]} -gt 0 ]; then
     echo "test.sh: failed: ${failed[*]}" >&2

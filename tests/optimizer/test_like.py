@@ -52,7 +52,6 @@ def test_the_same_is_asked_again(graph, options):
     path = graph.parent / "plan" / "plan.json"
     first = _task(typed(graph, *cluster, *options))
     again = _task(typed(graph, "--like", path))
-    assert again.update_rate == first.update_rate
     # The model is a new object each time; and a plan names the number of microbatches it is for.
     for field in set(first.request.__dataclass_fields__) - {"model", "graph", "microbatches"}:
         assert getattr(again.request, field) == getattr(first.request, field), field
