@@ -62,10 +62,10 @@ class Losses:
 
     def _tell(self, minibatch: int, loss: torch.Tensor) -> None:
         value = loss.item()
-        if math.isnan(value) and self.refuse_nan:
+        if not math.isfinite(value) and self.refuse_nan:
             raise UserError(
-                f"the loss of minibatch {minibatch} in epoch {self.epoch} is nan: choose a smaller "
-                "learning rate, look for nan in the data, or write nan: skip"
+                f"the loss of minibatch {minibatch} in epoch {self.epoch} is {value}: choose a "
+                "smaller learning rate, look for nan in the data, or write nan: skip"
             )
         self.store.set(self._key(minibatch), repr(value))
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
@@ -184,8 +184,22 @@ def make_scheduler(
         )
     if "metrics" in inspect.signature(kind.step).parameters:
         raise UserError(f"scheduler {config.name} asks for a metric: write CosineAnnealingLR")
+    args = dict(config.args)
+    if "schedulers" in args:
+        args["schedulers"] = [make_scheduler(part, optimizer) for part in _parts(config)]
     try:
-        return kind(optimizer, **config.args)
+        return kind(optimizer, **args)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise UserError(f"scheduler {config.name} {config.args}: {problem}") from error
+
+
+def _parts(config: SchedulerConfig) -> list[SchedulerConfig]:
+    """Of SequentialLR and ChainedScheduler: a name and arguments each, in the config. UserError."""
+    try:
+        found = TypeAdapter(list[SchedulerConfig]).validate_python(config.args["schedulers"])
+    except ValidationError as error:
+        raise UserError(
+            f"scheduler {config.name}: schedulers: write a list, each with its name and args"
+        ) from error
+    return found

@@ -116,11 +116,22 @@ def test_the_norm_of_the_whole_model_is_clipped_and_the_rate_goes_by_updates(
     assert_same(job, expected, model, 1e-12)
 
 
-@pytest.mark.parametrize("every", ["epoch", "update"])
+WARM_UP = {"name": "LinearLR", "args": {"start_factor": 0.1, "total_iters": 3}}
+THEN_DECAY = {"name": "ExponentialLR", "args": {"gamma": 0.8}}
+ONE_AFTER_ANOTHER = {"schedulers": [WARM_UP, THEN_DECAY], "milestones": [3]}
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        SchedulerConfig.model_validate(THEN_DECAY),
+        SchedulerConfig(name="SequentialLR", args=ONE_AFTER_ANOTHER, every="update"),
+    ],
+    ids=lambda scheduler: scheduler.name,
+)
 def test_a_run_that_goes_on_has_the_learning_rate_of_one_that_was_never_stopped(
-    every: str, tmp_path: Path
+    scheduler: SchedulerConfig, tmp_path: Path
 ) -> None:
-    scheduler = SchedulerConfig(name="ExponentialLR", args={"gamma": 0.8}, every=every)  # type: ignore[arg-type]
     whole = job_for(tmp_path / "whole", (2, 1), "weight-stashing", scheduler=scheduler)
     begun = job_for(tmp_path / "begun", (2, 1), "weight-stashing", scheduler=scheduler)
     run_jobs([whole, replace(begun, epochs=1), replace(begun, resume=True)])
@@ -258,6 +269,8 @@ def test_a_compiled_stage_learns_the_same(tmp_path: Path) -> None:
         ("Nothing", {}, "has no such class; write CosineAnnealingLR"),
         ("ReduceLROnPlateau", {}, "asks for a metric"),
         ("StepLR", {"steps": 3}, "StepLR {'steps': 3}: "),
+        ("ChainedScheduler", {"schedulers": ["StepLR"]}, "a list, each with its name and args"),
+        ("SequentialLR", {"schedulers": [{"name": "Nothing"}]}, "'Nothing': torch.optim"),
     ],
 )
 def test_a_wrong_scheduler_is_named(name: str, args: dict[str, Any], message: str) -> None:

@@ -181,6 +181,26 @@ def test_the_skip_is_a_link_of_its_own_past_the_second_stage() -> None:
     assert set(links(layouts(captured, plan))) == {(0, 1), (0, 2), (1, 2)}
 
 
+def test_whole_numbers_and_truth_values_go_from_stage_to_stage(tmp_path: Path) -> None:
+    """An order and a mask have no gradient to come back; on one worker they go nowhere."""
+    captured = capture(small_models.Sorted(), (torch.randn(4, 6),))
+    config = config_for("Sorted", "float64", SGD)
+    one, other = (
+        Job(plan, config, SUPPORT, tmp_path / str(plan.workers), schedule="flush", epochs=EPOCHS)
+        for plan in (
+            plan_for(captured, ("ambc",), (1,)),
+            plan_for(captured, ("am", "b", "c"), (2, 1, 1)),
+        )
+    )
+    first, *_ = layouts(captured, other.plan)
+    assert {torch.int64, torch.bool} < {value.dtype for value in first.sends[2]}
+    run_jobs([one])
+    run_jobs([other])
+    assert losses(other) == pytest.approx(losses(one), rel=1e-12)
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("replicas", [(1, 1), (3, 2)], ids=str)
 def test_batch_norm_statistics_move_with_their_replica_and_are_averaged_when_saved(
     replicas: tuple[int, int], serial: ModuleType, tmp_path: Path

@@ -58,6 +58,26 @@ class Skips(nn.Module):
         return self.c(second + first) * first
 
 
+class Marks(nn.Module):
+    """What has no gradient: an order of int64, a mask of bool."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.argsort(dim=1), x > 0
+
+
+class Sorted(nn.Module):
+    """An order and a mask of the first part's output are used in the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.marks, self.b, self.c = Layer(6), Marks(), Layer(6), Layer(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.a(x)
+        order, mask = self.marks(first)
+        return self.c(torch.where(mask, self.b(first), first).gather(1, order))
+
+
 def regression(examples: int = 64) -> tuple[TensorDataset, None]:
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(examples, 6, generator=generator, dtype=torch.float64)
