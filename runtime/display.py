@@ -85,7 +85,10 @@ class Display:
 
     def __enter__(self) -> Display:
         keep_before(self.path, self.first)
-        keep_until(self.path.with_name("held_out.jsonl"), self.first.epoch)
+        # Those of an epoch that is over are about to be tried again.
+        keep_until(
+            self.path.with_name("held_out.jsonl"), self.first.epoch - (not self.first.minibatch)
+        )
         self.file: TextIO = self.path.open("a", encoding="utf-8")
         if self.console.is_terminal:
             self.live.start()

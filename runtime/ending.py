@@ -9,7 +9,7 @@ from pipedream.graph.plan import Simulated
 from pipedream.profiler.source import load_config_model
 from pipedream.runtime import checkpoint
 from pipedream.runtime.evaluate import evaluate
-from pipedream.runtime.exchange import hear, tell
+from pipedream.runtime.exchange import from_first, hear, tell
 from pipedream.runtime.export import export
 from pipedream.runtime.job import Job
 from pipedream.runtime.member import Member
@@ -25,6 +25,8 @@ def finish(member: Member) -> None:
     No rank waits for rank 0, which may try the model for longer than ranks wait for each other.
     """
     rank, place = member.rank, member.rank.place
+    member.say("at the end of the run")
+    from_first(member.store, place, "saved", True)  # its last save may take long
     member.clock.read()
     tell(member.store, f"report/{place.rank}", [_report(member), member.recorder.told()])
     if place.rank == 0:
@@ -32,7 +34,8 @@ def finish(member: Member) -> None:
         reports = [report for report, _ in heard]
         recording = Recording.of([told for _, told in heard])
         spent = _shares(member, recording, reports)
-        _write_recording(rank.job, recording, spent, reports)
+        if recording.epochs:  # else there was nothing left to train
+            _write_recording(rank.job, recording, spent, reports)
         summary = _summary(member, reports, spent) | _try_model(member)
         also = "trace.json, " * rank.job.trace + "tensorboard, " * rank.job.tensorboard
         write_summary(rank.job.run, summary, also)

@@ -27,19 +27,29 @@ def train_epochs(member: Member) -> Position | None:
 
     Raises UserError and PeerLost as the engine does.
     """
-    rank, first = member.rank, member.first
-    job, trial, stopped = rank.job, rank.trial, None
-    for epoch in range(first.epoch, job.epochs):
+    rank, first, stopped = member.rank, member.first, None
+    if first.minibatch == 0:
+        _try_if_due(member, first.epoch)  # a run may have ended between the checkpoint and this
+    for epoch in range(first.epoch, rank.job.epochs):
         begin = first.minibatch if epoch == first.epoch else 0
         ahead = list(legs(rank.examples.minibatches, rank.every, begin))
         stopped = _Training(member, epoch, ahead).run()
         if stopped is not None:
             break
-        done, every = epoch + 1, job.config.evaluate_every or 1
-        if trial is not None and (done % every == 0 or done == job.epochs):
-            try_held_out(member, trial, done)
+        _try_if_due(member, epoch + 1)
     member.saver.end()
     return stopped
+
+
+def _try_if_due(member: Member, done: int) -> None:
+    """The held-out data, after so many epochs."""
+    job, trial = member.rank.job, member.rank.trial
+    if (
+        trial is not None
+        and done
+        and (done % (job.config.evaluate_every or 1) == 0 or done == job.epochs)
+    ):
+        try_held_out(member, trial, done)
 
 
 class _Training:

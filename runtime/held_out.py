@@ -13,6 +13,7 @@ from pipedream.runtime.member import Member
 def try_held_out(member: Member, trial: Stage, epoch: int) -> None:
     """Tries what there is after `epoch` epochs. Raises as `Stage.run` does."""
     rank, place = member.rank, member.rank.place
+    member.say(f"at the held-out data after epoch {epoch}")
     held_out, tensors = rank.examples.to_try(), {**rank.parameters, **rank.buffers}
     with torch.no_grad(), Reader(held_out, trial.to_read()) as data:
         tally = trial.run(data, tensors, member.transport, rank.loss)

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 from pipedream.graph.command import UserError
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.units import show_seconds
-from pipedream.runtime.exchange import hear, tell
+from pipedream.runtime.exchange import from_first
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
 
@@ -23,15 +23,7 @@ def replanned(job: Job, place: Place, store: Store) -> tuple[Job, Place]:
     Rank 0 plans and tells the others; the plan is in the run folder, `plan-3` for 3 workers. All
     ranks raise UserError where there is none: nothing fits into the memory of so few, for example.
     """
-    if place.rank == 0:
-        try:
-            told = {"plan": _plan(job, place.world_size).model_dump_json()}
-        except UserError as error:
-            told = {"error": error.message}
-        for rank in range(1, place.world_size):
-            tell(store, f"plan/{rank}", told)
-    else:
-        told = hear(store, f"plan/{place.rank}")
+    told = from_first(store, place, "plan", _planned(job, place) if place.rank == 0 else None)
     if "error" in told:
         raise UserError(told["error"])
     plan = Plan.model_validate_json(told["plan"])
@@ -39,6 +31,13 @@ def replanned(job: Job, place: Place, store: Store) -> tuple[Job, Place]:
     found.check_microbatches()
     here = min(place.local_world_size, plan.workers)
     return found, replace(place, world_size=plan.workers, local_world_size=here)
+
+
+def _planned(job: Job, place: Place) -> dict[str, str]:
+    try:
+        return {"plan": _plan(job, place.world_size).model_dump_json()}
+    except UserError as error:
+        return {"error": error.message}
 
 
 def _plan(job: Job, workers: int) -> Plan:

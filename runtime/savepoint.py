@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipedream.runtime.exchange import from_first
 from pipedream.runtime.legs import Position
 from pipedream.runtime.member import Member
 from pipedream.runtime.optimizers import state_tensors
@@ -21,13 +22,11 @@ def save(member: Member, position: Position) -> bool:
 
 
 def _asked_to_stop(member: Member, position: Position) -> bool:
-    """What rank 0 knows when it comes here. The others wait for it, as the next leg does."""
-    if member.pulse is None:
-        return False
-    key = f"stop/{position}"
-    if member.rank.place.rank == 0:
-        member.store.set(key, "yes" if member.pulse.asked_to_stop else "no")
-    return bool(member.store.get(key) == b"yes")
+    """What rank 0 knows when it comes here. The others wait for it, however long its last save
+    takes: the next leg would not wait longer than the timeout.
+    """
+    asked = member.pulse is not None and member.pulse.asked_to_stop
+    return bool(from_first(member.store, member.rank.place, f"stop/{position}", asked))
 
 
 def _average_buffers(member: Member) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,23 @@ def assert_as_plain(
         assert found.get("held_out_accuracy") == plain.get("held_out_accuracy")
     summary = json.loads((job.run / "summary.json").read_text())
     assert summary["held_out_loss"] == tried(job)[-1]["held_out_loss"]
+
+
+def test_what_was_not_tried_when_a_run_ended_is_tried_when_it_goes_on(tmp_path: Path) -> None:
+    """A worker was killed between the checkpoint and the held-out data; the run goes on."""
+    inputs = (torch.randn(4, 6),)
+    graph = capture(small_models.Noisy(), inputs).graph
+    plan = make_plan(graph, cut(graph, 2), (1, 1))
+    job = Job(plan, config("Noisy", "classes", examples=84), SUPPORT, tmp_path / "run", epochs=2)
+    run_jobs([job])
+    found = tried(job)
+    timeline = (job.run / "timeline.json").read_text()
+    (job.run / "held_out.jsonl").unlink()
+    run_jobs([replace(job, restarted=True)])
+    assert tried(job) == found
+    summary = json.loads((job.run / "summary.json").read_text())
+    assert summary["held_out_loss"] == found[0]["held_out_loss"]
+    assert (job.run / "timeline.json").read_text() == timeline, "of a run that trained nothing"
 
 
 def test_a_run_that_goes_on_writes_no_epoch_twice(tmp_path: Path) -> None:
