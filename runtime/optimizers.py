@@ -66,9 +66,18 @@ def state_tensors(
 def restore_state(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Puts back what `state_tensors` gave. 0-d tensors stay tensors, as torch.optim keeps them."""
+    """Puts back what `state_tensors` gave, where Optimizer.load_state_dict would.
+
+    That is beside the parameter; the count of steps is there only where it is part of the kernel.
+    """
+    counts_beside = {
+        parameter: bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     for key, tensor in tensors.items():
         name, _, state = key.rpartition("/")
         parameter = parameters[name]
         remembered: dict[str, Any] = optimizer.state[parameter]
-        remembered[state] = tensor.to(parameter.device) if tensor.dim() else tensor
+        stays = state == "step" and not counts_beside[parameter]
+        remembered[state] = tensor if stays else tensor.to(parameter.device)
