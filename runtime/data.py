@@ -149,8 +149,10 @@ class Reader:
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close()
+        if kind is None:  # else this process ends, and does not wait for those that may be stuck
+            self.coming = iter(())  # the processes end with the loader
 
     def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]:
         """The model's input tensors at these positions. Raises UserError if one is missing."""

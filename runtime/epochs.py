@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from pipedream.graph.timeline import Event
 from pipedream.profiler.precision import lowered
 from pipedream.runtime.action import Action, Kind
 from pipedream.runtime.data import Reader
@@ -67,7 +68,7 @@ class _Training:
         )
         self.under_way: Action | None = None
         self.in_flight = 0
-        self.engine = self._engine()
+        self.events: list[Event] = []
 
     def run(self) -> Position | None:
         """Where the run has stopped, if it was asked to."""
@@ -79,22 +80,22 @@ class _Training:
         told = telling(member.store, rank.place.rank, self._status)
         minibatches = rank.examples.epoch(self.number)
         with shown, told, Reader(minibatches, self._to_read()) as data:
-            stopped = self._run_legs(data)
+            stopped = self._run_legs(self._engine(), data)
             self.losses.end()
         member.pace.end_epoch()
-        member.recorder.add(self.number, self.engine.events, rank.examples.minibatches)
+        member.recorder.add(self.number, self.events, rank.examples.minibatches)
         member.transport.barrier()
         if display is not None:
             display.end_epoch(self.losses)
         return stopped
 
-    def _run_legs(self, data: Reader) -> Position | None:
+    def _run_legs(self, engine: Engine, data: Reader) -> Position | None:
         member, last = self.member, self.rank.examples.minibatches
         for leg in self.ahead:
             if member.weights.prediction is not None:
-                self.engine.ahead = self._delays(leg)
+                engine.ahead = self._delays(leg)
             member.memory.begin()
-            self.engine.run(self._actions(leg), data)
+            engine.run(self._actions(leg), data)
             member.memory.end()  # before a checkpoint's copy of the weights: not the plan's
             self.under_way = None
             if leg.end < last:
@@ -110,6 +111,7 @@ class _Training:
         return shifted(self.rank.actions(len(leg)), leg.begin)
 
     def _engine(self) -> Engine:
+        """Not kept here: it knows this object, and in a circle both would outlive the epoch."""
         member, rank = self.member, self.rank
         return Engine(
             forms=rank.forms,
@@ -125,6 +127,7 @@ class _Training:
             dice=rank.dice,
             per_update=self._per_update(),
             recompute=rank.job.plan.stages[rank.stage].recompute,
+            events=self.events,
         )
 
     def _delays(self, leg: Leg) -> dict[int, int]:
@@ -163,9 +166,9 @@ class _Training:
         if action.kind is Kind.BACKWARD:
             self.in_flight -= 1
             self.member.pace.passed()
-        self.member.recorder.thin_out(self.engine.events)
+        self.member.recorder.thin_out(self.events)
 
     def _status(self) -> Status:
-        events, ranks = self.engine.events, self.rank.job.plan.process_ranks
+        ranks = self.rank.job.plan.process_ranks
         now, memory = time.perf_counter(), self.member.memory.now()
-        return look(events, self.under_way, ranks, self.begin, now, memory)
+        return look(self.events, self.under_way, ranks, self.begin, now, memory)

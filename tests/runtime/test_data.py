@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -38,6 +39,11 @@ class Stuck(Deadly):
         return torch.zeros(2), 0
 
 
+class Plain(Deadly):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(2), 0
+
+
 def reader(dataset: Deadly, data_workers: int) -> Reader:
     config = RunConfig(
         format="pipedream-run/1",
@@ -56,6 +62,14 @@ def test_a_process_that_dies_is_noticed_where_its_data_is_asked_for() -> None:
         time.sleep(0.5)  # it is dead by then
         with pytest.raises(DataLost):
             list(map(data.target, range(8)))
+
+
+def test_the_processes_end_with_the_epoch_that_they_read() -> None:
+    """They stayed, beside those of the next epoch, until a collection found the loader."""
+    with reader(Plain(), data_workers=1) as data:
+        list(map(data.target, range(8)))
+        assert multiprocessing.active_children()
+    assert not multiprocessing.active_children()
 
 
 def test_a_dataset_that_never_comes_back_keeps_nobody_from_leaving() -> None:
