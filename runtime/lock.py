@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from pipedream.graph.command import UserError
+
+_files: set[TextIO] = set()
+
+
+def _let_go() -> None:
+    """A process that this one forks shares its locks, and may outlive it: one that reads data."""
+    for file in _files:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 @contextmanager
@@ -24,4 +37,8 @@ def held(folder: Path) -> Iterator[None]:
             raise UserError(
                 f"-o {folder}: another run is at work in this folder; wait, or give another folder"
             ) from error
-        yield
+        _files.add(file)
+        try:
+            yield
+        finally:
+            _files.discard(file)

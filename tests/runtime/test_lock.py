@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -31,6 +33,34 @@ def test_two_runs_in_one_folder_wrote_over_each_other(tmp_path):
         other.wait(60)
         with held(tmp_path):
             pass
+
+
+HOLD_AND_FORK = """
+import os, sys, time
+from pathlib import Path
+from pipedream.runtime.lock import held
+with held(Path(sys.argv[1])):
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_a_killed_run_had_forked_kept_its_folder(tmp_path):
+    """Processes that read data live on for a while, or for ever if the dataset is stuck."""
+    command = [sys.executable, "-c", HOLD_AND_FORK, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        child = int(run.stdout.readline())
+        try:
+            with pytest.raises(UserError, match="another run is at work"), held(tmp_path):
+                pass
+            run.kill()
+            run.wait(60)
+            os.kill(child, 0)  # it is still there
+            with held(tmp_path):
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)
 
 
 def test_the_folder_is_made(tmp_path):
