@@ -337,8 +337,15 @@ def _failed(rank: int, code: int, pulse: Pulse) -> _End:
     if code == DATA_LOST:
         how = "lost a process that reads its data (data_workers)"
     elif code < 0:
-        how = f"was killed by {signal.Signals(-code).name}"
+        how = f"was killed by {_name(-code)}"
     return _End(1, f"rank {rank} {how}{_at(pulse, rank)}")
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
 
 
 def _cut_off(noticed: Sequence[int], silent: Sequence[int], pulse: Pulse) -> _End:

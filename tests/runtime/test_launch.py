@@ -120,6 +120,15 @@ def test_killed_worker_is_named_and_the_others_stopped(start, tmp_path):
     assert (code, error) == (1, "pd-train: rank 1 was killed by SIGKILL; all workers stopped\n")
 
 
+def test_a_signal_without_a_name_is_told_by_its_number(start, tmp_path):
+    """The launcher ended with a traceback, and started nothing again."""
+    process = start(FOREVER)
+    os.kill(pids(tmp_path)[1], signal.SIGRTMIN + 3)
+    code, _, error = finished(process, tmp_path)
+    line = f"pd-train: rank 1 was killed by signal {signal.SIGRTMIN + 3}; all workers stopped\n"
+    assert (code, error) == (1, line)
+
+
 def test_it_is_told_what_the_lost_worker_was_doing(start, tmp_path):
     process = start("pulse.say(rank, f'in epoch 1 at {rank}F7')\n" + FOREVER)
     os.kill(pids(tmp_path)[1], signal.SIGKILL)
