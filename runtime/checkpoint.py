@@ -136,7 +136,7 @@ def publish(
     """Makes the checkpoint valid, all at once; its folder. Raises UserError if the disk refuses.
 
     To be called once, after all stages have written. Takes the place of an older checkpoint of the
-    same position.
+    same position. What was written of earlier positions, and never published, goes.
     """
     partial, final = _partial(folder, position), folder / str(position)
     wanted = {_file(stage, stages) for stage in range(stages)}
@@ -160,6 +160,10 @@ def publish(
         partial.rename(final)
         _point(folder / _LATEST, final.name)
         _to_disk(folder)
+    for path in folder.glob("epoch-*.partial"):  # from a run that was stopped while it wrote
+        before = Position.of(path.name.removesuffix(".partial"))
+        if before is not None and before < position:
+            shutil.rmtree(path, ignore_errors=True)
     return final
 
 

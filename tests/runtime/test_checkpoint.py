@@ -176,6 +176,18 @@ def test_remains_of_a_stopped_run_do_not_get_in(tmp_path, model):
     assert not (tmp_path / "epoch-0001.partial").exists()
 
 
+def test_what_was_never_published_goes_with_the_next_checkpoint(tmp_path, model):
+    """With other --save-every a run comes to other positions: such folders stayed for ever."""
+    for position in (Position(0, 40), Position(1), Position(1, 40)):
+        write_stage(tmp_path, position, 0, 2, {"w": torch.ones(1)}, {})
+    save(tmp_path, model, epoch=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "epoch-0001",
+        "epoch-0001-000040.partial",  # another stage may be that far already
+        "latest",
+    ]
+
+
 def test_a_second_run_takes_the_place_of_the_first(tmp_path, model):
     save(tmp_path, model, stages=(("first",), ("norm",), ("second",)))
     with torch.no_grad():
