@@ -6,7 +6,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -229,7 +229,7 @@ def keep_before(path: Path, position: Position) -> None:
                 told = json.loads(line)
                 if Position(told["epoch"] - 1, told["minibatch"]) < position:
                     kept.append(line)
-    path.write_text("".join(kept), encoding="utf-8")
+    _replace(path, kept)
 
 
 def keep_until(path: Path, epoch: int) -> None:
@@ -239,7 +239,14 @@ def keep_until(path: Path, epoch: int) -> None:
         kept = [
             line for line in lines if line.endswith("\n") and json.loads(line)["epoch"] <= epoch
         ]
-        path.write_text("".join(kept), encoding="utf-8")
+        _replace(path, kept)
+
+
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    """At every moment the file is the old one or the new one, should the run be killed."""
+    fresh = path.with_name(f"{path.name}.partial")
+    fresh.write_text("".join(lines), encoding="utf-8")
+    fresh.replace(path)
 
 
 def table(statuses: Mapping[int, Status], ranks: Sequence[Sequence[int]], most: int) -> Table:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from torch.distributed import HashStore
 
 from pipedream.graph.command import UserError
-from pipedream.runtime.display import Display
+from pipedream.runtime.display import Display, keep_before, keep_until
 from pipedream.runtime.legs import Position
 from pipedream.runtime.report import Losses
 from pipedream.runtime.sizes import Sizes
@@ -34,3 +36,18 @@ def test_a_full_disk_is_told_by_all_that_wait_for_the_records(tmp_path: Path) ->
             display.end_epoch(losses)
         with pytest.raises(UserError, match=problem):
             display.has_recorded(Position(1))
+
+
+@pytest.mark.parametrize(
+    "keep", [lambda path: keep_before(path, Position(2)), lambda path: keep_until(path, 2)]
+)
+def test_records_are_never_half_written_over(keep: Callable[[Path], None], tmp_path: Path) -> None:
+    """A run that was killed as it went on had emptied the file, and not written it yet."""
+    path = tmp_path / "records.jsonl"
+    lines = [json.dumps({"epoch": epoch, "minibatch": 0}) + "\n" for epoch in (1, 2, 3)]
+    path.write_text("".join(lines))
+    with path.open() as before:
+        keep(path)
+        assert before.readlines() == lines
+    assert path.read_text() == "".join(lines[:2])
+    assert list(tmp_path.iterdir()) == [path]
