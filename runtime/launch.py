@@ -24,8 +24,9 @@ from pipedream.runtime.pulse import Pulse
 USER_ERROR = 2
 """Exit code of a worker that has already told the user, in one line, what is wrong."""
 
-STOPPED = 130
-"""Exit code of a worker that has saved and left because it was asked to."""
+STOPPED = 77
+"""Exit code of a worker that has saved and left because it was asked to. Not 130, as the
+run's own: a worker that SIGINT alone has reached ends with that, and has saved nothing."""
 
 PEER_LOST = 75
 """Exit code of a worker that stops, quietly, only because another one is gone."""
@@ -282,7 +283,7 @@ def _watch(
                 silent = [rank for rank, code in enumerate(codes) if code is None]
                 return _cut_off(list(failed), silent, pulse)
         elif None not in codes:
-            return _End(STOPPED if STOPPED in codes else 0)
+            return _End(128 + signal.SIGINT if STOPPED in codes else 0)
         time.sleep(_POLL_SECONDS)
 
 

@@ -301,6 +301,18 @@ def test_signals_stop_all(start, tmp_path, number, code, line):
     assert (found, error) == (code, line)
 
 
+def test_workers_that_have_saved_end_the_run_as_ctrl_c_does(start, tmp_path):
+    code, _, error = finished(start("sys.exit(launch.STOPPED)", restarts=1), tmp_path)
+    assert (code, error) == (130, "")
+
+
+def test_a_worker_that_was_interrupted_by_itself_has_not_saved(start, tmp_path):
+    """It was taken for one that had: the run ended with no word, and nothing started it again."""
+    script = "sys.exit(0 if launch.restarts() else 130)"
+    code, _, error = finished(start(script, workers=1, restarts=1), tmp_path, 1)
+    assert (code, error) == (0, "pd-train: rank 0 failed with exit code 130; restart 1 of 1\n")
+
+
 def test_deaf_workers_are_killed(start, tmp_path):
     """And Ctrl-C pressed again meanwhile changes nothing."""
     process = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER)
