@@ -129,7 +129,10 @@ class Stepping:
                 raise UserError(f"scheduler {config.name} {config.args}: {problem}") from error
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on, beside the optimizer's tensors; the same on all ranks."""
+        """What `restore` needs to go on, beside the optimizer's tensors.
+
+        The same on all ranks, but for the report's `skipped` where each stage decides by itself.
+        """
         return Progress(
             advances=self.advances,
             scale=self.scale.value,
