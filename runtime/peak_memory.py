@@ -16,8 +16,8 @@ class PeakMemory:
 
     On a GPU it is torch's own count. On a CPU it is the resident memory of the process, without the
     files mapped into it, less what was resident when this was made and is none of `held`, the
-    tensors that the rank had by then: the interpreter, torch, the dataset. glibc keeps part of what
-    is freed, which counts, too, unless MALLOC_MMAP_THRESHOLD_ is set in the environment.
+    tensors that the rank had by then: the interpreter, torch, the dataset. What is freed and kept
+    (`keep_freed_memory`) counts, too.
     """
 
     def __init__(self, device: torch.device, held: Iterable[torch.Tensor]) -> None:
