@@ -107,12 +107,15 @@ def main() -> None:
         show(name, rounds)
 
 
-def prepare(name: str, folder: Path) -> None:
-    """The config, and a plan of two stages made by pd-profile and pd-optimize."""
+def prepare(name: str, folder: Path, stages: int = 2) -> None:
+    """The config, and a plan of so many stages made by pd-profile and pd-optimize."""
     config = {"format": "pipedream-run/1", **MODELS[name]}
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     call("pd-profile", folder / "run.yaml", "-o", folder, "--repeats", 10)
-    graph, options = folder / "graph.txt", ("--machines", 2, "--bandwidth", "5GB", "--straight")
+    graph, options = (
+        folder / "graph.txt",
+        ("--machines", stages, "--bandwidth", "5GB", "--straight"),
+    )
     call("pd-optimize", graph, *options, "-o", folder / "plan", "--export", "torch")
 
 
@@ -159,6 +162,22 @@ class Same:
         return self.batch.target
 
 
+def engine_of(rank: Rank, transport: Still | Transport) -> Engine:
+    """That runs the rank's stage, and tells nobody."""
+    return Engine(
+        forms=rank.forms,
+        weights=rank.weights,
+        stepping=rank.stepping,
+        transport=transport,  # type: ignore[arg-type]
+        groups=Groups(None),
+        ranks=rank.job.plan.process_ranks,
+        loss=rank.loss,
+        on_loss=lambda minibatch, loss: None,
+        after=lambda action: None,
+        dice=rank.dice,
+    )
+
+
 class Bench:
     """One of the two processes."""
 
@@ -199,18 +218,7 @@ class Bench:
         actions = schedule(
             name, rank.job.plan.replicas, links(rank.layouts), minibatches, microbatches
         ).actions(rank.worker)
-        engine = Engine(
-            forms=rank.forms,
-            weights=rank.weights,
-            stepping=rank.stepping,
-            transport=self.still if alone else self.transport,  # type: ignore[arg-type]
-            groups=Groups(None),
-            ranks=rank.job.plan.process_ranks,
-            loss=rank.loss,
-            on_loss=lambda minibatch, loss: None,
-            after=lambda action: None,
-            dice=rank.dice,
-        )
+        engine = engine_of(rank, self.still if alone else self.transport)
         begin = time.perf_counter()
         engine.run(actions, Same(self.batch))
         self.events = engine.events

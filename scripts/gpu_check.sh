@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What only a machine with a GPU can check: the GPU tests, and a real profile of a real model there.
+# What only a machine with a GPU can check: the GPU tests, a real profile, and what
+# pd-train costs on one worker.
 # Uses the python on PATH and the packages that it has; installs nothing but, if need be, pipedream.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -15,3 +16,4 @@ python=${PYTHON:-python3}
 out=${OUT:-runs/gpu}
 "$python" -m pipedream.profiler.cli torchvision:resnet50 --device cuda --batch-size 64 \
     -o "$out/resnet50"
+"$python" scripts/bench_one_worker.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,31 @@ def test_ranks_that_share_a_gpu_train_as_they_do_on_cpus(
         torch.testing.assert_close(weights(gpu)[name], tensor, rtol=1e-10, atol=1e-10)
     ranks = json.loads((gpu.run / "summary.json").read_text())["ranks"]
     assert all(rank["peak_memory_bytes"] > 0 for rank in ranks)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
+def test_a_run_that_goes_on_is_the_one_that_was_never_stopped(
+    optimizer: str, tmp_path: Path
+) -> None:
+    """The fused kernels read the optimizer's state, its count of steps among it, on the GPU; the
+    last minibatch of an epoch is smaller.
+    """
+    graph = capture(small_models.Skips(), (torch.randn(4, 6),)).graph
+    plan = make_plan(graph, cut(graph, 2), (1, 1))
+    config = config_for("Skips").model_copy(
+        update={
+            "optimizer": OptimizerConfig(name=optimizer, args={"lr": 0.02}),
+            "data": DataFactory(source="small_models:regression", args={"examples": 63}),
+        }
+    )
+    whole, begun = (
+        Job(plan, config, SUPPORT, tmp_path / name, device="cuda", epochs=2)
+        for name in ("whole", "begun")
+    )
+    run_jobs([whole, replace(begun, epochs=1), replace(begun, resume=True)])
+    assert losses(begun) == losses(whole)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(weights(begun)[name], tensor), name
 
 
 def test_a_model_is_profiled_with_cuda_events(tmp_path: Path) -> None:
