@@ -214,6 +214,7 @@ class Cluster(_Part):
         return rank // math.prod(self.machines[:-1])
 
     def device(self, rank: int) -> DeviceKind:
+        """What the device of a rank is."""
         return self.kind(self.machine(rank))
 
     def rank(self, place: tuple[int, ...]) -> int:

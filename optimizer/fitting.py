@@ -64,20 +64,28 @@ class Load:
 
 
 def loads(
-    held: StageMemory,
-    limit: MemoryLimit | None,
-    solution: Solution,
-    kinds: Kinds,
-    useful: Sequence[int] = (),
+    held: StageMemory, limit: MemoryLimit | None, solution: Solution, kinds: Kinds
 ) -> list[Load]:
-    """The load of each stage: what recomputes by the rule that the search goes by, with the least
-    in flight, PipeDream's number; and then with as many minibatches in flight as have room, up to
-    `useful`. Never fewer than that number: slower workers than planned would want them.
+    """The load of each stage with the least in flight, PipeDream's number: what recomputes by the
+    rule that the search goes by.
     """
     replicas = [stage.replicas for stage in solution.stages]
     positions = range(len(replicas))
     least = [warm_up(replicas, position) for position in positions]
-    sure = [_load(held, solution, kinds, least, position, limit) for position in positions]
+    return [_load(held, solution, kinds, least, position, limit) for position in positions]
+
+
+def roomier(
+    held: StageMemory,
+    solution: Solution,
+    kinds: Kinds,
+    sure: Sequence[Load],
+    useful: Sequence[int],
+) -> Sequence[Load]:
+    """The loads with as many minibatches in flight as have room, up to `useful`; `sure` are those
+    with the least. Never fewer than these: slower workers than planned would want them.
+    """
+    positions, least = range(len(sure)), [load.room for load in sure]
 
     def with_room(position: int, room: Sequence[int]) -> Load:
         again = sure[position].recompute
@@ -90,8 +98,6 @@ def loads(
                 return count
         return least[position]
 
-    if not useful:
-        return sure
     wanted = [max(both) for both in zip(useful, least, strict=True)]
     for room in (wanted, [most(position) for position in positions]):
         found = [with_room(position, room) for position in positions]

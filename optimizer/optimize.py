@@ -27,7 +27,14 @@ from pipedream.optimizer.cluster_operators import layer_cuts
 from pipedream.optimizer.cost import CostModel
 from pipedream.optimizer.cuts import Cuts
 from pipedream.optimizer.elimination import Question, survivors
-from pipedream.optimizer.fitting import Load, fit, loads, nothing_fits, too_many_versions
+from pipedream.optimizer.fitting import (
+    Load,
+    fit,
+    loads,
+    nothing_fits,
+    roomier,
+    too_many_versions,
+)
 from pipedream.optimizer.frontier import Bins, bins_of
 from pipedream.optimizer.hierarchy import TIE, Rules, Search, Solution, affordable
 from pipedream.optimizer.kinds import Kinds
@@ -379,8 +386,7 @@ def _outcome(
     held: StageMemory, request: Request, solution: Solution, bound: float, exact: bool
 ) -> Outcome:
     cuts, kinds = held.cuts, request.kinds
-    limit = request.limit(held, kinds)
-    found = loads(held, limit, solution, kinds)
+    found: Sequence[Load] = loads(held, request.limit(held, kinds), solution, kinds)
     cost = Replication(cuts, request.cluster, request.model)
     times = [
         stage_time(cost.on(load.grade), stage, load.recompute)
@@ -407,7 +413,7 @@ def _outcome(
         predicted=predicted,
     )
     if request.in_flight == "useful":
-        found = loads(held, limit, solution, kinds, _useful_room(plan, request))
+        found = roomier(held, solution, kinds, found, _useful_room(plan, request))
         plan = plan.model_copy(update={"stages": _stages(cuts, request, solution, found)})
     whole = held.total(0, slice(len(cuts) - 1, None), Peak(1, 1), recompute=False)
     memory = kinds.least if kinds.limited else None

@@ -22,7 +22,8 @@ from pipedream.runtime.shares import Shares, promised, shares, steady
 def finish(member: Member) -> None:
     """To be called by every rank after the last epoch.
 
-    No rank waits for rank 0, which may try the model for longer than ranks wait for each other.
+    Once rank 0 has saved no rank waits for it: it may try the model for longer than ranks wait for
+    each other.
     """
     rank, place = member.rank, member.rank.place
     member.say("at the end of the run")

@@ -45,11 +45,10 @@ def train_epochs(member: Member) -> Position | None:
 def _try_if_due(member: Member, done: int) -> None:
     """The held-out data, after so many epochs."""
     job, trial = member.rank.job, member.rank.trial
-    if (
-        trial is not None
-        and done
-        and (done % (job.config.evaluate_every or 1) == 0 or done == job.epochs)
-    ):
+    if trial is None or done == 0:
+        return
+    every = job.config.evaluate_every or 1
+    if done % every == 0 or done == job.epochs:
         try_held_out(member, trial, done)
 
 

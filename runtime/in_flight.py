@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
+from pipedream.runtime.action import Link
+
 
 def warm_up(replicas: Sequence[int], stage: int) -> int:
     """How many minibatches each replica of `stage` has in flight at least in 1F1B.
@@ -29,12 +31,12 @@ class Pace:
     forward: Sequence[float]
     backward: Sequence[float]
     update: Sequence[float]
-    there: Mapping[tuple[int, int], float] = field(default_factory=dict)
-    back: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    there: Mapping[Link, float] = field(default_factory=dict)
+    back: Mapping[Link, float] = field(default_factory=dict)
 
 
 def useful_room(
-    replicas: Sequence[int], pace: Pace, links: Sequence[tuple[int, int]], in_step: bool
+    replicas: Sequence[int], pace: Pace, links: Sequence[Link], in_step: bool
 ) -> tuple[int, ...]:
     """How many minibatches each replica of a stage has in flight so that the pipeline keeps `pace`.
 
