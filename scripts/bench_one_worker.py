@@ -11,21 +11,14 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_runtime import MODELS, Same, Still, engine_of, prepare
+from bench_runtime import MODELS, Same, Still, engine_of, plain_loop, prepare, rank_of
 
-from pipedream.graph.config import read_config
 from pipedream.graph.heap import keep_freed_memory
-from pipedream.graph.plan import read_plan
-from pipedream.profiler.source import load_config_model
-from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
-from pipedream.runtime.optimizers import make_optimizer
-from pipedream.runtime.rank import Rank
-from pipedream.runtime.schedule import schedule
-from pipedream.runtime.weights import Weights
 
 TURNS = 9
 MINIBATCHES = 10
@@ -33,31 +26,26 @@ MINIBATCHES = 10
 
 class Bench:
     def __init__(self, folder: Path) -> None:
-        plan, config = read_plan(folder / "plan/plan.json"), read_config(folder / "run.yaml")
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        job = Job(plan, config, folder, folder / "run", device=device)
-        self.rank = Rank(job, Place(0, 1, 0, 1, "127.0.0.1", 0))
-        self.rank.weights = Weights(self.rank.parameters)
-        self.rank.stepping = self.rank.make_stepping(lambda tensor: None)
+        self.rank = rank_of(folder, Place(0, 1, 0, 1, "127.0.0.1", 0), device)
         self.batch = self.rank.examples.epoch(1).batch(0)
-        torch.manual_seed(0)
-        self.plain = load_config_model(config, folder).to(self.rank.device)
-        self.optimizer = make_optimizer(config.optimizer, dict(self.plain.named_parameters()))
+        self.plain = plain_loop(self.rank, self.batch)
 
     def loop(self) -> None:
         for _ in range(MINIBATCHES):
-            self.rank.loss(self.plain(*self.batch.inputs), self.batch.target).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.plain()
 
     def engine(self) -> None:
-        actions = schedule("weight-stashing", (1,), [], MINIBATCHES).actions((0, 0))
-        engine_of(self.rank, Still()).run(actions, Same(self.batch))
+        engine_of(self.rank, Still()).run(self.rank.actions(MINIBATCHES), Same(self.batch))
 
-    def seconds(self, turn: str) -> float:
+    def pair(self) -> tuple[float, float]:
+        """Seconds per minibatch of the plain loop and of the engine."""
+        return self._seconds(self.loop), self._seconds(self.engine)
+
+    def _seconds(self, turn: Callable[[], None]) -> float:
         self._settle()
         begin = time.perf_counter()
-        getattr(self, turn)()
+        turn()
         self._settle()
         return (time.perf_counter() - begin) / MINIBATCHES
 
@@ -75,7 +63,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             prepare(name, Path(folder), stages=1)
             bench = Bench(Path(folder))
-            pairs = [(bench.seconds("loop"), bench.seconds("engine")) for _ in range(TURNS + 1)][1:]
+            pairs = [bench.pair() for _ in range(TURNS + 1)][1:]  # the first is to warm up
         show(name, pairs)
 
 

@@ -112,11 +112,8 @@ def prepare(name: str, folder: Path, stages: int = 2) -> None:
     config = {"format": "pipedream-run/1", **MODELS[name]}
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     call("pd-profile", folder / "run.yaml", "-o", folder, "--repeats", 10)
-    graph, options = (
-        folder / "graph.txt",
-        ("--machines", stages, "--bandwidth", "5GB", "--straight"),
-    )
-    call("pd-optimize", graph, *options, "-o", folder / "plan", "--export", "torch")
+    options = ("--machines", stages, "--bandwidth", "5GB", "--straight", "--export", "torch")
+    call("pd-optimize", folder / "graph.txt", *options, "-o", folder / "plan")
 
 
 def call(program: str, *arguments: object) -> None:
@@ -162,6 +159,29 @@ class Same:
         return self.batch.target
 
 
+def rank_of(folder: Path, place: Place, device: str = "cpu") -> Rank:
+    """Ready to train the plan that `prepare` has made."""
+    plan, config = read_plan(folder / "plan/plan.json"), read_config(folder / "run.yaml")
+    rank = Rank(Job(plan, config, folder, folder / "run", device=device), place)
+    rank.weights = Weights(rank.parameters)
+    rank.stepping = rank.make_stepping(lambda tensor: None)
+    return rank
+
+
+def plain_loop(rank: Rank, batch: Batch) -> Callable[[], None]:
+    """A minibatch of the plain model's training loop."""
+    torch.manual_seed(0)
+    model = load_config_model(rank.job.config, rank.job.directory).to(rank.device)
+    optimizer = make_optimizer(rank.job.config.optimizer, dict(model.named_parameters()))
+
+    def loop() -> None:
+        rank.loss(model(*batch.inputs), batch.target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return loop
+
+
 def engine_of(rank: Rank, transport: Still | Transport) -> Engine:
     """That runs the rank's stage, and tells nobody."""
     return Engine(
@@ -182,34 +202,21 @@ class Bench:
     """One of the two processes."""
 
     def __init__(self, number: int, folder: Path) -> None:
-        plan = read_plan(folder / "plan/plan.json")
-        config = read_config(folder / "run.yaml")
-        self.number, self.config = number, config
-        self.rank = Rank(
-            Job(plan, config, folder, folder / "run"), Place(number, 2, number, 2, "127.0.0.1", 0)
-        )
-        self.rank.weights = Weights(self.rank.parameters)
-        self.rank.stepping = self.rank.make_stepping(lambda tensor: None)
+        self.number = number
+        self.rank = rank_of(folder, Place(number, 2, number, 2, "127.0.0.1", 0))
         self.batch = self.rank.examples.epoch(1).batch(0)
         self.still, self.transport = Still(), Transport(torch.device("cpu"), "gloo")
-        self.own_loss = lambda output, target: self.rank.loss(output, target)
-        self._make_plain()
+        self.plain = plain_loop(self.rank, self.batch)
         self._make_torch(folder)
 
-    def _make_plain(self) -> None:
-        torch.manual_seed(0)
-        self.plain = load_config_model(self.config, self.rank.job.directory)
-        self.plain_optimizer = make_optimizer(
-            self.config.optimizer, dict(self.plain.named_parameters())
-        )
-
     def _make_torch(self, folder: Path) -> None:
-        model = load_config_model(self.config, self.rank.job.directory)
+        config = self.rank.job.config
+        model = load_config_model(config, self.rank.job.directory)
         policy = split_policy(folder / "plan/export-torch.json")
         pipe = pipeline(model, self.batch.inputs, split_policy=policy)
         self.stage = pipe.build_stage(self.number, torch.device("cpu"))
         self.torch_optimizer = make_optimizer(
-            self.config.optimizer, dict(self.stage.submod.named_parameters())
+            config.optimizer, dict(self.stage.submod.named_parameters())
         )
 
     def engine(self, name: ScheduleName, minibatches: int, microbatches: int, alone: bool) -> float:
@@ -250,7 +257,7 @@ class Bench:
 
     def torch(self, microbatches: int) -> float:
         """Seconds per microbatch of Schedule1F1B and its optimizer's steps."""
-        ours = Schedule1F1B(self.stage, microbatches, loss_fn=self.own_loss)
+        ours = Schedule1F1B(self.stage, microbatches, loss_fn=self.rank.loss)
         whole = torch.cat([self.batch.inputs[0]] * microbatches)
         target = torch.cat([self.batch.target] * microbatches)
         begin = time.perf_counter()
@@ -268,9 +275,7 @@ class Bench:
         spans = []
         for _ in range(LONG // 2):
             begin = time.perf_counter()
-            self.own_loss(self.plain(*self.batch.inputs), self.batch.target).backward()
-            self.plain_optimizer.step()
-            self.plain_optimizer.zero_grad()
+            self.plain()
             spans.append(time.perf_counter() - begin)
         return statistics.median(spans)
 

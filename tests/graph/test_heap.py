@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+
 SCRIPT = """
 import resource
 from pipedream.graph.heap import keep_freed_memory
@@ -41,11 +43,9 @@ def pages_fetched(**environment: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 def test_freed_memory_is_used_again() -> None:
     assert pages_fetched() < PAGES / 10
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 def test_the_environment_has_the_last_word() -> None:
     assert pages_fetched(MALLOC_MMAP_THRESHOLD_="262144") > PAGES / 2

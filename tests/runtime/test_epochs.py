@@ -11,8 +11,9 @@ import small_models
 import torch
 from plans import cut, make_plan
 from processes import free_port, run_processes
+from training import chain_config
 
-from pipedream.graph.config import DataFactory, Factory, OptimizerConfig, RunConfig
+from pipedream.graph.config import OptimizerConfig
 from pipedream.profiler.capture import capture
 from pipedream.runtime import epochs
 from pipedream.runtime.engine import Engine
@@ -44,14 +45,7 @@ def left_alive(rank: int, workers: int, job: Job, port: int) -> tuple[int, int]:
 def test_an_epoch_takes_its_engine_with_it(tmp_path: Path) -> None:
     """Each knew the other: gradient buckets and data of every epoch stayed until a collection."""
     graph = capture(small_models.Chain(), (torch.randn(4, 6),)).graph
-    config = RunConfig(
-        format="pipedream-run/1",
-        model=Factory(source="small_models:Chain"),
-        data=DataFactory(source="small_models:regression"),
-        loss="mse_loss",
-        optimizer=OptimizerConfig(name="SGD", args={"lr": 0.1}),
-        batch_size=4,
-    )
+    config = chain_config(OptimizerConfig(name="SGD", args={"lr": 0.1}))
     plan = make_plan(graph, cut(graph, 1), (1,))
     job = Job(plan, config, SUPPORT, tmp_path, epochs=3, evaluate=False)
     assert run_processes(left_alive, 1, job, free_port()) == [(3, 0)]

@@ -11,24 +11,17 @@ import pytest
 import small_models
 import torch
 from plans import cut, make_plan
-from training import run_jobs
+from training import chain_config, run_jobs
 
 from pipedream.graph.command import UserError
-from pipedream.graph.config import DataFactory, Factory, OptimizerConfig, RunConfig
+from pipedream.graph.config import OptimizerConfig
 from pipedream.profiler.capture import capture
 from pipedream.runtime.checkpoint import State
 from pipedream.runtime.job import Job
 from pipedream.runtime.resume import _check_place
 
 SUPPORT = Path(small_models.__file__).parent
-CONFIG = RunConfig(
-    format="pipedream-run/1",
-    model=Factory(source="small_models:Chain"),
-    data=DataFactory(source="small_models:regression"),
-    loss="mse_loss",
-    optimizer=OptimizerConfig(name="AdamW", args={"lr": 0.01}),
-    batch_size=4,
-)
+CONFIG = chain_config(OptimizerConfig(name="AdamW", args={"lr": 0.01}))
 
 
 def test_other_arguments_of_the_optimizer(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from processes import free_port, run_processes
 from torch import Tensor
 
+from pipedream.graph.config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.checkpoint import latest, load_all
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
@@ -25,6 +26,18 @@ def run_jobs(jobs: Sequence[Job], seconds: float = 100.0) -> None:
 def _train_all(rank: int, workers: int, jobs: Sequence[Job], ports: Sequence[int]) -> None:
     for job, port in zip(jobs, ports, strict=True):
         train(job, Place(rank, workers, rank, workers, "127.0.0.1", port))
+
+
+def chain_config(optimizer: OptimizerConfig) -> RunConfig:
+    """A run of small_models' Chain on its regression, in minibatches of 4."""
+    return RunConfig(
+        format="pipedream-run/1",
+        model=Factory(source="small_models:Chain"),
+        data=DataFactory(source="small_models:regression"),
+        loss="mse_loss",
+        optimizer=optimizer,
+        batch_size=4,
+    )
 
 
 def losses(job: Job) -> list[float]:
