@@ -222,7 +222,7 @@ def _work(job: Job, place: Place) -> int:
     except Stopped as stopped:
         if place.rank == 0:
             print(f"pd-train: {stopped}", file=sys.stderr, flush=True)
-        return launch.STOPPED
+        return launch.STOPPED if pulse is not None else launch.code_of_stopped()
     except PeerLost as error:
         if pulse is not None and error.peer is not None:
             pulse.say_lost(place.rank, error.peer)

@@ -17,6 +17,7 @@ from pipedream.graph.command import UserError
 from pipedream.graph.timeline import Event
 from pipedream.runtime.action import Action, Kind, Worker
 from pipedream.runtime.buckets import Buckets
+from pipedream.runtime.course import Course
 from pipedream.runtime.form import Form, Forms
 from pipedream.runtime.randomness import Dice
 from pipedream.runtime.recompute import Again
@@ -110,24 +111,24 @@ class Engine:
     dice: Dice
     per_update: int = 1
     recompute: bool = False
-    ahead: Mapping[int, int] = field(default_factory=dict)
     before: Callable[[Action], None] = lambda action: None
     events: list[Event] = field(default_factory=list)
 
-    def run(self, actions: Sequence[Action], data: Minibatches) -> None:
-        """Performs one epoch. Raises PeerLost, naming the action that could not be done."""
+    def run(self, course: Course, data: Minibatches) -> None:
+        """Performs one leg. Raises PeerLost, naming the action that could not be done."""
         self.data = data
         self.passing: dict[int, Passing] = {}
         self.base = self.weights.current.number
-        used = uses(action for action in actions if not self.ahead.get(action.minibatch))
-        self.weights.expect({self.base + version: count for version, count in used.items()})
-        self.closing = _closing(actions)
+        self.weights.begin()
+        self._follow(course)
         perform = self.table
-        posted = 0
-        for position, action in enumerate(actions):
-            while posted < min(position + LOOK_AHEAD, len(actions)):
-                self._post(actions[posted])
-                posted += 1
+        position = posted = 0
+        while (settled := course.settle(position, LOOK_AHEAD)) > position:
+            if course.actions is not self.actions:
+                self._follow(course)
+            for action in self.actions[posted:settled]:
+                self._post(action)
+            action, position, posted = self.actions[position], position + 1, settled
             begin = time.perf_counter()
             self.before(action)
             try:
@@ -139,6 +140,13 @@ class Engine:
             self.after(action)
         self.transport.drain()
         assert not self.passing
+
+    def _follow(self, course: Course) -> None:
+        """Its actions are the ones to do now; of another course the same ones have been done."""
+        self.actions, self.delays = course.actions, course.delays
+        used = uses(action for action in self.actions if not self.delays.get(action.minibatch))
+        self.weights.expect({self.base + version: count for version, count in used.items()})
+        self.closing = _closing(self.actions)
 
     @property
     def table(self) -> Mapping[Kind, Callable[[Action], None]]:
@@ -189,7 +197,7 @@ class Engine:
         known = {**passing.received, **dict(zip(reads, given, strict=True))}
         inputs = tuple(known[name] for name in form.piece.inputs)
         passing.version = self.weights.acquire(
-            self.base + action.version, self.ahead.get(action.minibatch, 0)
+            self.base + action.version, self.delays.get(action.minibatch, 0)
         )
         self.dice.minibatch = action.minibatch
         if self.recompute:

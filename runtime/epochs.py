@@ -12,6 +12,7 @@ import torch
 from pipedream.graph.timeline import Event
 from pipedream.profiler.precision import lowered
 from pipedream.runtime.action import Action, Kind
+from pipedream.runtime.course import Course
 from pipedream.runtime.data import Reader
 from pipedream.runtime.delay import delays
 from pipedream.runtime.engine import Engine
@@ -35,6 +36,8 @@ def train_epochs(member: Member) -> Position | None:
         begin = first.minibatch if epoch == first.epoch else 0
         ahead = list(legs(rank.examples.minibatches, rank.every, begin))
         stopped = _Training(member, epoch, ahead).run()
+        if epoch + 1 == rank.job.epochs or stopped is not None:
+            member.halt.end()
         if stopped is not None:
             break
         _try_if_due(member, epoch + 1)
@@ -89,25 +92,28 @@ class _Training:
         return stopped
 
     def _run_legs(self, engine: Engine, data: Reader) -> Position | None:
-        member, last = self.member, self.rank.examples.minibatches
+        member, epoch = self.member, self.number - 1
         for leg in self.ahead:
-            if member.weights.prediction is not None:
-                engine.ahead = self._delays(leg)
+            course = member.halt.depart(epoch, leg, self._course)
+            if course is None:
+                return Position(epoch, leg.begin)
             member.memory.begin()
-            engine.run(self._actions(leg), data)
+            engine.run(course, data)
             member.memory.end()  # before a checkpoint's copy of the weights: not the plan's
             self.under_way = None
-            if leg.end < last:
-                position = Position(self.number - 1, leg.end)
-            else:
+            position = Position(epoch, course.leg.end)
+            if course.leg.end == self.rank.examples.minibatches:
                 member.stepping.end_epoch()
-                position = Position(self.number)
-            if save(member, position):
+                position = Position(epoch + 1)
+            save(member, position)
+            if member.halt.rests(position) and position < Position(self.rank.job.epochs):
                 return position
         return None
 
-    def _actions(self, leg: Leg) -> Sequence[Action]:
-        return shifted(self.rank.actions(len(leg)), leg.begin)
+    def _course(self, leg: Leg) -> Course:
+        actions = shifted(self.rank.actions(len(leg)), leg.begin)
+        predicts = self.member.weights.prediction is not None
+        return Course(leg, actions, self._delays(leg) if predicts else {})
 
     def _engine(self) -> Engine:
         """Not kept here: it knows this object, and in a circle both would outlive the epoch."""

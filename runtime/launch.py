@@ -25,7 +25,7 @@ USER_ERROR = 2
 """Exit code of a worker that has already told the user, in one line, what is wrong."""
 
 STOPPED = 77
-"""Exit code of a worker that has saved and left because it was asked to. Not 130, as the
+"""Exit code of a worker of `spawn` that has saved and left because it was asked to. Not 130, as the
 run's own: a worker that SIGINT alone has reached ends with that, and has saved nothing."""
 
 PEER_LOST = 75
@@ -43,6 +43,7 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 _NOTICE_SECONDS = 0.5  # until a pulse that stands still has been seen to
 _CAUSE_SECONDS = 2.0  # torchrun looks every 0.1 s
+_SAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C, and what cluster managers send
 _PORTS = range(20_000, 30_000)  # below those that systems give out by themselves
 
 
@@ -160,7 +161,8 @@ def spawn(
     are stopped and one line names the rank, the cause, and what it was doing (not if it is a user's
     error, which that worker has told: 2). Then all are started again, `restarts` times at most;
     after that one worker less, if `with_fewer`, again with as many restarts.
-    SIGTERM and SIGHUP stop all; so does SIGINT, the first one when those that train have saved. No
+    SIGINT, SIGTERM and SIGUSR1 stop all, the first one when those that train have saved; so does
+    SIGHUP at once. No
     worker outlives this process, even if that is killed: see `die_with_parent`. Threads of each
     worker: its share of the cores, unless OMP_NUM_THREADS says otherwise.
     """
@@ -283,23 +285,24 @@ def _watch(
                 silent = [rank for rank, code in enumerate(codes) if code is None]
                 return _cut_off(list(failed), silent, pulse)
         elif None not in codes:
-            return _End(128 + signal.SIGINT if STOPPED in codes else 0)
+            return _End(128 + (caught[0] if caught else signal.SIGINT) if STOPPED in codes else 0)
         time.sleep(_POLL_SECONDS)
 
 
 def _may_save(caught: Sequence[int], pulse: Pulse) -> bool:
-    """Whether the workers are given time to save: at the first Ctrl-C, if they train by then."""
-    if list(caught) != [signal.SIGINT] or not pulse.of(0).words:
+    """Whether the workers are given time to save: at the first signal, if they train by then."""
+    if len(caught) > 1 or caught[0] not in _SAVING or not pulse.of(0).words:
         return False
     if not pulse.asked_to_stop:
         pulse.ask_to_stop()
-        print(
-            "pd-train: interrupted; saving at the end of this leg (--save-every) or epoch; Ctrl-C "
-            "again to leave at once",
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"pd-train: {draining(caught[0])}", file=sys.stderr, flush=True)
     return True
+
+
+def draining(number: int) -> str:
+    """What a run does at the first signal of that number, in words."""
+    again = "Ctrl-C again" if number == signal.SIGINT else "once more"
+    return f"{_got(number)}; draining the pipeline and saving; {again} to leave at once"
 
 
 class _Stirring:
@@ -367,8 +370,11 @@ def _cut_off(noticed: Sequence[int], silent: Sequence[int], pulse: Pulse) -> _En
 
 
 def _signalled(number: int) -> _End:
-    what = "interrupted" if number == signal.SIGINT else f"got {signal.Signals(number).name}"
-    return _End(128 + number, what, final=True)
+    return _End(128 + number, _got(number), final=True)
+
+
+def _got(number: int) -> str:
+    return "interrupted" if number == signal.SIGINT else f"got {_name(number)}"
 
 
 def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
@@ -400,7 +406,7 @@ def _catching_signals() -> Iterator[Sequence[int]]:
     def catch(number: int, _frame: FrameType | None) -> None:
         caught.append(number)
 
-    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    asked = (*_SAVING, signal.SIGHUP)
     before = [signal.signal(number, catch) for number in asked]
     try:
         yield caught
@@ -443,6 +449,14 @@ def die_with_parent() -> bool:
 def restarts() -> int:
     """How often the launcher has started this run again, after a failure."""
     return int(os.environ.get(_RESTARTS, "0") or 0)
+
+
+def code_of_stopped() -> int:
+    """Exit code of a worker that `spawn` did not start and that has saved and left, as asked.
+
+    torchrun takes all but 0 for a failure and would start it again.
+    """
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + signal.SIGINT
 
 
 def begin_pulse(rank: int) -> Pulse | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import lcm
+from typing import Any
 
 from pipedream.runtime.action import Action
 from pipedream.runtime.policy import Policy
@@ -53,6 +54,52 @@ def legs(minibatches: int, every: int | None, begin: int = 0) -> Iterator[Leg]:
         end = minibatches if every is None else min((begin // every + 1) * every, minibatches)
         yield Leg(begin, end)
         begin = end
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stands, as `halt` asks: in `leg`, which begins at `position`, with its first
+    `touched` minibatches begun or done; or there between two legs, with nothing begun.
+    """
+
+    position: Position
+    leg: Leg | None = None
+    touched: int = 0
+
+    @property
+    def told(self) -> list[Any]:
+        """As JSON can hold it."""
+        leg = self.leg and (self.leg.begin, self.leg.end)
+        return [astuple(self.position), leg, self.touched]
+
+    @staticmethod
+    def of(told: Sequence[Any]) -> Standing:
+        """What was `told`."""
+        position, leg, touched = told
+        return Standing(Position(*position), leg and Leg(*leg), touched)
+
+
+def place_to_stop(standings: Sequence[Standing], policy: Policy, minibatches: int) -> Position:
+    """Where ranks that stand so can all stop first, after whole updates; an epoch has so many
+    `minibatches`.
+
+    A shorter leg differs from the longer one only in what is done once the first minibatch that it
+    lacks could have begun. That is when the minibatches a whole window before are over. So the
+    place lies a window ahead of all that has been touched.
+    """
+    first = max(standing.position for standing in standings)
+    begun = [s for s in standings if s.position == first and s.leg is not None]
+    if not begun:
+        return first
+    leg, touched = begun[0].leg, max(standing.touched for standing in begun)
+    assert leg is not None
+    end = min(leg.begin + whole_updates(touched + window(policy), policy), leg.end)
+    return Position(first.epoch, end) if end < minibatches else Position(first.epoch + 1)
+
+
+def window(policy: Policy) -> int:
+    """How many minibatches may be in the pipeline at the same time."""
+    return max(count * policy.in_flight(stage) for stage, count in enumerate(policy.replicas))
 
 
 def whole_updates(every: int, policy: Policy) -> int:

@@ -11,6 +11,7 @@ from pipedream.runtime.board import Board
 from pipedream.runtime.clock import Clock
 from pipedream.runtime.delay import delays
 from pipedream.runtime.display import Display
+from pipedream.runtime.halt import Halt
 from pipedream.runtime.legs import Position, whole_updates
 from pipedream.runtime.pace import Pace
 from pipedream.runtime.peak_memory import PeakMemory
@@ -49,6 +50,7 @@ class Member:
         self.first = resume(rank, self.stepping) if job.goes_on else Position(0)
         self.saver = self._saver()
         self.weights = self._weights()
+        self.halt = self._halt()
         self.memory = PeakMemory(rank.device, rank.tensors())
         self.display = self._display() if place.rank == 0 else None
         self.pace = Pace(job.policy.in_flight(rank.stage))
@@ -81,6 +83,16 @@ class Member:
                 "optimizer": rank.job.optimizer.name,
                 "batch_size": rank.job.config.batch_size,
             },
+        )
+
+    def _halt(self) -> Halt:
+        pulse = self.pulse
+        return Halt(
+            self.store,
+            self.rank.place,
+            self.rank.job.policy,
+            self.rank.examples.minibatches,
+            None if pulse is None else lambda: pulse.asked_to_stop,
         )
 
     def _weights(self) -> Weights:

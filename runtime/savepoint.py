@@ -1,4 +1,4 @@
-"""The end of a leg: each rank saves its part of a checkpoint, and the run may stop there."""
+"""The end of a leg: each rank saves its part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pipedream.runtime.member import Member
 from pipedream.runtime.optimizers import state_tensors
 
 
-def save(member: Member, position: Position) -> bool:
-    """Begins to save what this rank has, wherever the others are. Whether the run stops here."""
+def save(member: Member, position: Position) -> None:
+    """Begins to save what this rank has, and waits until rank 0 is here, however long its last save
+    takes: in the next leg it would not be waited for longer than the timeout.
+    """
     rank = member.rank
     _average_buffers(member)
     member.saver.begin(
@@ -18,15 +20,7 @@ def save(member: Member, position: Position) -> bool:
         lambda: state_tensors(rank.optimizer, rank.parameters),
         training=member.stepping.state(),
     )
-    return _asked_to_stop(member, position) and position < Position(rank.job.epochs)
-
-
-def _asked_to_stop(member: Member, position: Position) -> bool:
-    """What rank 0 knows when it comes here. The others wait for it, however long its last save
-    takes: the next leg would not wait longer than the timeout.
-    """
-    asked = member.pulse is not None and member.pulse.asked_to_stop
-    return bool(from_first(member.store, member.rank.place, f"stop/{position}", asked))
+    from_first(member.store, rank.place, f"at/{position}", True)
 
 
 def _average_buffers(member: Member) -> None:

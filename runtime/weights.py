@@ -54,15 +54,23 @@ class Weights:
         self.expected: Mapping[int, int] = {}
         self.peak_versions = 1
 
+    def begin(self) -> None:
+        """A leg begins: nothing is in flight."""
+        assert not self.older
+        self.expected, self.current.users = {}, 0
+
     def expect(self, uses: Mapping[int, int]) -> None:
-        """How many minibatches will run on each version from the newest on.
+        """How many minibatches of the leg run on each version, those that are done among them.
 
         A version is kept until all of them are done: 2BW and vertical sync begin on one that is
-        not the newest any more.
+        not the newest any more. To be told again where the leg becomes another.
         """
-        assert not self.older
+        for version in (self.current, *self.older):
+            if not version.ahead:
+                number = version.number
+                version.users += uses.get(number, 0) - self.expected.get(number, 0)
+                self._forget_unused(version)
         self.expected = uses
-        self.current.users = uses.get(self.current.number, 0)
 
     def acquire(self, number: int, ahead: int = 0) -> Version:
         """That version, for a forward pass; `release` it after the backward pass.
@@ -85,6 +93,9 @@ class Weights:
     def release(self, version: Version) -> None:
         """After the backward pass."""
         version.users -= 1
+        self._forget_unused(version)
+
+    def _forget_unused(self, version: Version) -> None:
         if version.users == 0 and version is not self.current:
             self.older.remove(version)
             self.spare.append(version.tensors)

@@ -43,10 +43,12 @@ from pipedream.graph.schedule_name import ScheduleName
 from pipedream.profiler.capture import Value
 from pipedream.profiler.source import load_config_model
 from pipedream.runtime.action import Kind
+from pipedream.runtime.course import Course
 from pipedream.runtime.data import Batch
 from pipedream.runtime.engine import Engine, Groups
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
+from pipedream.runtime.legs import Leg
 from pipedream.runtime.optimizers import make_optimizer
 from pipedream.runtime.pipelining import split_policy
 from pipedream.runtime.rank import Rank
@@ -227,7 +229,7 @@ class Bench:
         ).actions(rank.worker)
         engine = engine_of(rank, self.still if alone else self.transport)
         begin = time.perf_counter()
-        engine.run(actions, Same(self.batch))
+        engine.run(Course(Leg(0, minibatches), actions), Same(self.batch))
         self.events = engine.events
         return time.perf_counter() - begin
 

@@ -1,0 +1,150 @@
+"""Ctrl-C: the ranks agree where the run stops, drain the pipeline there, and save.
+
+Somebody asks: the launcher, or a signal that came to one of the ranks. Then no rank settles any
+action more, and each tells rank 0 how far it is. Rank 0 chooses the place: after whole updates, and
+so far ahead of all ranks that the schedule of the shortened leg begins, on each of them, with what
+is settled. With that schedule they go on, and it ends with an empty pipeline. Threads do all this,
+so that a rank answers while it waits for another one's message; the compute goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple
+from types import FrameType
+
+from torch._C._distributed_c10d import Store
+
+from pipedream.runtime.course import Course
+from pipedream.runtime.exchange import from_first, hear, tell
+from pipedream.runtime.launch import Place, draining
+from pipedream.runtime.legs import Leg, Position, Standing, place_to_stop
+from pipedream.runtime.policy import Policy
+
+_SECONDS_BETWEEN_LOOKS = 0.2
+_SIGNALS = (signal.SIGINT, signal.SIGUSR1)
+"""For ranks that no launcher of ours asks: Ctrl-C under torchrun, and what mpirun and srun pass on.
+SIGTERM is not one of them: torchrun ends with it the ranks that are left when one has died."""
+
+
+class Halt:
+    """One rank's part of it. `at`: where the run stops, once that is known.
+
+    `launcher_asks` is None where no launcher of ours asks: then the first signal does, and the
+    second one is what it would have been. An epoch has so many `minibatches`. `store`: it has a
+    connection of its own to it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        place: Place,
+        policy: Policy,
+        minibatches: int,
+        launcher_asks: Callable[[], bool] | None,
+    ) -> None:
+        own: Store = store.clone()  # type: ignore[attr-defined]
+        self.store, self.place, self.policy, self.minibatches = own, place, policy, minibatches
+        self.launcher_asks = launcher_asks
+        self.at: Position | None = None
+        self.changing = threading.Condition()
+        self.held = False
+        self.position = Position(0)
+        self.course: Course | None = None
+        self.make: Callable[[Leg], Course] | None = None
+        self.signalled, self.ended = False, threading.Event()
+        self.thread = threading.Thread(target=self._attend, name="halt", daemon=True)
+        self.before = {} if launcher_asks else {n: signal.signal(n, self._catch) for n in _SIGNALS}
+
+    def depart(self, epoch: int, leg: Leg, course: Callable[[Leg], Course]) -> Course | None:
+        """What to do in the leg, which may become a shorter one meanwhile; None if the run stops
+        here. `course` makes it of a leg, in this thread or another.
+        """
+        with self.changing:
+            self.changing.wait_for(lambda: not self.held)
+            self.position, self.make = Position(epoch, leg.begin), course
+            if self.at == self.position:
+                return None
+            self.course = course(self._shortened(leg))
+            if self.thread.ident is None:
+                self.thread.start()
+            return self.course
+
+    def rests(self, position: Position) -> bool:
+        """Whether the run stops here, where the pipeline is empty and this rank has saved."""
+        with self.changing:
+            self.changing.wait_for(lambda: not self.held)
+            self.position, self.course = position, None
+            return self.at == position
+
+    def end(self) -> None:
+        """All ranks have trained all there is, or have stopped."""
+        self.ended.set()
+        self._leave_signals()
+
+    def _attend(self) -> None:
+        with suppress(RuntimeError):  # the store is gone: who needs it will say so
+            if self._is_asked():
+                standings = self._told(self._hold())
+                chosen = place_to_stop(standings, self.policy, self.minibatches)
+                at = from_first(self.store, self.place, "halt/at", astuple(chosen))
+                self._go_on(Position(*at))
+
+    def _is_asked(self) -> bool:
+        """Waits until somebody asks; False if nobody has before the end."""
+        while not self._hears():
+            if self.ended.wait(_SECONDS_BETWEEN_LOOKS):
+                return False
+        return True
+
+    def _hears(self) -> bool:
+        if self.launcher_asks is not None:
+            return self.launcher_asks()
+        if self.signalled:
+            self.store.set("halt/asked", "")
+        return self.store.check(["halt/asked"])
+
+    def _hold(self) -> Standing:
+        with self.changing:
+            self.held = True
+            if self.course is None:
+                return Standing(self.position)
+            return Standing(self.position, self.course.leg, self.course.hold())
+
+    def _told(self, own: Standing) -> list[Standing]:
+        """Those of all ranks, for rank 0; the others tell theirs."""
+        if self.place.rank > 0:
+            tell(self.store, f"halt/{self.place.rank}", own.told)
+            return [own]
+        if self.launcher_asks is None:
+            print(f"pd-train: {draining(signal.SIGINT)}", file=sys.stderr, flush=True)
+        others = range(1, self.place.world_size)
+        return [own, *(Standing.of(hear(self.store, f"halt/{rank}")) for rank in others)]
+
+    def _go_on(self, at: Position) -> None:
+        with self.changing:
+            self.at = at
+            if self.course is not None and self.make is not None:
+                shorter = self._shortened(self.course.leg)
+                changed = shorter != self.course.leg
+                self.course.go_on(self.make(shorter) if changed else None)
+            self.held = False
+            self.changing.notify_all()
+
+    def _shortened(self, leg: Leg) -> Leg:
+        if self.at is None or self.at.epoch != self.position.epoch:
+            return leg
+        end = self.at.minibatch
+        return Leg(leg.begin, end) if leg.begin < end < leg.end else leg
+
+    def _catch(self, _number: int, _frame: FrameType | None) -> None:
+        self.signalled = True
+        self._leave_signals()
+
+    def _leave_signals(self) -> None:
+        while self.before:
+            signal.signal(*self.before.popitem())
