@@ -140,6 +140,7 @@ class Engine:
             self.after(action)
         self.transport.drain()
         assert not self.passing
+        assert not self.weights.older
 
     def _follow(self, course: Course) -> None:
         """Its actions are the ones to do now; of another course the same ones have been done."""

@@ -159,7 +159,7 @@ def test_a_run_goes_on_when_a_worker_was_killed(launcher: str, folder: Path) -> 
 
 
 def test_ctrl_c_saves_and_the_run_goes_on(folder: Path) -> None:
-    """Once is enough: it comes to the end of the leg, saves and leaves with 130."""
+    """Once is enough: it drains, saves and leaves with 130."""
     plan, config = read_plan(folder / "plan.json"), read_config(folder / "run.yaml")
     job = Job(plan, config, SUPPORT, folder / "run")
     words = [*TRAIN, "-o", "run", "--save-every", "4", "--keep", "2", "--epochs", "400"]

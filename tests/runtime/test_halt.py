@@ -1,0 +1,148 @@
+"""Runs that are asked to stop: on every schedule they drain at once and save what they have."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import small_models
+import torch
+from commands import PROGRAMS
+from plans import cut, make_plan
+from processes import free_port, run_processes
+from training import chain_config, losses, run_jobs, weights
+
+from pipedream.graph.config import AsynchronousConfig, DataFactory, OptimizerConfig
+from pipedream.graph.plan import Plan, write_plan
+from pipedream.graph.schedule_name import SCHEDULES, ScheduleName
+from pipedream.profiler.capture import capture
+from pipedream.runtime.checkpoint import load_all
+from pipedream.runtime.job import Job
+from pipedream.runtime.launch import Place
+from pipedream.runtime.legs import Position
+from pipedream.runtime.trainer import Stopped, train
+
+SUPPORT = Path(small_models.__file__).parent
+TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=3", "--no-python")
+MINIBATCHES = 60
+CASES: list[tuple[ScheduleName, bool]] = [
+    *((name, False) for name in SCHEDULES),
+    ("weight-stashing", True),
+]
+
+
+def plan_for(replicas: tuple[int, ...], schedule: ScheduleName) -> Plan:
+    graph = capture(small_models.Chain(), (torch.randn(4, 6),)).graph
+    return make_plan(graph, cut(graph, len(replicas)), replicas, schedule)
+
+
+def job_for(schedule: ScheduleName, predicts: bool, run: Path) -> Job:
+    config = chain_config(OptimizerConfig(name="AdamW", args={"lr": 0.01})).model_copy(
+        update={
+            "asynchronous": AsynchronousConfig(weight_prediction=predicts),
+            "microbatches": 6 if schedule in ("2bw", "flush", "gpipe") else 1,
+            "data": DataFactory(
+                source="interrupting:interrupting",
+                args={"examples": 4 * MINIBATCHES, "after": 40},
+            ),
+        }
+    )
+    plan = plan_for((2, 1), schedule)
+    return Job(plan, config, SUPPORT, run, schedule=schedule, epochs=2, evaluate=False)
+
+
+def quiet(job: Job) -> Job:
+    """The same, with nobody who interrupts."""
+    data = DataFactory(source="small_models:regression", args={"examples": 4 * MINIBATCHES})
+    return replace(job, config=job.config.model_copy(update={"data": data}))
+
+
+def interrupted(rank: int, workers: int, jobs: Sequence[Job], ports: Sequence[int]) -> list[str]:
+    words = []
+    for job, port in zip(jobs, ports, strict=True):
+        with pytest.raises(Stopped) as stopped:
+            train(job, Place(rank, workers, rank, workers, "127.0.0.1", port))
+        words.append(str(stopped.value))
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    return words
+
+
+def test_a_stopped_run_is_one_whose_leg_ended_there(tmp_path: Path) -> None:
+    """Two replicas and a stage of one. Each schedule stops in the middle of the epoch; what it has
+    saved is, bit for bit, what a run saves there that had a leg so long.
+    """
+    jobs = [job_for(*case, tmp_path / f"{number}") for number, case in enumerate(CASES)]
+    ports = [free_port() for _ in jobs]
+    told = run_processes(interrupted, 3, jobs, ports, seconds=200)
+    assert told[0] == told[1] == told[2]
+    references = []
+    for job, words in zip(jobs, told[0], strict=True):
+        assert job.saved is not None
+        assert job.saved.epoch == 0, f"{job.schedule}: not at once"
+        assert 10 <= job.saved.minibatch < 50, f"{job.schedule}: not at once"
+        assert words == f"saved {job.checkpoints / str(job.saved)}; go on with --resume"
+        assert len(losses(job)) == job.saved.minibatch
+        reference = replace(quiet(job), run=Path(f"{job.run}-reference"), epochs=1)
+        references.append(replace(reference, save_every=job.saved.minibatch))
+    run_jobs([*references, replace(quiet(jobs[0]), resume=True)], seconds=200)
+    assert jobs[0].saved == Position(2)
+    assert len(losses(jobs[0])) == 2 * MINIBATCHES
+    for job, reference in zip(jobs, references, strict=True):
+        until = reference.save_every
+        assert losses(job)[:until] == losses(reference)[:until]
+        name = str(Position(0, until or 0))
+        expected, found = (load_all(each.checkpoints / name) for each in (reference, job))
+        assert expected.keys() == found.keys()
+        for parameter, tensor in expected.items():
+            torch.testing.assert_close(found[parameter], tensor, rtol=0, atol=0)
+
+
+def test_a_stopped_flush_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """It empties the pipeline after every update as it is."""
+    job = job_for("flush", False, tmp_path / "run")
+    run_processes(interrupted, 3, [job], [free_port()])
+    whole = replace(quiet(job), run=tmp_path / "whole")
+    run_jobs([whole, replace(quiet(job), resume=True)])
+    assert losses(job) == losses(whole)
+    for name, tensor in weights(whole).items():
+        torch.testing.assert_close(weights(job)[name], tensor, rtol=0, atol=0)
+
+
+def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:
+    """torchrun passes it on to all ranks, and they leave before it loses its patience."""
+    job = quiet(job_for("weight-stashing", False, tmp_path / "run"))
+    write_plan(job.plan, tmp_path / "plan.json")
+    config = job.config.model_dump(mode="json", exclude_none=True) | {"epochs": 500}
+    (tmp_path / "run.yaml").write_text(json.dumps(config))
+    process = subprocess.Popen(
+        [*TORCHRUN, "pd-train", "plan.json", "--config", "run.yaml", "-o", "run"],
+        cwd=tmp_path,
+        env=os.environ
+        | {"PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(SUPPORT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        metrics = tmp_path / "run/metrics.jsonl"
+        deadline = time.monotonic() + 90
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    ours = [line for line in error.splitlines() if line.startswith("pd-train:")]
+    assert ours == [
+        "pd-train: interrupted; draining the pipeline and saving; Ctrl-C again to leave at once",
+        f"pd-train: saved run/checkpoints/{job.saved}; go on with --resume",
+    ]
+    assert job.saved is not None
+    assert len(losses(job)) == MINIBATCHES * job.saved.epoch + job.saved.minibatch
