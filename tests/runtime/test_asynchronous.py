@@ -116,8 +116,12 @@ CASES: dict[str, tuple[OptimizerConfig, dict[str, Any], Callable[[list[nn.Parame
 }
 
 
+PLAIN = {"plain": (SGD, dict[str, Any](), torch_optimizer(SGD))}
+"""Late gradients as they are."""
+
+
 def job_for(case: str, replicas: tuple[int, ...], dtype: str, run: Path, **changes: Any) -> Job:
-    optimizer, asynchronous, _ = CASES[case]
+    optimizer, asynchronous, _ = (CASES | PLAIN)[case]
     config = RunConfig(
         format="pipedream-run/1",
         model=Factory(source="small_models:Chain"),
@@ -149,30 +153,40 @@ class Letters(nn.Sequential):
             self.add_module(letter, model.get_submodule(letter))
 
 
-def reference(serial: ModuleType, job: Job, case: str) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and the weights of the serial loop."""
+def serial_loop(serial: ModuleType, job: Job, case: str) -> Any:
+    """The reference of the job, at its beginning."""
     config = job.config
     torch.manual_seed(config.seed)
     model = small_models.Chain().to(getattr(torch, config.dtype))
     letters = ["a", "b", "c"] if len(job.plan.replicas) == 3 else ["a", "bc"]
     names = ["x", *letters[1:], "y"]
-    loop = serial.Serial(
+    return serial.Serial(
         [
             serial.Stage(Letters(model, held), (names[stage],), (names[stage + 1],))
             for stage, held in enumerate(letters)
         ],
-        CASES[case][2],
+        (CASES | PLAIN)[case][2],
         lambda values, target: nn.functional.mse_loss(values["y"], target),
         "weight-stashing",
         job.plan.replicas,
         predict=config.asynchronous.weight_prediction,
         rate_correction=config.asynchronous.rate_correction,
     )
+
+
+def minibatches(serial: ModuleType, job: Job, number: int) -> list[Any]:
+    """Those of one epoch."""
+    epoch = Epoch(small_models.regression()[0], job.config, number, torch.device("cpu"))
+    batches = [epoch.batch(index) for index in range(len(epoch))]
+    return [serial.Minibatch({"x": batch.inputs[0]}, batch.target) for batch in batches]
+
+
+def reference(serial: ModuleType, job: Job, case: str) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses and the weights of the serial loop."""
+    loop = serial_loop(serial, job, case)
     found: list[float] = []
     for number in range(1, job.epochs + 1):
-        epoch = Epoch(small_models.regression()[0], config, number, torch.device("cpu"))
-        batches = [epoch.batch(index) for index in range(len(epoch))]
-        found += loop.epoch([serial.Minibatch({"x": b.inputs[0]}, b.target) for b in batches])
+        found += loop.epoch(minibatches(serial, job, number))
     return found, loop.weights
 
 
@@ -247,3 +261,33 @@ def test_other_schedules_have_nothing_to_correct(case: str, schedule: str, tmp_p
     job = job_for(case, (1, 1, 1), "float32", tmp_path, schedule=schedule)
     with pytest.raises(UserError, match=f"for weight-stashing, and the schedule is {schedule}"):
         job.check_asynchronous()
+
+
+def test_late_gradients_go_on_under_another_plan(serial: ModuleType, tmp_path: Path) -> None:
+    """The pipeline was drained at the checkpoint: from there weights are as late as the new plan
+    makes them, and momentum goes on.
+    """
+    first = job_for("plain", (1, 1, 1), "float64", tmp_path / "run", epochs=1)
+    second = job_for("plain", (2, 1), "float64", tmp_path / "run", resume=True)
+    run_jobs([first, second])
+    before, after = (serial_loop(serial, job, "plain") for job in (first, second))
+    expected = before.epoch(minibatches(serial, first, 1))
+    take_over(before, after)
+    expected += after.epoch(minibatches(serial, first, 2))
+    assert losses(second) == pytest.approx(expected, rel=1e-12)
+    for name, tensor in weights(second).items():
+        torch.testing.assert_close(tensor, after.weights[name], rtol=1e-12, atol=1e-12)
+
+
+def take_over(before: Any, after: Any) -> None:
+    """Weights and momentum, parameter by parameter."""
+    old = {
+        name: (parameter, held.optimizer.state[parameter])
+        for held in before.stages
+        for name, parameter in held.parameters.items()
+    }
+    for held in after.stages:
+        for name, parameter in held.parameters.items():
+            parameter.data.copy_(old[name][0])
+            held.optimizer.state[parameter] = dict(old[name][1])
+        held.versions[:] = [{n: p.detach().clone() for n, p in held.parameters.items()}]
