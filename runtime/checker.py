@@ -280,11 +280,11 @@ class _Replay:
         if not queue:
             return False
         minibatch, source, target = queue.popleft()
-        if minibatch != action.minibatch:
-            raise self._unsound(worker, f"minibatch {minibatch} comes first")
         if (source, target) != (peer, worker):
             way = f"from {show_worker(source)} to {show_worker(target)}"
             raise self._unsound(worker, f"minibatch {minibatch} {way} comes first")
+        if minibatch != action.minibatch:
+            raise self._unsound(worker, f"minibatch {minibatch} comes first")
         state.received.add((action.kind, minibatch, peer[0]))
         return True
 
