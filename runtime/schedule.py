@@ -7,16 +7,22 @@ is an order in which everything could be done.
 Pure: no torch, no processes. The engine executes `Schedule.actions`, the simulator times them,
 `chart` draws the play, `checker` proves it sound; all of them in `pipedream.runtime`.
 
-Two kinds of schedule are still to come, and each is one more generator of passes:
+Two kinds of schedule are still to come. Each is one more generator of passes, which `written` makes
+the list of a rank; tests/support/pipelines.py has one of either kind, which the checker proves and
+the engine does:
 
 - A backward pass in two halves, the gradients of the inputs first and those of the weights when
-  there is time (zero bubble): two more kinds of `Step` and of `Action` that stand where `B` does
-  now; what goes around a pass hangs on its kind alone, gradients are sent after the first half and
-  a round closes with the second. The engine's table gets a method for each.
-- Several stages on one rank (interleaved): an action names its stage, not its rank, and a rank may
-  do the actions of several workers. The play asks whether a worker is free; with several on a rank
-  it asks that of the rank. `peer` is a worker, too: which rank that is, the engine looks up, and it
-  would look up the state of a stage by `Action.stage` in the same way.
+  there is time (zero bubble): steps BACKWARD_INPUT and BACKWARD_WEIGHT in the place of BACKWARD.
+  Gradients are received before the first half and sent after it, a round closes with the second.
+- Several stages on one rank (interleaved): a rank's list has the actions of several workers, and
+  the engine an executor for each. What a generator of such lists has to see to: messages between
+  two ranks have one order, whatever their stages (`checker`).
+
+Both run in the engine alone. plan.json refuses a rank in two stages, and pd-train makes one stage
+for each rank: `Rank`, `Member`, `Saver`, `held_out` and the report have one. A norm of the whole
+gradient is added up over the ranks at each stage's update (`stepping`), which is once too often
+where a rank has two. `Play` asks whether a worker is free, not its rank, and `policy` says what a
+worker may hold without regard to the halves.
 """
 
 from __future__ import annotations

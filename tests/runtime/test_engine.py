@@ -100,6 +100,7 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
             )
         engine.run(orders.actions[rank], Data(minibatches))
     assert not any(transport.handed.values())
+    assert not any(channel.is_local for channel, _ in transport.spare)
     transport.barrier()
     dist.destroy_process_group()
     weights = {n: p.tolist() for e in executors.values() for n, p in e.weights.parameters.items()}
