@@ -86,7 +86,7 @@ def zero_bubble(
     stages: int, minibatches: int, microbatches: int, links: Sequence[Link] = ()
 ) -> Orders:
     """1F1B with a flush and backward passes in two halves, in the manner of ZB-H1: Qi, Wan, Huang,
-    Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2.2. The second half of a microbatch
+    Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2. The second half of a microbatch
     comes as many backward passes later as there are stages before, so that all stages have as many
     in flight. The first stage sends no gradients, so its backward passes are whole.
     """
