@@ -186,13 +186,23 @@ class Plan(_Part):
         if self.stages[-1].recompute:
             raise ValueError("the last stage has recompute: its backward pass follows at once")
         self._check_nodes()
-        ranks = [rank for stage in self.stages for rank in stage.ranks]
-        if len(set(ranks)) != len(ranks):
-            raise ValueError("the ranks of the stages are not each there once")
-        for rank in ranks:
-            if not 0 <= rank < self.cluster.devices:
-                raise ValueError(f"rank {rank}: the cluster has {self.cluster.devices} devices")
+        self._check_ranks()
         return self
+
+    def _check_ranks(self) -> None:
+        stage_of: dict[int, int] = {}
+        for stage in self.stages:
+            for rank in stage.ranks:
+                if not 0 <= rank < self.cluster.devices:
+                    raise ValueError(f"rank {rank}: the cluster has {self.cluster.devices} devices")
+                if stage_of.get(rank) == stage.stage:
+                    raise ValueError(f"stage {stage.stage} names rank {rank} twice")
+                if rank in stage_of:
+                    raise ValueError(
+                        f"rank {rank} is in stages {stage_of[rank]} and {stage.stage}: schedule "
+                        f"{self.schedule} runs one stage on each rank"
+                    )
+                stage_of[rank] = stage.stage
 
     def _check_nodes(self) -> None:
         known = {node.id for node in self.graph.nodes}

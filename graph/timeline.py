@@ -85,6 +85,8 @@ class _Style(NamedTuple):
 _STYLES = {
     "F": _Style("forward", "#0072B2", "white"),
     "B": _Style("backward", "#E69F00"),
+    "BI": _Style("backward, inputs", "#E69F00"),
+    "BW": _Style("backward, weights", "#D55E00"),
     "AR": _Style("all-reduce", "#CC79A7"),
     "U": _Style("update", "#000000", "white"),
     "SA": _Style("send", "#009E73"),
@@ -92,7 +94,7 @@ _STYLES = {
     "RA": _Style("wait for a message", "#DDDDDD"),
     "RG": _Style("wait for a message", "#DDDDDD"),
 }
-_PASSES = ("F", "B")
+_PASSES = ("F", "B", "BI", "BW")
 
 
 def draw(ranks: Timeline, path: Path, title: str, first: int = 0, count: int = 12) -> None:
@@ -334,7 +336,10 @@ def _draw_row(axes: Axes, row: int, events: Sequence[Event], origin: float, scal
 def _row_label(rank: int, events: Sequence[Event]) -> str:
     if not events:
         return f"rank {rank}: nothing to do"
-    stage, _, replica = events[0].action.worker.partition(".")
+    workers = sorted({event.action.worker for event in events})
+    if len(workers) > 1:
+        return f"rank {rank}: stages {', '.join(workers)}"
+    stage, _, replica = workers[0].partition(".")
     return f"rank {rank}: stage {stage}" + (f", replica {replica}" if replica else "")
 
 

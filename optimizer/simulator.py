@@ -1,8 +1,9 @@
 """Times the schedule that pd-train executes, action by action, on a cluster.
 
-Each worker does its list of actions in order, as the engine does: passes and updates take their
-time, a send takes none of the worker's, a receive waits for the message, an all-reduce for all
-replicas of the stage and then for the network. Messages queue where they share a link.
+Each rank does its list of actions in order, as the engine does: passes and updates take their
+time, a send takes none of the rank's, a receive waits for the message, an all-reduce for all
+replicas of the stage and then for the network. Messages queue where they share a link; those of a
+rank to itself take no time. Of a backward pass in two halves each takes half the time.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pipedream.optimizer.long_rounds import lengthened, rounds_to_play
 from pipedream.optimizer.network import Network
 from pipedream.optimizer.workload import UPDATE_RATE, Workload
 from pipedream.runtime.action import Action, Kind, Worker
+from pipedream.runtime.pipeline import Pipeline
 from pipedream.runtime.policy import Policy, policy
 from pipedream.runtime.schedule import Schedule, schedule
 from pipedream.runtime.versions import Versions
@@ -129,7 +131,22 @@ def simulate(
     span: Span,
 ) -> Simulation:
     """Runs `made`, whose worker (s, r) is `ranks[s][r]` of the cluster."""
-    run = _Run(made, workload, cluster, ranks)
+    actions = {
+        ranks[stage][replica]: made.actions((stage, replica)) for stage, replica in made.workers
+    }
+    return simulate_ranks(made, actions, workload, cluster, ranks, span)
+
+
+def simulate_ranks(
+    made: Pipeline,
+    actions: Mapping[int, Sequence[Action]],
+    workload: Workload,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    span: Span,
+) -> Simulation:
+    """Likewise, where each rank does these actions, be they of one worker or of several."""
+    run = _Run(made, actions, workload, cluster, ranks)
     run.finish()
     done = run.completed
     window = done[span.last - 1] - done[span.first - 1]
@@ -139,43 +156,54 @@ def simulate(
         + work.update_seconds / made.round_size(stage)
         for (stage, _), work in run.works.items()
     )
-    bubble = 1 - busy / (sum(made.replicas) * period) if period else 0.0
+    bubble = 1 - busy / (len(actions) * period) if period else 0.0
     return Simulation(
         seconds_per_minibatch=period,
         bubble=max(0.0, bubble),
         steady_from=span.first,
-        events={run.rank(worker): state.events for worker, state in run.states.items()},
-        memory={run.rank(worker): state.memory for worker, state in run.states.items()},
+        events={rank: place.events for rank, place in run.places.items()},
+        memory={rank: place.memory for rank, place in run.places.items()},
     )
 
 
 @dataclass
-class _State:
-    """Where one worker stands; `gradients`: whether it holds any that no update has used."""
+class _Place:
+    """Where one rank stands; `number` settles who of those that are ready goes first."""
 
+    number: int
     actions: Sequence[Action]
-    versions: Versions
     position: int = 0
-    in_flight: int = 0
-    gradients: bool = False
     events: list[Event] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
 
 
-class _Run:
-    """The workers in the order of time: `turns` holds when each is ready for its next action.
+@dataclass
+class _State:
+    """What one worker has; `gradients`: whether it holds any that no update has used, `held`: the
+    bytes that all of it comes to.
+    """
 
-    A worker that waits for others has no turn until they give it one.
+    versions: Versions
+    in_flight: int = 0
+    gradients: bool = False
+    held: float = 0.0
+
+
+class _Run:
+    """The ranks in the order of time: `turns` holds when each is ready for its next action.
+
+    A rank that waits for others has no turn until they give it one.
     """
 
     def __init__(
         self,
-        made: Schedule,
+        made: Pipeline,
+        actions: Mapping[int, Sequence[Action]],
         workload: Workload,
         cluster: Cluster,
         ranks: Sequence[Sequence[int]],
     ) -> None:
-        self.schedule = made
+        self.pipeline = made
         self.workload = workload
         self.ranks = ranks
         self.network = Network(cluster)
@@ -183,11 +211,17 @@ class _Run:
             worker: workload.stages[worker[0]].at(cluster.device(self.rank(worker)).speed)
             for worker in made.workers
         }
+        self.places = {
+            rank: _Place(number, listed) for number, (rank, listed) in enumerate(actions.items())
+        }
         self.states: dict[Worker, _State] = {}
+        self.beside: dict[int, list[_State]] = {rank: [] for rank in actions}
         for worker in made.workers:
-            actions = made.actions(worker)
-            self.states[worker] = _State(actions, Versions(actions))
-        self.turns: list[tuple[float, Worker]] = [(0.0, worker) for worker in self.states]
+            listed = actions[self.rank(worker)]
+            own = [action for action in listed if (action.stage, action.replica) == worker]
+            self.states[worker] = _State(Versions(own))
+            self.beside[self.rank(worker)].append(self.states[worker])
+        self.turns = [(0.0, place.number, rank) for rank, place in self.places.items()]
         self.arrivals: dict[tuple[Worker, Worker, Kind, int], float] = {}
         self.waiting: dict[tuple[Worker, Worker, Kind, int], float] = {}
         self.gathering: dict[tuple[int, int], dict[Worker, float]] = {}
@@ -195,6 +229,8 @@ class _Run:
         self.perform = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.UPDATE: self._update,
             Kind.SEND_ACTIVATION: self._send,
             Kind.SEND_GRADIENT: self._send,
@@ -211,13 +247,14 @@ class _Run:
         for worker in self.states:
             self._hold(worker, 0.0)
         while self.turns:
-            now, worker = heapq.heappop(self.turns)
-            state = self.states[worker]
-            if state.position < len(state.actions):
-                self.perform[state.actions[state.position].kind](now, worker)
+            now, _, rank = heapq.heappop(self.turns)
+            place = self.places[rank]
+            if place.position < len(place.actions):
+                action = place.actions[place.position]
+                self.perform[action.kind](now, (action.stage, action.replica))
             else:
-                self._hold(worker, now)
-        assert all(s.position == len(s.actions) for s in self.states.values()), "deadlock"
+                place.memory.append((now, sum(state.held for state in self.beside[rank])))
+        assert all(p.position == len(p.actions) for p in self.places.values()), "deadlock"
 
     @property
     def completed(self) -> list[float]:
@@ -229,15 +266,16 @@ class _Run:
         return done
 
     def _done(self, worker: Worker, begin: float, end: float) -> None:
-        """`worker` has done its action from `begin` to `end`, and goes on."""
-        state = self.states[worker]
-        state.events.append(Event(state.actions[state.position], begin, end))
-        state.position += 1
-        heapq.heappush(self.turns, (end, worker))
+        """The rank of `worker` has done its action from `begin` to `end`, and goes on."""
+        rank = self.rank(worker)
+        place = self.places[rank]
+        place.events.append(Event(place.actions[place.position], begin, end))
+        place.position += 1
+        heapq.heappush(self.turns, (end, place.number, rank))
 
     def _action(self, worker: Worker) -> Action:
-        state = self.states[worker]
-        return state.actions[state.position]
+        place = self.places[self.rank(worker)]
+        return place.actions[place.position]
 
     def _forward(self, now: float, worker: Worker) -> None:
         self.states[worker].in_flight += 1
@@ -245,8 +283,20 @@ class _Run:
         self._done(worker, now, now + self.works[worker].forward_seconds)
 
     def _backward(self, now: float, worker: Worker) -> None:
+        self._end_backward(now, now + self.works[worker].backward_seconds, worker)
+
+    def _backward_input(self, now: float, worker: Worker) -> None:
+        end = now + self.works[worker].backward_seconds / 2
+        self._hold(worker, now, backward=True)
+        self._hold(worker, end)
+        self._done(worker, now, end)
+
+    def _backward_weight(self, now: float, worker: Worker) -> None:
+        self._end_backward(now, now + self.works[worker].backward_seconds / 2, worker)
+
+    def _end_backward(self, now: float, end: float, worker: Worker) -> None:
+        """All of the backward pass, or its second half, from `now` to `end`."""
         action, state = self._action(worker), self.states[worker]
-        end = now + self.works[worker].backward_seconds
         self._hold(worker, now, backward=True)
         state.in_flight -= 1
         state.versions.gone_backward(action.version)
@@ -269,7 +319,8 @@ class _Run:
         forwards = action.kind is Kind.SEND_ACTIVATION
         link = (worker[0], action.peer[0]) if forwards else (action.peer[0], worker[0])
         amount = (self.workload.forward_bytes if forwards else self.workload.backward_bytes)[link]
-        arrival = self.network.send(now, self.rank(worker), self.rank(action.peer), amount)
+        here, there = self.rank(worker), self.rank(action.peer)
+        arrival = now if here == there else self.network.send(now, here, there, amount)
         received = Kind.RECV_ACTIVATION if forwards else Kind.RECV_GRADIENT
         message = worker, action.peer, received, action.minibatch
         self._done(worker, now, now)
@@ -293,7 +344,7 @@ class _Run:
         key = stage, self._action(worker).minibatch
         here = self.gathering.setdefault(key, {})
         here[worker] = now
-        if len(here) < self.schedule.replicas[stage]:
+        if len(here) < self.pipeline.replicas[stage]:
             return
         amount = self.workload.stages[stage].parameter_bytes
         end = self.network.all_reduce(now, self.ranks[stage], amount)
@@ -301,7 +352,7 @@ class _Run:
             self._done(each, since, end)
 
     def _hold(self, worker: Worker, now: float, backward: bool = False) -> None:
-        """Writes down what `worker` holds from now on; `backward`: in a backward pass."""
+        """Writes down what its rank holds from now on; `backward`: `worker` is in such a pass."""
         state, held = self.states[worker], self.works[worker].held
         older = len(state.versions.alive) - 1
         amount = held.always + older * held.version + state.in_flight * held.minibatch
@@ -309,4 +360,5 @@ class _Run:
             amount += held.backward
         elif state.gradients:
             amount += held.gradients
-        state.memory.append((now, amount))
+        rank, state.held = self.rank(worker), amount
+        self.places[rank].memory.append((now, sum(each.held for each in self.beside[rank])))

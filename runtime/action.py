@@ -14,8 +14,15 @@ Link: TypeAlias = tuple[int, int]
 
 
 class Kind(StrEnum):
+    """A backward pass is one action, or two: the gradients of what the stage received, which the
+    stages before wait for, then those of its parameters, for which nobody waits (Qi, Wan, Huang,
+    Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, where the halves are called B and W).
+    """
+
     FORWARD = "F"
     BACKWARD = "B"
+    BACKWARD_INPUT = "BI"
+    BACKWARD_WEIGHT = "BW"
     SEND_ACTIVATION = "SA"
     RECV_ACTIVATION = "RA"
     SEND_GRADIENT = "SG"
@@ -25,6 +32,19 @@ class Kind(StrEnum):
 
     # An enum's own is Python code, and kinds are looked up for every action.
     __hash__ = str.__hash__
+
+
+RECEIVES = frozenset({Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT})
+SENDS = frozenset({Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT})
+
+BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT})
+
+BEGINS_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+"""What waits for the gradients of later stages, and makes those for earlier ones."""
+
+ENDS_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+"""After it a minibatch is in flight no longer and needs its version of the weights no more; the
+last one of a round closes it."""
 
 
 _TEXT = re.compile(
@@ -66,8 +86,7 @@ class Action(NamedTuple):
         version = f"@{self.version}" if self.version else ""
         peer = ""
         if self.peer is not None:
-            sends = self.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
-            peer = (">" if sends else "<") + show_worker(self.peer)
+            peer = (">" if self.kind in SENDS else "<") + show_worker(self.peer)
         return f"{self.worker}{self.kind}{self.minibatch}{divisor}{version}{peer}"
 
 

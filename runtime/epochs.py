@@ -11,11 +11,12 @@ import torch
 
 from pipedream.graph.timeline import Event
 from pipedream.profiler.precision import lowered
-from pipedream.runtime.action import Action, Kind
+from pipedream.runtime.action import ENDS_BACKWARD, Action, Kind
 from pipedream.runtime.course import Course
 from pipedream.runtime.data import Reader
 from pipedream.runtime.delay import delays
 from pipedream.runtime.engine import Engine
+from pipedream.runtime.executor import Executor
 from pipedream.runtime.held_out import try_held_out
 from pipedream.runtime.legs import Leg, Position, legs, shifted
 from pipedream.runtime.live import Status, look, telling
@@ -118,7 +119,7 @@ class _Training:
     def _engine(self) -> Engine:
         """Not kept here: it knows this object, and in a circle both would outlive the epoch."""
         member, rank = self.member, self.rank
-        return Engine(
+        executor = Executor(
             forms=rank.forms,
             weights=member.weights,
             stepping=member.stepping,
@@ -127,12 +128,12 @@ class _Training:
             ranks=rank.job.plan.process_ranks,
             loss=self._loss,
             on_loss=self.losses.tell,
-            before=self._before,
-            after=self._after,
             dice=rank.dice,
             per_update=self._per_update(),
             recompute=rank.job.plan.stages[rank.stage].recompute,
-            events=self.events,
+        )
+        return Engine(
+            {rank.stage: executor}, member.transport, self._after, self._before, self.events
         )
 
     def _delays(self, leg: Leg) -> dict[int, int]:
@@ -168,7 +169,7 @@ class _Training:
         self.member.say(f"in epoch {self.number} at {action}, minibatch {action.minibatch}")
 
     def _after(self, action: Action) -> None:
-        if action.kind is Kind.BACKWARD:
+        if action.kind in ENDS_BACKWARD:
             self.in_flight -= 1
             self.member.pace.passed()
         self.member.recorder.thin_out(self.events)

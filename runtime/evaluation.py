@@ -16,6 +16,7 @@ import torch
 from pipedream.graph.plan import Plan
 from pipedream.profiler.capture import Captured
 from pipedream.runtime.action import Action, Kind, Worker
+from pipedream.runtime.channel import Channel
 from pipedream.runtime.compute import plain
 from pipedream.runtime.data import Batch, Reader
 from pipedream.runtime.form import Form, Forms
@@ -23,7 +24,7 @@ from pipedream.runtime.loss import Loss, accuracy
 from pipedream.runtime.schedule import forwards
 from pipedream.runtime.sizes import Sizes
 from pipedream.runtime.stage import Layout, first_difference, layouts, links
-from pipedream.runtime.transport import Channel, Message, Transport
+from pipedream.runtime.transport import Message, Transport
 
 AHEAD = 4
 """How many messages are posted, and how many minibatches may be on their way to the next stage."""
@@ -141,7 +142,7 @@ class Stage:
                     values = form.layout.sends[action.peer[0]]
                     # A copy: what was received may be passed on, and its memory be used again.
                     sent = [known[value.name].clone() for value in values]
-                    transport.send(self._channel(action), sent)
+                    transport.send(Channel.of(action, self.ranks), sent)
             if self.is_last:
                 output, target = form.output(known), data.target(minibatch)
                 hit = accuracy(output, target)
@@ -153,21 +154,16 @@ class Stage:
         transport.drain()
         return tally
 
-    def _channel(self, action: Action) -> Channel:
-        assert action.peer is not None
-        stage, replica = action.peer
-        return Channel(self.ranks[stage][replica], is_gradient=False)
-
     def _post(self, action: Action, transport: Transport) -> None:
         assert action.peer is not None
         layout = self.forms.of(action.minibatch).layout
-        transport.post(self._channel(action), layout.receives[action.peer[0]])
+        transport.post(Channel.of(action, self.ranks), layout.receives[action.peer[0]])
 
     def _receive(
         self, action: Action, transport: Transport, known: dict[str, torch.Tensor]
     ) -> tuple[Channel, Message]:
         assert action.peer is not None
-        channel = self._channel(action)
+        channel = Channel.of(action, self.ranks)
         message = transport.receive(channel)
         values = self.forms.of(action.minibatch).layout.receives[action.peer[0]]
         known |= {value.name: tensor for value, tensor in zip(values, message, strict=True)}

@@ -15,8 +15,8 @@ from statistics import median
 from torch._C._distributed_c10d import Store
 
 from pipedream.graph.timeline import Action, Event
-from pipedream.runtime.action import Kind
-from pipedream.runtime.shares import BUSY, WAITING
+from pipedream.runtime.action import BACKWARDS, RECEIVES, Kind
+from pipedream.runtime.shares import BUSY
 
 SECONDS_BETWEEN_TALES = 0.5
 RECENT_SECONDS = 5.0
@@ -71,7 +71,7 @@ def look(
             if whom is not None:
                 waits[whom] = waits.get(whom, 0.0) + seconds
     window = max(now - start, 1e-9)
-    passes = [event for event in recent if event.action.kind in (Kind.FORWARD, Kind.BACKWARD)]
+    passes = [event for event in recent if event.action.kind in BACKWARDS | {Kind.FORWARD}]
     return Status(
         minibatch=passes[-1].action.minibatch if passes else None,
         forward=_usual(events, Kind.FORWARD),
@@ -86,7 +86,7 @@ def look(
 
 def _awaited(action: Action, ranks: Sequence[Sequence[int]]) -> str | None:
     """Whom the action waits for."""
-    if action.kind in WAITING and action.peer is not None:
+    if action.kind in RECEIVES and action.peer is not None:
         stage, replica = action.peer
         return f"rank {ranks[stage][replica]}"
     return "its replicas" if action.kind == Kind.ALL_REDUCE else None

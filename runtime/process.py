@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from pipedream.graph.command import UserError
-from pipedream.runtime.engine import Groups
+from pipedream.runtime.executor import Groups
 from pipedream.runtime.launch import Place, restarts
 from pipedream.runtime.transport import PeerLost
 

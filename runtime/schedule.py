@@ -7,26 +7,32 @@ is an order in which everything could be done.
 Pure: no torch, no processes. The engine executes `Schedule.actions`, the simulator times them,
 `chart` draws the play, `checker` proves it sound; all of them in `pipedream.runtime`.
 
-Two kinds of schedule are still to come, and each is one more generator of passes:
+Two kinds of schedule are still to come. Each is one more generator of passes, which `written` makes
+the list of a rank; tests/support/pipelines.py has one of either kind, which the checker proves and
+the engine does:
 
 - A backward pass in two halves, the gradients of the inputs first and those of the weights when
-  there is time (zero bubble): two more kinds of `Step` and of `Action` that stand where `B` does
-  now; what goes around a pass hangs on its kind alone, gradients are sent after the first half and
-  a round closes with the second. The engine's table gets a method for each.
-- Several stages on one rank (interleaved): an action names its stage, not its rank, and a rank may
-  do the actions of several workers. The play asks whether a worker is free; with several on a rank
-  it asks that of the rank. `peer` is a worker, too: which rank that is, the engine looks up, and it
-  would look up the state of a stage by `Action.stage` in the same way.
+  there is time (zero bubble): steps BACKWARD_INPUT and BACKWARD_WEIGHT in the place of BACKWARD.
+  Gradients are received before the first half and sent after it, a round closes with the second.
+- Several stages on one rank (interleaved): a rank's list has the actions of several workers, and
+  the engine an executor for each. What a generator of such lists has to see to: messages between
+  two ranks have one order, whatever their stages (`checker`).
+
+Both run in the engine alone. plan.json refuses a rank in two stages, and pd-train makes one stage
+for each rank: `Rank`, `Member`, `Saver`, `held_out` and the report have one. A norm of the whole
+gradient is added up over the ranks at each stage's update (`stepping`), which is once too often
+where a rank has two. `Play` asks whether a worker is free, not its rank, and `policy` says what a
+worker may hold without regard to the halves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pipedream.graph.schedule_name import ScheduleName
-from pipedream.runtime.action import Action, Kind, Link, Worker
+from pipedream.runtime.action import BEGINS_BACKWARD, ENDS_BACKWARD, Action, Kind, Link, Worker
 from pipedream.runtime.pipeline import Pipeline
 from pipedream.runtime.play import Play, Step
 
@@ -43,17 +49,8 @@ class Schedule(Pipeline):
         return found
 
     def actions(self, worker: Worker) -> list[Action]:
-        """All that `worker` does, in order.
-
-        Receives stand right before the pass that needs them, sends right after the pass that makes
-        them. After a worker's last backward pass of a round come ALL_REDUCE (only where the stage
-        has several replicas or is tied; it waits for all of them) and UPDATE. A replica with no
-        minibatch in a round takes part in both all the same.
-        """
-        writer = _Writer(self, worker)
-        for step in self.steps[worker]:
-            writer.write(step)
-        return writer.actions
+        """All that `worker` does, in order."""
+        return written(self, [worker], ((worker, step) for step in self.steps[worker]))
 
 
 def schedule(
@@ -112,29 +109,49 @@ def forwards(
     return actions
 
 
+def written(
+    pipeline: Pipeline, workers: Collection[Worker], passes: Iterable[tuple[Worker, Step]]
+) -> list[Action]:
+    """All that a rank with these `workers` does, in order, given their passes.
+
+    Receives stand right before the pass that needs them, sends right after the pass that makes
+    them. After a worker's last backward pass of a round come ALL_REDUCE (only where the stage
+    has several replicas or is tied; it waits for all of them) and UPDATE. A replica with no
+    minibatch in a round takes part in both all the same. Of a backward pass in two halves the first
+    is what receives and sends, the second what closes a round.
+    """
+    actions: list[Action] = []
+    writers = {worker: _Writer(pipeline, worker, actions) for worker in workers}
+    for worker, step in passes:
+        writers[worker].write(step)
+    return actions
+
+
 class _Writer:
     """Writes the passes of one worker down with their messages and updates."""
 
-    def __init__(self, pipeline: Pipeline, worker: Worker) -> None:
-        self.pipeline = pipeline
+    def __init__(self, pipeline: Pipeline, worker: Worker, actions: list[Action]) -> None:
+        self.pipeline, self.actions = pipeline, actions
         self.stage, self.replica = worker
         self.sources = pipeline.sources(self.stage)
         self.targets = pipeline.targets(self.stage)
         self.round = 0
         self.left = self._own()
-        self.actions: list[Action] = []
         self._close_rounds()
 
     def write(self, step: Step) -> None:
-        minibatch, version = step.minibatch, step.version
-        if step.kind is Kind.FORWARD:
+        kind, minibatch, version = step.kind, step.minibatch, step.version
+        forwards, begins = kind is Kind.FORWARD, kind in BEGINS_BACKWARD
+        if forwards:
             self._messages(Kind.RECV_ACTIVATION, self.sources, minibatch, version)
-            self._add(Kind.FORWARD, minibatch, version)
-            self._messages(Kind.SEND_ACTIVATION, self.targets, minibatch, version)
-        else:
+        elif begins:
             self._messages(Kind.RECV_GRADIENT, self.targets, minibatch, version)
-            self._add(Kind.BACKWARD, minibatch, version)
+        self._add(kind, minibatch, version)
+        if forwards:
+            self._messages(Kind.SEND_ACTIVATION, self.targets, minibatch, version)
+        elif begins:
             self._messages(Kind.SEND_GRADIENT, self.sources, minibatch, version)
+        if kind in ENDS_BACKWARD:
             self.left -= 1
             self._close_rounds()
 

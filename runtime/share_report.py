@@ -10,18 +10,18 @@ from rich.table import Table
 
 from pipedream.graph.plan import Simulated
 from pipedream.graph.units import show_seconds
-from pipedream.runtime.action import Kind
-from pipedream.runtime.shares import WAITING, Shares
+from pipedream.runtime.action import BACKWARDS, RECEIVES, SENDS, Kind
+from pipedream.runtime.shares import Shares
 
 _PIPED_WIDTH = 120
 
 _COLUMNS = {
     "forward": (Kind.FORWARD,),
-    "backward": (Kind.BACKWARD,),
+    "backward": BACKWARDS,
     "update": (Kind.UPDATE,),
     "all-reduce": (Kind.ALL_REDUCE,),
-    "sending": (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT),
-    "waiting": WAITING,
+    "sending": SENDS,
+    "waiting": RECEIVES,
 }
 
 

@@ -9,13 +9,11 @@ from math import lcm
 
 from pipedream.graph.plan import Plan
 from pipedream.graph.timeline import Event, Timeline
-from pipedream.runtime.action import Kind
+from pipedream.runtime.action import BACKWARDS, ENDS_BACKWARD, Kind
 from pipedream.runtime.policy import Policy
 
-BUSY = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
+BUSY = BACKWARDS | {Kind.FORWARD, Kind.UPDATE}
 """What is work; the rest of a rank's time is the bubble, as in the simulation of a plan."""
-
-WAITING = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def _window(epoch: Timeline, counted: tuple[int, int] | None) -> tuple[float, fl
     if counted is None:
         begins = (event.begin for event in events)
         return min(begins, default=0.0), max((event.end for event in events), default=0.0)
-    passes = [event for event in events if event.action.kind == Kind.BACKWARD]
+    passes = [event for event in events if event.action.kind in ENDS_BACKWARD]
     first = min((event.begin for event in events), default=0.0)  # of an epoch gone on with
     begin, end = (
         max((event.end for event in passes if event.action.minibatch < count), default=first)
@@ -111,7 +109,7 @@ def in_flight(events: Iterable[Event]) -> list[tuple[float, float]]:
         if event.action.kind == Kind.FORWARD:
             count += 1
             steps.append((event.begin, float(count)))
-        elif event.action.kind == Kind.BACKWARD:
+        elif event.action.kind in ENDS_BACKWARD:
             count -= 1
             steps.append((event.end, float(count)))
     return steps
@@ -131,7 +129,7 @@ def versions(events: Sequence[Event]) -> list[tuple[float, float]]:
             if not version and not +used:
                 newest = 0  # they count from 0 in each leg
             used[version] += 1
-        elif kind == Kind.BACKWARD:
+        elif kind in ENDS_BACKWARD:
             used[version] -= 1
         elif kind == Kind.UPDATE:
             newest = version

@@ -1,9 +1,13 @@
-"""Tensors between ranks: messages along the links of a pipeline, sums over replicas.
+"""Tensors between stages: messages along the links of a pipeline, sums over replicas.
 
 All of it runs beside the compute. A receive is posted ahead of the pass that needs it, into memory
 that went round before; a send owns its tensors until the other side has them. Nothing is said but
 the tensors themselves: both sides know from the plan what comes when. gloo carries CPU tensors
 only, so tensors of a GPU pass through host memory.
+
+Between two stages of the same rank nothing is sent: the tensors themselves are handed over, apart
+from the autograd graph that made them. Neither side writes into them, and their memory belongs to
+the stage that made them, so it does not go round.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.profiler.capture import Value
+from pipedream.runtime.channel import Channel
 
 Message: TypeAlias = list[torch.Tensor]
 _Kind: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -30,14 +35,6 @@ class PeerLost(RuntimeError):
     def __init__(self, message: str, peer: int | None = None) -> None:
         super().__init__(message)
         self.peer = peer
-
-
-@dataclass(frozen=True)
-class Channel:
-    """One direction between two ranks; messages on it arrive in the order they were sent."""
-
-    peer: int
-    is_gradient: bool
 
 
 @dataclass(frozen=True)
@@ -58,25 +55,33 @@ class Transport:
         self.device = device
         self.staged = device if backend == "nccl" else torch.device("cpu")
         # NCCL keeps the order of operations within a group, so each direction has a group of its
-        # own: two ranks may both send before either receives.
+        # own: two ranks may both send before either receives. It knows no tags: messages of several
+        # links between two ranks have one order, which the checker proves.
         self.groups = [dist.new_group() if backend == "nccl" else None for _ in range(2)]
         self.arriving: dict[Channel, deque[_Arriving]] = {}
+        self.handed: dict[Channel, deque[Message]] = {}
         self.spare: dict[tuple[Channel, _Kind], list[Message]] = {}
         self.sends = _Sends(self.groups, aside=backend != "nccl")
 
     def send(self, channel: Channel, tensors: Iterable[torch.Tensor]) -> None:
         """Sends and returns at once. Raises PeerLost if an earlier message could not be sent."""
-        self.sends.put(channel, [t.detach().to(self.staged).contiguous() for t in tensors])
+        if channel.is_local:
+            message = [tensor.detach() for tensor in tensors]
+            self.handed.setdefault(channel, deque()).append(message)
+        else:
+            self.sends.put(channel, [t.detach().to(self.staged).contiguous() for t in tensors])
 
     def post(self, channel: Channel, values: Sequence[Value]) -> None:
         """Makes room for the next message on the channel, which holds these values."""
+        if channel.is_local:
+            return
         spare = self.spare.get((channel, _kind(values)))
         buffers = spare.pop() if spare else [self._room(value) for value in values]
         group = self.groups[channel.is_gradient]
         try:
-            works = [dist.irecv(b, channel.peer, group, channel.is_gradient) for b in buffers]
+            works = [dist.irecv(b, channel.source, group, channel.tag) for b in buffers]
         except RuntimeError as error:
-            raise PeerLost(f"cannot receive from rank {channel.peer}", channel.peer) from error
+            raise PeerLost(f"cannot receive from rank {channel.source}", channel.source) from error
         self.arriving.setdefault(channel, deque()).append(_Arriving(buffers, works))
 
     def _room(self, value: Value) -> torch.Tensor:
@@ -91,17 +96,19 @@ class Transport:
 
         The tensors may be given back with `recycle` when nobody needs them any more.
         """
+        if channel.is_local:
+            return self.handed[channel].popleft()
         message = self.arriving[channel].popleft()
         try:
             for work in message.works:
                 work.wait()
         except RuntimeError as error:
-            raise PeerLost(f"no message from rank {channel.peer}", channel.peer) from error
+            raise PeerLost(f"no message from rank {channel.source}", channel.source) from error
         return [buffer.to(self.device).detach() for buffer in message.buffers]
 
     def recycle(self, channel: Channel, message: Message) -> None:
         """Lets a later message of the channel, of the same shapes and types, have this memory."""
-        if self.staged == self.device:
+        if self.staged == self.device and not channel.is_local:
             spare = self.spare.setdefault((channel, _kind(message)), [])
             spare.append([tensor.detach() for tensor in message])
 
@@ -202,9 +209,9 @@ class _Sends:
     def _send(self, channel: Channel, message: Message) -> None:
         group = self.groups[channel.is_gradient]
         try:
-            works = [dist.isend(t, channel.peer, group, channel.is_gradient) for t in message]
+            works = [dist.isend(t, channel.target, group, channel.tag) for t in message]
         except RuntimeError as error:
-            raise PeerLost(f"cannot send to rank {channel.peer}", channel.peer) from error
+            raise PeerLost(f"cannot send to rank {channel.target}", channel.target) from error
         self.outgoing.put((works, message))
 
     def _reap(self) -> None:

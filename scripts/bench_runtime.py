@@ -43,9 +43,11 @@ from pipedream.graph.schedule_name import ScheduleName
 from pipedream.profiler.capture import Value
 from pipedream.profiler.source import load_config_model
 from pipedream.runtime.action import Kind
+from pipedream.runtime.channel import Channel
 from pipedream.runtime.course import Course
 from pipedream.runtime.data import Batch
-from pipedream.runtime.engine import Engine, Groups
+from pipedream.runtime.engine import Engine
+from pipedream.runtime.executor import Executor, Groups
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
 from pipedream.runtime.legs import Leg
@@ -54,7 +56,7 @@ from pipedream.runtime.pipelining import split_policy
 from pipedream.runtime.rank import Rank
 from pipedream.runtime.schedule import schedule
 from pipedream.runtime.stage import links
-from pipedream.runtime.transport import Channel, Message, Transport
+from pipedream.runtime.transport import Message, Transport
 from pipedream.runtime.weights import Weights
 
 ROUNDS = 9
@@ -186,7 +188,7 @@ def plain_loop(rank: Rank, batch: Batch) -> Callable[[], None]:
 
 def engine_of(rank: Rank, transport: Still | Transport) -> Engine:
     """That runs the rank's stage, and tells nobody."""
-    return Engine(
+    executor = Executor(
         forms=rank.forms,
         weights=rank.weights,
         stepping=rank.stepping,
@@ -195,9 +197,9 @@ def engine_of(rank: Rank, transport: Still | Transport) -> Engine:
         ranks=rank.job.plan.process_ranks,
         loss=rank.loss,
         on_loss=lambda minibatch, loss: None,
-        after=lambda action: None,
         dice=rank.dice,
     )
+    return Engine({rank.stage: executor}, executor.transport, after=lambda action: None)
 
 
 class Bench:

@@ -45,9 +45,10 @@ from pipedream.optimizer.simulator import simulate_plan
 from pipedream.profiler.capture import Value
 from pipedream.profiler.source import load_config_model
 from pipedream.runtime.action import Kind
+from pipedream.runtime.channel import Channel
 from pipedream.runtime.optimizers import make_optimizer
 from pipedream.runtime.timeline import read_trace
-from pipedream.runtime.transport import Channel, Transport
+from pipedream.runtime.transport import Transport
 from pipedream.runtime.weights import Weights
 
 Measurement = TypeVar("Measurement")
@@ -253,17 +254,19 @@ def _measure(rank: int, folder: str) -> None:
 def _ping(transport: Transport, rank: int, size: int) -> list[float]:
     """Seconds one way: half of there and back."""
     values = (Value("x", "x", (size // 4,), torch.float32, False),)
-    channel, tensor = Channel(1 - rank, False), torch.zeros(size // 4)
+    there, back = Channel(0, 1, (0, 1)), Channel(1, 0, (0, 1), is_gradient=True)
+    sends, receives = (there, back) if rank == 0 else (back, there)
+    tensor = torch.zeros(size // 4)
     times = []
     for _ in range(REPEATS):
-        transport.post(channel, values)
+        transport.post(receives, values)
         transport.barrier()
         begin = time.perf_counter()
         if rank == 0:
-            transport.send(channel, [tensor])
-        (got,) = transport.receive(channel)
+            transport.send(sends, [tensor])
+        (got,) = transport.receive(receives)
         if rank == 1:
-            transport.send(channel, [got])
+            transport.send(sends, [got])
         times.append((time.perf_counter() - begin) / 2)
     return times
 

@@ -102,7 +102,12 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("backwards", swap_stages, "a feeds b but is in a later stage|a feeds c"),
     ("no nodes", lambda d: d["stages"][0].update(nodes=[]), "stages.0.nodes: "),
     ("no ranks", lambda d: d["stages"][0].update(ranks=[]), "stages.0.ranks: "),
-    ("rank twice", lambda d: d["stages"][1].update(ranks=[1]), "are not each there once"),
+    (
+        "two stages",
+        lambda d: d["stages"][1].update(ranks=[1]),
+        "rank 1 is in stages 0 and 1: schedule .* runs one stage on each rank",
+    ),
+    ("rank twice", lambda d: d["stages"][1].update(ranks=[2, 2]), "stage 1 names rank 2 twice"),
     ("no such rank", lambda d: d["stages"][1].update(ranks=[4]), "rank 4: the cluster has 4 dev"),
     ("below", lambda d: d["stages"][1].update(ranks=[-1]), "rank -1: the cluster has 4 devices"),
     ("crowd", lambda d: d["cluster"].update(machines=[2, 1]), "rank 2: the cluster has 2 devices"),

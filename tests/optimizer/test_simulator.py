@@ -6,6 +6,7 @@ from textwrap import dedent
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipelines import PASSES, interleaved, zero_bubble
 
 from pipedream.graph.cluster import Cluster, DeviceKind
 from pipedream.graph.model import Graph, Node
@@ -13,7 +14,7 @@ from pipedream.graph.schedule_name import MICROBATCHES, SCHEDULES
 from pipedream.optimizer.cost import Paper
 from pipedream.optimizer.optimize import Request, given_plan
 from pipedream.optimizer.planning import PlanningGraph
-from pipedream.optimizer.simulator import Span, simulate, simulate_plan
+from pipedream.optimizer.simulator import Span, simulate, simulate_plan, simulate_ranks
 from pipedream.optimizer.workload import Held, StageWork, Workload
 from pipedream.runtime.action import Kind
 from pipedream.runtime.checker import check
@@ -216,3 +217,36 @@ def test_a_plans_memory_over_time_is_within_what_the_planner_says(data):
             of_round = -(-MICROBATCHES // len(stage.ranks))
             if request.schedule != "flush" or warm_up(plan.replicas, stage.stage) <= of_round:
                 assert most >= 0.5 * stage.memory_bytes
+
+
+def run_orders(orders, workload):
+    """Of ranks whose stages follow one another, two rounds and the second of them counted."""
+    made, ranks = orders.pipeline, len(orders.actions)
+    cluster = Cluster(machines=(ranks,), bandwidth=(FREE,))
+    span = Span(made.minibatches, made.microbatches, made.minibatches)
+    return simulate_ranks(made, orders.actions, workload, cluster, orders.ranks, span)
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "micro"), [(2, 2, 4), (2, 3, 2), (4, 2, 8)])
+def test_several_stages_on_a_rank_shorten_the_bubble(ranks, chunks, micro):
+    """To a part in so many: (p - 1) / (v m) of the work, SC 2021, section 2.2.2. Rank by rank."""
+    stages = ranks * chunks
+    found = run_orders(interleaved(ranks, stages, 2 * micro, micro), chain(*[(1, 2)] * stages))
+    work = 3 * chunks * micro
+    assert found.seconds_per_minibatch * micro == pytest.approx(work + 3 * (ranks - 1))
+    assert found.bubble == pytest.approx(3 * (ranks - 1) / (work + 3 * (ranks - 1)))
+    assert sorted(found.events) == list(range(ranks))
+
+
+def test_the_second_halves_of_backward_passes_fill_the_bubble():
+    """It is (p - 1) (F + BI - BW): ICLR 2024, section 2. Gradients come earlier."""
+    found = run_orders(zero_bubble(2, 8, 4), chain((1, 2), (1, 2)))
+    first, second = (
+        [f"{a.kind}{a.minibatch}:{begin:g}" for a, begin, _ in events if a.kind in PASSES]
+        for _, events in sorted(found.events.items())
+    )
+    assert " ".join(first[:8]) == "F0:0 F1:1 B0:3 F2:5 B1:6 F3:8 B2:9 B3:11"
+    assert " ".join(second[:12]) == (
+        "F0:1 BI0:2 F1:3 BI1:4 BW0:5 F2:6 BI2:7 BW1:8 F3:9 BI3:10 BW2:11 BW3:12"
+    )
+    assert found.seconds_per_minibatch * 4 == pytest.approx(4 * 3 + 1)
