@@ -96,11 +96,12 @@ class _Training:
             member.memory.begin()
             engine.run(self._actions(leg), data)
             member.memory.end()  # before a checkpoint's copy of the weights: not the plan's
+            member.stepping.end_leg()
             self.under_way = None
             if leg.end < last:
                 position = Position(self.number - 1, leg.end)
             else:
-                member.stepping.end_epoch()
+                member.stepping.end_epoch(last)
                 position = Position(self.number)
             if save(member, position):
                 return position
@@ -120,7 +121,7 @@ class _Training:
             groups=member.groups,
             ranks=rank.job.plan.process_ranks,
             loss=self._loss,
-            on_loss=self.losses.tell,
+            on_loss=self._tell,
             before=self._before,
             after=self._after,
             dice=rank.dice,
@@ -153,6 +154,10 @@ class _Training:
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
         with lowered(self.rank.job.config.autocast, self.rank.device):
             return self.rank.loss(output, target)
+
+    def _tell(self, minibatch: int, loss: torch.Tensor) -> None:
+        self.losses.tell(minibatch, loss)
+        self.member.stepping.note(loss)
 
     def _before(self, action: Action) -> None:
         self.under_way = action
