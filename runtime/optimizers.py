@@ -89,8 +89,8 @@ def _check_matrices(parameters: Mapping[str, Tensor]) -> None:
     for name, parameter in parameters.items():
         if parameter.dim() != 2:
             raise UserError(
-                f"optimizer Muon learns matrices, and {name} has {parameter.dim()} dimensions: give "
-                f"it and its like to another one, groups: [{{match: [{name!r}], name: AdamW}}]"
+                f"optimizer Muon learns matrices, and {name} has {parameter.dim()} dimensions: "
+                f"give it and its like to another, groups: [{{match: [{name!r}], name: AdamW}}]"
             )
 
 

@@ -8,9 +8,9 @@ scheduler has to be written down below.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import small_models
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,10 +27,15 @@ from training import chain_config, losses, run_jobs, weights
 from pipedream.graph.command import UserError
 from pipedream.graph.config import GroupConfig, OptimizerConfig, RunConfig, SchedulerConfig
 from pipedream.profiler.capture import capture
+from pipedream.runtime import checkpoint
+from pipedream.runtime.checkpoint import copied
 from pipedream.runtime.data import Epoch
 from pipedream.runtime.job import Job
 from pipedream.runtime.learning_rate import LearningRate, make_scheduler
-from pipedream.runtime.optimizers import make_optimizer
+from pipedream.runtime.legs import Position
+from pipedream.runtime.loss_sum import LossSum
+from pipedream.runtime.optimizers import make_optimizer, restore_state, state_tensors
+from pipedream.runtime.stepping import Stepping
 from tests.runtime.test_semantics import SUPPORT, plan_for
 
 REFUSED = {
@@ -160,28 +166,113 @@ def epochs(config: RunConfig) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]
         yield [(batch.inputs[0], batch.target) for batch in batches]
 
 
-def job_for(optimizer: str, scheduler: str, run: Path) -> Job:
-    changes = {
-        "dtype": "float64",
-        "microbatches": ROUND,
-        "scheduler": scheduler_config(scheduler),
-    }
-    config = chain_config(optimizer_config(optimizer)).model_copy(update=changes)
+def config_for(optimizer: str, scheduler: str) -> RunConfig:
+    changes = {"dtype": "float64", "microbatches": ROUND, "scheduler": scheduler_config(scheduler)}
+    return chain_config(optimizer_config(optimizer)).model_copy(update=changes)
+
+
+COUNT = max(len(OPTIMIZERS), len(SCHEDULERS))
+PAIRS = list(islice(zip(cycle(OPTIMIZERS), cycle(SCHEDULERS), strict=False), COUNT))
+"""In which all of them are."""
+
+
+class Part:
+    """A stage as far as learning goes: the parameters whose names begin with its letters."""
+
+    def __init__(self, letters: str, model: nn.Module, config: RunConfig) -> None:
+        whole = dict(model.named_parameters())
+        self.parameters = {n: nn.Parameter(p.clone()) for n, p in whole.items() if n[0] in letters}
+        self.optimizer = make_optimizer(config.optimizer, self.parameters, whole)
+        self.stepping = Stepping(
+            self.optimizer,
+            self.parameters,
+            config,
+            LearningRate(config.scheduler, self.optimizer, SUPPORT),
+            LossSum(lambda tensor: None, torch.device("cpu")),
+            None,
+            self.parameters,
+        )
+
+
+def train_parts(parts: Sequence[Part], batches: Sequence[Any], ends: bool) -> list[float]:
+    """The losses; `ends`: the epoch ends with these batches."""
+    found = []
+    model = small_models.Chain().double()
+    known = {name: p for part in parts for name, p in part.parameters.items()}
+    for begin in range(0, len(batches), ROUND):
+        round_of = batches[begin : begin + ROUND]
+        each = [F.mse_loss(functional_call(model, known, (x,)), y) for x, y in round_of]
+        found += [loss.item() for loss in each]
+        torch.stack(each).mean().backward()
+        for part in parts:
+            for loss in each:
+                part.stepping.note(loss.detach())
+            part.stepping.step()
+    for part in parts:
+        part.stepping.end_leg()
+        if ends:
+            part.stepping.end_epoch(2 * len(batches))
+    return found
+
+
+def saved(parts: Sequence[Part], folder: Path) -> Path:
+    for stage, part in enumerate(parts):
+        tensors = state_tensors(part.optimizer, part.parameters)
+        state = [copied(part.parameters), copied(tensors)]
+        checkpoint.write_stage(folder, Position(1, 8), stage, len(parts), *state)
+    return checkpoint.publish(folder, Position(1, 8), len(parts), parts[0].stepping.state())
+
+
+def loaded(part: Part, path: Path) -> Part:
+    checkpoint.load_model(path, part.parameters)
+    known = checkpoint.load_optimizer(path, part.parameters)
+    restore_state(part.optimizer, part.parameters, known)
+    part.stepping.restore(checkpoint.read_state(path).training)
+    return part
+
+
+@pytest.mark.parametrize(("optimizer", "scheduler"), PAIRS)
+def test_stages_learn_what_the_plain_model_does_and_others_go_on(
+    optimizer: str, scheduler: str, tmp_path: Path
+) -> None:
+    """Saved inside the second epoch, and gone on from by stages that are cut elsewhere; the biases
+    are in a group of their own.
+    """
+    config = config_for(optimizer, scheduler)
+    expected, model = plain_loop(config)
+    torch.manual_seed(config.seed)
+    start = small_models.Chain().double()
+    parts = [Part(letters, start, config) for letters in ("a", "bc")]
+    first, second = epochs(config)
+    found = train_parts(parts, first[:8], False) + train_parts(parts, first[8:], True)
+    found += train_parts(parts, second[:8], False)
+    path = saved(parts, tmp_path)
+    with torch.no_grad():
+        parts = [loaded(Part(letters, start, config), path) for letters in ("ab", "c")]
+    found += train_parts(parts, second[8:], True)
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    wanted = model.state_dict()
+    for part in parts:
+        for name, tensor in part.parameters.items():
+            torch.testing.assert_close(tensor.data, wanted[name], rtol=1e-12, atol=1e-12)
+
+
+RUNS = [
+    ("Muon", "LambdaLR"),
+    ("ASGD", "ChainedScheduler"),
+    ("Adafactor", "CyclicLR"),
+]
+
+
+def test_runs_are_those_of_the_plain_model_and_go_on(tmp_path: Path) -> None:
+    """In real processes: inside the second epoch each goes on, bit for bit as if never stopped."""
     captured = capture(small_models.Chain(), (torch.randn(4, 6),))
     plan = plan_for(captured, ("a", "bc"), (1, 1))
-    return Job(plan, config, SUPPORT, run, schedule="flush", epochs=EPOCHS, save_every=8)
-
-
-def test_each_trains_a_pipeline_as_the_plain_model_and_goes_on(tmp_path: Path) -> None:
-    """Optimizers and schedulers in pairs, so that all have been there; biases in their own group.
-
-    Each goes on inside its second epoch, and is then the run that was never stopped, bit for bit.
-    """
-    count = max(len(OPTIMIZERS), len(SCHEDULERS))
-    pairs = [pair for pair, _ in zip(zip(cycle(OPTIMIZERS), cycle(SCHEDULERS)), range(count))]
-    jobs = {pair: job_for(*pair, tmp_path / "-".join(pair)) for pair in pairs}
+    jobs, parts = {}, {}
+    for pair in RUNS:
+        run, config = tmp_path / "-".join(pair), config_for(*pair)
+        jobs[pair] = Job(plan, config, SUPPORT, run, schedule="flush", epochs=EPOCHS, save_every=8)
     run_jobs(list(jobs.values()))
-    parts = {}
     for pair, job in jobs.items():
         parts[pair] = replace(job, run=job.run / "again", resume=True)
         shutil.copytree(job.checkpoints, parts[pair].checkpoints, symlinks=True)
