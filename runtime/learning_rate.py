@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -69,7 +70,7 @@ class LearningRate:
         assert self.scheduler is not None
         assert self.config is not None
         with _explaining(self.config):
-            self.scheduler.step(*metric)
+            self.scheduler.step(*metric)  # type: ignore[arg-type]
 
 
 def make_scheduler(config: SchedulerConfig, optimizer: Optimizer, directory: Path) -> LRScheduler:
@@ -92,7 +93,7 @@ def make_scheduler(config: SchedulerConfig, optimizer: Optimizer, directory: Pat
         parts = _parts(config)
         args["schedulers"] = [make_scheduler(part, optimizer, directory) for part in parts]
     with _explaining(config):
-        return kind(optimizer=optimizer, **args)  # type: ignore[no-any-return]
+        return kind(optimizer=optimizer, **args)
 
 
 def _is_scheduler(kind: Any) -> TypeGuard[type[LRScheduler]]:
@@ -123,7 +124,7 @@ def _functions(config: SchedulerConfig, name: str, value: Any, directory: Path) 
     """What `package.module:function` means, or each of a list of them."""
     if isinstance(value, list):
         return [_functions(config, name, each, directory) for each in value]
-    if not isinstance(value, str) or ":" not in value:
+    if not isinstance(value, str) or re.fullmatch(r"[\w.]+:[\w.]+", value) is None:
         raise UserError(
             f"scheduler {config.name}: {name}: write package.module:function, not {value!r}"
         )

@@ -120,7 +120,7 @@ def states(job: Job) -> str:
         ({"name": "StepLR", "metric": "loss"}, "StepLR looks at no metric: take metric out"),
         ({"name": "ReduceLROnPlateau", "every": "update"}, "take every out$"),
         ({"name": "ReduceLROnPlateau", "args": {"mode": "least"}}, "mode least is unknown"),
-        ({"name": "LambdaLR", "args": {"lr_lambda": "x ** 2"}}, "write package.module:function"),
+        ({"name": "LambdaLR", "args": {"lr_lambda": "lambda n: 1 / n"}}, "write package.module:"),
         ({"name": "LambdaLR", "args": {"lr_lambda": "small_models:up"}}, "has no 'up'"),
         (
             {"name": "LambdaLR", "args": {"lr_lambda": "small_models:wordy"}},
