@@ -48,11 +48,34 @@ class DataFactory(Factory):
         return source
 
 
+class GroupConfig(_Part):
+    """What is different for the parameters whose names match a pattern, such as `*.bias`.
+
+    `args` go before those of the optimizer; with a `name` they are all that this other class of
+    torch.optim is given.
+    """
+
+    match: tuple[str, ...] = Field(min_length=1)
+    name: str | None = None
+    args: dict[str, Any] = {}
+
+
 class OptimizerConfig(_Part):
-    """A class of torch.optim by name, and its keyword arguments."""
+    """A class of torch.optim by name, and its keyword arguments.
+
+    A parameter belongs to the first of the `groups` that matches its name in the model. Those that
+    match none make one more group, the last, with nothing but `args`.
+    """
 
     name: str = "SGD"
     args: dict[str, Any] = {"lr": 0.01}
+    groups: tuple[GroupConfig, ...] = ()
+
+    @property
+    def names(self) -> str:
+        """All classes that there are, for a person."""
+        others = (group.name for group in self.groups if group.name is not None)
+        return " and ".join(dict.fromkeys((self.name, *others)))
 
 
 class AsynchronousConfig(_Part):
@@ -73,12 +96,21 @@ class SchedulerConfig(_Part):
     """A class of torch.optim.lr_scheduler by name, and its keyword arguments.
 
     It goes a step after every epoch or every update. An update of a stage of r replicas that learns
-    by itself (weight stashing, vertical sync) is r steps, so that all stages keep pace.
+    by itself (weight stashing, vertical sync) is r steps, so that all stages keep pace. Functions
+    among the arguments are named as `package.module:function`.
+
+    `metric`: what ReduceLROnPlateau looks at. The mean loss of each epoch, unless it is said
+    otherwise; those of the held-out data are known as often as these are tried.
     """
 
     name: str
     args: dict[str, Any] = {}
     every: Literal["epoch", "update"] = "epoch"
+    metric: Literal["loss", "held_out_loss", "held_out_accuracy"] | None = None
+
+    @property
+    def needs_held_out(self) -> bool:
+        return self.metric in ("held_out_loss", "held_out_accuracy")
 
 
 class RunConfig(_Part):

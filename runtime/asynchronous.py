@@ -66,13 +66,20 @@ def nesterov_form(config: OptimizerConfig, momentum: float) -> OptimizerConfig:
             "asynchronous: nesterov: there is such a form of SGD, Adam and AdamW, and the "
             f"optimizer is {config.name}: choose one of them, or leave nesterov out"
         )
-    for name in ("dampening", "amsgrad"):
-        if config.args.get(name):
-            raise UserError(
-                f"asynchronous: nesterov: it has no {name}: take that out of the optimizer's args"
-            )
-    args = _sgd(config, momentum) if config.name == "SGD" else _nadam(config, momentum)
-    return OptimizerConfig(name=_FORMS[config.name], args=args)
+    if any(group.name is not None for group in config.groups):
+        raise UserError(
+            "asynchronous: nesterov: it is a form of one optimizer: take name out of the "
+            "optimizer's groups, or leave nesterov out"
+        )
+    groups = (
+        group.model_copy(update={"args": _form(config.name, config.args | group.args, momentum)})
+        for group in config.groups
+    )
+    return OptimizerConfig(
+        name=_FORMS[config.name],
+        args=_form(config.name, config.args, momentum),
+        groups=tuple(groups),
+    )
 
 
 def nesterov_factor(config: OptimizerConfig, momentum: float) -> float:
@@ -80,17 +87,26 @@ def nesterov_factor(config: OptimizerConfig, momentum: float) -> float:
     return 1 - momentum if _FORMS[config.name] == "SGD" else 1.0
 
 
-def _sgd(config: OptimizerConfig, momentum: float) -> dict[str, Any]:
-    return config.args | {"momentum": momentum, "nesterov": True}
+def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
+    for refused in ("dampening", "amsgrad"):
+        if args.get(refused):
+            raise UserError(
+                f"asynchronous: nesterov: it has no {refused}: take that out of the optimizer's "
+                "args"
+            )
+    return _sgd(args, momentum) if name == "SGD" else _nadam(args, momentum, name == "AdamW")
 
 
-def _nadam(config: OptimizerConfig, momentum: float) -> dict[str, Any]:
+def _sgd(args: dict[str, Any], momentum: float) -> dict[str, Any]:
+    return args | {"momentum": momentum, "nesterov": True}
+
+
+def _nadam(args: dict[str, Any], momentum: float, decoupled: bool) -> dict[str, Any]:
     """What is left open is as in the optimizer that was named, not as in NAdam."""
-    decoupled = config.name == "AdamW"
-    given = {name: value for name, value in config.args.items() if name not in ("amsgrad", "fused")}
-    args = {"lr": _TORCH_RATE, "weight_decay": _TORCH_DECAY if decoupled else 0.0} | given
+    given = {name: value for name, value in args.items() if name not in ("amsgrad", "fused")}
+    whole = {"lr": _TORCH_RATE, "weight_decay": _TORCH_DECAY if decoupled else 0.0} | given
     _, *rest = given.get("betas", (0.9, 0.999))
-    return args | {"betas": [momentum, *rest], "decoupled_weight_decay": decoupled}
+    return whole | {"betas": [momentum, *rest], "decoupled_weight_decay": decoupled}
 
 
 def slowing(delay: int, update: int, updates: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pipedream.runtime.live import Status
@@ -11,15 +11,15 @@ from pipedream.runtime.live import Status
 class Board:
     """Scalars in `folder`, to be seen with `tensorboard --logdir`.
 
-    `learning_rate` gives the present one, or None where there is no such thing. Steps count the
-    minibatches of the whole run, earlier sessions of a resumed one among them.
+    `learning_rates` gives the present one of each group of parameters. Steps count the minibatches
+    of the whole run, earlier sessions of a resumed one among them.
     """
 
-    def __init__(self, folder: Path, learning_rate: Callable[[], float | None]) -> None:
+    def __init__(self, folder: Path, learning_rates: Callable[[], Sequence[float]]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder))
-        self.learning_rate = learning_rate
+        self.learning_rates = learning_rates
 
     def loss(self, step: int, loss: float) -> None:
         self.add("loss", loss, step)
@@ -27,9 +27,10 @@ class Board:
     def state(self, step: int, rate: float, statuses: Mapping[int, Status]) -> None:
         """`rate` in samples per second."""
         self.add("samples per second", rate, step)
-        learning_rate = self.learning_rate()
-        if learning_rate is not None:
-            self.add("learning rate", learning_rate, step)
+        learning_rates = self.learning_rates()
+        for group, learning_rate in enumerate(learning_rates):
+            part = f"/group {group}" if len(learning_rates) > 1 else ""
+            self.add(f"learning rate{part}", learning_rate, step)
         for rank, status in statuses.items():
             self.add(f"busy share/rank {rank}", status.busy, step)
             self.add(f"memory in bytes/rank {rank}", status.memory, step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -27,13 +27,14 @@ from pipedream.runtime.stage import layouts
 class Captures:
     """`whole` minibatches, and the `rest` where the last one of an epoch is smaller.
 
-    `persistent` are the names in the model's state_dict, `buffers` those of all its buffers.
-    `trial` is a rank's part in trying the held-out data, None where that is not asked for or goes
-    another way.
+    `parameters` are the names of all that the model has, `persistent` those in its state_dict,
+    `buffers` those of all its buffers. `trial` is a rank's part in trying the held-out data, None
+    where that is not asked for or goes another way.
     """
 
     whole: Captured
     rest: Captured | None
+    parameters: Sequence[str]
     persistent: Set[str]
     buffers: Set[str]
     trial: Stage | None
@@ -49,6 +50,7 @@ def capture_all(job: Job, examples: Examples, place: Place) -> Captures:
     return Captures(
         whole,
         rest,
+        [name for name, _ in model.named_parameters()],
         frozenset(model.state_dict()),
         frozenset(name for name, _ in model.named_buffers()),
         _trial(job, examples, place, model, first),
@@ -92,6 +94,12 @@ def _trial(
     model.train()
     if why is None:
         return Stage.of(captured, rest, job.plan, job.worker(place.rank), sizes, examples.device)
+    scheduler = job.config.scheduler
+    if scheduler is not None and scheduler.needs_held_out:
+        raise UserError(
+            f"scheduler {scheduler.name}: metric: {scheduler.metric}: the held-out data do not go "
+            f"through the pipeline, {why}: write metric: loss"
+        )
     if place.rank == 0:
         print(
             f"pd-train: the held-out data are tried after training, on one worker: {why}",

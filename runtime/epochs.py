@@ -101,10 +101,11 @@ class _Training:
             member.memory.begin()
             engine.run(course, data)
             member.memory.end()  # before a checkpoint's copy of the weights: not the plan's
+            member.stepping.end_leg()
             self.under_way = None
             position = Position(epoch, course.leg.end)
             if course.leg.end == self.rank.examples.minibatches:
-                member.stepping.end_epoch()
+                member.stepping.end_epoch(course.leg.end)
                 position = Position(epoch + 1)
             save(member, position)
             if member.halt.rests(position) and position < Position(self.rank.job.epochs):
@@ -127,7 +128,7 @@ class _Training:
             groups=member.groups,
             ranks=rank.job.plan.process_ranks,
             loss=self._loss,
-            on_loss=self.losses.tell,
+            on_loss=self._tell,
             dice=rank.dice,
             per_update=self._per_update(),
             recompute=rank.job.plan.stages[rank.stage].recompute,
@@ -160,6 +161,10 @@ class _Training:
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
         with lowered(self.rank.job.config.autocast, self.rank.device):
             return self.rank.loss(output, target)
+
+    def _tell(self, minibatch: int, loss: torch.Tensor) -> None:
+        self.losses.tell(minibatch, loss)
+        self.member.stepping.note(loss)
 
     def _before(self, action: Action) -> None:
         self.under_way = action

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from pipedream.graph.command import UserError
 from pipedream.runtime.data import Reader
 from pipedream.runtime.evaluation import Stage, Tally
-from pipedream.runtime.exchange import hear, tell
+from pipedream.runtime.exchange import from_first, hear, tell
 from pipedream.runtime.member import Member
 
 
@@ -23,3 +24,18 @@ def try_held_out(member: Member, trial: Stage, epoch: int) -> None:
         told = [hear(member.store, f"{key}/{r}") for r in range(place.world_size)]
         member.tried = Tally.result(told)
         member.display.held_out(epoch, epoch * rank.examples.minibatches, member.tried)
+    _show_scheduler(member, key)
+
+
+def _show_scheduler(member: Member, key: str) -> None:
+    """What a scheduler looks at, if it is in here: rank 0 has found it, and all do the same step.
+
+    A checkpoint of this moment was saved before: a run that goes on from there comes here again.
+    """
+    name = member.stepping.rate.metric
+    if name is None or name == "loss":
+        return
+    metric = from_first(member.store, member.rank.place, f"{key}/{name}", member.tried.get(name))
+    if metric is None:
+        raise UserError(f"scheduler: metric: the held-out data give no {name}: write held_out_loss")
+    member.stepping.rate.see(metric)

@@ -76,6 +76,7 @@ class Job:
         """Makes the run's folder. Raises UserError where the job cannot be done as it is asked."""
         self.check_microbatches()
         self.check_asynchronous()
+        self.check_scheduler()
         self.check_scale()
         self.check_replan()
         self.check_folder()
@@ -92,6 +93,17 @@ class Job:
                 f"is {self.schedule}: take it out, or train with --schedule weight-stashing"
             )
         _ = self.optimizer
+
+    def check_scheduler(self) -> None:
+        """UserError where it looks at held-out data that nobody tries."""
+        scheduler, tried = self.config.scheduler, self.config.evaluate_every and self.evaluate
+        if scheduler is not None and scheduler.needs_held_out and not tried:
+            raise UserError(
+                f"scheduler {scheduler.name}: metric: {scheduler.metric} is known where the "
+                "held-out data are tried between epochs: write evaluate_every: 1 in the run config"
+                + ", and leave --no-evaluate out"
+                * (not self.evaluate)
+            )
 
     def check_microbatches(self) -> None:
         """UserError where the schedule needs more of them than the run config has."""

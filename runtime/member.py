@@ -80,7 +80,7 @@ class Member:
             keep=rank.job.keep,
             recorded=lambda at: self.display is None or self.display.has_recorded(at),
             details={
-                "optimizer": rank.job.optimizer.name,
+                "optimizer": rank.job.optimizer.names,
                 "batch_size": rank.job.config.batch_size,
             },
         )
@@ -122,11 +122,10 @@ class Member:
             self.rank.examples.sizes,
             self.rank.examples.minibatches * (job.epochs - first.epoch) - first.minibatch,
             job.plan.process_ranks,
-            Board(job.run / "tensorboard", self._learning_rate) if job.tensorboard else None,
+            Board(job.run / "tensorboard", self._learning_rates) if job.tensorboard else None,
             first,
         )
 
-    def _learning_rate(self) -> float | None:
-        """Of the first group of parameters; some optimizers know none."""
-        groups = self.rank.optimizer.param_groups
-        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+    def _learning_rates(self) -> list[float]:
+        """Of each group of parameters."""
+        return [float(group["lr"]) for group in self.rank.optimizer.param_groups]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,41 +12,94 @@ from torch.optim import Optimizer
 
 from pipedream.graph.command import UserError
 from pipedream.graph.config import OptimizerConfig
+from pipedream.runtime.groups import Group, groups
 
 _UNFIT = {
-    "LBFGS": "asks for the loss several times in a step",
-    "SparseAdam": "takes sparse gradients only",
+    "LBFGS": (
+        "asks for the loss several times in a step, and a pipeline has gone on by then: write SGD, "
+        "AdamW"
+    ),
+    "SparseAdam": (
+        "takes sparse gradients only, and a stage's are dense, those of Embedding(sparse=True) "
+        "too: write Adam"
+    ),
 }
 
 
-def make_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+class Together(Optimizer):
+    """Several optimizers as one, each with its own parameters.
+
+    Groups and state are those of its parts, for schedulers and checkpoints to find.
+    """
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        common = set.intersection(*(set(part.defaults) for part in parts))
+        super().__init__(
+            [group for part in parts for group in part.param_groups],
+            {name: parts[0].defaults[name] for name in common},
+        )
+        self.parts = parts
+        for part in parts:
+            self.state.update(part.state)
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+
+def make_optimizer(
+    config: OptimizerConfig,
+    parameters: Mapping[str, nn.Parameter],
+    names: Iterable[str] | None = None,
+) -> Optimizer:
     """A torch.optim optimizer over these parameters. Raises UserError for a wrong name or option.
 
-    A stage without parameters has one over a tensor that never gets a gradient.
+    They are all that the model has, or a stage's share of its `names`. Each group is an optimizer
+    by itself, which checks its arguments; one may be empty.
     """
+    found = groups(config, parameters if names is None else names)
+    parts = [
+        _make(group, {name: p for name, p in parameters.items() if name in group.members})
+        for group in found
+    ]
+    return parts[0] if len(parts) == 1 else Together(parts)
+
+
+def _make(group: Group, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    config = group.optimizer
     kind = getattr(torch.optim, config.name, None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
         raise UserError(
             f"optimizer {config.name!r}: torch.optim has no such class; write SGD, AdamW"
         )
     if config.name in _UNFIT:
-        raise UserError(f"optimizer {config.name} {_UNFIT[config.name]}: write SGD, AdamW")
+        raise UserError(f"optimizer {config.name} {_UNFIT[config.name]}")
+    if config.name == "Muon":
+        _check_matrices(parameters)
     try:
-        return kind(
-            list(parameters.values()) or [nn.Parameter(torch.zeros(()))],
-            **_fast(kind, config, parameters.values()),
-        )
+        return kind([{"params": list(parameters.values())}], **_fast(kind, config, parameters))
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"optimizer {config.name} {config.args}: {problem}") from error
+        raise UserError(f"{group.option} {config.name} {config.args}: {problem}") from error
+
+
+def _check_matrices(parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.dim() != 2:
+            raise UserError(
+                f"optimizer Muon learns matrices, and {name} has {parameter.dim()} dimensions: "
+                f"give it and its like to another, groups: [{{match: [{name!r}], name: AdamW}}]"
+            )
 
 
 def _fast(
-    kind: type[Optimizer], config: OptimizerConfig, parameters: Iterable[Tensor]
+    kind: type[Optimizer], config: OptimizerConfig, parameters: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """The arguments, with one kernel for a step where the class has it and they leave it open."""
     open_to_it = config.args.keys().isdisjoint(("foreach", "fused", "capturable", "differentiable"))
-    fit = all(parameter.is_floating_point() for parameter in parameters)
+    fit = all(parameter.is_floating_point() for parameter in parameters.values())
     fused = open_to_it and fit and "fused" in inspect.signature(kind).parameters
     return {"fused": True} | config.args if fused else config.args
 

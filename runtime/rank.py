@@ -18,8 +18,10 @@ from pipedream.runtime.examples import Examples
 from pipedream.runtime.form import Form, Forms
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
+from pipedream.runtime.learning_rate import LearningRate
 from pipedream.runtime.legs import whole_updates
 from pipedream.runtime.loss import load_loss
+from pipedream.runtime.loss_sum import LossSum
 from pipedream.runtime.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.process import choose_device
 from pipedream.runtime.randomness import Dice, places, seed_each
@@ -66,7 +68,7 @@ class Rank:
         self.parameters: dict[str, Parameter] = dict(self.module.named_parameters())
         buffers = self.module.named_buffers()
         self.buffers = {name: buffer for name, buffer in buffers if name in captures.persistent}
-        self.optimizer = make_optimizer(job.optimizer, self.parameters)
+        self.optimizer = make_optimizer(job.optimizer, self.parameters, captures.parameters)
         self.loss = load_loss(job.config.loss, job.directory)
 
     def _form(self, captured: Captured) -> Form:
@@ -95,14 +97,16 @@ class Rank:
 
     def make_stepping(self, add_up: Callable[[torch.Tensor], None]) -> Stepping:
         """The steps of its optimizer; `add_up` replaces a tensor by its sum over all ranks."""
-        together = self.job.policy.same_everywhere
+        config, together = self.job.config, self.job.policy.same_everywhere
         # What replicas hold in common, and tied stages, counts once.
         first = {name: min(stages) == self.stage for name, stages in self.tied.items()}
         counted = [name for name in self.parameters if first.get(name, True)]
         return Stepping(
             self.optimizer,
             self.parameters,
-            self.job.config,
+            config,
+            LearningRate(config.scheduler, self.optimizer, self.job.directory),
+            LossSum(add_up, self.device),
             add_up if together else None,
             counted if self.replica == 0 or not together else (),
         )

@@ -43,7 +43,7 @@ def resume(rank: Rank, stepping: Stepping) -> Position:
 
 
 def _check(job: Job, path: Path, saved: checkpoint.State) -> None:
-    optimizer = job.optimizer.name
+    optimizer = job.optimizer.names
     if saved.epoch >= job.epochs and not job.restarted:
         raise UserError(
             f"--resume: {path} has all {job.epochs} epochs behind it; ask for more with --epochs"

@@ -8,19 +8,19 @@ are not there yet. Replicas have the same sums, so they decide alike without ask
 
 from __future__ import annotations
 
-import inspect
 import math
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
-from torch.optim import Optimizer, lr_scheduler
+from torch.optim import Optimizer
 
 from pipedream.graph.command import UserError
-from pipedream.graph.config import RunConfig, SchedulerConfig
+from pipedream.graph.config import RunConfig
+from pipedream.runtime.learning_rate import LearningRate
+from pipedream.runtime.loss_sum import LossSum
 
 GROWTH, BACKOFF, PATIENCE = 2.0, 0.5, 2_000
 """Of a scale that is found by itself, as in torch.amp.GradScaler: every so many updates that went
@@ -30,11 +30,17 @@ FIRST_SCALE = 65_536.0
 
 
 class Progress(BaseModel):
-    """Of a run, beside what the optimizer keeps: `advances` are the scheduler's steps."""
+    """Of a run, beside what the optimizer keeps.
+
+    `advances` and `metrics` are the scheduler's steps; `loss_sum` the losses so far of the epoch
+    under way, for one that looks at them. None is what is no number.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True)
 
     advances: int = Field(default=0, ge=0)
+    metrics: list[float | None] = []
+    loss_sum: float | None = 0.0
     scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     went_well: int = Field(default=0, ge=0)
     skipped: int = Field(default=0, ge=0)
@@ -62,9 +68,10 @@ class Scale:
 class Stepping:
     """The steps of one stage's optimizer.
 
-    `add_up` replaces a tensor by its sum over all ranks, None where each stage decides by itself.
-    `counted` names the parameters that this rank contributes to the norm, so that what replicas or
-    tied stages share counts once. `skipped`: how many updates were left out.
+    `rate` moves its learning rate; `losses` are added up if it looks at them. `add_up` replaces a
+    tensor by its sum over all ranks, None where each stage decides by itself. `counted` names the
+    parameters that this rank contributes to the norm, so that what replicas or tied stages share
+    counts once. `skipped`: how many updates were left out.
     """
 
     def __init__(
@@ -72,18 +79,19 @@ class Stepping:
         optimizer: Optimizer,
         parameters: Mapping[str, nn.Parameter],
         config: RunConfig,
+        rate: LearningRate,
+        losses: LossSum,
         add_up: Callable[[Tensor], None] | None,
         counted: Collection[str],
     ) -> None:
         self.optimizer, self.parameters, self.config = optimizer, parameters, config
+        self.rate, self.losses = rate, losses
         self.add_up, self.counted = add_up, frozenset(counted)
         self.scale = Scale(config)
-        self.scheduler = make_scheduler(config.scheduler, optimizer)
         self.watches = (
             config.clip_norm is not None or config.nan == "skip" or self.scale.value != 1.0
         )
         self.skipped = 0
-        self.advances = 0
 
     def step(self, updates: int = 1) -> None:
         """One step with the gradients that the parameters have; the scheduler's for so many."""
@@ -100,7 +108,7 @@ class Stepping:
         else:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        self._advance("update", updates)
+        self.rate.advance("update", updates)
 
     def _step(self) -> None:
         try:
@@ -113,20 +121,20 @@ class Stepping:
                 f"{reason}; a run that goes on needs the arguments with which it began"
             ) from error
 
-    def end_epoch(self) -> None:
-        self._advance("epoch", 1)
+    def note(self, loss: Tensor) -> None:
+        """The loss of a minibatch, on the rank that has found it."""
+        if self.rate.metric == "loss":
+            self.losses.note(loss)
 
-    def _advance(self, what: str, times: int) -> None:
-        """Moves the learning rate on, if it goes by updates, or by epochs, as `what` says."""
-        config = self.config.scheduler
-        if self.scheduler is not None and config is not None and config.every == what:
-            self.advances += times
-            try:
-                for _ in range(times):
-                    self.scheduler.step()
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-                raise UserError(f"scheduler {config.name} {config.args}: {problem}") from error
+    def end_leg(self) -> None:
+        if self.rate.metric == "loss":
+            self.losses.end_leg()
+
+    def end_epoch(self, minibatches: int) -> None:
+        """After the last leg of an epoch of so many minibatches."""
+        if self.rate.metric == "loss":
+            self.rate.see(self.losses.end_epoch(minibatches))
+        self.rate.advance("epoch")
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs to go on, beside the optimizer's tensors.
@@ -134,23 +142,19 @@ class Stepping:
         The same on all ranks, but for the report's `skipped` where each stage decides by itself.
         """
         return Progress(
-            advances=self.advances,
+            advances=self.rate.advances,
+            metrics=self.rate.metrics,
+            loss_sum=self.losses.value if math.isfinite(self.losses.value) else None,
             scale=self.scale.value,
             went_well=self.scale.went_well,
             skipped=self.skipped,
         ).model_dump()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """The scheduler does all its steps again: some have a state that is no JSON.
-
-        Raises pydantic's ValidationError where `state` is none that `state()` gives.
-        """
+        """Raises pydantic's ValidationError where `state` is none that `state()` gives."""
         known = Progress.model_validate(state)
-        config = self.config.scheduler
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # no step of the optimizer came before
-            if config is not None:
-                self._advance(config.every, known.advances)
+        self.rate.restore(known.advances, known.metrics)
+        self.losses.value = math.nan if known.loss_sum is None else known.loss_sum
         self.skipped = known.skipped
         if self.scale.adapts:
             self.scale.value = known.scale or self.scale.value
@@ -171,38 +175,3 @@ class Stepping:
         if most is not None and norm > most:
             # As torch.nn.utils.clip_grad_norm_ does it.
             torch._foreach_mul_(list(gradients.values()), most / (norm + 1e-6))
-
-
-def make_scheduler(
-    config: SchedulerConfig | None, optimizer: Optimizer
-) -> lr_scheduler.LRScheduler | None:
-    """The scheduler that the run config names. Raises UserError for a wrong name or option."""
-    if config is None:
-        return None
-    kind = getattr(lr_scheduler, config.name, None)
-    if not (isinstance(kind, type) and issubclass(kind, lr_scheduler.LRScheduler)):
-        raise UserError(
-            f"scheduler {config.name!r}: torch.optim.lr_scheduler has no such class; write "
-            "CosineAnnealingLR, OneCycleLR"
-        )
-    if "metrics" in inspect.signature(kind.step).parameters:
-        raise UserError(f"scheduler {config.name} asks for a metric: write CosineAnnealingLR")
-    args = dict(config.args)
-    if "schedulers" in args:
-        args["schedulers"] = [make_scheduler(part, optimizer) for part in _parts(config)]
-    try:
-        return kind(optimizer, **args)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"scheduler {config.name} {config.args}: {problem}") from error
-
-
-def _parts(config: SchedulerConfig) -> list[SchedulerConfig]:
-    """Of SequentialLR and ChainedScheduler: a name and arguments each, in the config. UserError."""
-    try:
-        found = TypeAdapter(list[SchedulerConfig]).validate_python(config.args["schedulers"])
-    except ValidationError as error:
-        raise UserError(
-            f"scheduler {config.name}: schedulers: write a list, each with its name and args"
-        ) from error
-    return found

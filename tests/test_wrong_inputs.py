@@ -108,6 +108,11 @@ RUNS = {
     "scale": CONFIG + "loss_scale: .inf\n",
     "betas": CONFIG.replace("{name: SGD, args: {lr: 0.1}}", "{name: Adam, args: {betas: [0.9]}}"),
     "loss_class": CONFIG + 'loss: "torch.nn:CrossEntropyLoss"\n',
+    "pattern": CONFIG.replace("0.1}", '0.1}, groups: [{match: ["*.bais"]}]'),
+    "match": CONFIG.replace("0.1}", '0.1}, groups: [{match: "*.bias"}]'),
+    "flat": CONFIG.replace("0.1}", '0.1}, groups: [{match: ["*.bias"], lr: 1.0}]'),
+    "muon": CONFIG.replace("SGD", "Muon"),
+    "held_out": CONFIG + "scheduler: {name: ReduceLROnPlateau, metric: held_out_loss}\n",
     "steps": CONFIG + "scheduler: {name: StepLR, args: {step_size: 0}}\n",
 }
 
@@ -179,6 +184,12 @@ WRONG = [
     ("pd-train plan.json --config no_batch.yaml", r"no_batch.yaml.*batch_size"),
     ("pd-train plan.json --config word.yaml", r"word.yaml.*batch_size"),
     ("pd-train plan.json --config drop.yaml", r"drop.yaml.*drop_last"),
+    ("pd-train plan.json --config match.yaml", r"match.yaml:4: .*groups.0.match: .* is no list"),
+    (
+        "pd-train plan.json --config flat.yaml",
+        r"flat.yaml:4: optimizer.groups.0.lr: there is no such field; there are args, match, name",
+    ),
+    ("pd-train plan.json --config held_out.yaml -o held", r"metric: .* write evaluate_every: 1"),
     ("pd-train plan.json --config run.yaml --workers 3", r"--workers 3: the plan is for 2"),
     ("pd-train plan.json --config run.yaml -o file", r"-o.*file.* is a file"),
     ("pd-train plan.json --config run.yaml -o used", r"-o used: there are checkpoints"),
@@ -208,6 +219,10 @@ WRONG_IN_A_RANK = [
     ("plan.json --config optimizer.yaml", r"optimizer 'SDG': torch.optim has no such class"),
     ("plan.json --config option.yaml", r"optimizer SGD .*learning"),
     ("plan.json --config betas.yaml", r"optimizer Adam .*IndexError"),
+    (
+        "plan.json --config pattern.yaml",
+        r"optimizer.groups.0: '\*.bais' matches no parameter of the model, such as a.linear.weight",
+    ),
     ("plan.json --config loss.yaml", r"loss 'cross_entrophy'"),
     ("plan.json --config loss_class.yaml", r"loss torch.nn:CrossEntropyLoss: this is a class"),
     ("plan.json --config no_model.yaml", r"has no 'Noisi'; did you mean 'Noisy'"),
@@ -238,6 +253,7 @@ def test_one_line_says_what_is_wrong_with_a_run(words: str, expected: str, folde
 WRONG_TOGETHER = [
     ("plan.json --config vector.yaml -o vector", r"vector.*scalar"),
     ("plan.json --config late.yaml -o late", r"user.py:\d+: KeyError"),
+    ("plan.json --config muon.yaml -o muon", r"optimizer Muon learns matrices, .* name: AdamW"),
     ("plan.json --config steps.yaml -o steps", r"scheduler StepLR .*ZeroDivisionError"),
     ("plan.json --config nan.yaml -o nan", r"loss of minibatch \d+ in epoch \d is nan"),
     ("plan.json --config run.yaml -o none --resume", r"--resume: there is no checkpoint"),

@@ -78,15 +78,17 @@ class Learner:
         return {name: now[name] + updates * (now[name] - then[name]) for name in now}
 
     def update(self, divisor: int, rate_correction: int | None) -> None:
-        group = self.optimizer.param_groups[0]
-        rate = group["lr"]
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
         if rate_correction and self.delay:
-            group["lr"] = rate / self.delay ** max(0.0, 1 - self.updates / rate_correction)
+            for group in groups:
+                group["lr"] /= self.delay ** max(0.0, 1 - self.updates / rate_correction)
         for name, parameter in self.parameters.items():
             gradient = self.gradients.get(name)
             parameter.grad = None if gradient is None else gradient / divisor
         self.optimizer.step()
-        group["lr"] = rate
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
         self.updates += 1
         self.gradients = {}
         self.versions.append(copy(self.parameters))

@@ -23,6 +23,7 @@ from pipedream.graph.config import (
     AsynchronousConfig,
     DataFactory,
     Factory,
+    GroupConfig,
     OptimizerConfig,
     RunConfig,
 )
@@ -102,12 +103,26 @@ def torch_optimizer(config: OptimizerConfig) -> Callable[[list[nn.Parameter]], A
     return lambda parameters: getattr(torch.optim, config.name)(parameters, **config.args)
 
 
+BIASES = GroupConfig(match=("*.bias",), args={"lr": 0.05, "weight_decay": 0.0})
+
+
+def with_groups(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    biases = [parameter for parameter in parameters if parameter.dim() == 1]
+    others = [parameter for parameter in parameters if parameter.dim() > 1]
+    return torch.optim.SGD([{"params": biases, **BIASES.args}, {"params": others}], **SGD.args)
+
+
 CASES: dict[str, tuple[OptimizerConfig, dict[str, Any], Callable[[list[nn.Parameter]], Any]]] = {
     "rate": (SGD, {"rate_correction": 9}, torch_optimizer(SGD)),
     "prediction": (SGD, {"weight_prediction": True}, torch_optimizer(SGD)),
     "prediction-adam": (ADAM, {"weight_prediction": True}, torch_optimizer(ADAM)),
     "nesterov": (SGD, {"nesterov": MOMENTUM}, Nesterov),
     "nadam": (ADAM, {"nesterov": MOMENTUM}, Nadam),
+    "groups": (
+        SGD.model_copy(update={"groups": (BIASES,)}),
+        {"rate_correction": 9, "weight_prediction": True},
+        with_groups,
+    ),
     "all": (
         SGD,
         {"rate_correction": 5, "weight_prediction": True, "nesterov": MOMENTUM},
@@ -242,12 +257,33 @@ def test_what_is_left_open_is_as_in_the_optimizer_that_was_named() -> None:
     assert nesterov_form(OptimizerConfig(name="Adam", args={}), 0.99).args["weight_decay"] == 0.0
 
 
+def test_the_form_of_a_group_is_that_of_the_optimizer() -> None:
+    group = GroupConfig(match=("*",), args={"betas": [0.5, 0.9], "weight_decay": 0.0})
+    (form,) = nesterov_form(
+        OptimizerConfig(name="AdamW", args={"lr": 0.3}, groups=(group,)), 0.99
+    ).groups
+    assert form.args == {
+        "lr": 0.3,
+        "weight_decay": 0.0,
+        "betas": [0.99, 0.9],
+        "decoupled_weight_decay": True,
+    }
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (OptimizerConfig(name="RMSprop"), "of SGD, Adam and AdamW, and the optimizer is RMSprop"),
         (OptimizerConfig(name="Adam", args={"amsgrad": True}), "it has no amsgrad"),
         (OptimizerConfig(name="SGD", args={"dampening": 0.1}), "it has no dampening"),
+        (
+            OptimizerConfig(groups=(GroupConfig(match=("*",), name="Adam"),)),
+            "take name out of the optimizer's groups",
+        ),
+        (
+            OptimizerConfig(groups=(GroupConfig(match=("*",), args={"dampening": 0.1}),)),
+            "it has no dampening",
+        ),
     ],
 )
 def test_optimizers_without_a_nesterov_form_are_told(config: OptimizerConfig, message: str) -> None:

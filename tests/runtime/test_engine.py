@@ -7,6 +7,7 @@ learns is compared with the plain model.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +30,9 @@ from pipedream.runtime.data import Batch
 from pipedream.runtime.engine import Engine
 from pipedream.runtime.executor import Executor
 from pipedream.runtime.form import Form, Forms
+from pipedream.runtime.learning_rate import LearningRate
 from pipedream.runtime.legs import Leg
+from pipedream.runtime.loss_sum import LossSum
 from pipedream.runtime.optimizers import make_optimizer
 from pipedream.runtime.process import make_groups
 from pipedream.runtime.randomness import Dice
@@ -118,7 +121,15 @@ def executor(
     return Executor(
         forms=Forms(form),
         weights=Weights(parameters),
-        stepping=Stepping(optimizer, parameters, chain_config(OPTIMIZER), None, ()),
+        stepping=Stepping(
+            optimizer,
+            parameters,
+            chain_config(OPTIMIZER),
+            LearningRate(None, optimizer, Path()),
+            LossSum(lambda tensor: None, CPU),
+            None,
+            (),
+        ),
         transport=transport,
         groups=groups,
         ranks=orders.ranks,

@@ -21,7 +21,7 @@ from pipedream.graph.schedule_name import ScheduleName
 from pipedream.profiler.capture import capture
 from pipedream.runtime.data import Epoch
 from pipedream.runtime.job import Job
-from pipedream.runtime.stepping import make_scheduler
+from pipedream.runtime.learning_rate import make_scheduler
 from tests.runtime.test_semantics import (
     CLASSES,
     SGD,
@@ -267,7 +267,6 @@ def test_a_compiled_stage_learns_the_same(tmp_path: Path) -> None:
     ("name", "args", "message"),
     [
         ("Nothing", {}, "has no such class; write CosineAnnealingLR"),
-        ("ReduceLROnPlateau", {}, "asks for a metric"),
         ("StepLR", {"steps": 3}, "StepLR {'steps': 3}: "),
         ("ChainedScheduler", {"schedulers": ["StepLR"]}, "a list, each with its name and args"),
         ("SequentialLR", {"schedulers": [{"name": "Nothing"}]}, "'Nothing': torch.optim"),
@@ -276,4 +275,4 @@ def test_a_compiled_stage_learns_the_same(tmp_path: Path) -> None:
 def test_a_wrong_scheduler_is_named(name: str, args: dict[str, Any], message: str) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=0.1)
     with pytest.raises(UserError, match=message):
-        make_scheduler(SchedulerConfig(name=name, args=args), optimizer)
+        make_scheduler(SchedulerConfig(name=name, args=args), optimizer, SUPPORT)

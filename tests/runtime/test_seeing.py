@@ -25,7 +25,7 @@ format: pipedream-run/1
 model: {source: "small_models:Noisy"}
 data: {source: "small_models:classes"}
 sampler: {source: "torch.utils.data:RandomSampler"}
-optimizer: {name: SGD, args: {lr: 0.25}}
+optimizer: {name: SGD, args: {lr: 0.25}, groups: [{match: ["*.bias"], args: {lr: 0.5}}]}
 batch_size: 4
 epochs: 2
 """
@@ -101,7 +101,8 @@ def test_tensorboard_has_what_was_told(run):
     found = board.Scalars("loss")
     assert [event.step for event in found] == list(range(2 * MINIBATCHES))
     assert [e.value for e in found] == pytest.approx([t["loss"] for t in told], rel=1e-6)
-    assert {e.value for e in board.Scalars("learning rate")} == {0.25}
+    for group, rate in enumerate([0.5, 0.25]):
+        assert {e.value for e in board.Scalars(f"learning rate/group {group}")} == {rate}
     for rank in range(3):
         assert board.Scalars(f"memory in bytes/rank {rank}")[-1].value > 0
         assert 0 <= board.Scalars(f"busy share/rank {rank}")[-1].value <= 1

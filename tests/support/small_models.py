@@ -300,3 +300,29 @@ def waiting(path: str) -> tuple[TensorDataset, Waiting]:
     """`classes`, whose held-out part waits."""
     train, held_out = classes()
     return train, Waiting(held_out, path)
+
+
+def rising(step: int) -> float:
+    """A factor of the learning rate, for LambdaLR: whole after eight steps."""
+    return min(1.0, (step + 1) / 8)
+
+
+def falling(step: float) -> float:
+    """One for MultiplicativeLR and CyclicLR."""
+    return 0.9 ** (step % 5)
+
+
+def wordy(step: int) -> str:
+    """None at all."""
+    return f"{step}"
+
+
+class Words(nn.Module):
+    """An embedding whose gradients are sparse, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Embedding(64, 6, sparse=True), Layer(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x)).mean((1, 2))
