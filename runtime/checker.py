@@ -44,8 +44,8 @@ def check_actions(
 
 @dataclass
 class _State:
-    """Where one worker stands; `received`: the messages not yet used, `peak`: the most minibatches
-    in flight, and versions.
+    """Where one worker stands; `received`: the messages not yet used, `waits`: for what others have
+    not done since, `peak`: the most minibatches in flight, and versions.
     """
 
     actions: Sequence[Action]
@@ -56,6 +56,7 @@ class _State:
     backward: set[int] = field(default_factory=set)
     received: set[tuple[Kind, int, int]] = field(default_factory=set)
     reduced: Action | None = None
+    waits: bool = False
     peak: list[int] = field(default_factory=lambda: [0, 1])
 
     @property
@@ -102,9 +103,10 @@ class _Replay:
         while moved:
             moved = False
             for worker, state in self.states.items():
-                begin = state.position
-                self._go_on(worker, state)
-                moved |= state.position > begin
+                if not state.waits:
+                    begin = state.position
+                    self._go_on(worker, state)
+                    moved |= state.position > begin
         for worker, state in self.states.items():
             if state.next is not None:
                 raise self._unsound(worker, "deadlock: waits for ever")
@@ -122,6 +124,7 @@ class _Replay:
             if (action.stage, action.replica) != worker:
                 raise self._unsound(worker, "an action of another worker")
             if not perform[action.kind](worker, state, action):
+                state.waits = True
                 return
             state.position += 1
 
@@ -191,6 +194,7 @@ class _Replay:
         if channel is None:
             channel = self.channels[worker, peer, taken_by] = deque()
         channel.append(action.minibatch)
+        self.states[peer].waits = False
         return True
 
     def _receive(self, worker: Worker, state: _State, action: Action) -> bool:
@@ -232,7 +236,7 @@ class _Replay:
             if waiting is None or waiting.kind is not Kind.ALL_REDUCE or peer.reduced == waiting:
                 return False
         for peer in peers:
-            peer.reduced = peer.next
+            peer.reduced, peer.waits = peer.next, False
         return True
 
     def _update(self, worker: Worker, state: _State, action: Action) -> bool:

@@ -112,59 +112,59 @@ def forwards(
     return actions
 
 
+_MESSAGES = {
+    Kind.FORWARD: (Kind.RECV_ACTIVATION, Kind.SEND_ACTIVATION),
+    Kind.BACKWARD: (Kind.RECV_GRADIENT, Kind.SEND_GRADIENT),
+}
+"""What comes before a pass and what goes out after it."""
+
+
 class _Writer:
     """Writes the passes of one worker down with their messages and updates."""
 
     def __init__(self, pipeline: Pipeline, worker: Worker) -> None:
         self.pipeline = pipeline
         self.stage, self.replica = worker
-        self.sources = pipeline.sources(self.stage)
-        self.targets = pipeline.targets(self.stage)
+        self.replicas = pipeline.replicas[self.stage]
+        self.round_size = pipeline.round_size(self.stage)
+        self.sources = [pipeline.of_stage(source) for source in pipeline.sources(self.stage)]
+        self.targets = [pipeline.of_stage(target) for target in pipeline.targets(self.stage)]
+        reduces = pipeline.reduces(self.stage)
+        self.closing = (Kind.ALL_REDUCE, Kind.UPDATE) if reduces else (Kind.UPDATE,)
         self.round = 0
         self.left = self._own()
         self.actions: list[Action] = []
         self._close_rounds()
 
     def write(self, step: Step) -> None:
-        minibatch, version = step.minibatch, step.version
-        if step.kind is Kind.FORWARD:
-            self._messages(Kind.RECV_ACTIVATION, self.sources, minibatch, version)
-            self._add(Kind.FORWARD, minibatch, version)
-            self._messages(Kind.SEND_ACTIVATION, self.targets, minibatch, version)
-        else:
-            self._messages(Kind.RECV_GRADIENT, self.targets, minibatch, version)
-            self._add(Kind.BACKWARD, minibatch, version)
-            self._messages(Kind.SEND_GRADIENT, self.sources, minibatch, version)
+        _, kind, minibatch, version = step
+        forward = kind is Kind.FORWARD
+        receive, send = _MESSAGES[kind]
+        stage, replica, add = self.stage, self.replica, self.actions.append
+        for peers in self.sources if forward else self.targets:
+            peer = peers[minibatch % len(peers)]
+            add(Action(receive, stage, replica, minibatch, version, peer))
+        add(Action(kind, stage, replica, minibatch, version))
+        for peers in self.targets if forward else self.sources:
+            peer = peers[minibatch % len(peers)]
+            add(Action(send, stage, replica, minibatch, version, peer))
+        if not forward:
             self.left -= 1
             self._close_rounds()
-
-    def _messages(self, kind: Kind, stages: Sequence[int], minibatch: int, version: int) -> None:
-        for stage in stages:
-            peer = (stage, self.pipeline.replica(stage, minibatch))
-            self._add(kind, minibatch, version, peer)
 
     def _close_rounds(self) -> None:
         """All-reduce and update for the rounds in which this worker has nothing left to do."""
         while not self.left and (divisor := self.pipeline.in_round(self.stage, self.round)):
-            first = self.round * self.pipeline.round_size(self.stage)
+            first = self.round * self.round_size
             self.round += 1
             self.left = self._own()
-            if self.pipeline.reduces(self.stage):
-                self._add(Kind.ALL_REDUCE, first, self.round, divisor=divisor)
-            self._add(Kind.UPDATE, first, self.round, divisor=divisor)
+            for kind in self.closing:
+                self.actions.append(
+                    Action(kind, self.stage, self.replica, first, self.round, None, divisor)
+                )
 
     def _own(self) -> int:
         """How many minibatches of the round run on this worker."""
-        first = self.round * self.pipeline.round_size(self.stage)
-        count, replicas = (
-            self.pipeline.in_round(self.stage, self.round),
-            self.pipeline.replicas[self.stage],
-        )
-        return len(range((self.replica - first) % replicas, count, replicas))
-
-    def _add(
-        self, kind: Kind, minibatch: int, version: int, peer: Worker | None = None, divisor: int = 1
-    ) -> None:
-        self.actions.append(
-            Action(kind, self.stage, self.replica, minibatch, version, peer, divisor)
-        )
+        first = self.round * self.round_size
+        count = self.pipeline.in_round(self.stage, self.round)
+        return len(range((self.replica - first) % self.replicas, count, self.replicas))
