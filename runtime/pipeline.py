@@ -36,9 +36,12 @@ class Pipeline:
 
     @property
     def workers(self) -> Iterator[Worker]:
-        for stage, count in enumerate(self.replicas):
-            for replica in range(count):
-                yield stage, replica
+        for stage in range(len(self.replicas)):
+            yield from self.of_stage(stage)
+
+    def of_stage(self, stage: int) -> list[Worker]:
+        """Its workers, replica by replica."""
+        return [(stage, replica) for replica in range(self.replicas[stage])]
 
     def replica(self, stage: int, minibatch: int) -> int:
         return minibatch % self.replicas[stage]

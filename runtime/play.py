@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
@@ -21,6 +24,43 @@ class Step(NamedTuple):
     version: int
 
 
+@dataclass(slots=True)
+class _Stage:
+    """Where a stage stands: in a round up to minibatch `end`, of which `left` have yet to go
+    backward. `forward_over` and `backward_over`: when the pass of each minibatch is over.
+    """
+
+    number: int
+    limit: int
+    round_size: int
+    end: int
+    left: int
+    forward_over: list[float]
+    backward_over: list[float]
+    version_of: list[int]
+    round: int = 0
+    begins: int = 0
+    players: list[_Player] = field(default_factory=list)
+    before_forward: list[list[float]] = field(default_factory=list)
+    """When the passes are over that a forward pass waits for, of the same minibatch elsewhere."""
+    before_backward: list[list[float]] = field(default_factory=list)
+    after_forward: list[_Stage] = field(default_factory=list)
+    """Where passes wait for a forward pass of this stage."""
+    after_backward: list[_Stage] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Player:
+    """Where a worker stands; `number`: its place among all workers."""
+
+    number: int
+    worker: Worker
+    stage: _Stage
+    coming: int
+    in_flight: deque[int] = field(default_factory=deque)
+    busy_until: int = 0
+
+
 class Play:
     """A schedule's rules in a balanced pipeline: a pass of a stage of r replicas takes r units.
 
@@ -37,116 +77,143 @@ class Play:
     come: then the first that can go backward does. So it always ends: in its way a minibatch finds
     only smaller ones and, within a round of all forward passes first, the backward passes of larger
     ones that wait for nothing but forward passes.
+
+    Whether a worker can begin anything depends on its stage, and on the passes that its next one
+    waits for. So it is asked when its own pass is over, when a round of its stage begins and when
+    such a pass is over: that is a turn. Turns of the same time are taken in the order of workers.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
-        policy, stages = pipeline.policy, range(len(pipeline.replicas))
+        policy = pipeline.policy
         self.pipeline = pipeline
         self.minibatches = pipeline.minibatches
         self.in_turn, self.version = policy.in_turn, policy.version
-        self.limit = [policy.in_flight(stage) for stage in stages]
-        self.round_size = [policy.round_size(stage) for stage in stages]
-        # When the pass of a minibatch at a stage is over.
-        self.forward_over = [[inf] * pipeline.minibatches for _ in stages]
-        self.backward_over = [[inf] * pipeline.minibatches for _ in stages]
-        first = {0} if policy.set_by_first else set()
-        self.before_forward = [
-            [self.forward_over[s] for s in first.union(pipeline.sources(t)) if s < t]
-            for t in stages
-        ]
-        self.before_backward = [
-            [self.backward_over[t] for t in pipeline.targets(s)] for s in stages
-        ]
-        self.next_forward = {worker: worker[1] for worker in pipeline.workers}
-        self.in_flight: dict[Worker, list[int]] = {worker: [] for worker in pipeline.workers}
-        self.busy_until = dict.fromkeys(pipeline.workers, 0)
-        self.version_of = [[0] * pipeline.minibatches for _ in stages]
-        self.round = [0] * len(stages)
-        self.round_left = [pipeline.in_round(stage, 0) for stage in stages]
-        self.round_begins = [0] * len(stages)
+        self.set_by_first = policy.set_by_first
+        self.stages = [self._stage(number) for number in range(len(pipeline.replicas))]
+        self.players: list[_Player] = []
+        for number, worker in enumerate(pipeline.workers):
+            stage = self.stages[worker[0]]
+            player = _Player(number, worker, stage, coming=worker[1])
+            stage.players.append(player)
+            self.players.append(player)
+        for source, target in pipeline.links:
+            self.stages[source].before_backward.append(self.stages[target].backward_over)
+            self.stages[target].after_backward.append(self.stages[source])
+        entering = {(0, stage) for stage in range(1, len(self.stages)) if self.set_by_first}
+        for source, target in entering.union(pipeline.links):
+            self.stages[target].before_forward.append(self.stages[source].forward_over)
+            self.stages[source].after_forward.append(self.stages[target])
+        self.turns = [(0, player.number) for player in self.players]
+
+    def _stage(self, number: int) -> _Stage:
+        policy, minibatches = self.pipeline.policy, self.minibatches
+        return _Stage(
+            number,
+            limit=policy.in_flight(number),
+            round_size=policy.round_size(number),
+            end=policy.round_size(number),
+            left=self.pipeline.in_round(number, 0),
+            forward_over=[inf] * minibatches,
+            backward_over=[inf] * minibatches,
+            version_of=[0] * minibatches,
+        )
 
     def steps(self) -> Iterator[tuple[Worker, Step]]:
         """The passes in the order of time."""
-        left = 2 * self.minibatches * len(self.round)
-        time, patient = 0, True
+        left = 2 * self.minibatches * len(self.stages)
+        time, stuck = 0, -1
         while left:
-            for worker, busy_until in self.busy_until.items():
-                step = self._step(worker, time, patient) if busy_until <= time else None
+            if not self.turns:
+                assert time > stuck, f"nobody can move at time {time}"
+                self.turns, stuck = [(time, player.number) for player in self.players], time
+            time, number = heappop(self.turns)
+            player = self.players[number]
+            if player.busy_until <= time:
+                step = self._step(player, time, patient=time > stuck)
                 if step is not None:
-                    yield worker, step
+                    yield player.worker, step
                     left -= 1
-            ends = [end for end in self.busy_until.values() if end > time]
-            assert ends or patient, f"nobody can move at time {time}"
-            time, patient = min(ends, default=time), bool(ends)
 
-    def _step(self, worker: Worker, time: int, patient: bool) -> Step | None:
-        """What `worker` begins at `time`."""
-        stage = worker[0]
-        if time < self.round_begins[stage]:
+    def _step(self, player: _Player, time: int, patient: bool) -> Step | None:
+        """What `player` begins at `time`."""
+        stage, in_flight = player.stage, player.in_flight
+        oldest = in_flight[0] if in_flight else player.coming
+        if time < stage.begins or oldest >= stage.end:
             return None
-        in_flight, coming = self.in_flight[worker], self.next_forward[worker]
-        oldest = in_flight[0] if in_flight else coming
-        if oldest // self.round_size[stage] != self.round[stage]:
+        version = self._version(player)
+        if version is not None:
+            if _are_over(stage.before_forward, player.coming, time):
+                return self._go_forward(player, time, version)
+            if patient:
+                return None
+        if not in_flight:
             return None
-        if self._may_go_forward(worker):
-            step = self._go_forward(worker, time)
-            if step is not None or patient:
-                return step
-        if in_flight and self._may_go_backward(worker, time):
-            return self._go_backward(worker, time)
+        if self.in_turn:
+            minibatch = oldest
+        elif player.coming < min(stage.end, self.minibatches):
+            return None
+        else:
+            minibatch = in_flight[-1]
+        if _are_over(stage.before_backward, minibatch, time):
+            return self._go_backward(player, time, minibatch)
         return None
 
-    def _may_go_forward(self, worker: Worker) -> bool:
-        """Whether the rules let it go forward before anything goes backward."""
-        stage, coming = worker[0], self.next_forward[worker]
-        if coming >= self.minibatches or len(self.in_flight[worker]) >= self.limit[stage]:
-            return False
-        return self._version(stage, coming) <= self.round[stage]
+    def _version(self, player: _Player) -> int | None:
+        """What its next forward pass runs on; None where backward passes have to come first."""
+        stage, coming = player.stage, player.coming
+        if coming >= self.minibatches or len(player.in_flight) >= stage.limit:
+            return None
+        entered = self.stages[0].version_of[coming]
+        version = self.version(stage.number, coming, stage.round, entered)
+        return version if version <= stage.round else None
 
-    def _version(self, stage: int, minibatch: int) -> int:
-        newest = self.round[stage]
-        return self.version(stage, minibatch, newest, self.version_of[0][minibatch])
-
-    def _may_go_backward(self, worker: Worker, time: int) -> bool:
-        stage = worker[0]
-        if self.in_turn:
-            minibatch = self.in_flight[worker][0]
-        else:
-            coming = self.next_forward[worker]
-            ends = min((self.round[stage] + 1) * self.round_size[stage], self.minibatches)
-            if coming < ends:
-                return False
-            minibatch = self.in_flight[worker][-1]
-        if self.forward_over[stage][minibatch] > time:
-            return False
-        return all(over[minibatch] <= time for over in self.before_backward[stage])
-
-    def _go_forward(self, worker: Worker, time: int) -> Step | None:
-        """The next forward pass, if there is all that it needs."""
-        stage = worker[0]
-        minibatch = self.next_forward[worker]
-        for over in self.before_forward[stage]:
-            if over[minibatch] > time:
-                return None
-        version = self._version(stage, minibatch)
-        self.version_of[stage][minibatch] = version
-        self.forward_over[stage][minibatch] = self._ends(worker, time)
-        self.next_forward[worker] += self.pipeline.replicas[stage]
-        self.in_flight[worker].append(minibatch)
+    def _go_forward(self, player: _Player, time: int, version: int) -> Step:
+        stage, minibatch = player.stage, player.coming
+        over = time + len(stage.players)
+        stage.version_of[minibatch] = version
+        stage.forward_over[minibatch] = player.busy_until = over
+        player.coming += len(stage.players)
+        player.in_flight.append(minibatch)
+        heappush(self.turns, (over, player.number))
+        self._wake(stage.after_forward, minibatch, over)
+        if self.set_by_first and stage.number == 0:  # what version they will need is known now
+            self._wake(stage.after_forward, minibatch, time)
         return Step(time, Kind.FORWARD, minibatch, version)
 
-    def _go_backward(self, worker: Worker, time: int) -> Step:
-        stage = worker[0]
-        minibatch = self.in_flight[worker].pop(0 if self.in_turn else -1)
-        over = self.backward_over[stage][minibatch] = self._ends(worker, time)
-        self.round_left[stage] -= 1
-        if not self.round_left[stage]:
-            self.round[stage] += 1
-            self.round_left[stage] = self.pipeline.in_round(stage, self.round[stage])
-            self.round_begins[stage] = over
-        return Step(time, Kind.BACKWARD, minibatch, self.version_of[stage][minibatch])
+    def _go_backward(self, player: _Player, time: int, minibatch: int) -> Step:
+        stage = player.stage
+        over = time + len(stage.players)
+        stage.backward_over[minibatch] = player.busy_until = over
+        if self.in_turn:
+            player.in_flight.popleft()
+        else:
+            player.in_flight.pop()
+        stage.left -= 1
+        if stage.left:
+            heappush(self.turns, (over, player.number))
+        else:
+            self._next_round(stage, over)
+        self._wake(stage.after_backward, minibatch, over)
+        return Step(time, Kind.BACKWARD, minibatch, stage.version_of[minibatch])
 
-    def _ends(self, worker: Worker, time: int) -> int:
-        """When a pass that `worker` begins now is over."""
-        self.busy_until[worker] = time + self.pipeline.replicas[worker[0]]
-        return self.busy_until[worker]
+    def _next_round(self, stage: _Stage, begins: int) -> None:
+        stage.round += 1
+        stage.begins = begins
+        stage.end += stage.round_size
+        stage.left = self.pipeline.in_round(stage.number, stage.round)
+        for player in stage.players:
+            heappush(self.turns, (begins, player.number))
+
+    def _wake(self, stages: Sequence[_Stage], minibatch: int, time: int) -> None:
+        """Gives those who may wait for a pass of `minibatch` a turn."""
+        for stage in stages:
+            player = stage.players[minibatch % len(stage.players)]
+            if player.busy_until < time:
+                heappush(self.turns, (time, player.number))
+
+
+def _are_over(passes: Sequence[Sequence[float]], minibatch: int, time: int) -> bool:
+    for over in passes:  # noqa: SIM110 - the time that a generator takes is felt
+        if over[minibatch] > time:
+            return False
+    return True

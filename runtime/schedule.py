@@ -30,9 +30,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
 from pipedream.graph.schedule_name import ScheduleName
-from pipedream.runtime.action import BEGINS_BACKWARD, ENDS_BACKWARD, Action, Kind, Link, Worker
+from pipedream.runtime.action import ENDS_BACKWARD, Action, Kind, Link, Worker
 from pipedream.runtime.pipeline import Pipeline
 from pipedream.runtime.play import Play, Step
 
@@ -127,61 +128,62 @@ def written(
     return actions
 
 
+_Messages: TypeAlias = tuple[Kind, Sequence[Sequence[Worker]], Kind, Sequence[Sequence[Worker]]]
+"""Of a pass: what is received before it, from the workers of which stages, and what is sent then.
+"""
+
+
 class _Writer:
     """Writes the passes of one worker down with their messages and updates."""
 
     def __init__(self, pipeline: Pipeline, worker: Worker, actions: list[Action]) -> None:
         self.pipeline, self.actions = pipeline, actions
         self.stage, self.replica = worker
-        self.sources = pipeline.sources(self.stage)
-        self.targets = pipeline.targets(self.stage)
+        self.replicas = pipeline.replicas[self.stage]
+        self.round_size = pipeline.round_size(self.stage)
+        sources = [pipeline.of_stage(source) for source in pipeline.sources(self.stage)]
+        targets = [pipeline.of_stage(target) for target in pipeline.targets(self.stage)]
+        backward = (Kind.RECV_GRADIENT, targets, Kind.SEND_GRADIENT, sources)
+        self.messages: Mapping[Kind, _Messages] = {
+            Kind.FORWARD: (Kind.RECV_ACTIVATION, sources, Kind.SEND_ACTIVATION, targets),
+            Kind.BACKWARD: backward,
+            Kind.BACKWARD_INPUT: backward,
+            Kind.BACKWARD_WEIGHT: (Kind.RECV_GRADIENT, [], Kind.SEND_GRADIENT, []),
+        }
+        reduces = pipeline.reduces(self.stage)
+        self.closing = (Kind.ALL_REDUCE, Kind.UPDATE) if reduces else (Kind.UPDATE,)
         self.round = 0
         self.left = self._own()
         self._close_rounds()
 
     def write(self, step: Step) -> None:
-        kind, minibatch, version = step.kind, step.minibatch, step.version
-        forwards, begins = kind is Kind.FORWARD, kind in BEGINS_BACKWARD
-        if forwards:
-            self._messages(Kind.RECV_ACTIVATION, self.sources, minibatch, version)
-        elif begins:
-            self._messages(Kind.RECV_GRADIENT, self.targets, minibatch, version)
-        self._add(kind, minibatch, version)
-        if forwards:
-            self._messages(Kind.SEND_ACTIVATION, self.targets, minibatch, version)
-        elif begins:
-            self._messages(Kind.SEND_GRADIENT, self.sources, minibatch, version)
+        _, kind, minibatch, version = step
+        receive, sources, send, targets = self.messages[kind]
+        stage, replica, add = self.stage, self.replica, self.actions.append
+        for peers in sources:
+            peer = peers[minibatch % len(peers)]
+            add(Action(receive, stage, replica, minibatch, version, peer))
+        add(Action(kind, stage, replica, minibatch, version))
+        for peers in targets:
+            peer = peers[minibatch % len(peers)]
+            add(Action(send, stage, replica, minibatch, version, peer))
         if kind in ENDS_BACKWARD:
             self.left -= 1
             self._close_rounds()
 
-    def _messages(self, kind: Kind, stages: Sequence[int], minibatch: int, version: int) -> None:
-        for stage in stages:
-            peer = (stage, self.pipeline.replica(stage, minibatch))
-            self._add(kind, minibatch, version, peer)
-
     def _close_rounds(self) -> None:
         """All-reduce and update for the rounds in which this worker has nothing left to do."""
         while not self.left and (divisor := self.pipeline.in_round(self.stage, self.round)):
-            first = self.round * self.pipeline.round_size(self.stage)
+            first = self.round * self.round_size
             self.round += 1
             self.left = self._own()
-            if self.pipeline.reduces(self.stage):
-                self._add(Kind.ALL_REDUCE, first, self.round, divisor=divisor)
-            self._add(Kind.UPDATE, first, self.round, divisor=divisor)
+            for kind in self.closing:
+                self.actions.append(
+                    Action(kind, self.stage, self.replica, first, self.round, None, divisor)
+                )
 
     def _own(self) -> int:
         """How many minibatches of the round run on this worker."""
-        first = self.round * self.pipeline.round_size(self.stage)
-        count, replicas = (
-            self.pipeline.in_round(self.stage, self.round),
-            self.pipeline.replicas[self.stage],
-        )
-        return len(range((self.replica - first) % replicas, count, replicas))
-
-    def _add(
-        self, kind: Kind, minibatch: int, version: int, peer: Worker | None = None, divisor: int = 1
-    ) -> None:
-        self.actions.append(
-            Action(kind, self.stage, self.replica, minibatch, version, peer, divisor)
-        )
+        first = self.round * self.round_size
+        count = self.pipeline.in_round(self.stage, self.round)
+        return len(range((self.replica - first) % self.replicas, count, self.replicas))
