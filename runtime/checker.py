@@ -67,29 +67,13 @@ def _replayed(
 
 
 @dataclass
-<<<<<<< HEAD
 class _Rank:
-    """Where one rank stands in its list."""
-=======
-class _State:
-    """Where one worker stands; `received`: the messages not yet used, `waits`: for what others have
-    not done since, `peak`: the most minibatches in flight, and versions.
-    """
->>>>>>> wd
+    """Where one rank stands in its list; `waits`: for what others have not done since."""
 
     workers: tuple[Worker, ...]
     actions: Sequence[Action]
     position: int = 0
-<<<<<<< HEAD
-=======
-    in_flight: dict[int, int] = field(default_factory=dict)
-    forward: set[int] = field(default_factory=set)
-    backward: set[int] = field(default_factory=set)
-    received: set[tuple[Kind, int, int]] = field(default_factory=set)
-    reduced: Action | None = None
     waits: bool = False
-    peak: list[int] = field(default_factory=lambda: [0, 1])
->>>>>>> wd
 
     @property
     def next(self) -> Action | None:
@@ -177,23 +161,14 @@ class _Replay:
         moved = True
         while moved:
             moved = False
-<<<<<<< HEAD
             for rank in self.ranks:
-                begin = rank.position
-                self._go_on(rank)
-                moved |= rank.position > begin
+                if not rank.waits:
+                    begin = rank.position
+                    self._go_on(rank)
+                    moved |= rank.position > begin
         for rank in self.ranks:
             if (waiting := rank.next) is not None:
                 worker = waiting.stage, waiting.replica
-=======
-            for worker, state in self.states.items():
-                if not state.waits:
-                    begin = state.position
-                    self._go_on(worker, state)
-                    moved |= state.position > begin
-        for worker, state in self.states.items():
-            if state.next is not None:
->>>>>>> wd
                 raise self._unsound(worker, "deadlock: waits for ever")
         for worker, state in self.states.items():
             self._finish(worker, state)
@@ -207,17 +182,11 @@ class _Replay:
         actions, perform, states = rank.actions, self.perform, self.states
         for position in range(rank.position, len(actions)):
             action = actions[position]
-<<<<<<< HEAD
             worker = action.stage, action.replica
             if worker not in rank.workers:
                 raise self._unsound(rank.workers[0], "an action of another worker")
             if not perform[action.kind](worker, states[worker], action):
-=======
-            if (action.stage, action.replica) != worker:
-                raise self._unsound(worker, "an action of another worker")
-            if not perform[action.kind](worker, state, action):
-                state.waits = True
->>>>>>> wd
+                rank.waits = True
                 return
             rank.position += 1
 
@@ -304,16 +273,9 @@ class _Replay:
         if action.minibatch not in (state.forward if forwards else state.returned):
             raise self._unsound(worker, "sends what is not made yet")
         taken_by = Kind.RECV_ACTIVATION if forwards else Kind.RECV_GRADIENT
-<<<<<<< HEAD
         message = _Message(action.minibatch, worker, peer)
         self._queue(worker, peer, taken_by).append(message)
-=======
-        channel = self.channels.get((worker, peer, taken_by))
-        if channel is None:
-            channel = self.channels[worker, peer, taken_by] = deque()
-        channel.append(action.minibatch)
-        self.states[peer].waits = False
->>>>>>> wd
+        self.states[peer].rank.waits = False
         return True
 
     def _receive(self, worker: Worker, state: _State, action: Action) -> bool:
@@ -370,12 +332,9 @@ class _Replay:
             if (waiting.stage, waiting.replica) != peer:
                 return False
         for peer in peers:
-<<<<<<< HEAD
-            self.states[peer].reduced = self.states[peer].rank.next
+            rank = self.states[peer].rank
+            self.states[peer].reduced, rank.waits = rank.next, False
         state.summed = action
-=======
-            peer.reduced, peer.waits = peer.next, False
->>>>>>> wd
         return True
 
     def _update(self, worker: Worker, state: _State, action: Action) -> bool:
