@@ -168,10 +168,13 @@ def simulate_ranks(
 
 @dataclass
 class _Place:
-    """Where one rank stands; `number` settles who of those that are ready goes first."""
+    """Where one rank stands; `number` settles who of those that are ready goes first, `states` are
+    those of its workers.
+    """
 
     number: int
     actions: Sequence[Action]
+    states: list[_State] = field(default_factory=list)
     position: int = 0
     events: list[Event] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
@@ -183,6 +186,7 @@ class _State:
     bytes that all of it comes to.
     """
 
+    place: _Place
     versions: Versions
     in_flight: int = 0
     gradients: bool = False
@@ -215,13 +219,12 @@ class _Run:
             rank: _Place(number, listed) for number, (rank, listed) in enumerate(actions.items())
         }
         self.states: dict[Worker, _State] = {}
-        self.beside: dict[int, list[_State]] = {rank: [] for rank in actions}
         for worker in made.workers:
-            listed = actions[self.rank(worker)]
-            own = [action for action in listed if (action.stage, action.replica) == worker]
-            self.states[worker] = _State(Versions(own))
-            self.beside[self.rank(worker)].append(self.states[worker])
-        self.turns = [(0.0, place.number, rank) for rank, place in self.places.items()]
+            place = self.places[self.rank(worker)]
+            own = [a for a in place.actions if (a.stage, a.replica) == worker]
+            self.states[worker] = _State(place, Versions(own))
+            place.states.append(self.states[worker])
+        self.turns = [(0.0, place.number, place) for place in self.places.values()]
         self.arrivals: dict[tuple[Worker, Worker, Kind, int], float] = {}
         self.waiting: dict[tuple[Worker, Worker, Kind, int], float] = {}
         self.gathering: dict[tuple[int, int], dict[Worker, float]] = {}
@@ -247,13 +250,12 @@ class _Run:
         for worker in self.states:
             self._hold(worker, 0.0)
         while self.turns:
-            now, _, rank = heapq.heappop(self.turns)
-            place = self.places[rank]
+            now, _, place = heapq.heappop(self.turns)
             if place.position < len(place.actions):
                 action = place.actions[place.position]
                 self.perform[action.kind](now, (action.stage, action.replica))
             else:
-                place.memory.append((now, sum(state.held for state in self.beside[rank])))
+                place.memory.append((now, sum(state.held for state in place.states)))
         assert all(p.position == len(p.actions) for p in self.places.values()), "deadlock"
 
     @property
@@ -267,14 +269,13 @@ class _Run:
 
     def _done(self, worker: Worker, begin: float, end: float) -> None:
         """The rank of `worker` has done its action from `begin` to `end`, and goes on."""
-        rank = self.rank(worker)
-        place = self.places[rank]
+        place = self.states[worker].place
         place.events.append(Event(place.actions[place.position], begin, end))
         place.position += 1
-        heapq.heappush(self.turns, (end, place.number, rank))
+        heapq.heappush(self.turns, (end, place.number, place))
 
     def _action(self, worker: Worker) -> Action:
-        place = self.places[self.rank(worker)]
+        place = self.states[worker].place
         return place.actions[place.position]
 
     def _forward(self, now: float, worker: Worker) -> None:
@@ -360,5 +361,6 @@ class _Run:
             amount += held.backward
         elif state.gradients:
             amount += held.gradients
-        rank, state.held = self.rank(worker), amount
-        self.places[rank].memory.append((now, sum(each.held for each in self.beside[rank])))
+        state.held, place = amount, state.place
+        beside = sum(each.held for each in place.states) if len(place.states) > 1 else amount
+        place.memory.append((now, beside))
