@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from math import lcm
+from typing import NamedTuple, TypeAlias
 
 from pipedream.runtime.action import SENDS, Action, Kind, Link
 
 _MOST_STAGES = 1 << 15
+
+Way: TypeAlias = tuple[int, int, bool]
+"""(source rank, target rank, whether with gradients)."""
 
 
 class Channel(NamedTuple):
@@ -34,6 +38,11 @@ class Channel(NamedTuple):
         return Channel(*((here, there) if sends else (there, here)), link, is_gradient)
 
     @property
+    def way(self) -> Way:
+        """What it shares with the other links between the two ranks."""
+        return self.source, self.target, self.is_gradient
+
+    @property
     def is_local(self) -> bool:
         return self.source == self.target
 
@@ -43,3 +52,16 @@ class Channel(NamedTuple):
         source, target = self.link
         assert target < _MOST_STAGES
         return 2 * (source * _MOST_STAGES + target) + self.is_gradient
+
+
+def ways(ranks: Sequence[Sequence[int]], links: Iterable[Link]) -> list[Way]:
+    """All that messages take between ranks, in one order: minibatch b goes from replica b mod r of
+    a stage to replica b mod r of another, and its gradients come back.
+    """
+    found = set[Way]()
+    for source, target in links:
+        senders, receivers = ranks[source], ranks[target]
+        for b in range(lcm(len(senders), len(receivers))):
+            sender, receiver = senders[b % len(senders)], receivers[b % len(receivers)]
+            found |= {(sender, receiver, False), (receiver, sender, True)}
+    return sorted(way for way in found if way[0] != way[1])

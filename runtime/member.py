@@ -8,6 +8,7 @@ from torch._C._distributed_c10d import Store
 from pipedream.graph.config import AsynchronousConfig
 from pipedream.runtime.asynchronous import rate_factor, scale_rate
 from pipedream.runtime.board import Board
+from pipedream.runtime.channel import ways
 from pipedream.runtime.clock import Clock
 from pipedream.runtime.delay import delays
 from pipedream.runtime.display import Display
@@ -22,6 +23,7 @@ from pipedream.runtime.rank import Rank
 from pipedream.runtime.recording import Recorder
 from pipedream.runtime.resume import resume
 from pipedream.runtime.saver import Saver
+from pipedream.runtime.stage import links
 from pipedream.runtime.transport import Transport
 from pipedream.runtime.watch import Watch
 from pipedream.runtime.weights import Weights
@@ -45,7 +47,8 @@ class Member:
         self.clock.read()
         self.recorder = Recorder(self.clock, job.trace, whole_updates(1, job.policy))
         self.groups = make_groups(rank.stage, job.plan.process_ranks, rank.tied)
-        self.transport = Transport(rank.device, rank.backend)
+        ranks = job.plan.process_ranks
+        self.transport = Transport(rank.device, rank.backend, ways(ranks, links(rank.layouts)))
         self.stepping = rank.make_stepping(self._add_up)
         self.first = resume(rank, self.stepping) if job.goes_on else Position(0)
         self.saver = self._saver()

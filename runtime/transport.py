@@ -15,7 +15,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from pipedream.profiler.capture import Value
-from pipedream.runtime.channel import Channel
+from pipedream.runtime.channel import Channel, Way
 
 Message: TypeAlias = list[torch.Tensor]
 _Kind: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -49,19 +50,21 @@ def _kind(message: Sequence[Value | torch.Tensor]) -> _Kind:
 
 
 class Transport:
-    """The messages of one rank."""
+    """The messages of one rank. Made by all ranks at the same time, of the same `ways`."""
 
-    def __init__(self, device: torch.device, backend: str) -> None:
+    def __init__(self, device: torch.device, backend: str, ways: Iterable[Way] = ()) -> None:
         self.device = device
         self.staged = device if backend == "nccl" else torch.device("cpu")
-        # NCCL keeps the order of operations within a group, so each direction has a group of its
-        # own: two ranks may both send before either receives. It knows no tags: messages of several
-        # links between two ranks have one order, which the checker proves.
-        self.groups = [dist.new_group() if backend == "nccl" else None for _ in range(2)]
+        # NCCL does the operations of a group one after the other: a send would wait for a receive
+        # that was posted ahead. So each way has a group of its own. It knows no tags: messages of
+        # several links that share a way have one order, which the checker proves.
+        self.groups: dict[Way, dist.ProcessGroup] = {}
+        if backend == "nccl":
+            self.groups = {way: dist.new_group(sorted(way[:2])) for way in ways}
         self.arriving: dict[Channel, deque[_Arriving]] = {}
         self.handed: dict[Channel, deque[Message]] = {}
         self.spare: dict[tuple[Channel, _Kind], list[Message]] = {}
-        self.sends = _Sends(self.groups, aside=backend != "nccl")
+        self.sends = _Sends(self.groups, self.staged, aside=backend != "nccl")
 
     def send(self, channel: Channel, tensors: Iterable[torch.Tensor]) -> None:
         """Sends and returns at once. Raises PeerLost if an earlier message could not be sent."""
@@ -77,7 +80,7 @@ class Transport:
             return
         spare = self.spare.get((channel, _kind(values)))
         buffers = spare.pop() if spare else [self._room(value) for value in values]
-        group = self.groups[channel.is_gradient]
+        group = self.groups.get(channel.way)
         try:
             works = [dist.irecv(b, channel.source, group, channel.tag) for b in buffers]
         except RuntimeError as error:
@@ -164,11 +167,16 @@ class _Sends:
     """Sends in the order given, and keeps the tensors until they are out.
 
     With `aside` a thread does it: gloo copies a message to the network in the call that sends it.
-    NCCL only notes the call, and wants all of them from one thread.
+    NCCL only notes the call, and wants all of them from one thread. What its sends are waited for
+    with is a stream of its own, so that the compute does not wait, too.
     """
 
-    def __init__(self, groups: Sequence[dist.ProcessGroup | None], aside: bool) -> None:
+    def __init__(
+        self, groups: Mapping[Way, dist.ProcessGroup], device: torch.device, aside: bool
+    ) -> None:
         self.groups, self.aside = groups, aside
+        on_gpu = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.failure: PeerLost | None = None
         self._start()
 
@@ -207,19 +215,25 @@ class _Sends:
         self.outgoing.put(None)
 
     def _send(self, channel: Channel, message: Message) -> None:
-        group = self.groups[channel.is_gradient]
+        group = self.groups.get(channel.way)
         try:
             works = [dist.isend(t, channel.target, group, channel.tag) for t in message]
         except RuntimeError as error:
             raise PeerLost(f"cannot send to rank {channel.target}", channel.target) from error
         self.outgoing.put((works, message))
 
+    def _wait(self, works: Sequence[Any]) -> None:
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            for work in works:
+                work.wait()
+        if self.stream is not None:
+            self.stream.synchronize()
+
     def _reap(self) -> None:
         """Waits for the sends in their order, so that their tensors are freed once they are out."""
         while (sent := self.outgoing.get()) is not None:
             try:
-                for work in sent[0]:
-                    work.wait()
+                self._wait(sent[0])
             except RuntimeError as error:
                 self.failure = PeerLost("a message did not arrive")
                 self.failure.__cause__ = error

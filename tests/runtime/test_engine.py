@@ -23,6 +23,7 @@ from training import chain_config
 from pipedream.graph.config import OptimizerConfig
 from pipedream.graph.plan import Plan
 from pipedream.profiler.capture import Captured, capture
+from pipedream.runtime.channel import ways
 from pipedream.runtime.checker import check_ranks
 from pipedream.runtime.compute import plain
 from pipedream.runtime.course import Course
@@ -85,12 +86,17 @@ class Data:
 
 
 def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again: bool) -> Told:
-    """What this rank has of the model after some epochs; `again`: its stages recompute."""
+    """What this rank has of the model after some epochs; `again`: its stages recompute.
+
+    Those runs take the ways that NCCL has, groups of two ranks, and not gloo's tags and threads.
+    """
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=workers)
     captured = captured_model(name)
     every = layouts(captured, plan_of(captured, orders.pipeline.replicas))
-    transport, losses = Transport(CPU, "gloo"), dict[int, float]()
+    taken = ways(orders.ranks, links(every))
+    transport = Transport(CPU, "nccl" if again else "gloo", taken)
+    losses = dict[int, float]()
     executors = {}
     for layout in every:
         groups = make_groups(layout.stage, orders.ranks, {})
