@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -264,8 +264,9 @@ def _assemble(
         for name, fake in _fake_values(module).items()
         if name in owner
     }
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     parameters = {
-        name: _unique(_parameters_read(module, group.nodes)) for name, group in named.items()
+        name: _unique(_parameters_read(known, group.nodes)) for name, group in named.items()
     }
     return Captured(
         graph=_graph(module, named, owner, values, parameters, frozenset(outputs)),
@@ -320,8 +321,8 @@ def _leaves(node: fx.Node, owner: Mapping[str, str], returned: frozenset[str]) -
     )
 
 
-def _parameters_read(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> Iterable[str]:
-    known = dict(module.named_parameters(remove_duplicate=False))
+def _parameters_read(known: Set[str], nodes: Iterable[fx.Node]) -> Iterable[str]:
+    """Those of the `known` parameters that these operators read."""
     for node in nodes:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source.target in known:

@@ -11,7 +11,6 @@ earlier one needs.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -54,12 +53,12 @@ def _copy_state(state: fx.Node) -> None:
     """Has the pass work on a copy of a buffer that it changes, and the buffer take that over."""
     if isinstance(_held(state), nn.Parameter):
         return
-    position = {node: index for index, node in enumerate(state.graph.nodes)}
     memory = _aliases(state)
     writes = [node for node in memory if not memory.isdisjoint(_targets(node))]
     alone = [node for node in writes if written(node) is state and not node.users]
     if not writes or (len(alone) == 1 and set(state.users) == set(alone)):
         return
+    position = {node: index for index, node in enumerate(state.graph.nodes)}
     first, last = min(state.users, key=position.__getitem__), max(writes, key=position.__getitem__)
     with state.graph.inserting_before(first):
         copy = state.graph.call_function(torch.ops.aten.clone.default, (state,))
@@ -152,14 +151,11 @@ def _shares(write: fx.Node, target: fx.Node) -> bool:
 
 def _aliases(value: fx.Node) -> set[fx.Node]:
     """All values that may lie in the same memory: views of it, what it views, and so on."""
-    neighbours: dict[fx.Node, set[fx.Node]] = defaultdict(set)
-    for node in value.graph.nodes:
-        for source in _viewed(node):
-            neighbours[node].add(source)
-            neighbours[source].add(node)
     found, waiting = {value}, [value]
     while waiting:
-        fresh = neighbours[waiting.pop()] - found
+        node = waiting.pop()
+        views = [user for user in node.users if node in _viewed(user)]
+        fresh = {*_viewed(node), *views} - found
         found |= fresh
         waiting += fresh
     return found
