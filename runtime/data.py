@@ -202,7 +202,8 @@ class _Listed(TorchDataset[Any]):
 def _by_processes(listed: _Listed, workers: int) -> Iterator[Batch | BaseException]:
     """What that many processes make of `listed`, in its order. Raises DataLost."""
     workers = min(workers, len(listed))
-    loaded = iter(DataLoader(listed, batch_size=None, num_workers=workers))
+    loader = DataLoader(listed, batch_size=None, num_workers=workers, worker_init_fn=_go_on)
+    loaded = iter(loader)
     # Torch's handler raises wherever the main thread is when one dies, in a pass or a message. The
     # loader looks for itself whether they live.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -215,6 +216,12 @@ def _by_processes(listed: _Listed, workers: int) -> Iterator[Batch | BaseExcepti
             raise DataLost(reason) from error
 
     return checked()
+
+
+def _go_on(_worker: int) -> None:
+    """What asks the rank to stop comes to its data processes, too, and it needs them to drain."""
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Ahead:

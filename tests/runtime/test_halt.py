@@ -116,10 +116,15 @@ def test_a_stopped_flush_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) 
 
 
 def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:
-    """torchrun passes it on to all ranks, and they leave before it loses its patience."""
+    """torchrun passes it on to all ranks, and to the processes that read their data; they leave
+    before it loses its patience.
+    """
     job = quiet(job_for("weight-stashing", False, tmp_path / "run"))
     write_plan(job.plan, tmp_path / "plan.json")
-    config = job.config.model_dump(mode="json", exclude_none=True) | {"epochs": 500}
+    config = job.config.model_dump(mode="json", exclude_none=True) | {
+        "epochs": 500,
+        "data_workers": 1,
+    }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
     process = subprocess.Popen(
         [*TORCHRUN, "pd-train", "plan.json", "--config", "run.yaml", "-o", "run"],
