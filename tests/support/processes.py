@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import socket
@@ -9,15 +10,25 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody has, nor is given before it is used: below those that connections of other
+    tests get by themselves, and another for each call of each worker of pytest.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in itertools.islice(_PORTS, 1_000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", 10_000 + 1_000 * (worker % 10) + port))
+            return int(probe.getsockname()[1])
+    raise AssertionError("no port is free")
+
+
+_PORTS = itertools.cycle(range(1_000))
 
 
 def run_processes(
