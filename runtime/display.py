@@ -147,6 +147,8 @@ class Display:
         if self.failure is not None:
             raise self.failure
         self._ask(losses)
+        if not self.losses:  # asked to stop before the first minibatch
+            return
         mean = self.loss_sum / self.losses
         self.loss_sum, self.losses = 0.0, 0
         if not self.console.is_terminal:

@@ -103,12 +103,12 @@ class _Training:
             member.memory.end()  # before a checkpoint's copy of the weights: not the plan's
             member.stepping.end_leg()
             self.under_way = None
-            position = Position(epoch, course.leg.end)
-            if course.leg.end == self.rank.examples.minibatches:
-                member.stepping.end_epoch(course.leg.end)
+            end = position = Position(epoch, course.leg.end)
+            if end.minibatch == self.rank.examples.minibatches:
+                member.stepping.end_epoch(end.minibatch)
                 position = Position(epoch + 1)
             save(member, position)
-            if member.halt.rests(position) and position < Position(self.rank.job.epochs):
+            if member.halt.rests(end, position) and position < Position(self.rank.job.epochs):
                 return position
         return None
 

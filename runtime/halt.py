@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import astuple
 from types import FrameType
 
@@ -35,8 +34,7 @@ class Halt:
     """One rank's part of it. `at`: where the run stops, once that is known.
 
     `launcher_asks` is None where no launcher of ours asks: then the first signal does, and the
-    second one is what it would have been. An epoch has so many `minibatches`. `store`: it has a
-    connection of its own to it.
+    second one is what it would have been. `store`: it has a connection of its own to it.
     """
 
     def __init__(
@@ -44,11 +42,10 @@ class Halt:
         store: Store,
         place: Place,
         policy: Policy,
-        minibatches: int,
         launcher_asks: Callable[[], bool] | None,
     ) -> None:
         own: Store = store.clone()  # type: ignore[attr-defined]
-        self.store, self.place, self.policy, self.minibatches = own, place, policy, minibatches
+        self.store, self.place, self.policy = own, place, policy
         self.launcher_asks = launcher_asks
         self.at: Position | None = None
         self.changing = threading.Condition()
@@ -74,12 +71,14 @@ class Halt:
                 self.thread.start()
             return self.course
 
-    def rests(self, position: Position) -> bool:
-        """Whether the run stops here, where the pipeline is empty and this rank has saved."""
+    def rests(self, end: Position, onward: Position) -> bool:
+        """Whether the run stops at the `end` of a leg, where the pipeline is empty and this rank
+        has saved. Else it goes on from `onward`: after an epoch that is the next one.
+        """
         with self.changing:
             self.changing.wait_for(lambda: not self.held)
-            self.position, self.course = position, None
-            return self.at == position
+            self.position, self.course = onward, None
+            return self.at == end
 
     def end(self) -> None:
         """All ranks have trained all there is, or have stopped."""
@@ -87,12 +86,14 @@ class Halt:
         self._leave_signals()
 
     def _attend(self) -> None:
-        with suppress(RuntimeError):  # the store is gone: who needs it will say so
+        try:
             if self._is_asked():
                 standings = self._told(self._hold())
-                chosen = place_to_stop(standings, self.policy, self.minibatches)
+                chosen = place_to_stop(standings, self.policy)
                 at = from_first(self.store, self.place, "halt/at", astuple(chosen))
                 self._go_on(Position(*at))
+        except RuntimeError:  # the store is gone: who waits for a message will say so
+            self._go_on(None)
 
     def _is_asked(self) -> bool:
         """Waits until somebody asks; False if nobody has before the end."""
@@ -125,7 +126,7 @@ class Halt:
         others = range(1, self.place.world_size)
         return [own, *(Standing.of(hear(self.store, f"halt/{rank}")) for rank in others)]
 
-    def _go_on(self, at: Position) -> None:
+    def _go_on(self, at: Position | None) -> None:
         with self.changing:
             self.at = at
             if self.course is not None and self.make is not None:

@@ -79,13 +79,15 @@ class Standing:
         return Standing(Position(*position), leg and Leg(*leg), touched)
 
 
-def place_to_stop(standings: Sequence[Standing], policy: Policy, minibatches: int) -> Position:
-    """Where ranks that stand so can all stop first, after whole updates; an epoch has so many
-    `minibatches`.
+def place_to_stop(standings: Sequence[Standing], policy: Policy) -> Position:
+    """Where ranks that stand so can all stop first, after whole updates.
 
     A shorter leg differs from the longer one only in what is done once the first minibatch that it
     lacks could have begun. That is when the minibatches a whole window before are over. So the
     place lies a window ahead of all that has been touched.
+
+    The end of an epoch, with all its minibatches, is another place than the beginning of the next:
+    between them the held-out data are tried, by all ranks or by none.
     """
     first = max(standing.position for standing in standings)
     begun = [s for s in standings if s.position == first and s.leg is not None]
@@ -94,7 +96,7 @@ def place_to_stop(standings: Sequence[Standing], policy: Policy, minibatches: in
     leg, touched = begun[0].leg, max(standing.touched for standing in begun)
     assert leg is not None
     end = min(leg.begin + whole_updates(touched + window(policy), policy), leg.end)
-    return Position(first.epoch, end) if end < minibatches else Position(first.epoch + 1)
+    return Position(first.epoch, end)
 
 
 def window(policy: Policy) -> int:

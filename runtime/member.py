@@ -94,7 +94,6 @@ class Member:
             self.store,
             self.rank.place,
             self.rank.job.policy,
-            self.rank.examples.minibatches,
             None if pulse is None else lambda: pulse.asked_to_stop,
         )
 

@@ -6,10 +6,12 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import small_models
@@ -17,16 +19,22 @@ import torch
 from commands import PROGRAMS
 from plans import cut, make_plan
 from processes import free_port, run_processes
+from torch._C._distributed_c10d import FileStore, Store
+from torch.distributed import DistNetworkError
 from training import chain_config, losses, run_jobs, weights
 
 from pipedream.graph.config import AsynchronousConfig, DataFactory, OptimizerConfig
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.schedule_name import SCHEDULES, ScheduleName
 from pipedream.profiler.capture import capture
+from pipedream.runtime.action import Action, Kind
 from pipedream.runtime.checkpoint import load_all
+from pipedream.runtime.course import Course
+from pipedream.runtime.halt import Halt
 from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
-from pipedream.runtime.legs import Position
+from pipedream.runtime.legs import Leg, Position
+from pipedream.runtime.policy import policy
 from pipedream.runtime.trainer import Stopped, train
 
 SUPPORT = Path(small_models.__file__).parent
@@ -113,6 +121,67 @@ def test_a_stopped_flush_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) 
     assert losses(job) == losses(whole)
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(job)[name], tensor, rtol=0, atol=0)
+
+
+def test_asked_while_held_out_data_are_tried_it_stops_before_the_next_epoch(tmp_path: Path) -> None:
+    job = job_for("weight-stashing", False, tmp_path / "run")
+    data = DataFactory(
+        source="interrupting:interrupting_trial", args={"examples": 4 * MINIBATCHES, "after": 8}
+    )
+    config = job.config.model_copy(update={"data": data, "evaluate_every": 1})
+    job = replace(job, config=config, evaluate=True)
+    told = run_processes(interrupted, 3, [job], [free_port()])
+    assert job.saved == Position(1)
+    assert told[0] == [f"saved {job.checkpoints / 'epoch-0001'}; go on with --resume"]
+    assert len(losses(job)) == MINIBATCHES
+    held_out = (job.run / "held_out.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in held_out] == [1]
+
+
+def whole_leg(leg: Leg) -> Course:
+    return Course(leg, [Action(Kind.FORWARD, 0, 0, b, 0) for b in range(leg.begin, leg.end)])
+
+
+def test_all_ranks_try_the_held_out_data_or_none(tmp_path: Path) -> None:
+    """Rank 0 tries them already when it is asked to stop, and rank 1 has yet to save the epoch."""
+    store, asked = FileStore(str(tmp_path / "store"), 1), threading.Event()
+    ranks = [
+        Halt(store, Place(rank, 2, rank, 2, "", 0), policy("flush", (1, 1)), asked.is_set)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.depart(0, Leg(0, 10), whole_leg) is not None
+    end, onward = Position(0, 10), Position(1)
+    assert not ranks[0].rests(end, onward)
+    asked.set()
+    for rank in ranks:
+        rank.thread.join(20)
+        assert rank.at == onward
+    assert not ranks[1].rests(end, onward)
+    for rank in ranks:
+        assert rank.depart(1, Leg(0, 10), whole_leg) is None
+
+
+class Gone:
+    """A store that went with the rank that kept it."""
+
+    def clone(self) -> Gone:
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        raise DistNetworkError(f"{key}: nobody answers")
+
+
+def test_a_rank_that_cannot_ask_where_to_stop_goes_on() -> None:
+    """The next message tells it whom it has lost; held, it would wait for ever."""
+    place = Place(1, 2, 1, 2, "", 0)
+    halt = Halt(cast("Store", Gone()), place, policy("flush", (1, 1)), lambda: True)
+    course = halt.depart(0, Leg(0, 10), whole_leg)
+    halt.thread.join(20)
+    assert course is not None
+    assert not course.held
+    assert not halt.held
+    assert halt.at is None
 
 
 def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:

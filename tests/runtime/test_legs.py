@@ -28,15 +28,15 @@ THREE = policy("flush", (1, 1, 1), microbatches=4)
         ([(0, 40, 80, 3), (0, 40)], Position(0, 45)),
         # At the end of the leg, for there is no place before it.
         ([(0, 40, 80, 39), (0, 40, 80, 38)], Position(0, 80)),
-        ([(0, 80, 100, 19), (0, 80, 100, 18)], Position(1)),
+        ([(0, 80, 100, 19), (0, 80, 100, 18)], Position(0, 100)),
         # Rank 1 tries the held-out data after the epoch already.
         ([(0, 80, 100, 20), (1, 0)], Position(1)),
     ],
 )
 def test_the_place_is_ahead_of_all_ranks(standings: list[tuple[int, ...]], place: Position) -> None:
     told = [standing(*numbers) for numbers in standings]
-    assert place_to_stop(told, TWO, minibatches=100) == place
-    assert place_to_stop([Standing.of(s.told) for s in told], TWO, minibatches=100) == place
+    assert place_to_stop(told, TWO) == place
+    assert place_to_stop([Standing.of(s.told) for s in told], TWO) == place
 
 
 def standing(epoch: int, begin: int, end: int | None = None, touched: int = 0) -> Standing:
@@ -46,8 +46,8 @@ def standing(epoch: int, begin: int, end: int | None = None, touched: int = 0) -
 
 def test_the_place_is_after_whole_updates() -> None:
     """Nine are touched and three may be in flight: twelve, three updates of four."""
-    assert place_to_stop([standing(0, 0, 100, 9)], THREE, 100) == Position(0, 12)
-    assert place_to_stop([standing(0, 0, 100, 10)], THREE, 100) == Position(0, 16)
+    assert place_to_stop([standing(0, 0, 100, 9)], THREE) == Position(0, 12)
+    assert place_to_stop([standing(0, 0, 100, 10)], THREE) == Position(0, 16)
 
 
 @given(

@@ -38,3 +38,8 @@ class Interrupting(Dataset[tuple[Tensor, ...]]):
 def interrupting(examples: int, after: int) -> tuple[Interrupting, None]:
     """`regression`, in the same order."""
     return Interrupting(regression(examples)[0], after), None
+
+
+def interrupting_trial(examples: int, after: int) -> tuple[TensorDataset, Interrupting]:
+    """`regression`, with held-out data that interrupt."""
+    return regression(examples)[0], Interrupting(regression(after + 150)[0], after)
