@@ -162,8 +162,7 @@ class Stepping:
 
     def _norm(self, gradients: Mapping[str, Tensor]) -> float:
         mine = [g for name, g in gradients.items() if name in self.counted]
-        device = next(iter(self.parameters.values())).device if self.parameters else "cpu"
-        squares = torch.zeros(1, dtype=torch.float64, device=device)
+        squares = torch.zeros_like(self.losses.noted)  # on the device of the rank
         for gradient in mine:
             squares += torch.linalg.vector_norm(gradient).double().square()
         if self.add_up is not None:
