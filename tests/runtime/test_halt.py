@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import small_models
@@ -28,7 +29,7 @@ from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.schedule_name import SCHEDULES, ScheduleName
 from pipedream.profiler.capture import capture
 from pipedream.runtime.action import Action, Kind
-from pipedream.runtime.checkpoint import load_all
+from pipedream.runtime.checkpoint import load_all, publish
 from pipedream.runtime.course import Course
 from pipedream.runtime.halt import Halt
 from pipedream.runtime.job import Job
@@ -136,6 +137,25 @@ def test_asked_while_held_out_data_are_tried_it_stops_before_the_next_epoch(tmp_
     assert len(losses(job)) == MINIBATCHES
     held_out = (job.run / "held_out.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in held_out] == [1]
+
+
+def left_with(rank: int, workers: int, job: Job, port: int) -> Position | None:
+    """What is saved when this rank leaves, where the checkpoint takes its time to be made valid."""
+
+    def slowly(*given: Any) -> None:
+        time.sleep(0.5)
+        publish(*given)
+
+    with patch("pipedream.runtime.checkpoint.publish", slowly), pytest.raises(Stopped):
+        train(job, Place(rank, workers, rank, workers, "127.0.0.1", port))
+    return job.saved
+
+
+def test_nobody_leaves_before_all_is_saved(tmp_path: Path) -> None:
+    """mpirun ends all other ranks when one leaves with an exit code that is not 0."""
+    job = job_for("weight-stashing", False, tmp_path / "run")
+    told = run_processes(left_with, 3, job, free_port())
+    assert told == [job.saved] * 3
 
 
 def whole_leg(leg: Leg) -> Course:
