@@ -182,6 +182,16 @@ def test_all_ranks_try_the_held_out_data_or_none(tmp_path: Path) -> None:
         assert rank.depart(1, Leg(0, 10), whole_leg) is None
 
 
+def test_it_says_which_signal_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = FileStore(str(tmp_path / "store"), 1)
+    halt = Halt(store, Place(0, 1, 0, 1, "", 0), policy("flush", (1,)), None)
+    halt.depart(0, Leg(0, 10), whole_leg)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    halt.thread.join(20)
+    told = "got SIGUSR1; draining the pipeline and saving; once more to leave at once"
+    assert capsys.readouterr().err == f"pd-train: {told}\n"
+
+
 class Gone:
     """A store that went with the rank that kept it."""
 
