@@ -16,6 +16,7 @@ from pipedream.runtime.course import Course
 from pipedream.runtime.data import Reader
 from pipedream.runtime.delay import delays
 from pipedream.runtime.engine import Engine
+from pipedream.runtime.exchange import from_first
 from pipedream.runtime.executor import Executor
 from pipedream.runtime.held_out import try_held_out
 from pipedream.runtime.legs import Leg, Position, legs, shifted
@@ -43,7 +44,15 @@ def train_epochs(member: Member) -> Position | None:
             break
         _try_if_due(member, epoch + 1)
     member.saver.end()
+    if stopped is not None:
+        _leave_together(member)
     return stopped
+
+
+def _leave_together(member: Member) -> None:
+    """Once rank 0 has saved: mpirun ends all when one leaves with another code than 0."""
+    from_first(member.store, member.rank.place, "saved", True)  # however long it takes
+    member.transport.barrier()  # until then rank 0 keeps the store
 
 
 def _try_if_due(member: Member, done: int) -> None:

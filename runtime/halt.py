@@ -53,7 +53,8 @@ class Halt:
         self.position = Position(0)
         self.course: Course | None = None
         self.make: Callable[[Leg], Course] | None = None
-        self.signalled, self.ended = False, threading.Event()
+        self.signalled: int | None = None
+        self.ended = threading.Event()
         self.thread = threading.Thread(target=self._attend, name="halt", daemon=True)
         self.before = {} if launcher_asks else {n: signal.signal(n, self._catch) for n in _SIGNALS}
 
@@ -105,8 +106,8 @@ class Halt:
     def _hears(self) -> bool:
         if self.launcher_asks is not None:
             return self.launcher_asks()
-        if self.signalled:
-            self.store.set("halt/asked", "")
+        if self.signalled is not None:
+            self.store.set("halt/asked", str(self.signalled))
         return self.store.check(["halt/asked"])
 
     def _hold(self) -> Standing:
@@ -122,7 +123,8 @@ class Halt:
             tell(self.store, f"halt/{self.place.rank}", own.told)
             return [own]
         if self.launcher_asks is None:
-            print(f"pd-train: {draining(signal.SIGINT)}", file=sys.stderr, flush=True)
+            number = int(self.store.get("halt/asked"))
+            print(f"pd-train: {draining(number)}", file=sys.stderr, flush=True)
         others = range(1, self.place.world_size)
         return [own, *(Standing.of(hear(self.store, f"halt/{rank}")) for rank in others)]
 
@@ -142,8 +144,8 @@ class Halt:
         end = self.at.minibatch
         return Leg(leg.begin, end) if leg.begin < end < leg.end else leg
 
-    def _catch(self, _number: int, _frame: FrameType | None) -> None:
-        self.signalled = True
+    def _catch(self, number: int, _frame: FrameType | None) -> None:
+        self.signalled = number
         self._leave_signals()
 
     def _leave_signals(self) -> None:

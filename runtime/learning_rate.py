@@ -149,6 +149,11 @@ def _parts(config: SchedulerConfig) -> list[SchedulerConfig]:
         raise UserError(
             f"scheduler {config.name}: schedulers: write a list, each with its name and args"
         ) from error
+    if any("every" in part.model_fields_set for part in found):
+        raise UserError(
+            f"scheduler {config.name}: schedulers: all step as it does: take every out of them, "
+            "and write it beside its own name"
+        )
     return found
 
 

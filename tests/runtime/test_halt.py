@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import small_models
@@ -28,7 +29,7 @@ from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.schedule_name import SCHEDULES, ScheduleName
 from pipedream.profiler.capture import capture
 from pipedream.runtime.action import Action, Kind
-from pipedream.runtime.checkpoint import load_all
+from pipedream.runtime.checkpoint import load_all, publish
 from pipedream.runtime.course import Course
 from pipedream.runtime.halt import Halt
 from pipedream.runtime.job import Job
@@ -138,6 +139,25 @@ def test_asked_while_held_out_data_are_tried_it_stops_before_the_next_epoch(tmp_
     assert [json.loads(line)["epoch"] for line in held_out] == [1]
 
 
+def left_with(rank: int, workers: int, job: Job, port: int) -> Position | None:
+    """What is saved when this rank leaves, where the checkpoint takes its time to be made valid."""
+
+    def slowly(*given: Any) -> None:
+        time.sleep(0.5)
+        publish(*given)
+
+    with patch("pipedream.runtime.checkpoint.publish", slowly), pytest.raises(Stopped):
+        train(job, Place(rank, workers, rank, workers, "127.0.0.1", port))
+    return job.saved
+
+
+def test_nobody_leaves_before_all_is_saved(tmp_path: Path) -> None:
+    """mpirun ends all other ranks when one leaves with an exit code that is not 0."""
+    job = job_for("weight-stashing", False, tmp_path / "run")
+    told = run_processes(left_with, 3, job, free_port())
+    assert told == [job.saved] * 3
+
+
 def whole_leg(leg: Leg) -> Course:
     return Course(leg, [Action(Kind.FORWARD, 0, 0, b, 0) for b in range(leg.begin, leg.end)])
 
@@ -160,6 +180,16 @@ def test_all_ranks_try_the_held_out_data_or_none(tmp_path: Path) -> None:
     assert not ranks[1].rests(end, onward)
     for rank in ranks:
         assert rank.depart(1, Leg(0, 10), whole_leg) is None
+
+
+def test_it_says_which_signal_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = FileStore(str(tmp_path / "store"), 1)
+    halt = Halt(store, Place(0, 1, 0, 1, "", 0), policy("flush", (1,)), None)
+    halt.depart(0, Leg(0, 10), whole_leg)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    halt.thread.join(20)
+    told = "got SIGUSR1; draining the pipeline and saving; once more to leave at once"
+    assert capsys.readouterr().err == f"pd-train: {told}\n"
 
 
 class Gone:

@@ -130,6 +130,13 @@ def states(job: Job) -> str:
             {"name": "LambdaLR", "args": {"lr_lambda": ["small_models:rising"] * 2}},
             "Expected 1 lr_lambdas, but got 2",
         ),
+        (
+            {
+                "name": "ChainedScheduler",
+                "args": {"schedulers": [{"name": "ExponentialLR", "every": "update"}]},
+            },
+            "ChainedScheduler: schedulers: all step as it does: take every out of them",
+        ),
     ],
 )
 def test_a_scheduler_that_does_not_go_is_told(given: dict[str, Any], message: str) -> None:
