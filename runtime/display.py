@@ -152,7 +152,7 @@ class Display:
         mean = self.loss_sum / self.losses
         self.loss_sum, self.losses = 0.0, 0
         if not self.console.is_terminal:
-            self._line(f"epoch {losses.epoch}: mean loss {mean:.4f}, {self.rate:.0f} samples/s")
+            self._line(f"{_told(losses)}: mean loss {mean:.4f}, {self.rate:.0f} samples/s")
 
     def held_out(self, epoch: int, step: int, found: Mapping[str, float]) -> None:
         """Writes down how the held-out data went after an epoch; `step` counts its minibatches."""
@@ -220,6 +220,13 @@ class Display:
             self.live.console.print(text, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+def _told(losses: Losses) -> str:
+    """Which losses have come: of an epoch, or a part of one where a run goes on or has stopped."""
+    whole = (losses.first, losses.next) == (0, losses.minibatches)
+    part = "" if whole else f", minibatches {losses.first} to {losses.next - 1}"
+    return f"epoch {losses.epoch}{part}"
 
 
 def keep_before(path: Path, position: Position) -> None:

@@ -38,11 +38,12 @@ def train_epochs(member: Member) -> Position | None:
         begin = first.minibatch if epoch == first.epoch else 0
         ahead = list(legs(rank.examples.minibatches, rank.every, begin))
         stopped = _Training(member, epoch, ahead).run()
-        if epoch + 1 == rank.job.epochs or stopped is not None:
-            member.halt.end()
         if stopped is not None:
             break
+        if epoch + 1 == rank.job.epochs:
+            member.halt.end()
         _try_if_due(member, epoch + 1)
+    member.halt.end()
     member.saver.end()
     if stopped is not None:
         _leave_together(member)

@@ -174,7 +174,7 @@ def spawn(
             end = _run(command, count, begun, timeout, caught)
             if end.words is None:
                 return end.code
-            if end.final:
+            if end.final or caught:
                 break
     assert end is not None
     nobody = with_fewer and not end.final

@@ -38,6 +38,20 @@ def test_a_full_disk_is_told_by_all_that_wait_for_the_records(tmp_path: Path) ->
             display.has_recorded(Position(1))
 
 
+def test_a_part_of_an_epoch_is_not_told_as_all_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a run that goes on inside an epoch, or stops there."""
+    display = Display(tmp_path / "metrics.jsonl", Sizes(8, 2), 4, [(0,)], None, Position(0, 1))
+    losses = Losses(HashStore(), 1, 4, first=1)
+    with display:
+        for minibatch in (1, 2):
+            losses.tell(minibatch, torch.tensor(float(minibatch)))
+        losses.end()
+        display.end_epoch(losses)
+    assert "epoch 1, minibatches 1 to 2: mean loss 1.5000, " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "keep", [lambda path: keep_before(path, Position(2)), lambda path: keep_until(path, 2)]
 )

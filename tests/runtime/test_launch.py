@@ -301,6 +301,23 @@ def test_signals_stop_all(start, tmp_path, number, code, line):
     assert (found, error) == (code, line)
 
 
+def test_a_worker_that_dies_while_it_drains_is_not_started_again(start, tmp_path):
+    """It was, only to be told at once that all workers were stopped."""
+    script = """
+    pulse.say(rank, "at 1B4")
+    (folder / f"{rank}.said").touch()
+    while not pulse.asked_to_stop:
+        time.sleep(0.01)
+    sys.exit(3 if rank else time.sleep(60))
+    """
+    process = start(script, restarts=1)
+    until(lambda: len(list(tmp_path.glob("*.said"))) == 2)
+    process.send_signal(signal.SIGINT)
+    code, _, error = finished(process, tmp_path)
+    line = "pd-train: rank 1 failed with exit code 3 at 1B4; all workers stopped"
+    assert (code, error.splitlines()[-1]) == (1, line)
+
+
 def test_workers_that_have_saved_end_the_run_as_ctrl_c_does(start, tmp_path):
     code, _, error = finished(start("sys.exit(launch.STOPPED)", restarts=1), tmp_path)
     assert (code, error) == (130, "")
