@@ -4,19 +4,27 @@
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" || exit 1
 
-failed=()
+# The rest beside the tests, which leave the cores idle while processes wait for each other; what it
+# has to say comes after them.
+told=$(mktemp)
+trap 'rm -f "$told"' EXIT
 check() {
     echo "== $*"
-    "$@" || failed+=("$1")
+    "$@" || failed="${failed:-}$1 "
 }
+(
+    check ruff check --quiet
+    check ruff format --quiet --check
+    check mypy -p pipedream.graph -p pipedream.profiler -p pipedream.optimizer -p pipedream.runtime
+    check lint-imports --no-logo
+    [ -z "${failed:-}" ] || { echo "test.sh: failed: $failed" && exit 1; }
+) >"$told" 2>&1 &
 
-check ruff check --quiet
-check ruff format --quiet --check
-check mypy -p pipedream.graph -p pipedream.profiler -p pipedream.optimizer -p pipedream.runtime
-check lint-imports --no-logo
 check pytest -n 3 --dist worksteal "$@"
+wait $! || failed="${failed:-}checks "
+cat "$told"
 
-if [ ${#failed[@]} -gt 0 ]; then
-    echo "test.sh: failed: ${failed[*]}" >&2
+if [ -n "${failed:-}" ]; then
+    echo "test.sh: failed: $failed" >&2
     exit 1
 fi
