@@ -85,7 +85,7 @@ def test_spread_is_median_and_quartiles() -> None:
 def test_inputs_take_no_time_and_a_node_without_gradient_no_backward() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     model[0].requires_grad_(False)
-    # Of one repeat that another process disturbs the backward pass, a difference, can come out as 0.
+    # The backward pass is a difference: of one repeat that was disturbed it can come out as 0.
     timings = timed(model, torch.ones(2, 3), repeats=15)
     none = Spread(0.0, 0.0, 0.0)
     assert timings["Input0"] == Timing(none, none)
