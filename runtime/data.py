@@ -24,6 +24,7 @@ from torch.utils.data import Dataset as TorchDataset
 from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
 from pipedream.profiler.source import Dataset, collate, fetch
+from pipedream.runtime.launch import ASKING
 from pipedream.runtime.order import shuffled
 from pipedream.runtime.sizes import Sizes
 
@@ -220,7 +221,7 @@ def _by_processes(listed: _Listed, workers: int) -> Iterator[Batch | BaseExcepti
 
 def _go_on(_worker: int) -> None:
     """What asks the rank to stop comes to its data processes, too, and it needs them to drain."""
-    for number in (signal.SIGINT, signal.SIGUSR1):
+    for number in ASKING:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -20,14 +20,11 @@ from torch._C._distributed_c10d import Store
 
 from pipedream.runtime.course import Course
 from pipedream.runtime.exchange import from_first, hear, tell
-from pipedream.runtime.launch import Place, draining
+from pipedream.runtime.launch import ASKING, Place, draining
 from pipedream.runtime.legs import Leg, Position, Standing, place_to_stop
 from pipedream.runtime.policy import Policy
 
 _SECONDS_BETWEEN_LOOKS = 0.2
-_SIGNALS = (signal.SIGINT, signal.SIGUSR1)
-"""For ranks that no launcher of ours asks: Ctrl-C under torchrun, and what mpirun and srun pass on.
-SIGTERM is not one of them: torchrun ends with it the ranks that are left when one has died."""
 
 
 class Halt:
@@ -56,7 +53,7 @@ class Halt:
         self.signalled: int | None = None
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._attend, name="halt", daemon=True)
-        self.before = {} if launcher_asks else {n: signal.signal(n, self._catch) for n in _SIGNALS}
+        self.before = {} if launcher_asks else {n: signal.signal(n, self._catch) for n in ASKING}
 
     def depart(self, epoch: int, leg: Leg, course: Callable[[Leg], Course]) -> Course | None:
         """What to do in the leg, which may become a shorter one meanwhile; None if the run stops

@@ -34,6 +34,10 @@ PEER_LOST = 75
 DATA_LOST = 76
 """Exit code of a worker that has lost a process that reads its data."""
 
+ASKING = (signal.SIGINT, signal.SIGUSR1)
+"""For ranks that `spawn` did not start: Ctrl-C under torchrun, and what mpirun and srun pass on.
+SIGTERM is not one of them: torchrun ends with it the ranks that are left when one has died."""
+
 _LIFELINE = "PIPEDREAM_LIFELINE"
 _FLOOR = "PIPEDREAM_FLOOR"
 _PULSE = "PIPEDREAM_PULSE"
@@ -43,7 +47,7 @@ _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 _NOTICE_SECONDS = 0.5  # until a pulse that stands still has been seen to
 _CAUSE_SECONDS = 2.0  # torchrun looks every 0.1 s
-_SAVING = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # Ctrl-C, and what cluster managers send
+_SAVING = (*ASKING, signal.SIGTERM)  # Ctrl-C, and what cluster managers send
 _PORTS = range(20_000, 30_000)  # below those that systems give out by themselves
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import small_models
 import torch
-from commands import PROGRAMS
+from commands import PROGRAMS, interrupt, start
 from plans import cut, make_plan
 from processes import free_port, run_processes
 from torch._C._distributed_c10d import FileStore, Store
@@ -225,24 +224,10 @@ def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:
         "data_workers": 1,
     }
     (tmp_path / "run.yaml").write_text(json.dumps(config))
-    process = subprocess.Popen(
-        [*TORCHRUN, "pd-train", "plan.json", "--config", "run.yaml", "-o", "run"],
-        cwd=tmp_path,
-        env=os.environ
-        | {"PATH": f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(SUPPORT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        metrics = tmp_path / "run/metrics.jsonl"
-        deadline = time.monotonic() + 90
-        while not (metrics.exists() and metrics.stat().st_size):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=60)
-    finally:
-        process.kill()
+    words = [*TORCHRUN, "pd-train", "plan.json", "--config", "run.yaml", "-o", "run"]
+    path = f"{PROGRAMS}{os.pathsep}{os.environ['PATH']}"
+    process = start(tmp_path, words, {"PATH": path, "PYTHONPATH": str(SUPPORT)})
+    error = interrupt(process, tmp_path / "run")
     ours = [line for line in error.splitlines() if line.startswith("pd-train:")]
     assert ours == [
         "pd-train: interrupted; draining the pipeline and saving; Ctrl-C again to leave at once",

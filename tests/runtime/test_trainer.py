@@ -6,17 +6,15 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import small_models
 import torch
-from commands import start
+from commands import interrupt, start
 from plans import cut, make_plan
 from safetensors.torch import load_file
 from training import losses, run_jobs, weights
@@ -164,13 +162,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(folder: Path) -> None:
     job = Job(plan, config, SUPPORT, folder / "run")
     words = [*TRAIN, "-o", "run", "--save-every", "4", "--keep", "2", "--epochs", "400"]
     process = start(folder, words, {"PYTHONPATH": str(SUPPORT)})
-    metrics = folder / "run/metrics.jsonl"
-    deadline = time.monotonic() + 90
-    while not (metrics.exists() and metrics.stat().st_size):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+    error = interrupt(process, folder / "run")
     assert process.returncode == 130, error
     *_, line = error.splitlines()
     stopped = job.saved

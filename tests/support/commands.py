@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -99,3 +100,21 @@ def start(
         text=True,
         start_new_session=True,
     )
+
+
+def interrupt(process: subprocess.Popen[str], run: Path) -> str:
+    """Ctrl-C once the run in that folder has its first loss; what the process told on stderr.
+
+    It is gone afterwards, whatever happens.
+    """
+    metrics = run / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    try:
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return error
