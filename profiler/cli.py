@@ -38,8 +38,23 @@ _BATCH_SIZE = 32
     help=f"Examples in a minibatch.  [default: the run config's, else {_BATCH_SIZE}]",
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1.")
-@click.option("--warmup", default=3, show_default=True, type=click.IntRange(min=0))
-@click.option("--repeats", default=10, show_default=True, type=click.IntRange(min=1))
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=1),
+    help="Passes before the first that counts.  [default: until they get no faster]",
+)
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    help="Passes to take the median of.  [default: until it is known within 1%]",
+)
+@click.option(
+    "--seconds",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(min=0.0),
+    help="Without --repeats, for so long at most.",
+)
 @click.option(
     "--arg",
     "arguments",
@@ -66,8 +81,9 @@ def main(
     output: Path,
     batch_size: int | None,
     device: str,
-    warmup: int,
-    repeats: int,
+    warmup: int | None,
+    repeats: int | None,
+    seconds: float,
     arguments: tuple[str, ...],
     inputs: tuple[str, ...],
     threads: int,
@@ -83,15 +99,17 @@ def main(
     import torch
 
     from pipedream.profiler.measure import Settings, measure
+    from pipedream.profiler.timing import Patience
 
     where = _device(device)
     torch.manual_seed(0)
     with _enough_memory(device), _progress() as step:
-        step("loading", 0, 0)
+        step("loading", 0.0, 0.0)
         loaded, args, size = _load(model, args, batch_size, inputs)
-        step("capturing", 0, 0)
-        settings = Settings(model, args, size, where, warmup, repeats, threads)
-        graph, profile = measure(loaded, settings, lambda done, all: step("timing", done, all))
+        step("capturing", 0.0, 0.0)
+        patience = Patience(warmup, repeats, seconds)
+        settings = Settings(model, args, size, where, patience, threads)
+        graph, profile = measure(loaded, settings, lambda part: step("timing", part, 1.0))
     _report(profile, _write(graph, profile, output), output)
 
 
@@ -171,7 +189,7 @@ def _enough_memory(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def _progress() -> Iterator[Callable[[str, float, float], None]]:
     """A bar on stderr where that is a terminal; call it with what is done, how far, and of what."""
     from rich.console import Console
     from rich.progress import Progress

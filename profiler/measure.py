@@ -3,29 +3,45 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipedream.graph.command import UserError
 from pipedream.graph.heap import keep_freed_memory
 from pipedream.graph.model import Graph
-from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs
+from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs, rebuild
+from pipedream.profiler.fit import Fit
 from pipedream.profiler.footprint import Footprint, footprints
+from pipedream.profiler.in_training import time_in_training
 from pipedream.profiler.precision import lowered
 from pipedream.profiler.profile import (
+    Fitted,
     Machine,
+    Passes,
     Profile,
+    ProfiledLoss,
     ProfiledNode,
+    ProfiledStretch,
     ProfiledTensor,
+    ProfiledUpdate,
     Seconds,
     Totals,
 )
+from pipedream.profiler.room import room
 from pipedream.profiler.source import Loaded
-from pipedream.profiler.timing import Spread, Timing, time_nodes
+from pipedream.profiler.times import Times
+from pipedream.profiler.timing import Patience, Spread, Timing
+from pipedream.profiler.updating import Update, updates
+from pipedream.profiler.walk import time_one_by_one
+
+_MAKERS = ("torchvision", "transformers", "timm")
 
 
 @dataclass(frozen=True)
@@ -36,18 +52,26 @@ class Settings:
     args: Mapping[str, Any]
     batch_size: int
     device: torch.device
-    warmup: int
-    repeats: int
+    patience: Patience
     threads: int
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """All that was measured of one model."""
+
+    captured: Captured
+    times: Times
+    kept: Mapping[str, Footprint]
+    updates: Mapping[str, Update]
+
+
 def measure(
-    loaded: Loaded,
-    settings: Settings,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    loaded: Loaded, settings: Settings, progress: Callable[[float], None] = lambda part: None
 ) -> tuple[Graph, Profile]:
-    """Captures the model and times it. Raises UserError where it cannot be captured, or an index
-    among the inputs is out of range.
+    """Captures the model and measures it; `progress` hears how much is done, from 0 to 1.
+
+    Raises UserError where it cannot be captured, or an index among the inputs is out of range.
     """
     torch.set_num_threads(settings.threads)
     keep_freed_memory()
@@ -57,40 +81,63 @@ def measure(
     try:
         with lowered(loaded.autocast, settings.device):
             kept = footprints(captured, inputs, settings.device)
-            timings = time_nodes(
-                captured, inputs, settings.warmup, settings.repeats, settings.device, progress
-            )
+            times = _time(captured, inputs, loaded, kept, settings, progress)
     except IndexError as error:
         raise UserError(
             f"{settings.model} cannot run on these inputs: {error}: give fewer positions, or a "
             "lower bound of whole numbers, with --input or in the data"
         ) from error
+    measured = _Measured(captured, times, kept, updates(captured, settings.device))
     graph = captured.graph.with_nodes(
         replace(
             node,
-            forward_seconds=timings[node.id].forward.median,
-            backward_seconds=timings[node.id].backward.median,
+            forward_seconds=times.nodes[node.id].forward.median,
+            backward_seconds=times.nodes[node.id].backward.median,
         )
         for node in captured.graph.nodes.values()
     )
-    return graph, _profile(captured, graph, timings, kept, settings)
+    return graph, _profile(measured, graph, settings)
 
 
-def _profile(
+def _time(
     captured: Captured,
-    graph: Graph,
-    timings: Mapping[str, Timing],
+    inputs: Sequence[Tensor],
+    loaded: Loaded,
     kept: Mapping[str, Footprint],
     settings: Settings,
-) -> Profile:
-    nodes = graph.nodes.values()
-    leaving = _leaving(captured)
+    progress: Callable[[float], None],
+) -> Times:
+    """As in training where the whole model has room, else node by node."""
+    patience, device = settings.patience, settings.device
+    if _needs(captured, kept) > room(device):
+        return time_one_by_one(captured, inputs, patience, device, progress)
+    loss = loaded.loss
+
+    def known(values: Mapping[str, Tensor]) -> Tensor:
+        assert loss is not None
+        return loss(rebuild([values[name] for name in captured.outputs], captured.out_spec))
+
+    return time_in_training(
+        captured, inputs, patience, device, known if loss is not None else None, progress
+    )
+
+
+def _needs(captured: Captured, kept: Mapping[str, Footprint]) -> float:
+    """Bytes of a whole pass, forward and backward."""
+    parameters = sum(node.parameter_bytes for node in captured.graph.nodes.values())
+    saved = sum(each.saved for each in kept.values())
+    return 2 * parameters + saved + max(each.workspace for each in kept.values())
+
+
+def _profile(measured: _Measured, graph: Graph, settings: Settings) -> Profile:
+    nodes, times = graph.nodes.values(), measured.times
+    leaving = _leaving(measured.captured)
     return Profile(
         model=settings.model,
         args=dict(settings.args),
         batch_size=settings.batch_size,
-        warmup=settings.warmup,
-        repeats=settings.repeats,
+        warmup=times.warmup,
+        repeats=times.repeats,
         machine=_machine(settings),
         graph_fingerprint=graph.fingerprint,
         totals=Totals(
@@ -99,10 +146,51 @@ def _profile(
             parameter_bytes=sum(node.parameter_bytes for node in nodes),
             activation_bytes=sum(node.output_bytes for node in nodes),
         ),
+        forward=_fitted(times.forward) if times.stretches else None,
+        backward=_fitted(times.backward) if times.stretches else None,
+        stretches=tuple(
+            ProfiledStretch(
+                first=each.nodes[0],
+                last=each.nodes[-1],
+                nodes=len(each.nodes),
+                forward=Passes(**asdict(each.forward)),
+                backward=Passes(**asdict(each.backward)),
+            )
+            for each in times.stretches
+        ),
+        loss=None if times.loss is None else _loss(times.loss),
+        updates={
+            name: ProfiledUpdate(bytes_per_second=update.bytes_per_second)
+            for name, update in measured.updates.items()
+        },
         nodes=tuple(
-            _node(captured, name, leaving[name], timings[name], kept[name]) for name in graph.nodes
+            _node(measured, name, leaving[name], owned)
+            for name, owned in _owned(graph, measured.captured)
         ),
     )
+
+
+def _fitted(fit: Fit) -> Fitted:
+    return Fitted(
+        call_seconds=fit.call,
+        factor=fit.factor,
+        typical_error=fit.typical,
+        worst_error=fit.worst,
+    )
+
+
+def _loss(timing: Timing) -> ProfiledLoss:
+    return ProfiledLoss(
+        forward_seconds=_seconds(timing.forward), backward_seconds=_seconds(timing.backward)
+    )
+
+
+def _owned(graph: Graph, captured: Captured) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each node with the parameters that no node before it reads."""
+    seen: set[str] = set()
+    for name in graph.nodes:
+        yield name, tuple(p for p in captured.parameters[name] if p not in seen)
+        seen.update(captured.parameters[name])
 
 
 def _leaving(captured: Captured) -> dict[str, list[Value]]:
@@ -119,13 +207,15 @@ def _leaving(captured: Captured) -> dict[str, list[Value]]:
 
 
 def _node(
-    captured: Captured, name: str, leaving: list[Value], timing: Timing, kept: Footprint
+    measured: _Measured, name: str, leaving: list[Value], owned: tuple[str, ...]
 ) -> ProfiledNode:
-    description = captured.graph.nodes[name].description
+    captured, timing = measured.captured, measured.times.nodes[name]
+    node, kept = captured.graph.nodes[name], measured.kept[name]
+    learned = [p for p in map(captured.module.get_parameter, owned) if p.requires_grad]
     return ProfiledNode(
         id=name,
-        description=description,
-        op=description.partition("(")[0],
+        description=node.description,
+        op=node.description.partition("(")[0],
         module=captured.module_paths[name],
         inputs=captured.graph.predecessors[name],
         parameters=captured.parameters[name],
@@ -141,8 +231,15 @@ def _node(
         ),
         forward_seconds=_seconds(timing.forward),
         backward_seconds=_seconds(timing.backward),
+        recomputed_seconds=None if timing.recomputed is None else _seconds(timing.recomputed),
         saved_bytes=kept.saved,
         workspace_bytes=kept.workspace,
+        parameter_bytes=int(node.parameter_bytes),
+        gradient_bytes=sum(p.numel() * p.element_size() for p in learned),
+        optimizer_bytes={
+            kind: sum(update.state.get(p, 0) for p in owned)
+            for kind, update in measured.updates.items()
+        },
     )
 
 
@@ -158,7 +255,16 @@ def _machine(settings: Settings) -> Machine:
         threads=settings.threads,
         python=platform.python_version(),
         torch=str(torch.__version__),
+        libraries=_libraries(),
     )
+
+
+def _libraries() -> dict[str, str]:
+    """Versions of those that may have made the model, and of what runs on a GPU."""
+    found = {name: version(name) for name in _MAKERS if name in sys.modules}
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
 
 
 def _processor() -> str:

@@ -35,8 +35,10 @@ class ProfiledTensor(_Part):
 class ProfiledNode(_Part):
     """A node of graph.txt: the module it is a call of, the parameters it reads, what leaves it.
 
-    `saved_bytes` and `workspace_bytes` as in `pipedream.profiler.footprint`; None where an older
-    version did not measure them.
+    Seconds are those of graph.txt, with the factors of the profile; `recomputed_seconds`: a forward
+    pass that keeps nothing for a backward pass. `saved_bytes` and `workspace_bytes` as in
+    `pipedream.profiler.footprint`. Parameters, their gradients and, by optimizer, what it keeps for
+    them are in the bytes of the first node that reads them. None: not measured.
     """
 
     id: str
@@ -48,8 +50,56 @@ class ProfiledNode(_Part):
     outputs: tuple[ProfiledTensor, ...]
     forward_seconds: Seconds
     backward_seconds: Seconds
+    recomputed_seconds: Seconds | None = None
     saved_bytes: int | None = Field(default=None, ge=0)
     workspace_bytes: int | None = Field(default=None, ge=0)
+    parameter_bytes: int | None = Field(default=None, ge=0)
+    gradient_bytes: int | None = Field(default=None, ge=0)
+    optimizer_bytes: dict[str, int] = {}
+
+
+class ProfiledLoss(_Part):
+    """The loss of a run config, which the last stage works out; in no node and no total."""
+
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+
+
+class ProfiledUpdate(_Part):
+    """A step of an optimizer: bytes of parameters in a second."""
+
+    bytes_per_second: float = Field(gt=0)
+
+
+class Passes(_Part):
+    """Seconds of one direction: the sum over nodes before the factor, and measured in one piece."""
+
+    summed: float = Field(ge=0)
+    measured: float = Field(ge=0)
+
+
+class ProfiledStretch(_Part):
+    """`nodes` nodes, one after another, that were also measured in one piece, as a stage runs.
+
+    `first` and `last` are the ids of those at its ends.
+    """
+
+    first: str
+    last: str
+    nodes: int = Field(ge=1)
+    forward: Passes
+    backward: Passes
+
+
+class Fitted(_Part):
+    """A stretch takes `call_seconds` and the sum over its nodes, whose times are `factor` times
+    what was measured; `typical_error` (the median) and `worst_error` are what is left, as parts.
+    """
+
+    call_seconds: float = Field(ge=0)
+    factor: float = Field(gt=0)
+    typical_error: float = Field(ge=0)
+    worst_error: float = Field(ge=0)
 
 
 class Machine(_Part):
@@ -60,6 +110,7 @@ class Machine(_Part):
     threads: int
     python: str
     torch: str
+    libraries: dict[str, str] = {}
 
 
 class Totals(_Part):
@@ -72,7 +123,11 @@ class Totals(_Part):
 
 
 class Profile(_Part):
-    """Everything that graph.txt has no room for. `graph_fingerprint` is `Graph.fingerprint`."""
+    """Everything that graph.txt has no room for. `graph_fingerprint` is `Graph.fingerprint`.
+
+    `forward` and `backward` say how the nodes were fitted to `stretches`; None where nodes were
+    timed one by one. `updates` go by optimizer.
+    """
 
     format: Literal["pipedream-profile/1"] = "pipedream-profile/1"
     model: str
@@ -83,6 +138,11 @@ class Profile(_Part):
     machine: Machine
     graph_fingerprint: str
     totals: Totals
+    forward: Fitted | None = None
+    backward: Fitted | None = None
+    stretches: tuple[ProfiledStretch, ...] = ()
+    loss: ProfiledLoss | None = None
+    updates: dict[str, ProfiledUpdate] = {}
     nodes: tuple[ProfiledNode, ...]
 
 

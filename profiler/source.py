@@ -19,6 +19,7 @@ from pipedream.profiler.from_folder import image_folder
 from pipedream.profiler.from_huggingface import huggingface
 from pipedream.profiler.from_torchvision import image_shape, load_torchvision
 from pipedream.profiler.from_transformers import load_transformers, transformers_inputs
+from pipedream.profiler.loss import load_loss
 from pipedream.profiler.usercode import accepts, blaming, call, load_function
 
 __all__ = [
@@ -41,13 +42,15 @@ __all__ = [
 class Loaded:
     """A model in training mode and what to call it with: `model(*args, **kwargs)`.
 
-    `autocast`: the lower precision in which it is to be run.
+    `autocast`: the lower precision in which it is to be run. `loss`, of what it then returns, where
+    that is known.
     """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     autocast: str | None = None
+    loss: Callable[[Any], Tensor] | None = None
 
 
 class Dataset(Protocol):
@@ -97,7 +100,8 @@ def load_config(config: RunConfig, directory: Path, batch_size: int | None = Non
     batch = fetch(train, range(size), config.data.source)
     inputs, target = collate(batch, getattr(torch, config.dtype), config.data.source)
     taken = (*inputs, target) if config.loss == "output" else inputs
-    return Loaded(model, taken, autocast=config.autocast)
+    loss = load_loss(config.loss, directory)
+    return Loaded(model, taken, {}, config.autocast, lambda output: loss(output, target))
 
 
 def load_config_model(config: RunConfig, directory: Path) -> nn.Module:

@@ -11,14 +11,21 @@ Mark = TypeVar("Mark")
 
 
 class Stopwatch(Protocol[Mark]):
-    """`mark()` stands in the order of the work; read `seconds` once the work is queued."""
+    """`mark()` stands in the order of the work; read `seconds` once the work is queued.
 
+    `clear()` goes before a pass that is to be timed.
+    """
+
+    def clear(self) -> None: ...
     def mark(self) -> Mark: ...
     def seconds(self, start: Mark, end: Mark) -> float: ...
 
 
 class CpuStopwatch:
-    """Work on the CPU is done when its call returns."""
+    """Work on the CPU is done when its call returns. What its caches hold is what it last did."""
+
+    def clear(self) -> None:
+        pass
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -28,10 +35,19 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """Events in the current stream of `device`: the GPU's time between them, not Python's."""
+    """Events in the current stream of `device`: the GPU's time between them, not Python's.
+
+    Cleared, its level-2 cache holds nothing of the pass before: in training other minibatches, and
+    the optimizer, come between two passes of the same layers.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        size = torch.cuda.get_device_properties(device).L2_cache_size
+        self.other = torch.empty(2 * size, dtype=torch.uint8, device=device)
+
+    def clear(self) -> None:
+        self.other.zero_()
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -41,3 +57,7 @@ class CudaStopwatch:
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+def stopwatch(device: torch.device) -> CpuStopwatch | CudaStopwatch:
+    return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()

@@ -15,12 +15,12 @@ import torch
 
 from pipedream.graph.plan import Plan
 from pipedream.profiler.capture import Captured
+from pipedream.profiler.loss import Loss, accuracy
 from pipedream.runtime.action import Action, Kind, Worker
 from pipedream.runtime.channel import Channel
 from pipedream.runtime.compute import plain
 from pipedream.runtime.data import Batch, Reader
 from pipedream.runtime.form import Form, Forms
-from pipedream.runtime.loss import Loss, accuracy
 from pipedream.runtime.schedule import forwards
 from pipedream.runtime.sizes import Sizes
 from pipedream.runtime.stage import Layout, first_difference, layouts, links

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from pipedream.graph.command import UserError
 from pipedream.profiler.capture import Captured
+from pipedream.profiler.loss import load_loss
 from pipedream.profiler.segment import Segment
 from pipedream.runtime.action import Action
 from pipedream.runtime.captures import Captures, capture_all
@@ -20,7 +21,6 @@ from pipedream.runtime.job import Job
 from pipedream.runtime.launch import Place
 from pipedream.runtime.learning_rate import LearningRate
 from pipedream.runtime.legs import whole_updates
-from pipedream.runtime.loss import load_loss
 from pipedream.runtime.loss_sum import LossSum
 from pipedream.runtime.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.process import choose_device

@@ -1,11 +1,16 @@
-"""Do the node times of a profile add up to the whole model? `python scripts/bench_profile.py`.
+"""Do the times of a profile add up to a step of the model? `python scripts/bench_profile.py`.
 
-For each model one line: nodes, seconds to capture and to time, and milliseconds forward and
-backward, first summed over the nodes, then of the whole model measured by itself.
+Each model is profiled, as pd-profile does it, with one thread, and cut into 2, 3 and 4 stages of
+about equal time. The sum over the stages of what is predicted for them is set beside forward and
+backward passes of the plain model, measured by themselves before and after: for each model a line
+with seconds to capture and to measure, milliseconds summed and whole, and their ratio. Names of
+models may follow. `--depth` shows what twice the layers cost; `--saved` sets the bytes that are kept
+for backward passes beside those that the whole model keeps.
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -17,18 +22,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipedream.graph.config import read_config
-from pipedream.profiler.capture import capture, flatten_inputs
+from pipedream.graph.heap import keep_freed_memory
+from pipedream.profiler.measure import Settings, measure
 from pipedream.profiler.source import Loaded, load, load_config
-from pipedream.profiler.timing import time_nodes
+from pipedream.profiler.timing import Patience
 
-WARMUP, REPEATS = 3, 10
 CONFIGS = Path(__file__).parents[1] / "configs"
+CPU = torch.device("cpu")
 LLAMA = {
     "num_hidden_layers": 2,
-    "hidden_size": 128,
+    "hidden_size": 256,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "intermediate_size": 256,
+    "intermediate_size": 512,
     "vocab_size": 1000,
 }
 
@@ -38,66 +44,96 @@ def shipped(name: str) -> Loaded:
     return load_config(read_config(path), path.parent)
 
 
+def gpt2(layers: int) -> Loaded:
+    shape = {"n_layer": layers, "n_embd": 256, "n_head": 4, "vocab_size": 1000}
+    return load("transformers:gpt2", shape, 8)
+
+
 MODELS: dict[str, Callable[[], Loaded]] = {
     "digits": lambda: shipped("digits.yaml"),
     "topics": lambda: shipped("topics.yaml"),
     "vgg16": lambda: load("torchvision:vgg16", {}, 8, ("3x64x64",)),
     "resnet50": lambda: load("torchvision:resnet50", {}, 8, ("3x128x128",)),
+    "inception_v3": lambda: load("torchvision:inception_v3", {"aux_logits": False}, 2),
     "densenet121": lambda: load("torchvision:densenet121", {}, 8, ("3x64x64",)),
-    "gpt2": lambda: load(
-        "transformers:gpt2", {"n_layer": 4, "n_embd": 128, "n_head": 4, "vocab_size": 1000}, 8
+    "vit_b_16": lambda: load("torchvision:vit_b_16", {"image_size": 112}, 4),
+    "gpt2": lambda: gpt2(4),
+    "bert": lambda: load(
+        "transformers:bert",
+        {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1000},
+        8,
     ),
     "llama": lambda: load("transformers:llama", LLAMA, 4),
 }
 
 
-def whole(loaded: Loaded) -> tuple[float, float]:
-    """Median seconds of the model itself, forward and backward."""
-    turns = [one_pass(loaded) for _ in range(WARMUP + REPEATS)][WARMUP:]
-    forward, backward = zip(*turns, strict=True)
-    return statistics.median(forward), statistics.median(backward)
-
-
-def one_pass(loaded: Loaded) -> tuple[float, float]:
+def step(loaded: Loaded) -> float:
+    """Seconds of a forward and a backward pass of the model itself."""
+    parameters = [p for p in loaded.model.parameters() if p.requires_grad]
     start = time.perf_counter()
     returned: Any = loaded.model(*loaded.args, **loaded.kwargs)
-    forward = time.perf_counter() - start
-    leaves = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
-    outputs = [leaf for leaf in leaves if leaf.requires_grad]
-    gradients = [torch.randn_like(output) for output in outputs]
-    parameters = list(loaded.model.parameters())
-    start = time.perf_counter()
-    torch.autograd.grad(outputs, parameters, gradients, allow_unused=True)
-    return forward, time.perf_counter() - start
+    if loaded.loss is not None:
+        loaded.loss(returned).backward()
+        taken = time.perf_counter() - start
+    else:
+        leaves = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in leaves if leaf.requires_grad]
+        taken = time.perf_counter() - start
+        gradients = [torch.randn_like(output) for output in outputs]
+        start = time.perf_counter()
+        torch.autograd.backward(outputs, gradients)
+        taken += time.perf_counter() - start
+    for parameter in parameters:
+        parameter.grad = None
+    return taken
 
 
-def compare(name: str, loaded: Loaded) -> None:
-    before = whole(loaded)
+def steps(loaded: Loaded, seconds: float = 5.0) -> list[float]:
+    """After some to warm up."""
+    for _ in range(2):
+        step(loaded)
+    found: list[float] = []
+    while len(found) < 5 or sum(found) < seconds:
+        found.append(step(loaded))
+    return found
+
+
+def compare(name: str, loaded: Loaded, seconds: float) -> float:
+    before = steps(loaded)
     start = time.perf_counter()
-    captured = capture(loaded.model, loaded.args, loaded.kwargs)
-    captured_in = time.perf_counter() - start
-    inputs = flatten_inputs(loaded.args, loaded.kwargs)
-    start = time.perf_counter()
-    timings = time_nodes(captured, inputs, WARMUP, REPEATS, torch.device("cpu"))
-    timed_in = time.perf_counter() - start
-    after = whole(loaded)
-    forward = sum(timing.forward.median for timing in timings.values())
-    backward = sum(timing.backward.median for timing in timings.values())
-    apart = [(first + second) / 2 for first, second in zip(before, after, strict=True)]
+    settings = Settings(name, {}, 1, CPU, Patience(seconds=seconds), threads=1)
+    _, profile = measure(loaded, settings)
+    taken = time.perf_counter() - start
+    whole = statistics.median([*before, *steps(loaded)])
+    loss = profile.loss
+    summed = profile.totals.forward_seconds + profile.totals.backward_seconds
+    if loss is not None:
+        summed += loss.forward_seconds.median + loss.backward_seconds.median
+    assert profile.forward is not None
+    assert profile.backward is not None
     print(
-        f"{name:12} {len(timings):4} nodes, capture {captured_in:5.1f} s, timing {timed_in:5.1f} s;"
-        f" forward {forward * 1e3:8.2f} / {apart[0] * 1e3:8.2f} ms,"
-        f" backward {backward * 1e3:8.2f} / {apart[1] * 1e3:8.2f} ms,"
-        f" sum / whole {(forward + backward) / sum(apart):.2f}",
+        f"{name:12} {len(profile.nodes):4} nodes in {taken:5.1f} s, {profile.repeats:3} repeats:"
+        f" {summed * 1e3:8.2f} ms summed, {whole * 1e3:8.2f} whole, ratio {summed / whole:.3f};"
+        f" stretches off by {profile.forward.typical_error:.1%}, {profile.forward.worst_error:.1%}"
+        f" forward, {profile.backward.typical_error:.1%}, {profile.backward.worst_error:.1%} back;"
+        f" factors {profile.forward.factor:.3f}, {profile.backward.factor:.3f}",
         flush=True,
     )
+    return summed / whole
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="*", default=list(MODELS))
+    parser.add_argument("--seconds", type=float, default=15.0, help="for the repeats of a model")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    for name, make in MODELS.items():
+    keep_freed_memory()
+    ratios = []
+    for name in options.models:
         torch.manual_seed(0)
-        compare(name, make())
+        ratios.append(compare(name, MODELS[name](), options.seconds))
+    print(f"furthest from 1: {max(abs(ratio - 1) for ratio in ratios):.1%}")
 
 
 if __name__ == "__main__":

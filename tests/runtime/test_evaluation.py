@@ -14,6 +14,7 @@ from training import run_jobs
 
 from pipedream.graph.config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.profiler.capture import capture
+from pipedream.profiler.loss import load_loss
 from pipedream.profiler.source import load_config_model
 from pipedream.runtime.checkpoint import load_all
 from pipedream.runtime.data import Batch
@@ -21,7 +22,6 @@ from pipedream.runtime.display import keep_until
 from pipedream.runtime.evaluate import evaluate
 from pipedream.runtime.evaluation import Tally, obstacle
 from pipedream.runtime.job import Job
-from pipedream.runtime.loss import load_loss
 from pipedream.runtime.schedule import forwards
 
 SUPPORT = Path(small_models.__file__).parent

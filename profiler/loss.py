@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipedream.graph.command import UserError
-from pipedream.profiler.source import blaming, load_function
+from pipedream.profiler.usercode import blaming, load_function
 
 Loss = Callable[[Any, Any], Tensor]
 """(what the model returns, target) -> scalar, a mean over the minibatch."""

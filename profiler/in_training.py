@@ -1,0 +1,178 @@
+"""How long each node takes in training: whole passes of the model, and passes of stretches of it.
+
+One repeat is a pass of the whole model, in which each node is timed, and then one of the same nodes
+in two, four or one stretch, timed as a whole and without marks, as stages run. The sums over the
+first are fitted to the second: neighbours in time, so that a machine that is slower for a minute
+is as slow in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pipedream.profiler.balanced import stretches
+from pipedream.profiler.capture import Captured
+from pipedream.profiler.fit import Compared, Fit
+from pipedream.profiler.passes import LOSS, Loss, Pass, Stretch
+from pipedream.profiler.pieces import pieces_kept
+from pipedream.profiler.stopwatch import Stopwatch, stopwatch
+from pipedream.profiler.times import StretchTimes, Times
+from pipedream.profiler.timing import Patience, Repeats, Spread, Timing, no_garbage_collection
+
+Seconds: TypeAlias = Mapping[str, float]
+"""Of each node, and of the loss."""
+
+_DIVISIONS = (2, 4, 1)
+_RECOMPUTED = 3
+"""Every so many repeats the forward pass is done once more, keeping nothing for a backward pass."""
+
+
+def time_in_training(
+    captured: Captured,
+    inputs: Sequence[Tensor],
+    patience: Patience,
+    device: torch.device,
+    loss: Loss | None = None,
+    progress: Callable[[float], None] = lambda part: None,
+) -> Times:
+    """Times the nodes of `captured` in passes on `inputs` (as `captured.inputs`).
+
+    With a `loss` the backward pass begins there, else with random gradients of what the model
+    returns. `progress` hears how much is done, from 0 to 1. Buffers are left as they were.
+    """
+    with pieces_kept(captured), no_garbage_collection(), torch.enable_grad():
+        bench = _Bench(captured, inputs, device, loss)
+        repeats = Repeats(patience)
+        while repeats.warm(bench.warm_up()):
+            pass
+        bench.divide()
+        for number in count():
+            more = repeats.go_on(bench.repeat(number))
+            progress(repeats.part)
+            if not more:
+                break
+    return bench.times(repeats)
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Some nodes in one stretch; `noted`: forward and backward, summed over them and measured."""
+
+    nodes: Sequence[str]
+    stretch: Stretch
+    noted: list[tuple[Compared, Compared]] = field(default_factory=list)
+
+    @property
+    def medians(self) -> tuple[Compared, Compared]:
+        forward, backward = zip(*self.noted, strict=True)
+        return Compared.median(forward), Compared.median(backward)
+
+
+class _Bench:
+    """The model as one stretch and as several, and what they took so far."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        inputs: Sequence[Tensor],
+        device: torch.device,
+        loss: Loss | None,
+    ) -> None:
+        self.captured, self.device, self.loss = captured, device, loss
+        self.inputs = {
+            name: value.to(device) for name, value in zip(captured.inputs, inputs, strict=True)
+        }
+        nodes = captured.graph.nodes
+        self.nodes = [name for name in captured.graph.order if not nodes[name].is_input]
+        self.watch: Stopwatch[Any] = stopwatch(device)
+        self.whole = self._stretch(self.nodes, marked=True)
+        held = {name: len(captured.parameters[name]) for name in self.nodes}
+        self.share = {name: count / (sum(held.values()) or 1) for name, count in held.items()}
+        self.turns: list[tuple[Seconds, Seconds]] = []
+        self.recomputed: list[Seconds] = []
+        self.divisions: list[list[_Together]] = []
+
+    def _stretch(self, nodes: Sequence[str], marked: bool) -> Stretch:
+        return Stretch(self.captured, nodes, self.watch, self.device, marked)
+
+    def _by_node(self, passed: Pass) -> Seconds:
+        """Calling a stretch takes longer the more parameters it holds: a share for each."""
+        given = passed.nodes
+        found = {n: given.get(n, 0.0) + passed.call * self.share[n] for n in self.nodes}
+        return found | ({LOSS: given[LOSS]} if LOSS in given else {})
+
+    def warm_up(self) -> float:
+        """One pass; its seconds."""
+        turn = self.whole.run(self.inputs, self.loss)
+        forward, backward = self._by_node(turn.forward), self._by_node(turn.backward)
+        self.seconds = {name: forward[name] + backward[name] for name in self.nodes}
+        return turn.forward.seconds + turn.backward.seconds
+
+    def divide(self) -> None:
+        """By what the nodes took in the warm-up."""
+        self.divisions = [
+            [
+                _Together(nodes, self._stretch(nodes, marked=False))
+                for nodes in stretches(self.captured.graph, self.nodes, self.seconds, count)
+            ]
+            for count in _DIVISIONS
+        ]
+
+    def repeat(self, number: int) -> float:
+        """One pass of the whole model and one of its stretches; the seconds of the former."""
+        turn = self.whole.run(self.inputs, self.loss)
+        both = self._by_node(turn.forward), self._by_node(turn.backward)
+        self.turns.append(both)
+        if number % _RECOMPUTED == 0:
+            with torch.no_grad():
+                again = self.whole.run(self.inputs, self.loss)
+            self.recomputed.append(self._by_node(again.forward))
+        values = dict(self.inputs)
+        division = self.divisions[number % len(self.divisions)]
+        for together in division:
+            loss = self.loss if together is division[-1] else None
+            alone = together.stretch.run(values, loss)
+            values.update(alone.values)
+            names = [*together.nodes, *([LOSS] if loss else [])]
+            forward, backward = (sum(seconds.get(n, 0.0) for n in names) for seconds in both)
+            together.noted.append(
+                (
+                    Compared(forward, alone.forward.seconds),
+                    Compared(backward, alone.backward.seconds),
+                )
+            )
+        return turn.forward.seconds + turn.backward.seconds
+
+    def times(self, repeats: Repeats) -> Times:
+        measured = [each for division in self.divisions for each in division if each.noted]
+        forward = Fit.of([each.medians[0] for each in measured])
+        backward = Fit.of([each.medians[1] for each in measured])
+
+        def timing(name: str) -> Timing:
+            return Timing(
+                _spread([turn[0].get(name, 0.0) for turn in self.turns], forward.factor),
+                _spread([turn[1].get(name, 0.0) for turn in self.turns], backward.factor),
+                _spread([turn.get(name, 0.0) for turn in self.recomputed], forward.factor),
+            )
+
+        nodes = {name: timing(name) for name in self.nodes}
+        nothing = Timing.nothing()
+        return Times(
+            {name: nodes.get(name, nothing) for name in self.captured.graph.nodes},
+            timing(LOSS) if self.loss is not None else None,
+            tuple(StretchTimes(each.nodes, *each.medians) for each in measured),
+            forward,
+            backward,
+            len(repeats.warming),
+            len(repeats.noted),
+        )
+
+
+def _spread(seconds: Sequence[float], factor: float) -> Spread:
+    return Spread.of([factor * each for each in seconds])

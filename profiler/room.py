@@ -1,0 +1,23 @@
+"""How much memory there is for a model on a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def room(device: torch.device) -> float:
+    """Bytes that may be taken; infinite where the system does not tell.
+
+    On a CPU those that Linux deems available, of which a tenth is left to others.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return float(free)
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return float("inf")
+    kilobytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return 0.9 * 1024 * kilobytes[0] if kilobytes else float("inf")
