@@ -13,7 +13,7 @@ import numpy as np
 
 from pipedream.optimizer.latency import Latency
 from pipedream.optimizer.optimize import Outcome, Request, given_plan
-from pipedream.optimizer.planning import Floats, PlanningGraph
+from pipedream.optimizer.planning import Floats
 
 _HALVINGS = 60
 
@@ -22,7 +22,7 @@ def equal_layers(request: Request, microbatches: int) -> Outcome:
     """As many nodes in each stage, with an update after so many microbatches (GPipe, NeurIPS
     2019).
     """
-    graph = PlanningGraph.of(request.graph, request.footprints)
+    graph = request.planning
     stages = min(request.cluster.devices, len(graph))
     ends = [len(graph) * (stage + 1) // stages for stage in range(stages)]
     ours = replace(request, schedule="gpipe", microbatches=microbatches)
@@ -32,7 +32,7 @@ def equal_layers(request: Request, microbatches: int) -> Outcome:
 
 def equal_parameters(request: Request) -> Outcome:
     """The stage with most parameters has as few as can be."""
-    graph = PlanningGraph.of(request.graph, request.footprints)
+    graph = request.planning
     stages = min(request.cluster.devices, len(graph))
     ends = balanced(graph.parameter_bytes, stages)
     return given_plan(request, graph, ends, [1] * stages)
@@ -40,7 +40,7 @@ def equal_parameters(request: Request) -> Outcome:
 
 def data_parallel(request: Request) -> Outcome:
     """The whole model on every device."""
-    graph = PlanningGraph.of(request.graph, request.footprints)
+    graph = request.planning
     return given_plan(request, graph, [len(graph)], [request.cluster.devices])
 
 

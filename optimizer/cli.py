@@ -74,15 +74,18 @@ def _task(options: Options) -> _Task:
     limit = None if options.memory is None else _bytes("--memory", options.memory)
     aim = _latency(options)
     in_rounds = _in_rounds(options)
-    rate = _bytes("--update-rate", options.update_rate)
+    typed = options.update_rate
+    rate = None if typed is None else _bytes("--update-rate", typed)
     numbers = None if options.sweep is None else _numbers(options.sweep, cluster)
     _check_folder(options.folder)
     _check_profile(options)
 
     from pipedream.graph.text import read_graph
+    from pipedream.graph.upkeep import Upkeep, read_upkeep
     from pipedream.optimizer.cost import COST_MODELS
     from pipedream.optimizer.hierarchy import Rules
     from pipedream.optimizer.optimize import Request
+    from pipedream.optimizer.workload import UPDATE_RATE
 
     graph = read_graph(options.graph)
     schedule = options.schedule or ("weight-stashing" if aim is None else "flush")
@@ -91,6 +94,8 @@ def _task(options: Options) -> _Task:
             f"--weight-prediction is for weight-stashing, and the schedule is {schedule}: leave one"
             " of them out"
         )
+    footprints = _footprints(options, graph)
+    upkeep = None if footprints is None else read_upkeep(options.made)
     cost_model = options.cost_model or ("measured" if cluster.measured else "paper")
     request = Request(
         graph=graph,
@@ -103,8 +108,9 @@ def _task(options: Options) -> _Task:
         optimizer=options.optimizer,
         recompute=options.recompute,
         in_flight=options.in_flight,
-        update_rate=rate,
-        footprints=_footprints(options, graph),
+        update_rate=rate or (upkeep or Upkeep({})).update_rates.get(options.optimizer, UPDATE_RATE),
+        upkeep=upkeep,
+        footprints=footprints,
         microbatches=options.microbatches if in_rounds else None,
         weight_prediction=options.weight_prediction,
     )
@@ -143,6 +149,7 @@ def _plan(task: _Task, options: Options) -> tuple[Outcome, Simulation | None]:
         outcome.plan,
         task.request.graph,
         update_rate=task.request.update_rate,
+        upkeep=task.request.upkeep,
         most_moves=MOST_MOVES if options.timeline else QUICK_MOVES,
     )
     if simulation is not None:

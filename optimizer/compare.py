@@ -79,7 +79,9 @@ def _contender(name: str, make: Callable[[], Outcome], request: Request) -> Cont
         plan = make().plan
     except UserError as error:
         return Contender(name, None, error.format_message(), None, fits=False)
-    simulation = simulate_plan(plan, request.graph, update_rate=request.update_rate)
+    simulation = simulate_plan(
+        plan, request.graph, update_rate=request.update_rate, upkeep=request.upkeep
+    )
     if simulation is not None:
         plan = simulation.noted_in(plan)
     found = Contender(name, plan, None, simulation)

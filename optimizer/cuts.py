@@ -38,8 +38,8 @@ class Cuts:
 
     @cached_property
     def seconds(self) -> Floats:
-        """Forward plus backward of all nodes before the cut, on one worker."""
-        return self.sum(self.graph.compute_seconds)
+        """Forward, backward and update of all nodes before the cut, on one worker."""
+        return self.sum(self.graph.work_seconds)
 
     @cached_property
     def working(self) -> Floats:

@@ -21,6 +21,7 @@ from pipedream.graph.plan import (
     Stage,
 )
 from pipedream.graph.schedule_name import MICROBATCHES, ScheduleName
+from pipedream.graph.upkeep import Upkeep
 from pipedream.optimizer.antichain import AntichainDag
 from pipedream.optimizer.bound import bound_over_bins, lower_bound
 from pipedream.optimizer.cluster_operators import layer_cuts
@@ -74,7 +75,7 @@ class Request:
     `latency`, or else the default.
     `footprints` of the graph's nodes; without them they are taken to keep their outputs.
     `in_flight`: as few minibatches as fill the pipeline, or as many as keep its pace and have room;
-    `update_rate` as in the simulator.
+    `update_rate` as in the simulator; `upkeep`, where it was measured, as there.
     """
 
     graph: Graph
@@ -91,6 +92,21 @@ class Request:
     weight_prediction: bool = False
     in_flight: InFlight = "useful"
     update_rate: float = UPDATE_RATE
+    upkeep: Upkeep | None = None
+
+    @property
+    def planning(self) -> PlanningGraph:
+        """The graph, where upkeep was measured with what the cost model `measured` makes of it."""
+        if self.upkeep is None or self.model.name != "measured":
+            return PlanningGraph.of(self.graph, self.footprints)
+        keeping = self.keeping
+        per_update = keeping.microbatches if keeping.policy((1,)).same_everywhere else 1
+        return PlanningGraph.of(
+            self.graph,
+            self.footprints,
+            update=1 / self.update_rate / per_update,
+            call=self.upkeep.call_forward + self.upkeep.call_backward,
+        )
 
     @property
     def keeping(self) -> Keeping:
@@ -151,7 +167,7 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
 
     Raises UserError if there is nothing to plan, or no plan fits the memory.
     """
-    graph = PlanningGraph.of(request.graph, request.footprints)
+    graph = request.planning
     _check(graph, request)
     if request.latency is not None:
         return _optimize_latency(graph, request, request.latency, most_cuts)
@@ -398,7 +414,7 @@ def _outcome(
         microbatches=_microbatches(request, [stage.replicas for stage in solution.stages]),
         seconds_per_minibatch=seconds,
         lower_bound_seconds=min(bound, seconds),
-        one_worker_seconds=float(cuts.graph.compute_seconds.sum()) / kinds.fastest,
+        one_worker_seconds=float(cuts.seconds[-1] + cuts.graph.call) / kinds.fastest,
         data_parallel_seconds=data_parallel_time(
             cost.on(kinds.grade(kinds.counts)), request.cluster.machines
         ),
@@ -428,7 +444,7 @@ def _outcome(
 
 def _useful_room(plan: Plan, request: Request) -> tuple[int, ...]:
     policy = request.keeping.policy(plan.replicas)
-    workload = Workload.of(plan, policy, request.graph, request.update_rate)
+    workload = Workload.of(plan, policy, request.graph, request.update_rate, request.upkeep)
     return room_for(plan, workload, policy)
 
 

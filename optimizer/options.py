@@ -193,9 +193,8 @@ _SIMULATION = (
     click.option(
         "--update-rate",
         metavar="BYTES",
-        default="50GB",
-        show_default=True,
-        help="Parameters that the optimizer updates on a device in a second; for the simulation.",
+        help="Parameters that the optimizer updates on a device in a second.  [default: as the"
+        " profile has it, else 50GB; in the simulation alone]",
     ),
 )
 
@@ -237,7 +236,7 @@ class Options:
     timeline: bool
     compare: bool
     sweep: str | None
-    update_rate: str
+    update_rate: str | None
 
     @property
     def folder(self) -> Path:

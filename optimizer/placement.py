@@ -31,6 +31,12 @@ def compute_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: bool)
     return float(graph.compute_seconds[inside].sum() + again)
 
 
+def _work_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: bool) -> float:
+    """And all that a worker does beside that for a minibatch."""
+    update = float(graph.parameter_bytes[list(nodes)].sum()) * graph.update
+    return compute_seconds(graph, nodes, recompute) + update + graph.call
+
+
 def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -> tuple[float, str]:
     """Seconds per minibatch that this stage allows, all levels together, and what sets them.
 
@@ -40,7 +46,7 @@ def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -
     plan is the plan's time.
     """
     nodes = cost.cuts.nodes(stage.start, stage.end)
-    seconds = np.array([compute_seconds(cost.cuts.graph, nodes, recompute)]) / cost.speed
+    seconds = np.array([_work_seconds(cost.cuts.graph, nodes, recompute)]) / cost.speed
     limit = "compute"
     for share in stage.shares:
         end = slice(share.end, share.end + 1)
@@ -55,7 +61,7 @@ def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -
 def data_parallel_time(cost: Replication, machines: Sequence[int]) -> float:
     """Seconds per minibatch with the whole model on every device; `cost` is on the slowest."""
     end = len(cost.cuts) - 1
-    seconds = np.array([cost.cuts.seconds[end]]) / cost.speed
+    seconds = np.array([cost.cuts.seconds[end] + cost.cuts.graph.call]) / cost.speed
     for level, count in enumerate(machines, start=1):
         replicas = np.array([count])
         seconds = cost.replicated(seconds, 0, slice(end, end + 1), level, replicas, True)

@@ -23,16 +23,25 @@ class PlanningGraph:
     Sources called `Input` cost nothing and are left out: they go to the first stage. A
     `__getitem__` that nothing consumes is left out too and goes where its producer goes (`follows`
     names the working node, None for one that hangs on an input). `footprints`, where there are
-    any, say what each node keeps in memory; without them, its outputs.
+    any, say what each node keeps in memory; without them, its outputs. `update`: what a minibatch
+    spends on updating a byte of parameters; `call`: what it takes in every stage, whatever its
+    nodes.
     """
 
     graph: Graph
     names: tuple[str, ...]
     follows: Mapping[str, str | None]
     footprints: Mapping[str, Footprint] | None = None
+    update: float = 0.0
+    call: float = 0.0
 
     @staticmethod
-    def of(graph: Graph, footprints: Mapping[str, Footprint] | None = None) -> PlanningGraph:
+    def of(
+        graph: Graph,
+        footprints: Mapping[str, Footprint] | None = None,
+        update: float = 0.0,
+        call: float = 0.0,
+    ) -> PlanningGraph:
         inputs = {
             name
             for name, node in graph.nodes.items()
@@ -49,7 +58,7 @@ class PlanningGraph:
             if name in unread:
                 producer = graph.predecessors[name][0] if graph.predecessors[name] else None
                 follows[name] = producer if producer is None else follows.get(producer, producer)
-        return PlanningGraph(graph, names, follows, footprints)
+        return PlanningGraph(graph, names, follows, footprints, update, call)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -85,6 +94,11 @@ class PlanningGraph:
     def compute_seconds(self) -> Floats:
         """Forward plus backward of each node, one minibatch on one worker."""
         return np.array([self.graph.nodes[name].compute_seconds for name in self.names])
+
+    @cached_property
+    def work_seconds(self) -> Floats:
+        """And what the node's parameters take to be updated."""
+        return self.compute_seconds + self.parameter_bytes * self.update
 
     @cached_property
     def parameter_bytes(self) -> Floats:

@@ -18,6 +18,7 @@ from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, Simulated
 from pipedream.graph.schedule_name import MICROBATCHES
 from pipedream.graph.timeline import Event
+from pipedream.graph.upkeep import Upkeep
 from pipedream.optimizer.long_rounds import lengthened, rounds_to_play
 from pipedream.optimizer.network import Network
 from pipedream.optimizer.workload import UPDATE_RATE, Workload
@@ -63,6 +64,7 @@ def simulate_plan(
     plan: Plan,
     graph: Graph,
     update_rate: float = UPDATE_RATE,
+    upkeep: Upkeep | None = None,
     most_moves: int = MOST_MOVES,
 ) -> Simulation | None:
     """Simulates `plan` with the times of `graph`; None where that takes more than `most_moves`.
@@ -72,7 +74,7 @@ def simulate_plan(
     """
     microbatches = plan.predicted.microbatches or MICROBATCHES
     rules = policy(plan.schedule, plan.replicas, microbatches, room=plan.room)
-    workload = Workload.of(plan, rules, graph, update_rate)
+    workload = Workload.of(plan, rules, graph, update_rate, upkeep)
     ranks = [stage.ranks for stage in plan.stages]
     links = tuple(workload.forward_bytes)
     span = Span.of(rules)

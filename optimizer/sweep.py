@@ -117,7 +117,7 @@ def sweep(request: Request, numbers: range) -> Iterator[Point]:
             yield Point(cluster.machines, None)
             continue
         simulation = simulate_plan(
-            outcome.plan, request.graph, update_rate=request.update_rate, most_moves=QUICK_MOVES
+            outcome.plan, request.graph, request.update_rate, request.upkeep, QUICK_MOVES
         )
         if simulation is not None:
             outcome = replace(outcome, plan=simulation.noted_in(outcome.plan))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, StageMemory
+from pipedream.graph.upkeep import Upkeep
 from pipedream.runtime.action import Link
 from pipedream.runtime.policy import Peak, Policy
 
@@ -79,10 +80,17 @@ class Workload:
     backward_bytes: Mapping[Link, float]
 
     @staticmethod
-    def of(plan: Plan, policy: Policy, graph: Graph, update_rate: float) -> Workload:
+    def of(
+        plan: Plan,
+        policy: Policy,
+        graph: Graph,
+        update_rate: float,
+        upkeep: Upkeep | None = None,
+    ) -> Workload:
         """The work of `plan` with the times and sizes of `graph`; `policy` is its schedule's.
 
-        `update_rate`: bytes of parameters that the optimizer takes through a step in a second. A
+        `update_rate`: bytes of parameters that the optimizer takes through a step in a second;
+        `upkeep` says what a pass takes beside its nodes. A
         tensor goes once to each stage that reads it. Inputs of the model are read by each stage for
         itself. A gradient of the same size comes back where anything before it learns.
         """
@@ -103,9 +111,11 @@ class Workload:
             nodes = [graph.nodes[name] for name in stage.nodes]
             parameters = sum(node.parameter_bytes for node in nodes)
             forward_seconds = sum(node.forward_seconds for node in nodes if not node.is_input)
+            forward_seconds += upkeep.call_forward if upkeep else 0.0
             work = StageWork(
                 forward_seconds=forward_seconds,
                 backward_seconds=sum(node.backward_seconds for node in nodes if not node.is_input)
+                + (upkeep.call_backward if upkeep else 0.0)
                 + (forward_seconds if stage.recompute else 0.0),
                 update_seconds=parameters / update_rate,
                 parameter_bytes=parameters,

@@ -88,15 +88,24 @@ def measure(
             "lower bound of whole numbers, with --input or in the data"
         ) from error
     measured = _Measured(captured, times, kept, updates(captured, settings.device))
-    graph = captured.graph.with_nodes(
-        replace(
-            node,
-            forward_seconds=times.nodes[node.id].forward.median,
-            backward_seconds=times.nodes[node.id].backward.median,
-        )
-        for node in captured.graph.nodes.values()
-    )
+    graph = _timed(captured, times)
     return graph, _profile(measured, graph, settings)
+
+
+def _timed(captured: Captured, times: Times) -> Graph:
+    """The loss belongs to the stage that gives the output, so its time to the last such node."""
+    graph = captured.graph
+    last = max((captured.owner[name] for name in captured.outputs), key=graph.order.index)
+
+    def seconds(name: str) -> tuple[float, float]:
+        timings = [times.nodes[name]] + ([times.loss] if times.loss and name == last else [])
+        return sum(t.forward.median for t in timings), sum(t.backward.median for t in timings)
+
+    return graph.with_nodes(
+        replace(node, forward_seconds=forward, backward_seconds=backward)
+        for node in graph.nodes.values()
+        for forward, backward in [seconds(node.id)]
+    )
 
 
 def _time(

@@ -35,11 +35,13 @@ class ProfiledTensor(_Part):
 class ProfiledNode(_Part):
     """A node of graph.txt: the module it is a call of, the parameters it reads, what leaves it.
 
-    Seconds are those of graph.txt, with the factors of the profile; `recomputed_seconds`: a forward
-    pass that keeps nothing for a backward pass. `saved_bytes` and `workspace_bytes` as in
-    `pipedream.profiler.footprint`. Parameters, their gradients and, by optimizer, what it keeps for
-    them are in the bytes of the first node that reads them. None: not measured.
+    Seconds are those of graph.txt, but for the loss, with the factors of the profile;
+    `recomputed_seconds`: a forward pass that keeps nothing for a backward pass. `saved_bytes` and
+    `workspace_bytes` as in `pipedream.profiler.footprint`. Parameters, their gradients and, by
+    optimizer, what it keeps for them are in the bytes of the first node that reads them. None: not
+    measured.
     """
+
 
     id: str
     description: str
@@ -59,7 +61,7 @@ class ProfiledNode(_Part):
 
 
 class ProfiledLoss(_Part):
-    """The loss of a run config, which the last stage works out; in no node and no total."""
+    """The loss of a run config. graph.txt has it in the last node that gives an output."""
 
     forward_seconds: Seconds
     backward_seconds: Seconds

@@ -1,11 +1,8 @@
 """Do the times of a profile add up to a step of the model? `python scripts/bench_profile.py`.
 
-Each model is profiled, as pd-profile does it, with one thread, and cut into 2, 3 and 4 stages of
-about equal time. The sum over the stages of what is predicted for them is set beside forward and
-backward passes of the plain model, measured by themselves before and after: for each model a line
-with seconds to capture and to measure, milliseconds summed and whole, and their ratio. Names of
-models may follow. `--depth` shows what twice the layers cost; `--saved` sets the bytes that are kept
-for backward passes beside those that the whole model keeps.
+Each model is profiled as pd-profile does it, with one thread. The sum over all nodes is set beside
+forward and backward passes of the plain model, measured by themselves before and after: a line for
+each model, with the seconds that measuring took. Names of models may follow.
 """
 
 from __future__ import annotations

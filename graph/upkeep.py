@@ -1,0 +1,50 @@
+"""What training takes beside the layers, as pd-profile measured it: a part of profile.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipedream.graph.artifact import read_artifact
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    """`update_rates`: by optimizer, the bytes of parameters that go through a step in a second;
+    the other two: seconds for each pass of a stage, whatever its nodes.
+    """
+
+    update_rates: Mapping[str, float]
+    call_forward: float = 0.0
+    call_backward: float = 0.0
+
+
+class _Update(BaseModel):
+    bytes_per_second: float = Field(gt=0, allow_inf_nan=False)
+
+
+class _Fitted(BaseModel):
+    call_seconds: float = Field(ge=0, allow_inf_nan=False)
+
+
+class _Profile(BaseModel):
+    """What of profile.json is needed here; the rest may be whatever it is."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    updates: dict[str, _Update] = {}
+    forward: _Fitted | None = None
+    backward: _Fitted | None = None
+
+
+def read_upkeep(path: Path) -> Upkeep:
+    """What a profile says of it. Raises UserError if there is no such file, or it is malformed."""
+    profile = read_artifact(path, _Profile)
+    return Upkeep(
+        {name: update.bytes_per_second for name, update in profile.updates.items()},
+        profile.forward.call_seconds if profile.forward else 0.0,
+        profile.backward.call_seconds if profile.backward else 0.0,
+    )
