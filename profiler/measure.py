@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from pipedream.graph.command import UserError
 from pipedream.graph.heap import keep_freed_memory
 from pipedream.graph.model import Graph
 from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs
+from pipedream.profiler.device_name import device_name
 from pipedream.profiler.footprint import Footprint, footprints
 from pipedream.profiler.precision import lowered
 from pipedream.profiler.profile import (
@@ -151,21 +151,10 @@ def _seconds(spread: Spread) -> Seconds:
 
 
 def _machine(settings: Settings) -> Machine:
-    cuda = settings.device.type == "cuda"
     return Machine(
         device=str(settings.device),
-        device_name=torch.cuda.get_device_name(settings.device) if cuda else _processor(),
+        device_name=device_name(settings.device),
         threads=settings.threads,
         python=platform.python_version(),
         torch=str(torch.__version__),
     )
-
-
-def _processor() -> str:
-    """The CPU's name; Linux tells it in /proc/cpuinfo, elsewhere Python's guess must do."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
