@@ -121,10 +121,12 @@ def _level_lines(cluster: Cluster, level: int) -> Iterator[str]:
 
 
 def _link_text(link: Link) -> str:
+    busy = f", busy: {link.busy:.4g}" if link.busy else ""
     if link.bandwidth is not None:
-        return f"{{latency: {_duration(link.latency)}, bandwidth: {_rate(link.bandwidth)}}}"
-    points = (f"[{_amount(size)}, {_duration(seconds)}]" for size, seconds in link.points)
-    return f"[{', '.join(points)}]"
+        line = f"latency: {_duration(link.latency)}, bandwidth: {_rate(link.bandwidth)}"
+        return f"{{{line}{busy}}}"
+    points = ", ".join(f"[{_amount(size)}, {_duration(time)}]" for size, time in link.points)
+    return f"{{points: [{points}]{busy}}}" if busy else f"[{points}]"
 
 
 def _kind_text(kind: DeviceKind) -> str:

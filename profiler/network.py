@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle
 
 import numpy as np
 import torch.distributed as dist
 
-from pipedream.graph.cluster import Cluster
+from pipedream.graph.cluster import Cluster, Link
+from pipedream.profiler.beside import busy
 from pipedream.profiler.levels import Level, Ranks
 from pipedream.profiler.link_fit import Fit, fit_link
 from pipedream.profiler.network_options import Effort
-from pipedream.profiler.wire import Wire
+from pipedream.profiler.wire import Wait, Wire
 
 _TIMED_BYTES = 4e6
 _FEWEST, _MOST = 2, 64
@@ -29,7 +31,8 @@ class Timed:
 
     `seconds` is the median over pairs or groups of ranks of the median over repeats. `spread`: half
     of the repeats are within that share of the median. `slowest`: how many times as long the
-    slowest pair or group takes, at the size where that is most.
+    slowest pair or group takes, at the size where that is most. `busy`: the share of that time in
+    which the ranks at its ends cannot compute.
     """
 
     sizes: tuple[int, ...]
@@ -37,6 +40,12 @@ class Timed:
     spread: tuple[float, ...]
     slowest: float
     fit: Fit
+    busy: float = 0.0
+
+    @property
+    def link(self) -> Link:
+        """What the cluster file says."""
+        return self.fit.link.model_copy(update={"busy": round(self.busy, 2)})
 
     @staticmethod
     def of(sizes: Sequence[int], samples: Sequence[Sequence[Sequence[float]]]) -> Timed:
@@ -69,8 +78,8 @@ def cluster(found: Sequence[Measured]) -> Cluster:
         names=tuple(each.level.name for each in found),
         bandwidth=tuple(each.send.fit.line.bandwidth or 0.0 for each in found),
         latency=tuple(each.send.fit.line.latency for each in found),
-        send=tuple(each.send.fit.link for each in found),
-        all_reduce=tuple(each.all_reduce.fit.link for each in found),
+        send=tuple(each.send.link for each in found),
+        all_reduce=tuple(each.all_reduce.link for each in found),
     )
 
 
@@ -88,7 +97,41 @@ def measure(
     for group in level.groups:
         step(f"{level.name}: sums over ranks {', '.join(map(str, group))}")
         sums.append(_sums(wire, group, effort))
-    return Measured(level, Timed.of(effort.sizes, send), Timed.of(effort.sizes, sums))
+    step(f"{level.name}: compute beside messages and sums")
+    return Measured(
+        level,
+        _beside(wire, level.pairs[0], effort, Timed.of(effort.sizes, send), _passing),
+        _beside(wire, level.groups[0], effort, Timed.of(effort.sizes, sums), _summing),
+    )
+
+
+def _beside(
+    wire: Wire,
+    ranks: Ranks,
+    effort: Effort,
+    timed: Timed,
+    begin: Callable[[Wire, Ranks, int], Callable[[], Wait | None]],
+) -> Timed:
+    def seconds(size: float) -> float:
+        return float(timed.fit.link.seconds(size))
+
+    share = busy(wire, ranks, effort, seconds, lambda size: begin(wire, ranks, size))
+    return replace(timed, busy=share)
+
+
+def _passing(wire: Wire, pair: Ranks, size: int) -> Callable[[], Wait | None]:
+    """What begins a message from the first to the second rank."""
+    source, target = pair
+    if dist.get_rank() == source:
+        tensor = wire.tensor(size)
+        return lambda: wire.send(tensor, target)
+    rooms = cycle([wire.room(size) for _ in range(4)])
+    return lambda: wire.post(next(rooms), source)
+
+
+def _summing(wire: Wire, group: Ranks, size: int) -> Callable[[], Wait | None]:
+    flats = cycle([wire.tensor(size) for _ in range(4)])
+    return lambda: wire.add_up(next(flats), group)
 
 
 def _messages(wire: Wire, pair: Ranks, effort: Effort) -> list[list[float]]:

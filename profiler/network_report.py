@@ -83,7 +83,7 @@ def links_table(found: Sequence[Measured]) -> Table:
     table = _table("Latency plus bytes over bandwidth")
     for heading in ("level", ""):
         table.add_column(heading, no_wrap=True)
-    headings = ("latency", "bandwidth", "off by\nat most", "written\nas", "slowest")
+    headings = ("latency", "bandwidth", "off by\nat most", "written\nas", "slowest", "busy")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for level, kind, timed in _kinds(found):
@@ -96,8 +96,13 @@ def links_table(found: Sequence[Measured]) -> Table:
             f"{fit.miss:.0%}",
             "line" if fit.link == fit.line else "points",
             f"{timed.slowest:.2f} x",
+            f"{timed.busy:.0%}",
         )
-    table.caption = f"Points are written where a line is off by more than {MOST_MISS:.0%}."
+    table.caption = (
+        f"Points are written where a line is off by more than {MOST_MISS:.0%}. Slowest: the slowest"
+        " pair or group, beside the median. Busy: the share of the time in which ranks that compute"
+        " meanwhile cannot."
+    )
     return table
 
 

@@ -6,14 +6,13 @@ import csv
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 from commands import PROGRAMS, typed
-from processes import free_port, run_processes
+from processes import free_port
 
 from pipedream.graph.cluster import Link
 from pipedream.graph.cluster_file import read_cluster
@@ -104,9 +103,9 @@ def test_small_messages_count_as_much_as_large_ones() -> None:
 
 def test_neither_number_is_below_zero() -> None:
     fit = fit_link([1e3, 1e4, 1e5], [1e-6, 3e-5, 4e-4])
-    assert (fit.line.latency, fit.line.bandwidth) == (0.0, pytest.approx(3.4e8, rel=0.3))
+    assert (fit.line.latency, fit.line.bandwidth) == (0.0, pytest.approx(7.41e8, rel=0.01))
     falling = fit_link([1e3, 1e4, 1e5], [1.2e-3, 1.1e-3, 1.0e-3])
-    assert falling.line.latency == pytest.approx(1.1e-3, rel=0.01)
+    assert falling.line.latency == pytest.approx(1.1e-3, rel=0.05)
     assert falling.link.seconds(1e9) < 2e-3
 
 
@@ -168,6 +167,7 @@ def test_the_measured_cluster_is_one_to_plan_for(
     assert cluster.measured
     for link in (*cluster.send, *cluster.all_reduce):
         assert link is not None
+        assert 0 <= link.busy <= 1
         assert 1e-6 < float(link.seconds(60_000)) < 1.0
     assert (tmp_path / "net/network.png").stat().st_size > 10_000
     with (tmp_path / "net/network.csv").open() as file:
