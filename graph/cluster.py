@@ -61,11 +61,14 @@ class Link(_Part):
     `points`: (bytes, seconds), two or more, more bytes never taking less time. Between them the
     time is interpolated; fewer bytes than the first take as long as it, more than the last go on
     at the rate of the last two. So the time never falls as the bytes grow.
+
+    `busy`: the share of that time that is taken from the compute of the ranks at its ends.
     """
 
     latency: Seconds = 0.0
     bandwidth: SomeBytes | None = None
     points: tuple[tuple[Bytes, Seconds], ...] = ()
+    busy: float = Field(default=0.0, ge=0, le=1, strict=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -105,8 +108,13 @@ class Link(_Part):
     def stretched(self, size: float, time: float) -> Link:
         """The link that takes `time` times as long for messages `size` times as large."""
         if self.bandwidth is not None:
-            return Link(latency=self.latency * time, bandwidth=self.bandwidth * size / time)
-        return Link(points=tuple((b * size, s * time) for b, s in self.points))
+            return Link(
+                latency=self.latency * time,
+                bandwidth=self.bandwidth * size / time,
+                busy=self.busy,
+            )
+        points = tuple((b * size, s * time) for b, s in self.points)
+        return Link(points=points, busy=self.busy)
 
 
 class DeviceKind(_Part):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +18,7 @@ from pipedream.graph.cluster import (
     SomeBytes,
     check_kinds,
 )
+from pipedream.graph.units import show_bytes, show_seconds
 
 
 class _Level(BaseModel):
@@ -87,3 +90,57 @@ def read_cluster(path: Path) -> Cluster:
         kinds=file.kinds,
         machine_kinds=file.machine_kinds,
     )
+
+
+def write_cluster(cluster: Cluster, path: Path, notes: Sequence[str] = ()) -> None:
+    """Writes a cluster file, with the notes as comments at its head.
+
+    Amounts are rounded to what reads well: sizes to six digits, all else to four.
+    """
+    lines = [f"# {note}" for note in notes]
+    lines += ["format: pipedream-cluster/1", "levels:  # innermost first"]
+    for level in range(len(cluster.machines)):
+        lines += _level_lines(cluster, level)
+    if cluster.kinds:
+        lines += ["kinds:", *(f"  - {_kind_text(kind)}" for kind in cluster.kinds)]
+        lines += [f"machine_kinds: {json.dumps(list(cluster.machine_kinds))}"]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _level_lines(cluster: Cluster, level: int) -> Iterator[str]:
+    name = cluster.names[level] if cluster.names else f"level{level + 1}"
+    yield f"  - name: {json.dumps(name)}"
+    yield f"    count: {cluster.machines[level]}"
+    yield f"    bandwidth: {_rate(cluster.bandwidth[level])}"
+    if cluster.latency[level]:
+        yield f"    latency: {_duration(cluster.latency[level])}"
+    for field, links in (("send", cluster.send), ("all-reduce", cluster.all_reduce)):
+        link = links[level] if links else None
+        if link is not None:
+            yield f"    {field}: {_link_text(link)}"
+
+
+def _link_text(link: Link) -> str:
+    busy = f", busy: {link.busy:.4g}" if link.busy else ""
+    if link.bandwidth is not None:
+        line = f"latency: {_duration(link.latency)}, bandwidth: {_rate(link.bandwidth)}"
+        return f"{{{line}{busy}}}"
+    points = ", ".join(f"[{_amount(size)}, {_duration(time)}]" for size, time in link.points)
+    return f"{{points: [{points}]{busy}}}" if busy else f"[{points}]"
+
+
+def _kind_text(kind: DeviceKind) -> str:
+    memory = "" if kind.memory is None else f", memory: {_amount(kind.memory)}"
+    return f"{{name: {json.dumps(kind.name)}, speed: {kind.speed:.6g}{memory}}}"
+
+
+def _amount(size: float) -> str:
+    return show_bytes(size, digits=6).replace(" ", "")
+
+
+def _rate(bandwidth: float) -> str:
+    return show_bytes(bandwidth, digits=4).replace(" ", "") + "/s"
+
+
+def _duration(seconds: float) -> str:
+    return show_seconds(seconds).replace(" ", "")

@@ -50,13 +50,13 @@ def parse_seconds(text: str) -> float:
     return value
 
 
-def show_bytes(amount: float) -> str:
+def show_bytes(amount: float, digits: int = 3) -> str:
     """`1234567.0` as `1.23 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(amount) < 999.5:
-            return f"{amount:.3g} {unit}"
+            return f"{amount:.{digits}g} {unit}"
         amount /= 1000
-    return f"{amount:.3g} TB"
+    return f"{amount:.{digits}g} TB"
 
 
 def show_seconds(seconds: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +24,13 @@ _BATCH_SIZE = 32
 
 
 @click.command("pd-profile", cls=Command)
-@click.argument("model", metavar="MODEL")
+@click.argument("model", metavar="MODEL", required=False)
 @click.option(
     "-o",
     "--output",
     required=True,
     type=click.Path(path_type=Path),
-    help="Folder for graph.txt, profile.json and graph.svg.",
+    help="Folder for graph.txt, profile.json and graph.svg; with --network for cluster.yaml.",
 )
 @click.option(
     "--batch-size",
@@ -76,8 +76,25 @@ _BATCH_SIZE = 32
     type=click.IntRange(min=1, max=os.cpu_count()),
     help="CPU threads of one operator; a worker of pd-train uses 1.",
 )
+@click.option(
+    "--network",
+    is_flag=True,
+    help="In place of a MODEL: measure messages and all-reduces between the ranks that torchrun or "
+    "mpirun has started, and write a cluster file for pd-optimize.",
+)
+@click.option(
+    "--machines",
+    metavar="N,N,...",
+    help="With --network: components of each level, innermost first: 4,2 is 2 machines of 4 "
+    "devices.  [default: the ranks of a host, then the hosts]",
+)
+@click.option(
+    "--largest",
+    metavar="BYTES",
+    help="With --network: the largest message, say 64MB.  [default: 64MB]",
+)
 def main(
-    model: str,
+    model: str | None,
     output: Path,
     batch_size: int | None,
     device: str,
@@ -87,12 +104,24 @@ def main(
     arguments: tuple[str, ...],
     inputs: tuple[str, ...],
     threads: int,
-) -> None:
+    network: bool,
+    machines: str | None,
+    largest: str | None,
+) -> int:
     """Measures MODEL: torchvision:NAME, transformers:NAME, package.module:factory or a run config.
 
     Writes graph.txt (forward and backward time, sizes of each layer) for pd-optimize, profile.json
     with all that was measured, and graph.svg, a picture.
+
+    With --network it measures the network in place of a model, as one of several ranks: torchrun
+    --standalone --nproc-per-node=2 --no-python pd-profile --network -o runs/network
     """
+    from pipedream.profiler.network_options import refuse_network_options
+
+    if network:
+        return _measure_network(click.get_current_context().params)
+    refuse_network_options(click.get_current_context().params)
+    assert model is not None
     args = dict(_argument(text) for text in arguments)
     _make_folder(output)
 
@@ -111,6 +140,33 @@ def main(
         settings = Settings(model, args, size, where, patience, threads)
         graph, profile = measure(loaded, settings, lambda part: step("timing", part, 1.0))
     _report(profile, _write(graph, profile, output), output)
+    return 0
+
+
+def _measure_network(parameters: Mapping[str, Any]) -> int:
+    """One rank's part; the exit code. An error that all ranks have is told once."""
+    # Else torch adds C++ traces of its own to the line that says that a rank was lost.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+    from pipedream.graph.place import environment, speaks
+    from pipedream.profiler.network_options import asked
+
+    try:
+        place = environment()
+        options = asked(parameters, place)
+        assert place is not None
+        if place.rank == 0:
+            _make_folder(options.output)
+
+        from pipedream.profiler.network_command import measure_network
+
+        with _enough_memory(options.device, "--largest"), _progress() as step:
+            measure_network(options, place, lambda what: step(what, 0, 0))
+    except (UserError, OSError):
+        if speaks():
+            raise
+        return UserError.exit_code
+    return 0
 
 
 def _argument(text: str) -> tuple[str, Any]:
@@ -178,14 +234,14 @@ def _load(
 
 
 @contextmanager
-def _enough_memory(device: str) -> Iterator[None]:
+def _enough_memory(device: str, option: str = "--batch-size") -> Iterator[None]:
     """Running out of memory is the user's to mend, wherever it happens."""
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's has no class
         if "out of memory" not in str(error) and "allocate memory" not in str(error):
             raise
-        raise UserError(f"out of memory on {device}: choose a smaller --batch-size") from error
+        raise UserError(f"out of memory on {device}: choose a smaller {option}") from error
 
 
 @contextmanager

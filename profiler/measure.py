@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import platform
+<<<<<<< HEAD
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+=======
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+>>>>>>> wb
 from typing import Any
 
 import torch
@@ -16,8 +21,13 @@ from torch import Tensor
 from pipedream.graph.command import UserError
 from pipedream.graph.heap import keep_freed_memory
 from pipedream.graph.model import Graph
+<<<<<<< HEAD
 from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs, rebuild
 from pipedream.profiler.fit import Fit
+=======
+from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs
+from pipedream.profiler.device_name import device_name
+>>>>>>> wb
 from pipedream.profiler.footprint import Footprint, footprints
 from pipedream.profiler.in_training import time_in_training
 from pipedream.profiler.precision import lowered
@@ -257,15 +267,15 @@ def _seconds(spread: Spread) -> Seconds:
 
 
 def _machine(settings: Settings) -> Machine:
-    cuda = settings.device.type == "cuda"
     return Machine(
         device=str(settings.device),
-        device_name=torch.cuda.get_device_name(settings.device) if cuda else _processor(),
+        device_name=device_name(settings.device),
         threads=settings.threads,
         python=platform.python_version(),
         torch=str(torch.__version__),
         libraries=_libraries(),
     )
+<<<<<<< HEAD
 
 
 def _libraries() -> dict[str, str]:
@@ -284,3 +294,5 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+=======
+>>>>>>> wb

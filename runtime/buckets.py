@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedream.graph.bucket import BUCKET_BYTES
 from pipedream.runtime.transport import Sum, Transport
-
-BUCKET_BYTES = 4 * 2**20
 
 
 @dataclass

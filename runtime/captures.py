@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from pipedream.graph.command import UserError
+from pipedream.graph.place import Place
 from pipedream.profiler.capture import Captured, capture
 from pipedream.profiler.precision import lowered
 from pipedream.profiler.source import load_config_model
@@ -18,7 +19,6 @@ from pipedream.runtime.evaluation import Stage, obstacle
 from pipedream.runtime.examples import Examples
 from pipedream.runtime.form import capture_rest
 from pipedream.runtime.job import Job
-from pipedream.runtime.launch import Place
 from pipedream.runtime.sizes import Sizes
 from pipedream.runtime.stage import layouts
 

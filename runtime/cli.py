@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import click
 
 from pipedream.graph.command import Command, FiniteRange, UserError
+from pipedream.graph.place import environment, restarts
 from pipedream.graph.schedule_name import SCHEDULES
 
 if TYPE_CHECKING:
+    from pipedream.graph.place import Place
     from pipedream.graph.schedule_name import ScheduleName
     from pipedream.runtime.job import Job
-    from pipedream.runtime.launch import Place
 
 
 class Asked(TypedDict):
@@ -140,7 +141,7 @@ def main(plan: Path, config: Path, **asked: Unpack[Asked]) -> int:
 
     try:
         job = _job(plan, config, asked)
-        place = launch.environment()
+        place = environment()
         return _start(job, asked) if place is None else _work(job, place)
     except (UserError, OSError):
         if launch.has_the_floor():
@@ -152,7 +153,6 @@ def _job(plan: Path, config: Path, asked: Asked) -> Job:
     """What is to be done. Raises UserError where it cannot be."""
     from pipedream.graph.config import read_config
     from pipedream.graph.plan import read_plan
-    from pipedream.runtime import launch
     from pipedream.runtime.job import Job
 
     read, run_config = read_plan(plan), read_config(config)
@@ -165,7 +165,7 @@ def _job(plan: Path, config: Path, asked: Asked) -> Job:
         schedule=asked["schedule"] or read.schedule,
         epochs=asked["epochs"] or run_config.epochs,
         resume=asked["resume"],
-        restarted=launch.restarts() > 0,
+        restarted=restarts() > 0,
         timeout=asked["timeout"],
         evaluate=asked["evaluate"],
         trace=asked["trace"],

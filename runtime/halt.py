@@ -18,9 +18,10 @@ from types import FrameType
 
 from torch._C._distributed_c10d import Store
 
+from pipedream.graph.place import Place
 from pipedream.runtime.course import Course
 from pipedream.runtime.exchange import from_first, hear, tell
-from pipedream.runtime.launch import ASKING, Place, draining
+from pipedream.runtime.launch import ASKING, draining
 from pipedream.runtime.legs import Leg, Position, Standing, place_to_stop
 from pipedream.runtime.policy import Policy
 

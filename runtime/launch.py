@@ -1,4 +1,4 @@
-"""How the workers of a run come to be: found in the environment, or spawned and watched here."""
+"""How the workers of a run come to be where no launcher has started them: spawned and watched."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
 from pipedream.graph.command import UserError
+from pipedream.graph.place import LOCALHOST, PORTS, RESTARTS, Place, speaks
 from pipedream.runtime.pulse import Pulse
 
 USER_ERROR = 2
@@ -41,115 +41,11 @@ SIGTERM is not one of them: torchrun ends with it the ranks that are left when o
 _LIFELINE = "PIPEDREAM_LIFELINE"
 _FLOOR = "PIPEDREAM_FLOOR"
 _PULSE = "PIPEDREAM_PULSE"
-_RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # as torchrun has it
-_LOCALHOST = "127.0.0.1"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 _NOTICE_SECONDS = 0.5  # until a pulse that stands still has been seen to
 _CAUSE_SECONDS = 2.0  # torchrun looks every 0.1 s
 _SAVING = (*ASKING, signal.SIGTERM)  # Ctrl-C, and what cluster managers send
-_PORTS = range(20_000, 30_000)  # below those that systems give out by themselves
-
-
-@dataclass(frozen=True)
-class Place:
-    """Which of the workers this process is, and where they meet."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    master_address: str
-    master_port: int
-
-    def variables(self) -> dict[str, str]:
-        """The place in torchrun's words, as `init_method="env://"` reads it."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_address,
-            "MASTER_PORT": str(self.master_port),
-        }
-
-
-@dataclass(frozen=True)
-class _Launcher:
-    """The variables by which a launcher tells a process its place; `job` names the run."""
-
-    rank: str
-    world_size: str
-    local_rank: str
-    local_world_size: str
-    job: tuple[str, ...] = ()
-
-
-_LAUNCHERS = (
-    _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
-    _Launcher(
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        ("PMIX_NAMESPACE",),
-    ),
-    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
-    _Launcher(
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",  # set by srun only, not in the shell of a batch job
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE",
-        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-    ),
-)
-
-
-def environment(variables: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that torchrun, mpirun (Open MPI, MPICH) or srun gave this process, if one did.
-
-    mpirun and srun name no meeting point: on one machine it is a port derived from the name of the
-    job, on several the user has to set MASTER_ADDR. Raises UserError.
-    """
-    for launcher in _LAUNCHERS:
-        if launcher.rank in variables and launcher.world_size in variables:
-            return _place(launcher, variables)
-    return None
-
-
-def _place(launcher: _Launcher, variables: Mapping[str, str]) -> Place:
-    rank = _number(variables, launcher.rank)
-    world_size = _number(variables, launcher.world_size)
-    local_rank = _number(variables, launcher.local_rank, rank)
-    local_world_size = _number(variables, launcher.local_world_size, world_size)
-    if rank >= world_size:
-        raise UserError(f"{launcher.rank}={rank}, but {launcher.world_size}={world_size}")
-    address = variables.get("MASTER_ADDR")
-    if address is None and local_world_size < world_size:
-        raise UserError(
-            "the workers are on several machines: set MASTER_ADDR to that of rank 0 "
-            "(mpirun -x MASTER_ADDR=HOST)"
-        )
-    port = _number(variables, "MASTER_PORT", _port(launcher, variables))
-    return Place(rank, world_size, local_rank, local_world_size, address or _LOCALHOST, port)
-
-
-def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = variables.get(name)
-    if text is None and default is not None:
-        return default
-    # SLURM writes `4(x2)`: four tasks on each of two machines.
-    digits = (text or "").partition("(")[0]
-    if not digits.isascii() or not digits.isdigit():
-        raise UserError(f"{name}={text}: expected a number in this environment variable")
-    return int(digits)
-
-
-def _port(launcher: _Launcher, variables: Mapping[str, str]) -> int:
-    """The same for all workers of a job, another for another job."""
-    known = [variables[name] for name in launcher.job if name in variables]
-    job = ".".join(known) or str(os.getppid())
-    return _PORTS[zlib.crc32(job.encode()) % len(_PORTS)]
 
 
 def spawn(
@@ -219,7 +115,7 @@ def _run(
     children: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(workers):
-            place = Place(rank, workers, rank, workers, _LOCALHOST, port)
+            place = Place(rank, workers, rank, workers, LOCALHOST, port)
             try:
                 children.append(_start(command, place, attempt, (lifeline, floor, memory)))
             except OSError as error:
@@ -240,7 +136,7 @@ def _start(
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
         **place.variables(),
-        _RESTARTS: str(attempt),
+        RESTARTS: str(attempt),
         _LIFELINE: str(lifeline),
         _FLOOR: str(floor),
         _PULSE: str(pulse),
@@ -423,11 +319,11 @@ def _free_port() -> int:
     """One that nobody has. Not of those that the system gives out: while the workers import their
     libraries some connection of another program might be given it.
     """
-    for port in random.sample(_PORTS, len(_PORTS)):
+    for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe, suppress(OSError):
-            probe.bind((_LOCALHOST, port))
+            probe.bind((LOCALHOST, port))
             return port
-    raise UserError(f"no port from {_PORTS[0]} to {_PORTS[-1]} is free for the workers to meet at")
+    raise UserError(f"no port from {PORTS[0]} to {PORTS[-1]} is free for the workers to meet at")
 
 
 def die_with_parent() -> bool:
@@ -448,11 +344,6 @@ def die_with_parent() -> bool:
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
     return True
-
-
-def restarts() -> int:
-    """How often the launcher has started this run again, after a failure."""
-    return int(os.environ.get(_RESTARTS, "0") or 0)
 
 
 def code_of_stopped() -> int:
@@ -490,13 +381,9 @@ def _open_floor() -> int:
 def has_the_floor() -> bool:
     """Whether this worker is the one that tells the user of an error that all may have.
 
-    Of the workers of `spawn` the first that asks, once. Elsewhere rank 0 at once, the others after
-    a while: by then their launcher has stopped them if rank 0 had the same error.
+    Of the workers of `spawn` the first that asks, once; elsewhere see `speaks`.
     """
     floor = os.environ.pop(_FLOOR, None)
     if floor is not None:
         return os.read(int(floor), 1) == b"!"
-    place = environment()
-    if place is not None and place.rank > 0:
-        time.sleep(_GRACE_SECONDS)
-    return True
+    return speaks()

@@ -6,6 +6,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from pipedream.graph.config import AsynchronousConfig
+from pipedream.profiler.meeting import join, meet
 from pipedream.runtime.asynchronous import rate_factor, scale_rate
 from pipedream.runtime.board import Board
 from pipedream.runtime.channel import ways
@@ -17,7 +18,7 @@ from pipedream.runtime.legs import Position, whole_updates
 from pipedream.runtime.pace import Pace
 from pipedream.runtime.peak_memory import PeakMemory
 from pipedream.runtime.prediction import Prediction
-from pipedream.runtime.process import join, make_groups, meet
+from pipedream.runtime.process import make_groups
 from pipedream.runtime.pulse import Pulse
 from pipedream.runtime.rank import Rank
 from pipedream.runtime.recording import Recorder

@@ -9,8 +9,13 @@ import torch
 from torch.nn import Parameter
 
 from pipedream.graph.command import UserError
+from pipedream.graph.place import Place
 from pipedream.profiler.capture import Captured
+<<<<<<< HEAD
 from pipedream.profiler.loss import load_loss
+=======
+from pipedream.profiler.meeting import choose_device
+>>>>>>> wb
 from pipedream.profiler.segment import Segment
 from pipedream.runtime.action import Action
 from pipedream.runtime.captures import Captures, capture_all
@@ -18,12 +23,10 @@ from pipedream.runtime.compute import Compute, make_compute
 from pipedream.runtime.examples import Examples
 from pipedream.runtime.form import Form, Forms
 from pipedream.runtime.job import Job
-from pipedream.runtime.launch import Place
 from pipedream.runtime.learning_rate import LearningRate
 from pipedream.runtime.legs import whole_updates
 from pipedream.runtime.loss_sum import LossSum
 from pipedream.runtime.optimizers import make_optimizer, state_tensors
-from pipedream.runtime.process import choose_device
 from pipedream.runtime.randomness import Dice, places, seed_each
 from pipedream.runtime.schedule import Schedule, schedule
 from pipedream.runtime.stage import Layout, layouts, links, source_text, tied

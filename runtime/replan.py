@@ -9,11 +9,11 @@ from dataclasses import replace
 from torch._C._distributed_c10d import Store
 
 from pipedream.graph.command import UserError
+from pipedream.graph.place import Place
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.units import show_seconds
 from pipedream.runtime.exchange import from_first
 from pipedream.runtime.job import Job
-from pipedream.runtime.launch import Place
 
 
 def replanned(job: Job, place: Place, store: Store) -> tuple[Job, Place]:

@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from pipedream.graph.command import UserError
 from pipedream.graph.heap import keep_freed_memory
+from pipedream.graph.place import Place
+from pipedream.profiler.meeting import NotMet, meet
 from pipedream.runtime.ending import finish
 from pipedream.runtime.epochs import train_epochs
 from pipedream.runtime.job import Job
-from pipedream.runtime.launch import Place
 from pipedream.runtime.lock import held
 from pipedream.runtime.member import Member
-from pipedream.runtime.process import meet
 from pipedream.runtime.pulse import Pulse
 from pipedream.runtime.rank import Rank
 from pipedream.runtime.replan import replanned
@@ -47,6 +47,8 @@ def train(job: Job, place: Place, pulse: Pulse | None = None) -> None:
                 job, place = replanned(job, place, store)
             if place.rank < job.plan.workers:
                 _watched(Member(Rank(job, place), pulse, store))
+        except NotMet as error:
+            raise PeerLost(str(error)) from error
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise PeerLost("the store of the ranks does not answer any more") from error
 

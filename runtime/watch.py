@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from pipedream.runtime.launch import PEER_LOST, Place
+from pipedream.graph.place import Place
+from pipedream.runtime.launch import PEER_LOST
 from pipedream.runtime.transport import PeerLost
 
 _LOST = "watch/lost"

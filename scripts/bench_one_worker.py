@@ -18,7 +18,7 @@ import torch
 from bench_runtime import MODELS, Same, Still, engine_of, plain_loop, prepare, rank_of
 
 from pipedream.graph.heap import keep_freed_memory
-from pipedream.runtime.launch import Place
+from pipedream.graph.place import Place
 
 TURNS = 9
 MINIBATCHES = 10

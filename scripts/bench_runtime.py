@@ -38,6 +38,7 @@ from torch.distributed.pipelining import Schedule1F1B, pipeline
 
 from pipedream.graph.config import read_config
 from pipedream.graph.heap import keep_freed_memory
+from pipedream.graph.place import Place
 from pipedream.graph.plan import read_plan
 from pipedream.graph.schedule_name import ScheduleName
 from pipedream.profiler.capture import Value
@@ -49,7 +50,6 @@ from pipedream.runtime.data import Batch
 from pipedream.runtime.engine import Engine
 from pipedream.runtime.executor import Executor, Groups
 from pipedream.runtime.job import Job
-from pipedream.runtime.launch import Place
 from pipedream.runtime.legs import Leg
 from pipedream.runtime.optimizers import make_optimizer
 from pipedream.runtime.pipelining import split_policy

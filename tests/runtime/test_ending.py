@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from training import weights
 
 from pipedream.graph.config import DataFactory, Factory, RunConfig
+from pipedream.graph.place import Place
 from pipedream.profiler.capture import capture
 from pipedream.profiler.source import load_config_model
 from pipedream.runtime.job import Job
-from pipedream.runtime.launch import Place
 from pipedream.runtime.trainer import train
 
 SUPPORT = Path(small_models.__file__).parent

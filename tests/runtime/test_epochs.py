@@ -14,11 +14,11 @@ from processes import free_port, run_processes
 from training import chain_config
 
 from pipedream.graph.config import OptimizerConfig
+from pipedream.graph.place import Place
 from pipedream.profiler.capture import capture
 from pipedream.runtime import epochs
 from pipedream.runtime.engine import Engine
 from pipedream.runtime.job import Job
-from pipedream.runtime.launch import Place
 from pipedream.runtime.trainer import train
 
 SUPPORT = Path(small_models.__file__).parent

@@ -24,6 +24,7 @@ from torch.distributed import DistNetworkError
 from training import chain_config, losses, run_jobs, weights
 
 from pipedream.graph.config import AsynchronousConfig, DataFactory, OptimizerConfig
+from pipedream.graph.place import Place
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.schedule_name import SCHEDULES, ScheduleName
 from pipedream.profiler.capture import capture
@@ -32,7 +33,6 @@ from pipedream.runtime.checkpoint import load_all, publish
 from pipedream.runtime.course import Course
 from pipedream.runtime.halt import Halt
 from pipedream.runtime.job import Job
-from pipedream.runtime.launch import Place
 from pipedream.runtime.legs import Leg, Position
 from pipedream.runtime.policy import policy
 from pipedream.runtime.trainer import Stopped, train

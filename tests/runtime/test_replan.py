@@ -18,11 +18,11 @@ from training import losses, run_jobs, weights
 from pipedream.graph.command import UserError
 from pipedream.graph.config import read_config
 from pipedream.graph.model import Graph
+from pipedream.graph.place import Place
 from pipedream.graph.plan import Asked, read_plan, write_plan
 from pipedream.graph.text import format_graph
 from pipedream.profiler.capture import capture
 from pipedream.runtime.job import Job
-from pipedream.runtime.launch import Place
 from pipedream.runtime.replan import replanned
 from pipedream.runtime.trainer import train
 

@@ -15,10 +15,10 @@ from torch import nn
 
 from pipedream.graph.command import UserError
 from pipedream.graph.config import DataFactory, Factory, RunConfig
+from pipedream.graph.place import Place
 from pipedream.graph.plan import Plan
 from pipedream.profiler.capture import Captured, capture
 from pipedream.runtime.job import Job
-from pipedream.runtime.launch import Place
 from pipedream.runtime.rank import Rank
 from pipedream.runtime.stage import layouts, links, source_text, tied
 

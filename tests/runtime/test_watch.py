@@ -16,9 +16,10 @@ from plans import cut, make_plan
 from processes import free_port
 from torch.distributed import HashStore
 
+from pipedream.graph.place import Place
 from pipedream.graph.plan import write_plan
 from pipedream.profiler.capture import capture
-from pipedream.runtime.launch import PEER_LOST, Place
+from pipedream.runtime.launch import PEER_LOST
 from pipedream.runtime.transport import PeerLost
 from pipedream.runtime.watch import Watch
 

@@ -12,9 +12,9 @@ from processes import free_port, run_processes
 from torch import Tensor
 
 from pipedream.graph.config import DataFactory, Factory, OptimizerConfig, RunConfig
+from pipedream.graph.place import Place
 from pipedream.runtime.checkpoint import latest, load_all
 from pipedream.runtime.job import Job
-from pipedream.runtime.launch import Place
 from pipedream.runtime.trainer import train
 
 
