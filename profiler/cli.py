@@ -161,7 +161,7 @@ def _measure_network(parameters: Mapping[str, Any]) -> int:
         from pipedream.profiler.network_command import measure_network
 
         with _enough_memory(options.device, "--largest"), _progress() as step:
-            measure_network(options, place, lambda what: step(what, 0, 0))
+            measure_network(options, place, lambda what: step(what, 0.0, 0.0))
     except (UserError, OSError):
         if speaks():
             raise

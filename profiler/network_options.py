@@ -19,6 +19,9 @@ _LEAST = _FACTOR**2 * _SMALLEST
 _OF_A_MODEL = {"batch_size": "--batch-size", "arguments": "--arg", "inputs": "--input"}
 _OF_THE_NETWORK = {"machines": "--machines", "largest": "--largest"}
 
+_WARMUP, _REPEATS = 3, 10
+"""Of each size of message, where nothing else was typed."""
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -83,7 +86,11 @@ def asked(parameters: Mapping[str, Any], place: Place | None) -> Asked:
         None if machines is None else parse_machines(machines, place.world_size),
         device,
         parameters["threads"],
-        Effort(_largest(parameters["largest"]), parameters["warmup"], parameters["repeats"]),
+        Effort(
+            _largest(parameters["largest"]),
+            parameters["warmup"] or _WARMUP,
+            parameters["repeats"] or _REPEATS,
+        ),
     )
 
 
