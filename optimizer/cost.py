@@ -158,6 +158,8 @@ class Measured:
     Boundary: (send(a_in) + send(a_out))/m, while the engine computes; the m components take turns,
     and the link of each carries both directions at once, the gradients of what came in beside the
     activations that go out. What crosses at an outer level passes through the links within, too.
+    Where a link keeps the ranks at its ends `busy` that share of its time is none of computing: it
+    is added to C', both ways, for what comes in and its gradient, and for what goes out.
 
     A component is taken to add up all its weights for every minibatch it has done, though replicas
     inside it share these: with replication at several levels the time is no less than it will be.
@@ -171,7 +173,10 @@ class Measured:
         reduced = ring_seconds(level.ring, work.parameter_bytes, replicas)
         ratio = self.compression or 1.0
         into, out = (level.link.seconds(size / ratio) for size in (work.bytes_in, work.bytes_out))
-        return Terms(work.inner_seconds / replicas, reduced / replicas, (into + out) / replicas)
+        taken = 2 * level.link.busy * (into + out)
+        return Terms(
+            (work.inner_seconds + taken) / replicas, reduced / replicas, (into + out) / replicas
+        )
 
     def seconds(self, terms: Terms) -> Floats:
         return np.maximum(terms.compute + terms.all_reduce, terms.boundary)

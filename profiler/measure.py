@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import platform
-<<<<<<< HEAD
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from pathlib import Path
-=======
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
->>>>>>> wb
 from typing import Any
 
 import torch
@@ -21,13 +15,9 @@ from torch import Tensor
 from pipedream.graph.command import UserError
 from pipedream.graph.heap import keep_freed_memory
 from pipedream.graph.model import Graph
-<<<<<<< HEAD
 from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs, rebuild
-from pipedream.profiler.fit import Fit
-=======
-from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs
 from pipedream.profiler.device_name import device_name
->>>>>>> wb
+from pipedream.profiler.fit import Fit
 from pipedream.profiler.footprint import Footprint, footprints
 from pipedream.profiler.in_training import time_in_training
 from pipedream.profiler.precision import lowered
@@ -275,7 +265,6 @@ def _machine(settings: Settings) -> Machine:
         torch=str(torch.__version__),
         libraries=_libraries(),
     )
-<<<<<<< HEAD
 
 
 def _libraries() -> dict[str, str]:
@@ -284,15 +273,3 @@ def _libraries() -> dict[str, str]:
     if torch.version.cuda is not None:
         found["cuda"] = torch.version.cuda
     return found
-
-
-def _processor() -> str:
-    """The CPU's name; Linux tells it in /proc/cpuinfo, elsewhere Python's guess must do."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-=======
->>>>>>> wb

@@ -42,7 +42,6 @@ class ProfiledNode(_Part):
     measured.
     """
 
-
     id: str
     description: str
     op: str

@@ -11,11 +11,8 @@ from torch.nn import Parameter
 from pipedream.graph.command import UserError
 from pipedream.graph.place import Place
 from pipedream.profiler.capture import Captured
-<<<<<<< HEAD
 from pipedream.profiler.loss import load_loss
-=======
 from pipedream.profiler.meeting import choose_device
->>>>>>> wb
 from pipedream.profiler.segment import Segment
 from pipedream.runtime.action import Action
 from pipedream.runtime.captures import Captures, capture_all

@@ -1,4 +1,4 @@
-"""Three models of known shape and data for them: what bench_runtime.py trains."""
+"""Models of known shape and data for them: what the benchmarks train."""
 
 from __future__ import annotations
 
@@ -45,6 +45,10 @@ def vgg_data(examples: int = EXAMPLES) -> tuple[TensorDataset, None]:
     return TensorDataset(pictures, classes), None
 
 
+def gpt_data(length: int = 64, examples: int = EXAMPLES) -> tuple[TensorDataset, None]:
+    train, _ = topics_gpt.data(length)
+    return TensorDataset(*train[:examples]), None
+
+
 gpt = topics_gpt.model
-gpt_data = topics_gpt.data
 gpt_loss = topics_gpt.loss
