@@ -156,7 +156,7 @@ class Asked(_Part):
     activation_compression: float | None = None
     epsilon: float | None = None
     layers: int | None = None
-    update_rate: str = "50GB"
+    update_rate: str | None = None
     in_flight: InFlight = "useful"
     profile: str | None = None
 
