@@ -87,7 +87,7 @@ def busy(
         compute = Compute.of(wire, max(_LEAST_SECONDS, 2 * taken))
         start = begin(size) if dist.get_rank() in ranks else lambda: None
         _lost(wire, compute, start)  # to warm up
-        for _ in range(max(1, effort.repeats // 2)):
+        for _ in range(effort.repeats):
             share = _lost(wire, compute, start) / taken
             found.append(float(np.mean([wire.tell([share], rank)[0] for rank in ranks])))
     return min(1.0, max(0.0, float(np.median(found))))

@@ -112,3 +112,16 @@ def test_more_bytes_never_take_less_time(
     link = Link(points=tuple(zip(sizes, times, strict=False)))
     fewer, more = link.seconds(messages).tolist()
     assert fewer <= more * (1 + 1e-12)
+
+
+def test_busy_is_written_where_it_is_known_and_goes_with_the_step_of_a_ring() -> None:
+    plain, busy = Link(bandwidth=1e9), Link(bandwidth=1e9, busy=0.6)
+    assert "busy" not in plain.model_dump()
+    cluster = Cluster(machines=(2,), bandwidth=(1e9,), send=(plain,), all_reduce=(busy,))
+    assert Cluster.model_validate_json(cluster.model_dump_json()) == cluster
+    assert (cluster.link(1).busy, cluster.ring_link(1).busy) == (0.0, 0.6)
+    points = Link(points=((1.0, 1.0), (2.0, 2.0)), busy=0.6)
+    assert points.stretched(0.5, 0.5).busy == 0.6
+    for share in (-0.1, 1.1):
+        with pytest.raises(ValueError, match="busy"):
+            Link(bandwidth=1e9, busy=share)

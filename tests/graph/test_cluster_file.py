@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipedream.graph.cluster import Cluster, Link
-from pipedream.graph.cluster_file import read_cluster
+from pipedream.graph.cluster_file import read_cluster, write_cluster
 from pipedream.graph.command import UserError
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
@@ -67,6 +67,19 @@ def test_a_shipped_cluster_reads(path: Path) -> None:
     cluster = read_cluster(path)
     assert cluster.measured == (path.stem == "measured")
     assert bool(cluster.kinds) == (path.stem == "two_kinds")
+
+
+def test_what_is_written_reads_back(tmp_path: Path) -> None:
+    cluster = read_cluster(write(tmp_path, WHOLE.replace("32GiB", "32GB")))
+    busy = Link(points=((976.0, 21.5e-6), (62_500.0, 1.234e-3)), busy=0.61)
+    cluster = cluster.model_copy(update={"send": (busy, Link(latency=5e-5, bandwidth=2.7e9))})
+    path = tmp_path / "written.yaml"
+    write_cluster(cluster, path, ["Made by hand.", "In two lines."])
+    assert path.read_text().startswith("# Made by hand.\n# In two lines.\nformat: pipedream-")
+    assert read_cluster(path) == cluster
+    short = Cluster(machines=(2,), bandwidth=(1e9,))
+    write_cluster(short, path)
+    assert read_cluster(path) == short.model_copy(update={"names": ("level1",)})
 
 
 WRONG = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import PROGRAMS, typed
-from processes import free_port
+from processes import free_port, run_processes
 
 from pipedream.graph.cluster import Link
 from pipedream.graph.cluster_file import read_cluster
@@ -225,6 +225,34 @@ def wait_for_connection(port: int, ranks: list[subprocess.Popen[str]]) -> None:
             time.sleep(1.0)
             return
         time.sleep(0.1)
+
+
+def test_compute_that_is_lost_is_found() -> None:
+    """20 ms of each step on one rank of two are half a message of 20 ms, on both they are one."""
+    shares = run_processes(_beside_sleeping, 2, free_port())
+    assert shares[0] == shares[1]
+    none, one, both = shares[0]
+    assert none < 0.25 < one < 0.75 < both <= 1
+
+
+def _beside_sleeping(rank: int, ranks: int, port: int) -> list[float]:
+    import torch
+
+    from pipedream.profiler.beside import busy
+    from pipedream.profiler.meeting import join, meet
+    from pipedream.profiler.wire import Wire
+
+    place, device = Place(rank, ranks, rank, ranks, "127.0.0.1", port), torch.device("cpu")
+    join(place, meet(place, 60.0), "gloo", device, 60.0)
+    wire = Wire(device, "gloo", [(0, 1)], [(0, 1)])
+
+    def share(sleepers: tuple[int, ...]) -> float:
+        def begin() -> None:
+            time.sleep(0.02 if rank in sleepers else 0.0)
+
+        return busy(wire, (0, 1), Effort(20_000, 0, 3), lambda size: 0.02, lambda size: begin)
+
+    return [share(()), share((0,)), share((0, 1))]
 
 
 @pytest.mark.parametrize(
