@@ -52,8 +52,9 @@ def options_after(run: Run) -> dict[str, Any]:
     known = options_of(run.measured.plan, run.folder / MEASURED)
     if run.update_rate is not None:
         known["update_rate"] = f"{run.update_rate:.4g}"
-    if known["profile"] is not None and not Path(known["profile"]).exists():
-        known["profile"] = None
+    if known["profile"] is not None:
+        profile = Path(known["profile"]).resolve()
+        known["profile"] = os.path.relpath(profile) if profile.exists() else None
     return {name: value for name, value in known.items() if value is not None}
 
 

@@ -138,5 +138,6 @@ def test_what_has_been_corrected_needs_no_correction(folder: Path) -> None:
     first, second = (read_plan(folder / name / "plan.json") for name in ("better", "again"))
     assert layers(first) == layers(second)
     rows = [line.split() for line in shown.splitlines()]
-    factors = [float(row[-1]) for row in rows if len(row) == 11 and row[0] in "01"]
-    assert factors == pytest.approx([1.0] * 4, abs=0.011)
+    stages = [row for row in rows if len(row) == 13 and row[0] in ("0", "1")]
+    factors = [float(row[times]) for row in stages for times in (7, 12)]
+    assert factors == pytest.approx([1.0] * 8, abs=0.011)

@@ -58,6 +58,19 @@ def test_a_forward_pass_that_is_done_again_counts(make_graph):
     assert price(plan, graph, Paper(), 5e10).per_minibatch == pytest.approx(8e-3)
 
 
+@pytest.mark.parametrize("machines", [(4,), (2, 2)])
+@pytest.mark.parametrize("latency", [None, Latency(3)])
+def test_messages_count_at_the_level_where_stages_meet(make_graph, machines, latency):
+    graph = make_graph("a b c d", "a-b b-c c-d", **dict.fromkeys("abcd", (1, 1e4, 1e3)))
+    cluster = Cluster(machines=machines, bandwidth=(1e6, 1e5)[: len(machines)])
+    rules, schedule = Rules(straight=True), "weight-stashing" if latency is None else "flush"
+    request = Request(graph, cluster, Paper(), schedule=schedule, latency=latency, rules=rules)
+    plan = optimize(request).plan
+    found = price(plan, graph, Paper(), 5e10)
+    assert found.per_minibatch == pytest.approx(2e4 / min(cluster.bandwidth))
+    assert found.goal == pytest.approx(Price.noted(plan).goal)
+
+
 def test_ranks_that_no_cost_model_knows_are_refused(make_graph):
     graph = make_graph("a b", "a-b")
     cluster = Cluster(machines=(2, 2), bandwidth=(1e9, 1e9))
