@@ -138,11 +138,11 @@ def _times(verdict: Verdict) -> Table:
 
 
 def _trained(measured: Measured) -> str:
-    """Where it was not as the plan was made: then its times per minibatch are of something else."""
-    planned = measured.plan.schedule
+    """Of what the time is; of another schedule it cannot be set beside the plan's."""
+    planned, remark = measured.plan.schedule, "while the minibatches above were done"
     if measured.schedule == planned:
-        return ""
-    return f"with {measured.schedule}; the plan is for {planned}"
+        return remark
+    return f"{remark}, with {measured.schedule}; the plan is for {planned}"
 
 
 def _busy(measured: Measured) -> tuple[str, str]:

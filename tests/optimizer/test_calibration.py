@@ -5,6 +5,7 @@ import shutil
 
 import click
 import pytest
+from plans import cut, make_plan
 
 from pipedream.graph.cluster import Cluster, DeviceKind
 from pipedream.graph.measured import Measured, MeasuredRank, Spread, read_measured, write_measured
@@ -127,9 +128,12 @@ def test_replicas_are_averaged(chain, tmp_path):
     )
 
 
-def test_the_stage_that_computes_longest(chain, tmp_path):
-    plan = optimize(Request(chain, TWO, Paper(), rules=STRAIGHT, optimizer="sgd")).plan
-    assert measured(plan, [(4, 3), (5, 1)], update=2).slowest == (0, pytest.approx(9e-3))
+def test_the_stage_that_computes_longest(chain):
+    """For each minibatch of the pipeline: two replicas share them, and each makes its updates."""
+    straight = make_plan(chain, cut(chain, 2), (1, 1))
+    assert measured(straight, [(4, 3), (5, 1)], update=2).slowest == (0, pytest.approx(9e-3))
+    shared = make_plan(chain, cut(chain, 2), (2, 1))
+    assert measured(shared, [(4, 3), (5, 1)], update=2).slowest == (1, pytest.approx(8e-3))
 
 
 def test_the_plan_of_the_run_may_stay_or_be_as_good(chain, plan, tmp_path):
@@ -240,6 +244,13 @@ def another_batch_size(folder):
 def change(folder, **fields):
     path = folder / "run/measured.json"
     write_measured(read_measured(path).model_copy(update=fields), path)
+
+
+def test_another_schedule_than_the_plans_is_named(folder, capsys):
+    change(folder, schedule="flush")
+    words = (folder / "graph.txt", "--calibrate", folder / "run", "-o", folder / "new")
+    _, out, _ = ended(capsys, *words)
+    assert "with flush; the plan is for weight-stashing" in " ".join(out.split())
 
 
 def few(folder):
