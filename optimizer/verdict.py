@@ -8,6 +8,7 @@ from statistics import fmean
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from pipedream.graph.measured import Measured, Spread
@@ -43,17 +44,21 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """One line."""
-        named = f"the plan of {self.run.folder}"
+        """One line for the user."""
+        named = f"plan of {self.run.folder}"
         if self.stays:
-            return f"T{named[1:]} stays the best."
+            return f"The {named} stays the best."
         before, after = self.now.goal, Price.noted(self.best).goal
         times = f"{show_seconds(after)} in place of {show_seconds(before)} per {self._unit}"
         if abs(self.gain) < ALIKE:
-            return f"The best plan now is as fast as {named}: {times}. There is no need to change."
+            return (
+                f"The best plan now is as fast as the {named}: {times}. There is no need to change."
+            )
         if self.gain < 0:
-            return f"T{named[1:]} is faster than the best that was asked for now: {times}."
-        return f"The best plan now is {self.gain:.1%} faster than {named}: {times}{self._played}."
+            return f"The {named} is faster than the best that was asked for now: {times}."
+        return (
+            f"The best plan now is {self.gain:.1%} faster than the {named}: {times}{self._played}."
+        )
 
     @property
     def _unit(self) -> str:
@@ -88,9 +93,10 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
 
 def _stages(run: Run, profiled: Graph) -> Table:
     measured = run.measured
+    folder = escape(str(run.folder))
     threads = f"{measured.threads} thread{'s' * (measured.threads > 1)}"
     table = Table(
-        title=f"{run.folder}: minibatches of {measured.batch_size}, {threads} on each rank",
+        title=f"{folder}: minibatches of {measured.batch_size}, {threads} on each rank",
         caption="Medians of one minibatch on one worker. The last stage has the loss in both.",
         title_justify="left",
         caption_justify="left",
