@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -255,6 +256,16 @@ class Plan(_Part):
 def read_plan(path: Path) -> Plan:
     """Reads plan.json. Raises UserError `FILE: where: what is wrong`."""
     return read_artifact(path, Plan)
+
+
+def moved(plan: Plan, source: Path, target: Path) -> Plan:
+    """What the plan in the folder `source` says, for a file in the folder `target`: from there it
+    is another way to the profile.
+    """
+    if plan.asked is None or plan.asked.profile is None:
+        return plan
+    way = os.path.relpath((source / plan.asked.profile).resolve(), target.resolve())
+    return plan.model_copy(update={"asked": plan.asked.model_copy(update={"profile": way})})
 
 
 def write_plan(plan: Plan, path: Path) -> None:

@@ -13,7 +13,7 @@ from pipedream.graph.command import Calculation, UserError
 from pipedream.optimizer.options import Options, with_options
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from pipedream.graph.cluster import Cluster
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pipedream.graph.model import Graph
     from pipedream.graph.modules import Modules
     from pipedream.graph.plan import Plan
+    from pipedream.graph.upkeep import Upkeep
+    from pipedream.optimizer.calibration import Run
     from pipedream.optimizer.latency import Latency
     from pipedream.optimizer.optimize import Outcome, Request
     from pipedream.optimizer.simulator import Simulation
@@ -47,6 +49,8 @@ def main(**values: Any) -> None:
 
     outcome, simulation = _plan(task, options)
     print_report(outcome, task.request.graph)
+    if task.runs:
+        _judge(task, outcome.plan)
     _write(outcome.plan, task.request, options.folder, simulation if options.timeline else None)
     for framework in options.exports:
         _export(framework, outcome.plan, task, options.folder)
@@ -60,12 +64,15 @@ def main(**values: Any) -> None:
 @dataclass(frozen=True)
 class _Task:
     """What the options ask for. `numbers` of workers to sweep over; `modules` of the model, where
-    there is something to export.
+    there is something to export; `runs` by which the graph was calibrated, the newest last, and
+    the graph as it was `profiled`.
     """
 
     request: Request
     numbers: range | None
     modules: Modules | None
+    runs: Sequence[Run]
+    profiled: Graph
 
 
 def _task(options: Options) -> _Task:
@@ -77,25 +84,28 @@ def _task(options: Options) -> _Task:
     typed = options.update_rate
     rate = None if typed is None else _bytes("--update-rate", typed)
     numbers = None if options.sweep is None else _numbers(options.sweep, cluster)
-    _check_folder(options.folder)
+    _check_folder(options)
     _check_profile(options)
 
     from pipedream.graph.text import read_graph
     from pipedream.graph.upkeep import Upkeep, read_upkeep
+    from pipedream.optimizer.calibration import Run
     from pipedream.optimizer.cost import COST_MODELS
     from pipedream.optimizer.hierarchy import Rules
     from pipedream.optimizer.optimize import Request
     from pipedream.optimizer.workload import UPDATE_RATE
 
-    graph = read_graph(options.graph)
+    profiled = read_graph(options.graph)
+    runs = [Run.read(folder) for folder in options.calibrate]
+    footprints = _footprints(options, profiled)
+    upkeep = None if footprints is None else read_upkeep(options.made)
+    graph = _calibrated(profiled, runs, options, upkeep)
     schedule = options.schedule or ("weight-stashing" if aim is None else "flush")
     if options.weight_prediction and schedule != "weight-stashing":
         raise UserError(
             f"--weight-prediction is for weight-stashing, and the schedule is {schedule}: leave one"
             " of them out"
         )
-    footprints = _footprints(options, graph)
-    upkeep = None if footprints is None else read_upkeep(options.made)
     cost_model = options.cost_model or ("measured" if cluster.measured else "paper")
     request = Request(
         graph=graph,
@@ -114,7 +124,36 @@ def _task(options: Options) -> _Task:
         microbatches=options.microbatches if in_rounds else None,
         weight_prediction=options.weight_prediction,
     )
-    return _Task(request, numbers, _modules(options, graph))
+    return _Task(request, numbers, _modules(options, graph), runs, profiled)
+
+
+def _calibrated(
+    graph: Graph, runs: Sequence[Run], options: Options, upkeep: Upkeep | None
+) -> Graph:
+    """With its times as the runs have them. Raises UserError."""
+    from pipedream.graph.timings import read_timings
+    from pipedream.optimizer.calibration import calibrated
+
+    if not runs:
+        return graph
+    try:
+        timings = read_timings(options.made, graph)
+    except UserError:
+        timings = None  # as for what the nodes keep: of a graph.txt alone less is known
+    for run in runs:
+        run.check(graph, options.graph, options.made, timings)
+    return calibrated(graph, runs, timings, upkeep)
+
+
+def _judge(task: _Task, plan: Plan) -> None:
+    """Prints what the runs have shown, and of the newest one's plan how good it is beside this."""
+    from pipedream.optimizer.again import price
+    from pipedream.optimizer.verdict import Verdict, print_runs, print_verdict
+
+    run, request = task.runs[-1], task.request
+    print_runs(task.runs, task.profiled)
+    now = price(run.measured.plan, request)
+    print_verdict(Verdict(run, now, plan))
 
 
 def _in_rounds(options: Options) -> bool:
@@ -166,8 +205,14 @@ def _numbers(text: str, cluster: Cluster) -> range:
     return numbers
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(options: Options) -> None:
     """Raises UserError where it cannot be written, as far as that shows before planning."""
+    folder = options.folder
+    if options.calibrate and folder.resolve() == options.graph.resolve().parent:
+        raise UserError(
+            f"-o {folder}: {options.graph} is there, and would be lost to the one with corrected"
+            " times: name another folder"
+        )
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise UserError(f"-o {folder}: cannot be written: {there} is a file; name another folder")
@@ -320,11 +365,23 @@ def _cluster(options: Options) -> Cluster:
         options.latency,
     )
     given = {"--machines": machines, "--bandwidth": bandwidth, "--latency": latency}
-    if options.workers is not None and options.like is None:
-        raise UserError("--workers is of --like PLAN: add that, or give --machines and --bandwidth")
+    from_run = bool(options.calibrate) and not any((file, *given.values()))
+    if options.workers is not None and options.like is None and not from_run:
+        raise UserError(
+            "--workers is of --like PLAN, and of --calibrate RUN: add one of these, or give"
+            " --machines and --bandwidth"
+        )
     if options.like is not None:
-        _only("--like", options.like, {"--cluster": file, **given})
-        cluster = _like(options.like, options.workers)
+        from pipedream.graph.plan import read_plan
+
+        also = {"--cluster": file, **given, "--calibrate": options.calibrate or None}
+        _only("--like", options.like, also)
+        cluster = _like(read_plan(options.like), options.like, options.workers)
+    elif from_run:
+        from pipedream.optimizer.calibration import Run
+
+        newest = Run.read(options.calibrate[-1])
+        cluster = _like(newest.measured.plan, newest.folder, options.workers)
     elif file is not None:
         from pipedream.graph.cluster_file import read_cluster
 
@@ -350,12 +407,11 @@ def _only(option: str, file: Path, others: Mapping[str, object]) -> None:
             )
 
 
-def _like(path: Path, workers: int | None) -> Cluster:
-    """That of the plan, or what so many of its devices make."""
-    from pipedream.graph.plan import read_plan
+def _like(plan: Plan, path: Path, workers: int | None) -> Cluster:
+    """That of the plan, which was read from `path`, or what so many of its devices make."""
     from pipedream.optimizer.like import left
 
-    cluster = read_plan(path).cluster
+    cluster = plan.cluster
     if workers is not None and workers > cluster.devices:
         raise UserError(f"--workers {workers}: the cluster of {path} has {cluster.devices} devices")
     return cluster if workers is None else left(cluster, workers)
@@ -364,6 +420,8 @@ def _like(path: Path, workers: int | None) -> Cluster:
 def _named(options: Options) -> str:
     if options.like is not None:
         return f"--like {options.like}"
+    if options.calibrate and options.machines is None and options.cluster is None:
+        return f"--calibrate {options.calibrate[-1]}"
     if options.cluster is None:
         return f"--machines {options.machines}"
     return f"--cluster {options.cluster}"

@@ -1,4 +1,6 @@
-"""Planning as an earlier plan was made (`--like`): its options, and what is left of its cluster."""
+"""Planning as an earlier plan was made (`--like`), or that of a run (`--calibrate`): its options,
+and what is left of its cluster.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipedream.graph.cluster import Cluster
+from pipedream.graph.measured import MEASURED
 from pipedream.graph.plan import Asked, Plan
 from pipedream.optimizer.sweep import shaped
 
 if TYPE_CHECKING:
+    from pipedream.optimizer.calibration import Run
     from pipedream.optimizer.options import Options
 
 _AS_TYPED = set(Asked.model_fields) - {"profile"}
@@ -41,6 +45,17 @@ def options_of(plan: Plan, path: Path) -> dict[str, Any]:
         "objective": plan.predicted.objective,
         "microbatches": plan.predicted.microbatches,
     }
+
+
+def options_after(run: Run) -> dict[str, Any]:
+    """Those of the run's plan, but for what the run has shown; without a profile that has gone."""
+    known = options_of(run.measured.plan, run.folder / MEASURED)
+    if run.update_rate is not None:
+        known["update_rate"] = f"{run.update_rate:.4g}"
+    if known["profile"] is not None:
+        profile = Path(known["profile"]).resolve()
+        known["profile"] = os.path.relpath(profile) if profile.exists() else None
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def left(cluster: Cluster, workers: int) -> Cluster:

@@ -28,6 +28,18 @@ def _as_that_plan(context: click.Context, _parameter: click.Parameter, path: Pat
     return path
 
 
+def _as_that_run(
+    context: click.Context, _parameter: click.Parameter, runs: tuple[Path, ...]
+) -> Any:
+    """The options of the newest run's plan in place of the defaults, its optimizer as measured."""
+    if runs:
+        from pipedream.optimizer.calibration import Run
+        from pipedream.optimizer.like import options_after
+
+        context.default_map = options_after(Run.read(runs[-1]))
+    return runs
+
+
 _CLUSTER = (
     click.option(
         "--cluster",
@@ -63,7 +75,18 @@ _CLUSTER = (
         "--workers",
         type=click.IntRange(min=1),
         metavar="N",
-        help="With --like: for so many of its devices.",
+        help="With --like or --calibrate: for so many of its devices.",
+    ),
+    click.option(
+        "--calibrate",
+        type=click.Path(path_type=Path),
+        metavar="RUN",
+        multiple=True,
+        is_eager=True,
+        callback=_as_that_run,
+        help="Correct the times of GRAPH by what pd-train measured in this run's folder, and say"
+        " whether another plan is better now. Cluster and options are those of the run's plan"
+        " where they are not given. May be repeated, the newest run last.",
     ),
 )
 _OUTPUT = (
@@ -211,6 +234,7 @@ class Options:
     latency: str | None
     like: Path | None
     workers: int | None
+    calibrate: tuple[Path, ...]
 
     output: Path | None
     exports: tuple[str, ...]

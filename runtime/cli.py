@@ -152,15 +152,16 @@ def main(plan: Path, config: Path, **asked: Unpack[Asked]) -> int:
 def _job(plan: Path, config: Path, asked: Asked) -> Job:
     """What is to be done. Raises UserError where it cannot be."""
     from pipedream.graph.config import read_config
-    from pipedream.graph.plan import read_plan
+    from pipedream.graph.plan import moved, read_plan
     from pipedream.runtime.job import Job
 
     read, run_config = read_plan(plan), read_config(config)
+    run = asked["output"] or Path("runs") / config.stem
     job = Job(
-        plan=read,
+        plan=moved(read, plan.parent, run),
         config=run_config,
         directory=config.resolve().parent,
-        run=asked["output"] or Path("runs") / config.stem,
+        run=run,
         device=asked["device"],
         schedule=asked["schedule"] or read.schedule,
         epochs=asked["epochs"] or run_config.epochs,

@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from pipedream.graph.measured import MEASURED, Measured, write_measured
 from pipedream.graph.plan import Simulated
 from pipedream.profiler.source import load_config_model
 from pipedream.runtime import checkpoint
@@ -12,6 +15,7 @@ from pipedream.runtime.evaluate import evaluate
 from pipedream.runtime.exchange import from_first, hear, tell
 from pipedream.runtime.export import export
 from pipedream.runtime.job import Job
+from pipedream.runtime.measuring import measured_ranks
 from pipedream.runtime.member import Member
 from pipedream.runtime.recording import Recording
 from pipedream.runtime.report import write_summary
@@ -35,10 +39,12 @@ def finish(member: Member) -> None:
         reports = [report for report, _ in heard]
         recording = Recording.of([told for _, told in heard])
         spent = _shares(member, recording, reports)
+        also = ""
         if recording.epochs:  # else there was nothing left to train
             _write_recording(rank.job, recording, spent, reports)
+            also = "timeline.png, " + f"{MEASURED}, " * _write_measured(member, recording, spent)
         summary = _summary(member, reports, spent) | _try_model(member)
-        also = "trace.json, " * rank.job.trace + "tensorboard, " * rank.job.tensorboard
+        also += "trace.json, " * rank.job.trace + "tensorboard, " * rank.job.tensorboard
         write_summary(rank.job.run, summary, also)
         if rank.job.export is not None:
             _export(rank.job, rank.job.export)
@@ -80,13 +86,17 @@ def _simulated(job: Job) -> Simulated | None:
 
 def _shares(member: Member, recording: Recording, reports: list[dict[str, Any]]) -> Shares:
     """What the ranks spent their time on; how busy each was is noted in its report."""
-    rank = member.rank
-    minibatches = rank.examples.minibatches
-    counted = steady(rank.job.policy, minibatches, member.recorder.first(minibatches))
-    spent = shares(list(recording.epochs.values()), counted)
+    spent = shares(list(recording.epochs.values()), _steady(member))
     for report in reports:
         report["busy"] = round(spent.busy(report["rank"]), 4) if recording.epochs else None
     return spent
+
+
+def _steady(member: Member) -> tuple[int, int] | None:
+    """The minibatches of an epoch that find the pipeline full, if there are any."""
+    minibatches = member.rank.examples.minibatches
+    known = member.recorder.first(minibatches)
+    return steady(member.rank.job.policy, minibatches, known)
 
 
 def _write_recording(
@@ -100,11 +110,38 @@ def _write_recording(
         print_shares(spent, job.plan.process_ranks, hoped, _simulated(job), error)
 
 
+def _write_measured(member: Member, recording: Recording, spent: Shares) -> bool:
+    """measured.json; whether there is any: not of an epoch of one small minibatch."""
+    job, sizes = member.rank.job, member.rank.examples.sizes
+    whole = len(sizes) - bool(sizes.rest)
+    first, last = _steady(member) or (0, whole)
+    epochs = list(recording.epochs.values())
+    ranks = measured_ranks(epochs, range(first, min(last, whole)), job.plan)
+    if ranks:
+        seconds = spent.window / len(epochs) / (last - first)
+        measured = Measured(
+            device=job.device,
+            threads=torch.get_num_threads(),
+            batch_size=job.config.batch_size,
+            schedule=job.schedule,
+            seconds_per_minibatch=seconds if spent.steady else _seconds_per_minibatch(member),
+            ranks=ranks,
+            plan=job.plan,
+        )
+        write_measured(measured, job.run / MEASURED)
+    return bool(ranks)
+
+
+def _seconds_per_minibatch(member: Member) -> float:
+    """In the steady state, over all epochs."""
+    rank = member.rank
+    return member.pace.seconds_per_minibatch(len(rank.job.plan.process_ranks[rank.stage]))
+
+
 def _summary(member: Member, reports: list[dict[str, Any]], spent: Shares) -> dict[str, Any]:
     rank, job, display = member.rank, member.rank.job, member.display
     assert display is not None
-    replicas = len(job.plan.process_ranks[rank.stage])
-    seconds = member.pace.seconds_per_minibatch(replicas)
+    seconds = _seconds_per_minibatch(member)
     simulated = _simulated(job)
     return {
         "schedule": job.schedule,

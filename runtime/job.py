@@ -20,7 +20,8 @@ from pipedream.runtime.policy import Policy, policy
 
 @dataclass(frozen=True)
 class Job:
-    """What pd-train was asked to do. `directory` is the run config's, `run` where results go.
+    """What pd-train was asked to do. `directory` is the run config's, `run` where results go, and
+    from where the plan names its profile.
 
     `restarted`: the launcher has started it again after a failure. `replan`: the plan.json to plan
     again from if there are fewer workers than the plan has; None to refuse that.

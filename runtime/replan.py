@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import Store
 
 from pipedream.graph.command import UserError
 from pipedream.graph.place import Place
-from pipedream.graph.plan import Plan, read_plan
+from pipedream.graph.plan import Plan, moved, read_plan
 from pipedream.graph.units import show_seconds
 from pipedream.runtime.exchange import from_first
 from pipedream.runtime.job import Job
@@ -62,7 +62,7 @@ def _plan(job: Job, workers: int) -> Plan:
         file=sys.stderr,
         flush=True,
     )
-    return plan
+    return moved(plan, folder, job.run)
 
 
 def _words(plan: Plan) -> str:

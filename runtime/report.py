@@ -107,7 +107,7 @@ def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None
         lines.append(f"updates left out    {left_out}: their gradients were no numbers")
     lines += _memory_lines(summary["ranks"])
     print("\n".join(lines))
-    print(f"Written: {run}/summary.json, metrics.jsonl, timeline.png, {also}checkpoints")
+    print(f"Written: {run}/summary.json, metrics.jsonl, {also}checkpoints")
 
 
 def _memory_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -4,7 +4,7 @@ Each model is profiled by pd-profile and the network between two processes by pd
 pd-optimize plans for two devices under the cost model `measured`, and beside its best pipeline
 others are made: one that is cut in another place, and two replicas. pd-train runs each for some
 minibatches, all of them in turns, several times over, and the median time per minibatch stands
-beside what the plan said. A line for each pair of model and plan, then the median and the worst error.
+beside what the plan said. A line for each pair of model and plan, then median and worst error.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipedream.graph.command import UserError
-from pipedream.graph.plan import Plan, read_plan, write_plan
+from pipedream.graph.plan import Plan, moved, read_plan, write_plan
 
 
 def plan_json() -> dict[str, Any]:
@@ -133,3 +133,13 @@ def test_an_impossible_plan_is_refused_in_one_line(
         read_plan(path)
     assert caught.value.format_message().startswith(f"{path}:")
     assert "\n" not in caught.value.format_message()
+
+
+def test_in_another_folder_there_is_another_way_to_the_profile(tmp_path: Path) -> None:
+    plan = Plan.model_validate(plan_json() | {"asked": {"profile": "../profile.json"}})
+    there = moved(plan, tmp_path / "plan", tmp_path / "runs/first")
+    assert there.asked is not None
+    assert there.asked.profile == "../../profile.json"
+    assert moved(there, tmp_path / "runs/first", tmp_path / "plan") == plan
+    without = Plan.model_validate(plan_json() | {"asked": {}})
+    assert moved(without, tmp_path / "plan", tmp_path) == without

@@ -1,0 +1,92 @@
+"""What a plan takes, worked out again from plan.json: the same that the planner said."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import graphs
+
+from pipedream.graph.cluster import Cluster, DeviceKind
+from pipedream.graph.command import UserError
+from pipedream.graph.upkeep import Upkeep
+from pipedream.optimizer.again import Price, price
+from pipedream.optimizer.cost import Measured, Paper, Released
+from pipedream.optimizer.hierarchy import Rules
+from pipedream.optimizer.latency import Latency
+from pipedream.optimizer.optimize import Request, optimize
+
+KINDS = (DeviceKind(name="new"), DeviceKind(name="old", speed=0.5))
+
+
+@st.composite
+def clusters(draw):
+    machines = draw(st.sampled_from([(3,), (2, 2), (3, 2), (2, 1, 2)]))
+    names = st.sampled_from(["new", "old"])
+    kinds = draw(st.none() | st.lists(names, min_size=machines[-1], max_size=machines[-1]))
+    return Cluster(
+        machines=machines,
+        bandwidth=(1e10, 1e9, 1e8)[: len(machines)],
+        latency=(1e-6, 1e-5, 1e-4)[: len(machines)],
+        kinds=KINDS if kinds else (),
+        machine_kinds=tuple(kinds or ()),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    graphs(7),
+    clusters(),
+    st.sampled_from([Paper(), Released(), Released(2.0), Measured()]),
+    st.sampled_from([None, Latency(2), Latency(9)]),
+    st.booleans(),
+    st.sampled_from([None, Upkeep({}, 2e-3, 1e-3)]),
+)
+def test_a_plan_takes_what_the_planner_said(graph, cluster, model, latency, fewer, upkeep):
+    schedule = "weight-stashing" if latency is None else "flush"
+    rules = Rules(fewer_machines=fewer)
+    request = Request(
+        graph,
+        cluster,
+        model,
+        schedule=schedule,
+        latency=latency,
+        rules=rules,
+        upkeep=upkeep,
+        update_rate=1e6,
+    )
+    plan = optimize(request).plan
+    found, said = price(plan, request), Price.noted(plan)
+    assert found.per_minibatch == pytest.approx(said.per_minibatch)
+    if latency is not None:
+        assert found.latency == pytest.approx(said.latency)
+    assert found.goal == pytest.approx(said.goal)
+
+
+def test_a_forward_pass_that_is_done_again_counts(make_graph):
+    graph = make_graph("a b", "a-b", a=(4, 1e3, 1e3), b=(4, 1e3, 1e3))
+    cluster, rules = Cluster(machines=(2,), bandwidth=(1e9,)), Rules(straight=True)
+    plan = optimize(Request(graph, cluster, Paper(), rules=rules, recompute="always")).plan
+    assert [stage.recompute for stage in plan.stages] == [True, False]
+    assert price(plan, Request(graph, cluster, Paper())).per_minibatch == pytest.approx(8e-3)
+
+
+@pytest.mark.parametrize("machines", [(4,), (2, 2)])
+@pytest.mark.parametrize("latency", [None, Latency(3)])
+def test_messages_count_at_the_level_where_stages_meet(make_graph, machines, latency):
+    graph = make_graph("a b c d", "a-b b-c c-d", **dict.fromkeys("abcd", (1, 1e4, 1e3)))
+    cluster = Cluster(machines=machines, bandwidth=(1e6, 1e5)[: len(machines)])
+    rules, schedule = Rules(straight=True), "weight-stashing" if latency is None else "flush"
+    request = Request(graph, cluster, Paper(), schedule=schedule, latency=latency, rules=rules)
+    plan = optimize(request).plan
+    found = price(plan, request)
+    assert found.per_minibatch == pytest.approx(2e4 / min(cluster.bandwidth))
+    assert found.goal == pytest.approx(Price.noted(plan).goal)
+
+
+def test_ranks_that_no_cost_model_knows_are_refused(make_graph):
+    graph = make_graph("a b", "a-b")
+    cluster = Cluster(machines=(2, 2), bandwidth=(1e9, 1e9))
+    plan = optimize(Request(graph, cluster, Paper())).plan
+    stage = plan.stages[0].model_copy(update={"ranks": (0, 1, 2)})
+    odd = plan.model_copy(update={"stages": (stage,)})
+    with pytest.raises(UserError, match="the ranks of stage 0 are no whole pieces"):
+        price(odd, Request(graph, cluster, Paper()))
