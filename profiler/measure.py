@@ -143,6 +143,7 @@ def _node(
         backward_seconds=_seconds(timing.backward),
         saved_bytes=kept.saved,
         workspace_bytes=kept.workspace,
+        parameter_bytes=int(captured.graph.nodes[name].parameter_bytes),
     )
 
 

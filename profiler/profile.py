@@ -35,8 +35,9 @@ class ProfiledTensor(_Part):
 class ProfiledNode(_Part):
     """A node of graph.txt: the module it is a call of, the parameters it reads, what leaves it.
 
-    `saved_bytes` and `workspace_bytes` as in `pipedream.profiler.footprint`; None where an older
-    version did not measure them.
+    `saved_bytes` and `workspace_bytes` as in `pipedream.profiler.footprint`; `parameter_bytes` as in
+    graph.txt, a parameter that several nodes read counted once. None where an older version did not
+    write them.
     """
 
     id: str
@@ -50,6 +51,7 @@ class ProfiledNode(_Part):
     backward_seconds: Seconds
     saved_bytes: int | None = Field(default=None, ge=0)
     workspace_bytes: int | None = Field(default=None, ge=0)
+    parameter_bytes: int | None = Field(default=None, ge=0)
 
 
 class Machine(_Part):
