@@ -109,6 +109,7 @@ def _draw_panel(axes: Axes, name: str, frame: pd.DataFrame, bars: Sequence[_Bars
     axes.yaxis.set_major_formatter(EngFormatter("s" if name == "time" else "B"))
     share.yaxis.set_major_formatter(PercentFormatter(1.0))
     share.set_ylim(0.0, 1.04)
+    share.set_ylabel("share so far")
     axes.set_title(_heading(name, frame, stacked), loc="left", fontsize=10)
     handles = [part for each in (axes, share) for part in each.get_legend_handles_labels()[0]]
     axes.legend(

@@ -35,9 +35,9 @@ class ProfiledTensor(_Part):
 class ProfiledNode(_Part):
     """A node of graph.txt: the module it is a call of, the parameters it reads, what leaves it.
 
-    `saved_bytes` and `workspace_bytes` as in `pipedream.profiler.footprint`; `parameter_bytes` as in
-    graph.txt, a parameter that several nodes read counted once. None where an older version did not
-    write them.
+    `saved_bytes` and `workspace_bytes` as in `pipedream.profiler.footprint`; `parameter_bytes` as
+    in graph.txt, where a parameter that several nodes read counts once. None where an older version
+    did not write them.
     """
 
     id: str
