@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipedream.graph.command import Command, UserError
+from pipedream.profiler.view import VIEW_OPTIONS, viewed, with_view_options
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +24,13 @@ if TYPE_CHECKING:
 _BATCH_SIZE = 32
 
 
-@click.command("pd-profile", cls=Command)
-@click.argument("model", metavar="MODEL")
+@click.command("pd-profile", cls=Command, groups={"Looking at profiles": VIEW_OPTIONS})
+@click.argument("model", metavar="[MODEL]", required=False)
 @click.option(
     "-o",
     "--output",
-    required=True,
     type=click.Path(path_type=Path),
-    help="Folder for graph.txt, profile.json and graph.svg.",
+    help="Folder for what is measured; needed with MODEL.",
 )
 @click.option(
     "--batch-size",
@@ -61,9 +61,13 @@ _BATCH_SIZE = 32
     type=click.IntRange(min=1, max=os.cpu_count()),
     help="CPU threads of one operator; a worker of pd-train uses 1.",
 )
+@with_view_options
+@click.pass_context
 def main(
-    model: str,
-    output: Path,
+    context: click.Context,
+    /,
+    model: str | None,
+    output: Path | None,
     batch_size: int | None,
     device: str,
     warmup: int,
@@ -71,12 +75,22 @@ def main(
     arguments: tuple[str, ...],
     inputs: tuple[str, ...],
     threads: int,
+    sort: str,
+    top: int | None,
+    **_: Any,
 ) -> None:
     """Measures MODEL: torchvision:NAME, transformers:NAME, package.module:factory or a run config.
 
     Writes graph.txt (forward and backward time, sizes of each layer) for pd-optimize, profile.json
-    with all that was measured, and graph.svg, a picture.
+    with all that was measured, layers.csv with a row for each layer, and the pictures layers.png
+    and graph.svg.
     """
+    if viewed(context):
+        return
+    if model is None:
+        raise UserError("MODEL is missing: say what to measure, or --show or --diff a profile")
+    if output is None:
+        raise UserError("-o is missing: name a folder for what is measured, say -o profile")
     args = dict(_argument(text) for text in arguments)
     _make_folder(output)
 
@@ -92,7 +106,12 @@ def main(
         step("capturing", 0, 0)
         settings = Settings(model, args, size, where, warmup, repeats, threads)
         graph, profile = measure(loaded, settings, lambda done, all: step("timing", done, all))
-    _report(profile, _write(graph, profile, output), output)
+    from pipedream.profiler.report import print_report
+
+    written = _write(graph, profile, output)
+    print_report(profile, sort, top)
+    click.echo(f"Written: {written}")
+    click.echo(f"Next: pd-optimize {output}/graph.txt --machines 2 --bandwidth 1GB")
 
 
 def _argument(text: str) -> tuple[str, Any]:
@@ -186,24 +205,21 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _write(graph: Graph, profile: Profile, output: Path) -> str:
-    """Writes the three files; a line that names them."""
+    """Writes all files; a line that names them."""
     from pipedream.graph.draw import draw, why_text
     from pipedream.graph.text import format_graph
+    from pipedream.profiler.layers import layers_frame, write_layers
+    from pipedream.profiler.layers_picture import draw_layers
     from pipedream.profiler.profile import write_profile
 
     try:
         (output / "graph.txt").write_text(format_graph(graph), encoding="utf-8")
         write_profile(profile, output / "profile.json")
+        write_layers(layers_frame(profile), output / "layers.csv")
+        draw_layers(profile, output / "layers.png")
         picture = draw(graph, output / "graph", f"{profile.model}, batch {profile.batch_size}")
     except OSError as error:
         raise UserError(f"-o {output}: cannot be written: {error.strerror}") from error
     why = why_text(graph, picture)
-    return f"{output}/graph.txt, profile.json, {picture.name}" + (f" ({why})" if why else "")
-
-
-def _report(profile: Profile, written: str, output: Path) -> None:
-    from pipedream.profiler.report import print_report
-
-    print_report(profile)
-    click.echo(f"Written: {written}")
-    click.echo(f"Next: pd-optimize {output}/graph.txt --machines 2 --bandwidth 1GB")
+    files = f"{output}/graph.txt, profile.json, layers.csv, layers.png, {picture.name}"
+    return files + (f" ({why})" if why else "")

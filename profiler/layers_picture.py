@@ -56,12 +56,12 @@ class _Run(NamedTuple):
     """Neighbouring nodes under one label."""
 
     begin: int
-    count: int
+    nodes: int
     label: str
 
     @property
     def middle(self) -> float:
-        return self.begin + (self.count - 1) / 2
+        return self.begin + (self.nodes - 1) / 2
 
 
 def draw_layers(profile: Profile, path: Path) -> None:
@@ -175,15 +175,15 @@ def _runs(frame: pd.DataFrame, slots: int) -> list[_Run]:
 def _neighbours(keys: Iterable[object], labels: Sequence[str]) -> Iterator[_Run]:
     begin = 0
     for _, group in groupby(keys):
-        count = len(list(group))
-        yield _Run(begin, count, _shortened(labels[begin], _LONGEST_LABEL))
-        begin += count
+        nodes = len(list(group))
+        yield _Run(begin, nodes, _shortened(labels[begin], _LONGEST_LABEL))
+        begin += nodes
 
 
 def _apart(runs: Sequence[_Run], distance: float) -> list[_Run]:
     """The runs to name, if names are not to touch: large ones go first."""
     chosen: list[_Run] = []
-    for run in sorted(runs, key=lambda run: -run.count):
+    for run in sorted(runs, key=lambda run: -run.nodes):
         if all(abs(run.middle - other.middle) >= distance for other in chosen):
             chosen.append(run)
     return chosen

@@ -2,52 +2,73 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
+from pipedream.graph.command import UserError
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.layers import layer_names, layers_frame
 from pipedream.profiler.profile import Profile
 from pipedream.profiler.quantity import QUANTITIES
+from pipedream.profiler.table import how_many, make_console, make_table
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-_HEAVIEST = 10
-_PIPED_WIDTH = 120
-_PER_COLUMN = 11  # characters
-_WIDEST_LAYER = 40
-
-
-def make_console() -> Console:
-    """The terminal, or a page of fixed width where the output goes elsewhere."""
-    # Without emoji=False, `transformers:llama: ...` is printed with a llama in it.
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
-    return console
+_SPARE = ("workspace", "time", "saved", "parameters", "activations", "backward", "forward")
+"""Which quantities are left out first where there is no room for all."""
 
 
 def print_report(profile: Profile, sort: str = "time", top: int | None = None) -> None:
-    """Prints the `top` nodes with most of `sort` (see `quantity`; or all nodes in their order, for
-    "order"), then the totals.
+    """Prints the nodes with most of `sort`, then the totals; `top` as in `how_many`.
 
-    `top`: 0 for all; by default ten, or all in their order.
+    `sort` is of `quantity.ORDERS`. Raises UserError where the profile does not know it.
     """
     console = make_console()
-    frame = layers_frame(profile)
-    if top is None:
-        top = 0 if sort == "order" else _HEAVIEST
-    console.print(_table(profile, frame, sort, top or len(frame), console.width))
+    console.print(_table(profile, sort, how_many(sort, top), console.width))
+    console.print()
     console.print(_summary(profile), soft_wrap=True)
 
 
-def _table(profile: Profile, frame: pd.DataFrame, sort: str, top: int, width: int) -> Table:
-    names = layer_names(frame)
-    by = "time" if sort == "order" else sort
-    values = frame[QUANTITIES[by].column]
-    rows = frame if sort == "order" else frame.loc[values.sort_values(ascending=False, kind="stable").index]
-    table = Table(title=_title(profile, sort, top), title_justify="left", box=SIMPLE_HEAD)
+def _table(profile: Profile, sort: str, top: int | None, width: int) -> Table:
+    frame = layers_frame(profile)
+    by = QUANTITIES["time" if sort == "order" else sort]
+    if frame[by.column].isna().any():
+        raise UserError(
+            f"--sort {sort}: an older pd-profile made this profile and did not measure it: run"
+            " pd-profile again, or sort by another"
+        )
+    frame["share"] = frame[by.column] / (frame[by.column].sum() or 1.0)
+    if sort != "order":
+        frame = frame.sort_values(by.column, ascending=False, kind="stable")
+    frame = frame.head(top or len(frame))
+    numbers = {
+        quantity.heading: [quantity.show(value) for value in frame[quantity.column]]
+        for quantity in QUANTITIES.values()
+        if frame[quantity.column].notna().all()
+    }
+    numbers["share"] = [f"{share:.1%}" for share in frame["share"]]
+    return make_table(
+        _title(profile, sort, len(frame)),
+        {"node": list(frame["id"]), "layer": layer_names(frame)},
+        numbers,
+        width,
+        spare=[QUANTITIES[name].heading for name in _SPARE if name != sort or sort == "time"],
+    )
+
+
+def _title(profile: Profile, sort: str, rows: int) -> str:
+    count = len(profile.nodes)
+    if sort == "order":
+        which = f"{count} nodes in their order" + (f", the first {rows}" if rows < count else "")
+    else:
+        which = f"heaviest of {count} nodes by {sort}"
+    return f"{profile.model}, batch {profile.batch_size}: {which}"
+
+
+def _summary(profile: Profile) -> str:
+    totals, machine = profile.totals, profile.machine
+    threads = "1 thread" if machine.threads == 1 else f"{machine.threads} threads"
+    where = machine.device_name + (f", {threads}" if machine.device == "cpu" else "")
+    return (
+        f"All nodes: forward {show_seconds(totals.forward_seconds)}, "
+        f"backward {show_seconds(totals.backward_seconds)} for a minibatch of "
+        f"{profile.batch_size}; parameters {show_bytes(totals.parameter_bytes)}.\n"
+        f"Measured on {where}: median of {profile.repeats} after {profile.warmup} to warm up."
+    )
