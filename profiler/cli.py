@@ -83,7 +83,7 @@ def main(
 
     Writes graph.txt (forward and backward time, sizes of each layer) for pd-optimize, profile.json
     with all that was measured, layers.csv with a row for each layer, and the pictures layers.png
-    and graph.svg.
+    and graph.svg. --show and --diff look at such profiles again.
     """
     if viewed(context):
         return

@@ -38,6 +38,8 @@ def layers_frame(profile: Profile) -> pd.DataFrame:
     frame = pd.DataFrame(
         {name: [value(node) for node in profile.nodes] for name, value in COLUMNS.items()}
     )
+    for name in frame.columns[frame.columns.str.endswith("_bytes")]:
+        frame[name] = pd.to_numeric(frame[name])  # of nothing but None it makes NaN
     frame["share"] = frame["seconds"] / (frame["seconds"].sum() or 1.0)
     return frame
 

@@ -100,4 +100,8 @@ def _diff(a: Path, b: Path, output: Path | None, sort: str, top: int | None) -> 
 
 
 def _file(path: Path) -> Path:
-    return path / "profile.json" if path.is_dir() else path
+    if path.is_dir():
+        return path / "profile.json"
+    if path.exists() and path.suffix != ".json":
+        raise UserError(f"{path}: name a folder that pd-profile wrote, or the profile.json in it")
+    return path
