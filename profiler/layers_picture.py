@@ -78,7 +78,8 @@ def draw_layers(profile: Profile, path: Path) -> None:
     runs = _runs(frame, slots=int((width - _BESIDE) / _PER_LABEL))
     labels = _PER_CHARACTER * max(len(run.label) for run in runs)
     figure = Figure(figsize=(width, 2.4 * len(panels) + labels + 0.5), layout="constrained")
-    figure.suptitle(f"{profile.model}, batch {profile.batch_size}: {len(frame)} nodes")
+    title = f"{profile.model}, batch {profile.batch_size}: {len(frame)} nodes"
+    figure.suptitle(title, parse_math=False)
     rows = list(figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0])
     for axes, (name, bars) in zip(rows, panels.items(), strict=True):
         _draw_panel(axes, name, frame, bars)
@@ -93,9 +94,26 @@ def _known(frame: pd.DataFrame, bars: Sequence[_Bars]) -> list[_Bars]:
 def _draw_panel(axes: Axes, name: str, frame: pd.DataFrame, bars: Sequence[_Bars]) -> None:
     from matplotlib.ticker import EngFormatter, PercentFormatter
 
+    share = axes.twinx()
+    whole = _draw_bars(axes, share, frame, bars)
+    axes.yaxis.set_major_formatter(EngFormatter("s" if name == "time" else "B"))
+    share.yaxis.set_major_formatter(PercentFormatter(1.0))
+    share.set_ylim(0.0, 1.04)
+    share.set_ylabel("share so far")
+    axes.set_title(_heading(name, frame, whole), loc="left", fontsize=10)
+    handles = [part for each in (axes, share) for part in each.get_legend_handles_labels()[0]]
+    axes.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles),
+        frameon=False, fontsize=9, borderaxespad=0.2, handlelength=1.5, columnspacing=1.2,
+    )  # fmt: skip
+    for each in (axes, share):
+        each.spines["top"].set_visible(False)
+
+
+def _draw_bars(axes: Axes, share: Axes, frame: pd.DataFrame, bars: Sequence[_Bars]) -> _Numbers:
+    """Draws bars, and a curve each for those inside and for all others together; these in all."""
     places = np.arange(len(frame))
     wide = 0.85 if len(frame) <= _MOST_GAPS else 1.0
-    share = axes.twinx()
     stacked = np.zeros(len(frame))
     for bar in bars:
         values = frame[QUANTITIES[bar.quantity].column].to_numpy(dtype=float)
@@ -106,18 +124,7 @@ def _draw_panel(axes: Axes, name: str, frame: pd.DataFrame, bars: Sequence[_Bars
             axes.bar(places, values, wide, stacked, color=bar.colour, label=bar.label)
             stacked = stacked + values
     _draw_curve(share, stacked, "#333333", "-")
-    axes.yaxis.set_major_formatter(EngFormatter("s" if name == "time" else "B"))
-    share.yaxis.set_major_formatter(PercentFormatter(1.0))
-    share.set_ylim(0.0, 1.04)
-    share.set_ylabel("share so far")
-    axes.set_title(_heading(name, frame, stacked), loc="left", fontsize=10)
-    handles = [part for each in (axes, share) for part in each.get_legend_handles_labels()[0]]
-    axes.legend(
-        handles=handles, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(handles),
-        frameon=False, fontsize=9, borderaxespad=0.2, handlelength=1.5, columnspacing=1.2,
-    )  # fmt: skip
-    for each in (axes, share):
-        each.spines["top"].set_visible(False)
+    return stacked
 
 
 def _draw_curve(axes: Axes, values: _Numbers, colour: str, line: str) -> None:
