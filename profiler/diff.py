@@ -45,22 +45,23 @@ class Diff:
     def frame(self) -> pd.DataFrame:
         """A row for each node of either: those of `a` in their order, then those of `b` alone.
 
-        The columns are those of `layers_frame`, ending in `_a` and `_b` (NaN where a node is not
-        there); then of each quantity `_change` and `_differs`, see `change` and `differs`. Indexed
-        by module, op, and the how manieth it is of those, from 1.
+        The columns are those of `layers_frame`, ending in `_a` and `_b`; NaN where a node is not
+        there. The index is module, op and occurrence: which it is of such nodes, from 1.
         """
         a, b = _by_call(self.a), _by_call(self.b)
         calls = a.index.append(b.index.difference(a.index, sort=False))
         return a.reindex(calls).add_suffix("_a").join(b.reindex(calls).add_suffix("_b"))
 
     def table(self) -> pd.DataFrame:
-        """`frame` with the changes: of each quantity `_change` and `_differs`."""
-        changes = {
-            f"{quantity.column}_{what}": column
-            for name, quantity in QUANTITIES.items()
-            for what, column in (("change", self.change(name)), ("differs", self.differs(name)))
-        }
-        return self.frame.assign(**changes).reset_index()
+        """`frame` with what `change` and `differs` say of each quantity: columns that end in
+        `_change`, or `_change_per_example`, and in `_differs`.
+        """
+        columns = {}
+        for name, quantity in QUANTITIES.items():
+            per = "_per_example" if self.per_example and quantity.grows else ""
+            columns[f"{quantity.column}_change{per}"] = self.change(name)
+            columns[f"{quantity.column}_differs"] = self.differs(name)
+        return self.frame.assign(**columns).reset_index()
 
     @property
     def only_in_a(self) -> Flags:

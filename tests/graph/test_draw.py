@@ -144,6 +144,8 @@ def test_the_time_of_an_input_is_not_work(tmp_path: Path, monkeypatch: pytest.Mo
     }
     text = source_of(Graph(nodes, (("a", "b"),)), tmp_path, monkeypatch)
     assert fills(text) == ["#FFFFFF", HEAT[-1][1]]
+    assert text.count("100.0%") == 1
+    assert ": 0.0%" not in text
 
 
 @pytest.mark.parametrize("text", [r"a\n:b", '"quoted"', "<b>", "x -> y; {", "Übung", "back\\"])

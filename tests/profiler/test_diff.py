@@ -122,6 +122,7 @@ def test_of_other_batch_sizes_examples_are_compared(capsys: pytest.CaptureFixtur
     )  # fmt: skip
     assert differing(NET, b) == {"time": ["two"], "forward": ["two"]}
     assert Diff(NET, b).change("time").to_list() == pytest.approx([0, -2e-3 / 8, 0])
+    assert {"seconds_change_per_example", "parameter_bytes_change"} < {*Diff(NET, b).table()}
     out = told(NET, b, capsys)
     assert "Different: batch size 8 and 16." in out
     assert "nodes changed, per example" in out
