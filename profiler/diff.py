@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     Numbers: TypeAlias = pd.Series[float]
     Flags: TypeAlias = pd.Series[bool]
 
-_TIMES = {"time": ("forward", "backward"), "forward": ("forward",), "backward": ("backward",)}
-"""The quantities that have a spread, and the passes that they are of."""
-
 _SAME = 0.01
 """Sizes per example differ by less between batch sizes, since some parts do not grow with it."""
 
@@ -92,15 +89,16 @@ class Diff:
         """Whether a size changed, or a time by more than its spread explains: the quartiles of `a`
         and those of `b`, summed over the passes, leave a gap.
         """
-        if name not in _TIMES:
-            least = self.per(name)[0] * _SAME if self.per_example else 0.0
+        quantity = QUANTITIES[name]
+        if not quantity.passes:
+            least = self.per(name)[0] * _SAME if self.per_example and quantity.grows else 0.0
             return self.change(name).abs() > least
         lower_a, lower_b = self._quartile(name, "lower")
         upper_a, upper_b = self._quartile(name, "upper")
         return (lower_b > upper_a) | (upper_b < lower_a)
 
     def _quartile(self, name: str, which: str) -> tuple[Numbers, Numbers]:
-        first, *more = (self.values(f"{part}_{which}_seconds") for part in _TIMES[name])
+        first, *more = (self.values(f"{part}_{which}_seconds") for part in QUANTITIES[name].passes)
         a, b = first
         for here, there in more:
             a, b = a + here, b + there

@@ -12,19 +12,21 @@ from pipedream.graph.units import show_bytes, show_seconds
 class Quantity:
     """A number of each node, in `column` of layers.csv; `grows` with the batch size.
 
-    `heading` of its column in a terminal, on two lines where the numbers are short.
+    `heading` of its column in a terminal, on two lines where the numbers are short. A time is the
+    sum over its `passes`, whose quartiles are in layers.csv as `forward_lower_seconds`.
     """
 
     column: str
     heading: str
     show: Callable[[float], str]
     grows: bool = True
+    passes: tuple[str, ...] = ()
 
 
 QUANTITIES: Mapping[str, Quantity] = {
-    "time": Quantity("seconds", "time", show_seconds),
-    "forward": Quantity("forward_seconds", "forward", show_seconds),
-    "backward": Quantity("backward_seconds", "backward", show_seconds),
+    "time": Quantity("seconds", "time", show_seconds, passes=("forward", "backward")),
+    "forward": Quantity("forward_seconds", "forward", show_seconds, passes=("forward",)),
+    "backward": Quantity("backward_seconds", "backward", show_seconds, passes=("backward",)),
     "activations": Quantity("output_bytes", "activa-\ntions", show_bytes),
     "saved": Quantity("saved_bytes", "saved", show_bytes),
     "parameters": Quantity("parameter_bytes", "para-\nmeters", show_bytes, grows=False),
