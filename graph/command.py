@@ -51,9 +51,9 @@ class Command(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         heading_of = {name: head for head, names in self.groups.items() for name in names}
-        rows: dict[str, list[tuple[str, str]]] = {"Options": []} | {
-            head: [] for head in self.groups
-        }
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for heading in ("Options", *self.groups):
+            rows[heading] = []
         for parameter in self.get_params(ctx):
             row = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if row is not None:

@@ -53,7 +53,7 @@ class Diff:
         """`frame` with what `change` and `differs` say of each quantity: columns that end in
         `_change`, or `_change_per_example`, and in `_differs`.
         """
-        columns = {}
+        columns: dict[str, Numbers | Flags] = {}
         for name, quantity in QUANTITIES.items():
             per = "_per_example" if self.per_example and quantity.grows else ""
             columns[f"{quantity.column}_change{per}"] = self.change(name)
