@@ -40,9 +40,10 @@ def print_diff(diff: Diff, sort: str = "time", top: int | None = None) -> None:
     if not len(changed):
         console.print("No node differs.")
         return
-    shown = changed[: how_many(sort, top)]
+    shown = changed.index[: how_many(sort, top)]
+    title = f"{len(changed)} of {len(diff.frame)} nodes changed, {changed.sum()} beyond the spread"
     console.print()
-    console.print(_nodes(diff, shown, known, sort, len(changed), console.width))
+    console.print(_nodes(diff, shown, known, sort, title, console.width))
     console.print()
     console.print(_totals(diff, known, console.width))
     console.print()
@@ -68,8 +69,10 @@ def _made(profile: Profile) -> str:
     )
 
 
-def _changed(diff: Diff, known: list[str], sort: str) -> pd.Index[int]:
-    """Places of the nodes that changed at all: first those that differ, large changes first."""
+def _changed(diff: Diff, known: list[str], sort: str) -> pd.Series[bool]:
+    """The nodes that changed at all, by their places, and whether they differ: those that do come
+    first, and large changes before small ones.
+    """
     import pandas as pd
 
     changes = pd.DataFrame({name: diff.change(name).to_numpy() for name in known})
@@ -78,11 +81,11 @@ def _changed(diff: Diff, known: list[str], sort: str) -> pd.Index[int]:
     if sort != "order":
         order["size"] = changes[sort].abs()
         order = order.sort_values(["differs", "size"], ascending=False, kind="stable")
-    return order.index[(changes.loc[order.index] != 0).any(axis=1)]
+    return order["differs"][(changes.loc[order.index] != 0).any(axis=1)]
 
 
 def _nodes(
-    diff: Diff, places: pd.Index[int], known: list[str], sort: str, changed: int, width: int
+    diff: Diff, places: pd.Index[int], known: list[str], sort: str, title: str, width: int
 ) -> Table:
     by = "time" if sort == "order" else sort
     quantity = QUANTITIES[by]
@@ -99,8 +102,7 @@ def _nodes(
         if name != by and (name in ("forward", "backward") or diff.differs(name).any()):
             numbers[QUANTITIES[name].heading] = _cells(diff, name, places)
     return make_table(
-        f"{changed} of {len(diff.frame)} nodes changed"
-        + (", per example" if diff.per_example else ""),
+        title + ("; per example" if diff.per_example else ""),
         {"layer": layer_names(diff.frame.iloc[places].reset_index())},
         numbers,
         width,

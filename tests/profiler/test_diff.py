@@ -66,7 +66,7 @@ def test_a_wider_layer_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
         "two:", "Linear", "6", "ms", "10", "ms", "+4", "ms*", "+66.7%", "+4", "ms*", "+100", "B*",
         "+10", "B*", "+40", "B*",
     ]  # fmt: skip
-    assert "1 of 3 nodes changed" in out
+    assert "1 of 3 nodes changed, 1 beyond the spread" in out
     totals = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
     assert totals["parameters"] == ["80", "B", "120", "B", "+40", "B", "+50.0%", "1"]
     assert totals["workspace"] == ["210", "B", "210", "B", "0"]
@@ -125,7 +125,7 @@ def test_of_other_batch_sizes_examples_are_compared(capsys: pytest.CaptureFixtur
     assert {"seconds_change_per_example", "parameter_bytes_change"} < {*Diff(NET, b).table()}
     out = told(NET, b, capsys)
     assert "Different: batch size 8 and 16." in out
-    assert "nodes changed, per example" in out
+    assert "1 beyond the spread; per example" in out
     (row,) = [line for line in out.splitlines() if "two:" in line]
     assert row.split()[2:8] == ["750", "us", "500", "us", "-250", "us*"]
     totals = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line}
