@@ -62,10 +62,7 @@ _BATCH_SIZE = 32
     help="CPU threads of one operator; a worker of pd-train uses 1.",
 )
 @with_view_options
-@click.pass_context
 def main(
-    context: click.Context,
-    /,
     model: str | None,
     output: Path | None,
     batch_size: int | None,
@@ -85,7 +82,7 @@ def main(
     with all that was measured, layers.csv with a row for each layer, and the pictures layers.png
     and graph.svg. --show and --diff look at such profiles again.
     """
-    if viewed(context):
+    if viewed(click.get_current_context()):
         return
     if model is None:
         raise UserError("MODEL is missing: say what to measure, or --show or --diff a profile")
