@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import click
@@ -37,7 +38,29 @@ class FiniteRange(click.FloatRange):
 
 
 class Command(click.Command):
-    """A click command whose every error is one line: `pd-optimize: what is wrong`."""
+    """A click command whose every error is one line: `pd-optimize: what is wrong`.
+
+    `groups`: options by their names in Python that --help lists under a heading of their own.
+    """
+
+    def __init__(
+        self, *args: Any, groups: Mapping[str, Sequence[str]] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.groups = groups or {}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        heading_of = {name: head for head, names in self.groups.items() for name in names}
+        rows: dict[str, list[tuple[str, str]]] = {}
+        for heading in ("Options", *self.groups):
+            rows[heading] = []
+        for parameter in self.get_params(ctx):
+            row = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if row is not None:
+                rows[heading_of.get(parameter.name or "", "Options")].append(row)
+        for heading, listed in rows.items():
+            with formatter.section(heading):
+                formatter.write_dl(listed)
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False

@@ -1,8 +1,10 @@
-"""A picture of a model graph: one box for each node, stages in colour or compute time as shade."""
+"""A picture of a model graph: one box for each node, in the colour of its stage or by its time."""
 
 from __future__ import annotations
 
+import html
 import shutil
+from bisect import bisect_right
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,6 +27,21 @@ STAGE_COLOURS = (
     "#AAAA00",
 )
 
+# What part of all time a node takes, from which share on in which colour: one hue, lighter to
+# darker, so that it reads in grey, too. Each step is about three times the last: few nodes of a
+# model weigh much, and of 400 nodes all but those weigh about a quarter of a percent.
+HEAT = (
+    (0.0, "#FFFFFF"),
+    (0.001, "#FFF1DC"),
+    (0.003, "#FDDCA9"),
+    (0.01, "#FDBB6B"),
+    (0.03, "#F08C3C"),
+    (0.1, "#CC5500"),
+    (0.3, "#7A2B00"),
+)
+_DARK = 0.1
+"""From this share on the text is white."""
+
 # dot's work grows with the length of the edges, counted in ranks that they pass, and much faster
 # than linearly. Up to PLAIN_LENGTH it draws curves in about a second (NASNet: 1,468 edges of length
 # 3,783). Beyond, straight lines and a coarser search take 3 s for DenseNet-121 (966 edges of length
@@ -37,17 +54,15 @@ _COARSE = {"splines": "line", "mclimit": "0.1", "nslimit": "0.3", "nslimit1": "0
 _WIDEST_LABEL = 44
 
 
-def draw(
-    graph: Graph, path: Path, title: str = "", shade: Mapping[str, float] | None = None
-) -> Path:
+def draw(graph: Graph, path: Path, title: str = "") -> Path:
     """Draws `graph` as `path`.svg, or `path`.gv where dot is missing or the graph too large for it.
 
     `path` has no suffix; returns the file written. Nodes with stages are coloured by stage, each
-    stage in a frame of its own. Otherwise, or where `shade` gives numbers for nodes, a node is the
-    darker the larger its number: `shade`'s, or its compute time. See `why_text` for the caller's
-    line on a .gv.
+    stage in a frame of its own. Otherwise a node is the darker the larger its share of the compute
+    time (`HEAT`), and a legend below the title tells how much. See `why_text` for the caller's line
+    on a .gv.
     """
-    picture = _digraph(graph, title, shade)
+    picture = _digraph(graph, title)
     svg, text = (path.parent / (path.name + suffix) for suffix in (".svg", ".gv"))
     image = _lay_out(picture) if _can_lay_out(graph) else None
     written, stale = (text, svg) if image is None else (svg, text)
@@ -92,21 +107,23 @@ def _lay_out(picture: graphviz.Digraph) -> bytes | None:
         return None
 
 
-def _digraph(graph: Graph, title: str, shade: Mapping[str, float] | None) -> graphviz.Digraph:
+def _digraph(graph: Graph, title: str) -> graphviz.Digraph:
     picture = graphviz.Digraph("model")
     coarse = _COARSE if _length(graph) > PLAIN_LENGTH else {}
     picture.attr(rankdir="TB", fontname="Helvetica", nodesep="0.2", **coarse)
     picture.attr("node", shape="box", style="filled", fontname="Helvetica", fontsize="10")
     picture.attr("edge", arrowsize="0.6", color="#555555")
-    picture.attr(label=graphviz.escape(title), labelloc="t", fontsize="16")
     # Names of our own: an id may hold a colon, which dot takes for a port.
     names = {node: f"n{index}" for index, node in enumerate(graph.nodes)}
-    colours = _colours(graph, shade)
+    shares = _shares(graph)
+    picture.attr(label=_title(title, bool(shares)), labelloc="t", fontsize="16")
     frames: dict[int, graphviz.Digraph] = {}
     for node in graph.nodes.values():
         home = picture if node.stage is None else frames.setdefault(node.stage, graphviz.Digraph())
         tooltip = graphviz.escape(f"{node.id} {node.description}")
-        home.node(names[node.id], _label(node), fillcolor=colours[node.id], tooltip=tooltip)
+        share = shares.get(node.id)
+        colours = {"fillcolor": _stage_colour(node.stage)} if share is None else _heat(share)
+        home.node(names[node.id], _label(node, share), tooltip=tooltip, **colours)
     for stage, frame in sorted(frames.items()):
         frame.name = f"cluster_{stage}"
         frame.attr(label=_stage_label(graph, stage), color=_stage_colour(stage), penwidth="3")
@@ -117,13 +134,15 @@ def _digraph(graph: Graph, title: str, shade: Mapping[str, float] | None) -> gra
     return picture
 
 
-def _colours(graph: Graph, shade: Mapping[str, float] | None) -> dict[str, str]:
-    if shade is None and any(node.stage is not None for node in graph.nodes.values()):
-        return {name: _stage_colour(node.stage) for name, node in graph.nodes.items()}
-    if shade is None:
-        shade = {name: _seconds(node) for name, node in graph.nodes.items()}
-    heaviest = max(shade.values(), default=0.0) or 1.0
-    return {name: _tint(shade.get(name, 0.0) / heaviest) for name in graph.nodes}
+def _shares(graph: Graph) -> dict[str, float]:
+    """What part of the compute time each node takes that is no input; none with stages, or without
+    times.
+    """
+    seconds = {node.id: _seconds(node) for node in graph.nodes.values() if not node.is_input}
+    whole = sum(seconds.values())
+    if not whole or any(node.stage is not None for node in graph.nodes.values()):
+        return {}
+    return {name: part / whole for name, part in seconds.items()}
 
 
 def _seconds(node: Node) -> float:
@@ -134,14 +153,33 @@ def _stage_colour(stage: int | None) -> str:
     return "#FFFFFF" if stage is None else STAGE_COLOURS[stage % len(STAGE_COLOURS)]
 
 
-def _tint(share: float) -> str:
-    """White for 0 to orange for 1: one hue, so that it is lightness that tells."""
-    white, orange = (255, 255, 255), (238, 136, 51)
-    mixed = (round(w + (o - w) * share) for w, o in zip(white, orange, strict=True))
-    return "#" + "".join(f"{channel:02X}" for channel in mixed)
+def _heat(share: float) -> dict[str, str]:
+    """Colours of a box, or of the legend's cell, for a share of the time."""
+    _, colour = HEAT[bisect_right(HEAT, share, key=lambda step: step[0]) - 1]
+    return {"fillcolor": colour} | ({"fontcolor": "#FFFFFF"} if share >= _DARK else {})
 
 
-def _label(node: Node) -> str:
+def _title(title: str, with_legend: bool) -> str:
+    if not with_legend:
+        escaped: str = graphviz.escape(title)
+        return escaped
+    ends = [share for share, _ in HEAT[1:]]
+    texts = [f"under {ends[0]:.1%}", *(f"from {end:.1%}".replace(".0%", "%") for end in ends)]
+    cells = "".join(_cell(text, _heat(share)) for text, (share, _) in zip(texts, HEAT, strict=True))
+    rows = f"<TR>{_cell('share of the time:', {})}{cells}</TR>"
+    if title:
+        rows = f'<TR><TD COLSPAN="{1 + len(HEAT)}">{html.escape(title)}</TD></TR>{rows}'
+    return f'<<TABLE BORDER="0" CELLBORDER="0" CELLSPACING="4">{rows}</TABLE>>'
+
+
+def _cell(text: str, colours: Mapping[str, str]) -> str:
+    """A small one, framed where it is of a colour."""
+    look = f' BORDER="1" BGCOLOR="{colours["fillcolor"]}"' if colours else ""
+    ink = colours.get("fontcolor", "#000000")
+    return f'<TD{look}><FONT POINT-SIZE="10" COLOR="{ink}">{text}</FONT></TD>'
+
+
+def _label(node: Node, share: float | None) -> str:
     """Three lines at most: id and description, times, sizes; those that are zero are left out."""
     what = node.description
     if len(what) > _WIDEST_LABEL:
@@ -149,7 +187,8 @@ def _label(node: Node) -> str:
     lines = [f"{node.id}  {what}"]
     if node.compute_seconds:
         forward, backward = show_seconds(node.forward_seconds), show_seconds(node.backward_seconds)
-        lines.append(f"forward {forward}, backward {backward}")
+        part = "" if share is None else f": {share:.1%}"
+        lines.append(f"forward {forward}, backward {backward}{part}")
     sizes = [("out", node.output_bytes), ("parameters", node.parameter_bytes)]
     lines.append(", ".join(f"{what} {show_bytes(size)}" for what, size in sizes if size))
     text = "\\n".join(graphviz.escape(line) for line in lines if line)

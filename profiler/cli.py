@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipedream.graph.command import Command, UserError
+from pipedream.profiler.network_options import (
+    NETWORK_OPTIONS,
+    refuse_network_options,
+    with_network_options,
+)
+from pipedream.profiler.view import VIEW_OPTIONS, viewed, with_view_options
 
 if TYPE_CHECKING:
     import torch
@@ -23,14 +29,17 @@ if TYPE_CHECKING:
 _BATCH_SIZE = 32
 
 
-@click.command("pd-profile", cls=Command)
-@click.argument("model", metavar="MODEL", required=False)
+@click.command(
+    "pd-profile",
+    cls=Command,
+    groups={"Looking at profiles": VIEW_OPTIONS, "The network": NETWORK_OPTIONS},
+)
+@click.argument("model", metavar="[MODEL]", required=False)
 @click.option(
     "-o",
     "--output",
-    required=True,
     type=click.Path(path_type=Path),
-    help="Folder for graph.txt, profile.json and graph.svg; with --network for cluster.yaml.",
+    help="Folder for what is measured; needed but with --show and --diff.",
 )
 @click.option(
     "--batch-size",
@@ -76,26 +85,11 @@ _BATCH_SIZE = 32
     type=click.IntRange(min=1, max=os.cpu_count()),
     help="CPU threads of one operator; a worker of pd-train uses 1.",
 )
-@click.option(
-    "--network",
-    is_flag=True,
-    help="In place of a MODEL: measure messages and all-reduces between the ranks that torchrun or "
-    "mpirun has started, and write a cluster file for pd-optimize.",
-)
-@click.option(
-    "--machines",
-    metavar="N,N,...",
-    help="With --network: components of each level, innermost first: 4,2 is 2 machines of 4 "
-    "devices.  [default: the ranks of a host, then the hosts]",
-)
-@click.option(
-    "--largest",
-    metavar="BYTES",
-    help="With --network: the largest message, say 64MB.  [default: 64MB]",
-)
+@with_network_options
+@with_view_options
 def main(
     model: str | None,
-    output: Path,
+    output: Path | None,
     batch_size: int | None,
     device: str,
     warmup: int | None,
@@ -105,23 +99,32 @@ def main(
     inputs: tuple[str, ...],
     threads: int,
     network: bool,
-    machines: str | None,
-    largest: str | None,
+    sort: str,
+    top: int | None,
+    **_: Any,
 ) -> int:
     """Measures MODEL: torchvision:NAME, transformers:NAME, package.module:factory or a run config.
 
     Writes graph.txt (forward and backward time, sizes of each layer) for pd-optimize, profile.json
-    with all that was measured, and graph.svg, a picture.
+    with all that was measured, layers.csv with a row for each layer, and the pictures layers.png
+    and graph.svg. --show and --diff look at such profiles again.
 
     With --network it measures the network in place of a model, as one of several ranks: torchrun
     --standalone --nproc-per-node=2 --no-python pd-profile --network -o runs/network
     """
-    from pipedream.profiler.network_options import refuse_network_options
-
+    context = click.get_current_context()
+    if viewed(context):
+        return 0
+    if output is None:
+        raise UserError("-o is missing: name a folder for what is measured, say -o profile")
     if network:
-        return _measure_network(click.get_current_context().params)
-    refuse_network_options(click.get_current_context().params)
-    assert model is not None
+        return _measure_network(context.params)
+    refuse_network_options(context.params)
+    if model is None:
+        raise UserError(
+            "MODEL is missing: say what to measure, or --network, or look at profiles with --show"
+            " or --diff"
+        )
     args = dict(_argument(text) for text in arguments)
     _make_folder(output)
 
@@ -139,7 +142,12 @@ def main(
         patience = Patience(warmup, repeats, seconds)
         settings = Settings(model, args, size, where, patience, threads)
         graph, profile = measure(loaded, settings, lambda part: step("timing", part, 1.0))
-    _report(profile, _write(graph, profile, output), output)
+    from pipedream.profiler.report import print_report
+
+    written = _write(graph, profile, output)
+    print_report(profile, sort, top)
+    click.echo(f"Written: {written}")
+    click.echo(f"Next: pd-optimize {output}/graph.txt --machines 2 --bandwidth 1GB")
     return 0
 
 
@@ -260,24 +268,21 @@ def _progress() -> Iterator[Callable[[str, float, float], None]]:
 
 
 def _write(graph: Graph, profile: Profile, output: Path) -> str:
-    """Writes the three files; a line that names them."""
+    """Writes all files; a line that names them."""
     from pipedream.graph.draw import draw, why_text
     from pipedream.graph.text import format_graph
+    from pipedream.profiler.layers import layers_frame, write_layers
+    from pipedream.profiler.layers_picture import draw_layers
     from pipedream.profiler.profile import write_profile
 
     try:
         (output / "graph.txt").write_text(format_graph(graph), encoding="utf-8")
         write_profile(profile, output / "profile.json")
+        write_layers(layers_frame(profile), output / "layers.csv")
+        draw_layers(profile, output / "layers.png")
         picture = draw(graph, output / "graph", f"{profile.model}, batch {profile.batch_size}")
     except OSError as error:
         raise UserError(f"-o {output}: cannot be written: {error.strerror}") from error
     why = why_text(graph, picture)
-    return f"{output}/graph.txt, profile.json, {picture.name}" + (f" ({why})" if why else "")
-
-
-def _report(profile: Profile, written: str, output: Path) -> None:
-    from pipedream.profiler.report import print_report
-
-    print_report(profile)
-    click.echo(f"Written: {written}")
-    click.echo(f"Next: pd-optimize {output}/graph.txt --machines 2 --bandwidth 1GB")
+    files = f"{output}/graph.txt, profile.json, layers.csv, layers.png, {picture.name}"
+    return files + (f" ({why})" if why else "")

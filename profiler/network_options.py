@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import click
 
 from pipedream.graph.command import UserError
 from pipedream.graph.place import Place
@@ -18,6 +20,7 @@ _FACTOR = 4
 _LEAST = _FACTOR**2 * _SMALLEST
 _OF_A_MODEL = {"batch_size": "--batch-size", "arguments": "--arg", "inputs": "--input"}
 _OF_THE_NETWORK = {"machines": "--machines", "largest": "--largest"}
+NETWORK_OPTIONS = ("network", *_OF_THE_NETWORK)
 
 _WARMUP, _REPEATS = 3, 10
 """Of each size of message, where nothing else was typed."""
@@ -53,13 +56,35 @@ class Asked:
     effort: Effort
 
 
+def with_network_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of `NETWORK_OPTIONS`."""
+    options = (
+        click.option(
+            "--network",
+            is_flag=True,
+            help="Measure messages and all-reduces between the ranks that torchrun or mpirun has"
+            " started, and write a cluster file for pd-optimize.",
+        ),
+        click.option(
+            "--machines",
+            metavar="N,N,...",
+            help="Components of each level, innermost first: 4,2 is 2 machines of 4 devices."
+            "  [default: the ranks of a host, then the hosts]",
+        ),
+        click.option(
+            "--largest", metavar="BYTES", help=f"The largest message.  [default: {LARGEST}]"
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 def refuse_network_options(parameters: Mapping[str, Any]) -> None:
     """Without --network. Raises UserError."""
     for name, option in _OF_THE_NETWORK.items():
         if parameters[name] is not None:
             raise UserError(f"{option} goes with --network, which takes no MODEL")
-    if parameters["model"] is None:
-        raise UserError("Missing argument 'MODEL': name one, or measure the network with --network")
 
 
 def asked(parameters: Mapping[str, Any], place: Place | None) -> Asked:

@@ -1,47 +1,65 @@
-"""What pd-profile prints: the heaviest nodes and the sums."""
+"""What pd-profile prints of a profile: its nodes in the order that is asked for, and the sums."""
 
 from __future__ import annotations
 
-from rich.console import Console
 from rich.table import Table
 
+from pipedream.graph.command import UserError
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.profiler.profile import Profile, ProfiledNode
+from pipedream.profiler.layers import layer_names, layers_frame
+from pipedream.profiler.profile import Profile
+from pipedream.profiler.quantity import QUANTITIES
+from pipedream.profiler.table import how_many, make_console, make_table
 
-_HEAVIEST = 10
+_SPARE = ("workspace", "time", "saved", "parameters", "activations", "backward", "forward")
+"""Which quantities are left out first where there is no room for all."""
 
 
-def print_report(profile: Profile) -> None:
-    """Prints the heaviest nodes by forward plus backward time, then the totals."""
-    # Without emoji=False, `transformers:llama: ...` is printed with a llama in it.
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.print(_table(profile))
+def print_report(profile: Profile, sort: str = "time", top: int | None = None) -> None:
+    """Prints the nodes with most of `sort`, then the totals; `top` as in `how_many`.
+
+    `sort` is of `quantity.ORDERS`. Raises UserError where the profile does not know it.
+    """
+    console = make_console()
+    console.print(_table(profile, sort, how_many(sort, top), console.width))
+    console.print()
     console.print(_summary(profile), soft_wrap=True)
 
 
-def _table(profile: Profile) -> Table:
-    table = Table(
-        title=f"{profile.model}: heaviest of {len(profile.nodes)} nodes", title_justify="left"
-    )
-    table.add_column("node", no_wrap=True)
-    table.add_column("layer", overflow="fold")
-    for heading in ("forward", "backward", "share", "output"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    all_seconds = profile.totals.forward_seconds + profile.totals.backward_seconds
-    for node in sorted(profile.nodes, key=_seconds, reverse=True)[:_HEAVIEST]:
-        table.add_row(
-            node.id,
-            f"{node.module or '-'}: {node.op}",
-            show_seconds(node.forward_seconds.median),
-            show_seconds(node.backward_seconds.median),
-            f"{_seconds(node) / (all_seconds or 1.0):.1%}",
-            show_bytes(sum(tensor.bytes for tensor in node.outputs)),
+def _table(profile: Profile, sort: str, top: int | None, width: int) -> Table:
+    frame = layers_frame(profile)
+    by = QUANTITIES["time" if sort == "order" else sort]
+    if frame[by.column].isna().any():
+        raise UserError(
+            f"--sort {sort}: an older pd-profile made this profile and did not measure it: run"
+            " pd-profile again, or sort by another"
         )
-    return table
+    frame["share"] = frame[by.column] / (frame[by.column].sum() or 1.0)
+    if sort != "order":
+        frame = frame.sort_values(by.column, ascending=False, kind="stable")
+    frame = frame.head(top or len(frame))
+    numbers = {
+        quantity.heading: [quantity.show(value) for value in frame[quantity.column]]
+        for quantity in QUANTITIES.values()
+        if frame[quantity.column].notna().all()
+    }
+    numbers["share"] = [f"{share:.1%}" for share in frame["share"]]
+    return make_table(
+        _title(profile, sort, len(frame)),
+        {"node": list(frame["id"]), "layer": layer_names(frame)},
+        numbers,
+        width,
+        spare=[QUANTITIES[name].heading for name in _SPARE if name != sort or sort == "time"],
+    )
 
 
-def _seconds(node: ProfiledNode) -> float:
-    return node.forward_seconds.median + node.backward_seconds.median
+def _title(profile: Profile, sort: str, rows: int) -> str:
+    count = len(profile.nodes)
+    if sort == "order":
+        which = f"{count} nodes in their order" + (f", the first {rows}" if rows < count else "")
+    else:
+        which = f"heaviest of {count} nodes by {sort}"
+    return f"{profile.model}, batch {profile.batch_size}: {which}"
 
 
 def _summary(profile: Profile) -> str:

@@ -67,3 +67,19 @@ def test_help_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_bug_keeps_its_traceback() -> None:
     with pytest.raises(AssertionError):
         tool.main(["bug"])
+
+
+def test_help_lists_groups_of_options_on_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command("pd-grouped", cls=Command, groups={"Looking": ["show"]})
+    @click.argument("model", required=False)
+    @click.option("--show", help="Shows.")
+    @click.option("--count", help="Counts.")
+    def grouped(model: str, show: str, count: str) -> None:
+        """Does it."""
+
+    with pytest.raises(SystemExit):
+        grouped.main(["--help"])
+    before, looking = capsys.readouterr().out.split("\nLooking:\n")
+    assert "--count" in before
+    assert "--help" in before
+    assert looking.split() == ["--show", "TEXT", "Shows."]

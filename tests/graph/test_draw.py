@@ -10,7 +10,7 @@ import graphviz
 import pytest
 
 from pipedream.graph import draw as drawing
-from pipedream.graph.draw import STAGE_COLOURS, draw, why_text
+from pipedream.graph.draw import HEAT, STAGE_COLOURS, draw, why_text
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.text import read_graph
 
@@ -71,9 +71,8 @@ def test_label_tells_id_description_times_and_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = source_of(chain("Input0", "Linear(3, 4)"), tmp_path, monkeypatch)
-    assert r"node1  Linear(3, 4)\nforward 1 ms, backward 2 ms\nout 1 MB, parameters 4 kB" in text, (
-        text
-    )
+    lines = r"node1  Linear(3, 4)\nforward 1 ms, backward 2 ms: 100.0%\nout 1 MB, parameters 4 kB"
+    assert lines in text
 
 
 def test_long_descriptions_are_shortened_and_kept_whole_in_the_tooltip(
@@ -94,22 +93,47 @@ def test_stages_have_frames_and_colours_that_cycle(
     assert len(set(STAGE_COLOURS)) == len(STAGE_COLOURS)
     assert text.count("subgraph cluster_") == count
     assert "stage 2: 1 node, 6 ms, parameters 4 kB" in text
-    fills = [line.split("fillcolor=")[1][1:8] for line in text.splitlines() if "fillcolor" in line]
-    assert fills == [*STAGE_COLOURS, STAGE_COLOURS[0]]
+    assert fills(text) == [*STAGE_COLOURS, STAGE_COLOURS[0]]
     assert text.count("penwidth=2.5") == count - 1
 
 
-def test_without_stages_the_heaviest_node_is_the_darkest(
+def fills(text: str) -> list[str]:
+    return [line.split("fillcolor=")[1][1:8] for line in text.splitlines() if "fillcolor" in line]
+
+
+def timed(*seconds: float) -> Graph:
+    nodes = [Node(f"node{i}", "ReLU()", forward_seconds=time) for i, time in enumerate(seconds)]
+    return Graph({node.id: node for node in nodes}, ())
+
+
+def test_without_stages_a_node_is_as_dark_as_its_share_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    graph = chain("ReLU()", "Linear(3, 4)", "Linear(4, 4)")
-    text = source_of(graph, tmp_path, monkeypatch)
-    fills = [line.split("fillcolor=")[1][1:8] for line in text.splitlines() if "fillcolor" in line]
-    assert fills[::2] == ["#FFFFFF", "#EE8833"]
-    assert fills[0] > fills[1] > fills[2]
-    given = source_of(graph, tmp_path, monkeypatch, shade={"node0": 3.0, "node1": 0.0})
-    fills = [line.split("fillcolor=")[1][1:8] for line in given.splitlines() if "fillcolor" in line]
-    assert fills == ["#EE8833", "#FFFFFF", "#FFFFFF"]
+    text = source_of(timed(0.5, 2.5, 7.0, 15.0, 50.0, 225.0, 700.0), tmp_path, monkeypatch)
+    assert fills(text) == [colour for _, colour in HEAT]
+    white = [line for line in text.splitlines() if "fillcolor" in line and "fontcolor" in line]
+    named = [line.split('label="')[1].split()[0] for line in white]
+    assert named == ["node5", "node6"], "on dark ground"
+
+
+def test_heat_reads_in_black_and_white() -> None:
+    greys = [
+        sum(weight * int(colour[i : i + 2], 16) for weight, i in ((0.3, 1), (0.59, 3), (0.11, 5)))
+        for _, colour in HEAT
+    ]
+    assert all(darker < lighter - 10 for lighter, darker in itertools.pairwise(greys))
+
+
+def test_a_legend_tells_what_the_shades_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = source_of(timed(1.0, 2.0), tmp_path, monkeypatch)
+    assert "share of the time" in text
+    assert "under 0.1%" in text
+    assert "from 30%" in text
+    assert text.count("BGCOLOR") == len(HEAT)
+    for none in (timed(0.0), chain("ReLU()", "ReLU()", stages=(0, 1))):
+        assert "share of the time" not in source_of(none, tmp_path, monkeypatch)
 
 
 def test_the_time_of_an_input_is_not_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +143,9 @@ def test_the_time_of_an_input_is_not_work(tmp_path: Path, monkeypatch: pytest.Mo
         "b": Node("b", "ReLU()", forward_seconds=0.1),
     }
     text = source_of(Graph(nodes, (("a", "b"),)), tmp_path, monkeypatch)
-    fills = [line.split("fillcolor=")[1][1:8] for line in text.splitlines() if "fillcolor" in line]
-    assert fills == ["#FFFFFF", "#EE8833"]
+    assert fills(text) == ["#FFFFFF", HEAT[-1][1]]
+    assert text.count("100.0%") == 1
+    assert ": 0.0%" not in text
 
 
 @pytest.mark.parametrize("text", [r"a\n:b", '"quoted"', "<b>", "x -> y; {", "Übung", "back\\"])

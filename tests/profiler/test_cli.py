@@ -87,7 +87,13 @@ def test_writes_graph_profile_and_picture_and_says_so(run: Run, tmp_path: Path) 
     assert (profile.args, profile.batch_size, profile.repeats) == ({"layers": 2}, 4, 10)
     picture = "graph.svg" if (tmp_path / "a/b/graph.svg").exists() else "graph.gv"
     assert (tmp_path / "a/b" / picture).exists()
-    assert f"Written: a/b/graph.txt, profile.json, {picture}" in out
+    assert f"Written: a/b/graph.txt, profile.json, layers.csv, layers.png, {picture}" in out
+    assert (tmp_path / "a/b/layers.png").read_bytes().startswith(b"\x89PNG")
+    rows = (tmp_path / "a/b/layers.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows[1:]] == list(graph.nodes)
+    assert all(
+        node.parameter_bytes == graph.nodes[node.id].parameter_bytes for node in profile.nodes
+    )
     assert "heaviest of 5 nodes" in out
     assert "for a minibatch of 4" in out
 
