@@ -188,7 +188,7 @@ def train(case: Case, folder: Path) -> subprocess.Popen[bytes]:
     """Profiles and plans, and starts to train."""
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(case.config()), encoding="utf-8")
-    ended(start("pd-profile", config, "-o", folder / "profile", "--warmup", 0, "--repeats", 1))
+    ended(start("pd-profile", config, "-o", folder / "profile", "--warmup", 1, "--repeats", 1))
     cluster = ("--machines", 2, "--bandwidth", "10GB", "--straight")
     graph, plan = folder / "profile" / "graph.txt", folder / "plan"
     ended(start("pd-optimize", graph, *cluster, *case.planned, "-o", plan))

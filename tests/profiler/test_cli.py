@@ -246,7 +246,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_real_models_go_through(run: Run, tmp_path: Path, model: str) -> None:
-    small = ["--batch-size", "2", "--warmup", "0", "--repeats", "1"]
+    small = ["--batch-size", "2", "--warmup", "1", "--repeats", "1"]
     if model not in PARAMETERS and model != "vit_b_16":
         small += ["--arg", "vocab_size=99", "--input", "16:int64"]
     code, _, err = run(*MODELS[model], *small, "-o", "out")

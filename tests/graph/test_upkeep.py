@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipedream.graph.command import UserError
+from pipedream.graph.upkeep import Upkeep, read_upkeep
+
+
+def read(folder: Path, text: str) -> Upkeep:
+    (folder / "profile.json").write_text(text)
+    return read_upkeep(folder / "profile.json")
+
+
+def test_what_a_profile_says(tmp_path: Path) -> None:
+    found = read(
+        tmp_path,
+        '{"updates": {"adam": {"bytes_per_second": 2e9}}, "model": "x",'
+        ' "forward": {"call_seconds": 1e-4, "factor": 1.0}, "backward": {"call_seconds": 2e-4}}',
+    )
+    assert found == Upkeep({"adam": 2e9}, 1e-4, 2e-4)
+
+
+def test_an_older_profile_says_nothing(tmp_path: Path) -> None:
+    assert read(tmp_path, '{"model": "x"}') == Upkeep({})
+
+
+def test_what_is_no_rate_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"updates.adam.bytes_per_second"):
+        read(tmp_path, '{"updates": {"adam": {"bytes_per_second": 0}}}')
