@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ def chain(sizes: list[float]) -> Graph:
     """One node after another, a0 to a1 and so on, with outputs of these bytes."""
     nodes = {f"a{i}": Node(f"a{i}", "x", activation_bytes=(size,)) for i, size in enumerate(sizes)}
     names = list(nodes)
-    return Graph(nodes, tuple(zip(names, names[1:], strict=False)))
+    return Graph(nodes, tuple(itertools.pairwise(names)))
 
 
 def test_equal_nodes_are_divided_evenly() -> None:
