@@ -110,6 +110,7 @@ def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
         config = auto.AutoConfig.for_model(name, **args)
     except Exception as error:
         raise UserError(f"{source}: {blame(error)}") from error
+    config.architectures = config.architectures or []  # of several heads it takes the first
     for part in (config, config.get_text_config()):
         if hasattr(part, "use_cache"):
             part.use_cache = False

@@ -17,6 +17,7 @@ from pipedream.graph.config import RunConfig
 from pipedream.profiler.example import examples
 from pipedream.profiler.from_folder import image_folder
 from pipedream.profiler.from_huggingface import huggingface
+from pipedream.profiler.from_timm import load_timm, timm_shape
 from pipedream.profiler.from_torchvision import image_shape, load_torchvision
 from pipedream.profiler.from_transformers import load_transformers, transformers_inputs
 from pipedream.profiler.usercode import accepts, blaming, call, load_function
@@ -62,10 +63,10 @@ def load(
 ) -> Loaded:
     """The model that `source` names, made with `args`, and inputs of `batch_size` examples.
 
-    `source` is `torchvision:NAME`, `transformers:NAME` or `package.module:factory`. A factory gives
-    a module, or a module and its example inputs, and is told `batch_size` if it has a parameter of
-    that name. `inputs` describe the inputs (see `example`) and override the model's own.
-    Raises UserError.
+    `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`. A
+    factory gives a module, or a module and its example inputs, and is told `batch_size` if it has a
+    parameter of that name. `inputs` describe the inputs (see `example`) and override the model's
+    own. Raises UserError.
     """
     library, _, name = source.partition(":")
     model, own = _make(source, args, batch_size, None)
@@ -74,6 +75,8 @@ def load(
         return Loaded(model.train(), positional, named)
     if not inputs and library == "torchvision":
         inputs = (image_shape(name, args),)
+    if not inputs and library == "timm":
+        inputs = (timm_shape(model, args),)
     if not inputs and own is None:
         raise UserError(
             f"{source} gives no example inputs: describe them with --input 3x32x32, or "
@@ -195,6 +198,8 @@ def _make(
     library, _, name = source.partition(":")
     if library == "torchvision":
         return load_torchvision(name, args), None
+    if library == "timm":
+        return load_timm(name, args), None
     if library == "transformers":
         return load_transformers(name, args), None
     factory = load_function(source, directory)
