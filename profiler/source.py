@@ -64,9 +64,9 @@ def load(
     """The model that `source` names, made with `args`, and inputs of `batch_size` examples.
 
     `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`. A
-    factory gives a module, or a module and its example inputs, and is told `batch_size` if it has a
-    parameter of that name. `inputs` describe the inputs (see `example`) and override the model's
-    own. Raises UserError.
+    factory gives a module, or a module and its example inputs, or these and a dictionary of inputs
+    by keyword; it is told `batch_size` if it has a parameter of that name. `inputs` describe the
+    inputs (see `example`) and override the model's own. Raises UserError.
     """
     library, _, name = source.partition(":")
     model, own = _make(source, args, batch_size, None)
@@ -82,7 +82,9 @@ def load(
             f"{source} gives no example inputs: describe them with --input 3x32x32, or "
             "--input 128:int64:50257 for whole numbers, once for each input, without the batch"
         )
-    return Loaded(model.train(), examples(inputs, batch_size) if inputs else own or ())
+    if inputs or own is None:
+        return Loaded(model.train(), examples(inputs, batch_size))
+    return Loaded(model.train(), *own)
 
 
 def load_config(config: RunConfig, directory: Path, batch_size: int | None = None) -> Loaded:
@@ -193,7 +195,7 @@ def collate(
 
 def _make(
     source: str, args: Mapping[str, Any], batch_size: int, directory: Path | None
-) -> tuple[nn.Module, tuple[Any, ...] | None]:
+) -> tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]] | None]:
     """The model, and its example inputs if its factory gives some."""
     library, _, name = source.partition(":")
     if library == "torchvision":
@@ -205,9 +207,13 @@ def _make(
     factory = load_function(source, directory)
     told = {"batch_size": batch_size} if accepts(factory, "batch_size") else {}
     made = call(source, factory, {**told, **args})
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model, *inputs = made if isinstance(made, tuple) and len(made) in (2, 3) else (made,)
     if not isinstance(model, nn.Module):
         raise UserError(f"{source} gives a {type(model).__name__}, not a torch.nn.Module")
-    if inputs is not None and not isinstance(inputs, tuple):
-        inputs = (inputs,)
-    return model, inputs
+    if not inputs:
+        return model, None
+    positional = inputs[0] if isinstance(inputs[0], tuple) else (inputs[0],)
+    named = inputs[1] if len(inputs) == 2 else {}
+    if not isinstance(named, dict):
+        raise UserError(f"{source} gives a {type(named).__name__} third, not a dict of inputs")
+    return model, (positional, named)
