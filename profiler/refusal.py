@@ -133,7 +133,9 @@ def _place_in_library(error: BaseException) -> str:
         for frame in _frames(error)
         if "site-packages" in frame.filename and not frame.filename.startswith(own)
     ]
-    return f"{theirs[-1].filename}:{theirs[-1].lineno}: " if theirs else ""
+    if not theirs:
+        return ""
+    return f"{theirs[-1].filename.rpartition('site-packages/')[2]}:{theirs[-1].lineno}: "
 
 
 def _forward(model: nn.Module) -> str:

@@ -19,7 +19,11 @@ from pipedream.profiler.from_folder import image_folder
 from pipedream.profiler.from_huggingface import huggingface
 from pipedream.profiler.from_timm import load_timm, timm_shape
 from pipedream.profiler.from_torchvision import image_shape, load_torchvision
-from pipedream.profiler.from_transformers import load_transformers, transformers_inputs
+from pipedream.profiler.from_transformers import (
+    load_transformers,
+    take_labels,
+    transformers_inputs,
+)
 from pipedream.profiler.usercode import accepts, blaming, call, load_function
 
 __all__ = [
@@ -90,7 +94,8 @@ def load(
 def load_config(config: RunConfig, directory: Path, batch_size: int | None = None) -> Loaded:
     """The model of a run config and the first minibatch of its data as example inputs.
 
-    With loss `output` the target is the model's last input. Raises UserError.
+    With loss `output` the target is the model's last input; of transformers, its `labels`. Raises
+    UserError.
     """
     model = load_config_model(config, directory)
     train, _ = load_data(config, directory)
@@ -112,7 +117,10 @@ def load_config_model(config: RunConfig, directory: Path) -> nn.Module:
     seed. Raises UserError.
     """
     torch.manual_seed(config.seed)
-    model, _ = _make(config.model.source, config.model.args, config.batch_size, directory)
+    source = config.model.source
+    model, _ = _make(source, config.model.args, config.batch_size, directory)
+    if config.loss == "output" and source.startswith("transformers:"):
+        model = take_labels(model, source)
     return model.to(getattr(torch, config.dtype)).train()
 
 
