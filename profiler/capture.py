@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
@@ -255,7 +255,8 @@ class _Gradients(fx.Interpreter):
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
-        return self.mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+        real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        return self.mode.from_tensor(value) if real else value
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -266,7 +267,9 @@ class _Gradients(fx.Interpreter):
 
 def _fake_values(module: fx.GraphModule) -> dict[str, torch.Tensor]:
     """Every tensor of the graph, without data: shapes, types, and whether a gradient flows."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    held = (*module.parameters(), *module.buffers())
+    modes = (tensor.fake_mode for tensor in held if isinstance(tensor, FakeTensor))
+    mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.enable_grad():
         inputs = [
             torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)

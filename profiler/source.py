@@ -24,6 +24,7 @@ from pipedream.profiler.from_transformers import (
     take_labels,
     transformers_inputs,
 )
+from pipedream.profiler.memoryless import check_without_memory, with_data, without_memory
 from pipedream.profiler.usercode import accepts, blaming, call, load_function
 
 __all__ = [
@@ -63,17 +64,22 @@ class Dataset(Protocol):
 
 
 def load(
-    source: str, args: Mapping[str, Any], batch_size: int, inputs: tuple[str, ...] = ()
+    source: str,
+    args: Mapping[str, Any],
+    batch_size: int,
+    inputs: tuple[str, ...] = (),
+    meta: bool = False,
 ) -> Loaded:
     """The model that `source` names, made with `args`, and inputs of `batch_size` examples.
 
     `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`. A
     factory gives a module, or a module and its example inputs, or these and a dictionary of inputs
     by keyword; it is told `batch_size` if it has a parameter of that name. `inputs` describe the
-    inputs (see `example`) and override the model's own. Raises UserError.
+    inputs (see `example`) and override the model's own. With `meta` the model has no memory: see
+    `memoryless`. Raises UserError.
     """
     library, _, name = source.partition(":")
-    model, own = _make(source, args, batch_size, None)
+    model, own = _make(source, args, batch_size, None, meta)
     if library == "transformers":
         positional, named = transformers_inputs(model, source, batch_size, inputs)
         return Loaded(model.train(), positional, named)
@@ -91,13 +97,15 @@ def load(
     return Loaded(model.train(), *own)
 
 
-def load_config(config: RunConfig, directory: Path, batch_size: int | None = None) -> Loaded:
+def load_config(
+    config: RunConfig, directory: Path, batch_size: int | None = None, meta: bool = False
+) -> Loaded:
     """The model of a run config and the first minibatch of its data as example inputs.
 
     With loss `output` the target is the model's last input; of transformers, its `labels`. Raises
     UserError.
     """
-    model = load_config_model(config, directory)
+    model = load_config_model(config, directory, meta)
     train, _ = load_data(config, directory)
     size = batch_size or config.batch_size
     if len(train) < size:
@@ -110,7 +118,7 @@ def load_config(config: RunConfig, directory: Path, batch_size: int | None = Non
     return Loaded(model, taken, autocast=config.autocast)
 
 
-def load_config_model(config: RunConfig, directory: Path) -> nn.Module:
+def load_config_model(config: RunConfig, directory: Path, meta: bool = False) -> nn.Module:
     """The model of a run config, in training mode and of its dtype; `directory` is the config's.
 
     Its weights are those that a run with the config's seed begins with; torch goes on from that
@@ -118,7 +126,7 @@ def load_config_model(config: RunConfig, directory: Path) -> nn.Module:
     """
     torch.manual_seed(config.seed)
     source = config.model.source
-    model, _ = _make(source, config.model.args, config.batch_size, directory)
+    model, _ = _make(source, config.model.args, config.batch_size, directory, meta)
     if config.loss == "output" and source.startswith("transformers:"):
         model = take_labels(model, source)
     return model.to(getattr(torch, config.dtype)).train()
@@ -202,9 +210,14 @@ def collate(
 
 
 def _make(
-    source: str, args: Mapping[str, Any], batch_size: int, directory: Path | None
+    source: str, args: Mapping[str, Any], batch_size: int, directory: Path | None, meta: bool
 ) -> tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]] | None]:
     """The model, and its example inputs if its factory gives some."""
+    if meta:
+        with without_memory(source):
+            model, inputs = _make(source, args, batch_size, directory, meta=False)
+        check_without_memory(source, model)
+        return model, with_data(inputs)
     library, _, name = source.partition(":")
     if library == "torchvision":
         return load_torchvision(name, args), None

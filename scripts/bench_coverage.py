@@ -357,9 +357,13 @@ def write_table(results: dict[str, Result]) -> None:
 HEAD = """# Which models are captured
 
 {good} of {all}, tried by `python scripts/bench_coverage.py`: each with random weights on two small
-examples, in training mode. *Captured* means that every node, run as a module of its own, gives
-together with the others the outputs, the gradients of all parameters and the buffers of the plain
-model, dropout included. *Seconds* are those of the capture, on one core."""
+examples, in training mode; transformers in small configurations. *Captured* means that every node,
+run as a module of its own, gives together with the others the outputs, the gradients of all
+parameters and the buffers of the plain model, on other inputs than those it was captured with,
+dropout included. *Seconds* are those of the capture, on one core of a machine that had other work.
+
+Where a name has arguments behind it, the model is captured with these (`--arg layerdrop=0.0`):
+speech models leave out layers and mask stretches by random numbers that Python decides on."""
 
 
 def import_libraries() -> None:
