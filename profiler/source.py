@@ -228,13 +228,13 @@ def _make(
     factory = load_function(source, directory)
     told = {"batch_size": batch_size} if accepts(factory, "batch_size") else {}
     made = call(source, factory, {**told, **args})
-    model, *inputs = made if isinstance(made, tuple) and len(made) in (2, 3) else (made,)
+    model, *own = made if isinstance(made, tuple) and len(made) in (2, 3) else (made,)
     if not isinstance(model, nn.Module):
         raise UserError(f"{source} gives a {type(model).__name__}, not a torch.nn.Module")
-    if not inputs:
+    if not own or own[0] is None:
         return model, None
-    positional = inputs[0] if isinstance(inputs[0], tuple) else (inputs[0],)
-    named = inputs[1] if len(inputs) == 2 else {}
+    positional = own[0] if isinstance(own[0], tuple) else (own[0],)
+    named = own[1] if len(own) == 2 else {}
     if not isinstance(named, dict):
         raise UserError(f"{source} gives a {type(named).__name__} third, not a dict of inputs")
     return model, (positional, named)
