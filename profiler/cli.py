@@ -103,7 +103,8 @@ def main(
     top: int | None,
     **_: Any,
 ) -> int:
-    """Measures MODEL: torchvision:NAME, transformers:NAME, package.module:factory or a run config.
+    """Measures MODEL: torchvision:NAME, timm:NAME, transformers:NAME, package.module:factory or a
+    run config.
 
     Writes graph.txt (forward and backward time, sizes of each layer) for pd-optimize, profile.json
     with all that was measured, layers.csv with a row for each layer, and the pictures layers.png
@@ -227,7 +228,7 @@ def _load(
     if not model.endswith((".yaml", ".yml")):
         if ":" not in model:
             raise UserError(
-                f"MODEL {model!r}: write torchvision:NAME, transformers:NAME, "
+                f"MODEL {model!r}: write torchvision:NAME, timm:NAME, transformers:NAME, "
                 "package.module:factory or a run config's CONFIG.yaml"
             )
         size = batch_size or _BATCH_SIZE
