@@ -85,6 +85,18 @@ _BATCH_SIZE = 32
     type=click.IntRange(min=1, max=os.cpu_count()),
     help="CPU threads of one operator; a worker of pd-train uses 1.",
 )
+@click.option(
+    "--workers",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1, max=os.cpu_count()),
+    help="Processes that do passes of the model at once: as many as one machine is to have workers.",
+)
+@click.option(
+    "--meta",
+    is_flag=True,
+    help="For a model that does not fit in memory: give it to one node at a time.",
+)
 @with_network_options
 @with_view_options
 def main(
@@ -98,6 +110,8 @@ def main(
     arguments: tuple[str, ...],
     inputs: tuple[str, ...],
     threads: int,
+    workers: int,
+    meta: bool,
     network: bool,
     sort: str,
     top: int | None,
@@ -138,10 +152,10 @@ def main(
     torch.manual_seed(0)
     with _enough_memory(device), _progress() as step:
         step("loading", 0.0, 0.0)
-        loaded, args, size = _load(model, args, batch_size, inputs)
+        loaded, args, size = _load(model, args, batch_size, inputs, meta)
         step("capturing", 0.0, 0.0)
         patience = Patience(warmup, repeats, seconds)
-        settings = Settings(model, args, size, where, patience, threads)
+        settings = Settings(model, args, size, where, patience, threads, meta, workers)
         graph, profile = measure(loaded, settings, lambda part: step("timing", part, 1.0))
     from pipedream.profiler.report import print_report
 
@@ -219,7 +233,11 @@ def _device(text: str) -> torch.device:
 
 
 def _load(
-    model: str, args: dict[str, Any], batch_size: int | None, inputs: tuple[str, ...]
+    model: str,
+    args: dict[str, Any],
+    batch_size: int | None,
+    inputs: tuple[str, ...],
+    meta: bool,
 ) -> tuple[Loaded, dict[str, Any], int]:
     """The model, its factory's arguments and its batch size."""
     from pipedream.graph.config import read_config
@@ -232,14 +250,14 @@ def _load(
                 "package.module:factory or a run config's CONFIG.yaml"
             )
         size = batch_size or _BATCH_SIZE
-        return load(model, args, size, inputs), args, size
+        return load(model, args, size, inputs, meta), args, size
     for option, given in (("--arg", args), ("--input", inputs)):
         if given:
             raise UserError(f"{option} does not go with a run config: {model} says what to use")
     path = Path(model)
     config = read_config(path)
     size = batch_size or config.batch_size
-    return load_config(config, path.parent, size), dict(config.model.args), size
+    return load_config(config, path.parent, size, meta), dict(config.model.args), size
 
 
 @contextmanager

@@ -60,6 +60,16 @@ def time_in_training(
     return bench.times(repeats)
 
 
+def passes(
+    captured: Captured, inputs: Sequence[Tensor], device: torch.device
+) -> Callable[[], object]:
+    """What does a pass of the whole model, forward and backward, and times nothing."""
+    nodes = [name for name, node in captured.graph.nodes.items() if not node.is_input]
+    whole = Stretch(captured, nodes, stopwatch(device), device, marked=False)
+    values = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
+    return lambda: whole.run(values)
+
+
 @dataclass(frozen=True)
 class _Together:
     """Some nodes in one stretch; `noted`: forward and backward, summed over them and measured."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipedream.profiler import walk as walk_module
 from pipedream.profiler.capture import Captured, capture, flatten_inputs
 from pipedream.profiler.freeze import freeze_constants
 from pipedream.profiler.in_training import time_in_training
@@ -289,14 +290,14 @@ def test_values_are_freed_when_the_last_reader_is_done() -> None:
     x = torch.ones(1000, 1000)
     walk = _Walk(capture(model, (x,)), [x], torch.device("cpu"))
     alive: list[int] = []
-    step = walk._step
+    step = walk_module.step
 
     def counting(*args: Any) -> Any:
         tensors = (item for item in gc.get_objects() if type(item) is Tensor)
         alive.append(sum(value.numel() == x.numel() for value in tensors))
         return step(*args)
 
-    with patch.object(walk, "_step", counting):
+    with patch.object(walk_module, "step", counting):
         walk.run()
     assert max(alive) <= alive[0] + 1
 
