@@ -90,7 +90,7 @@ _BATCH_SIZE = 32
     default=1,
     show_default=True,
     type=click.IntRange(min=1, max=os.cpu_count()),
-    help="Processes that do passes of the model at once: as many as one machine is to have workers.",
+    help="Processes that do passes of the model at once: as many workers as a machine is to have.",
 )
 @click.option(
     "--meta",

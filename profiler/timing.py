@@ -61,7 +61,7 @@ class Patience:
 _STABLE = 0.03
 _MOST_WARMUP = 10
 _PRECISION = 0.01
-_FEWEST, _MOST = 6, 200
+_FEWEST, _MOST = 5, 200
 _LEAST_SECONDS = 3.0
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What only a machine with a GPU can check: the GPU tests, a real profile, and what
-# pd-train costs on one worker.
+# What only a machine with a GPU can check: the GPU tests, real profiles, one of a model that does not
+# fit, messages between two ranks, and what pd-train costs on one worker.
 # Uses the python on PATH and the packages that it has; installs nothing but, if need be, pipedream.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -14,6 +14,9 @@ python=${PYTHON:-python3}
 
 "$python" -m pytest tests/gpu -m gpu
 out=${OUT:-runs/gpu}
-"$python" -m pipedream.profiler.cli torchvision:resnet50 --device cuda --batch-size 64 \
-    -o "$out/resnet50"
+PYTHON=$python DEVICE=cuda OUT=$out scripts/make_profiles.sh
+"$python" -m pipedream.profiler.cli transformers:llama --meta --device cuda --batch-size 1 \
+    --input 512:int64 -o "$out/llama"  # 27 GB of weights, one layer of them at a time
+"$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
+    -m pipedream.profiler.cli --network --device cuda -o "$out/network"
 "$python" scripts/bench_one_worker.py

@@ -175,10 +175,10 @@ def test_repeats_last_until_the_median_is_known(monkeypatch: pytest.MonkeyPatch)
                 return number
         raise AssertionError
 
-    assert count(lambda _: 1.0, Patience()) == 6, "all alike: no fewer than six"
+    assert count(lambda _: 1.0, Patience()) == 5, "all alike: no fewer than five"
     assert count(lambda _: 0.125, Patience()) == 24, "short ones for three seconds"
     assert count(lambda n: 1.0 + n % 2, Patience(seconds=20)) == 13, "never known: for its time"
-    assert count(lambda n: 1.0 + 0.01 * (n % 2), Patience(seconds=60)) == 6
+    assert count(lambda n: 1.0 + 0.01 * (n % 2), Patience(seconds=60)) == 5
     assert count(lambda n: 0.001 * n, Patience(repeats=7)) == 7
 
 
