@@ -1,8 +1,11 @@
-"""Do the times of a profile add up to a step of the model? `python scripts/bench_profile.py`.
+"""How much a profile is to be trusted: `python scripts/bench_profile.py [--WHAT] [MODEL]...`
 
-Each model is profiled as pd-profile does it, with one thread. The sum over all nodes is set beside
-forward and backward passes of the plain model, measured by themselves before and after: a line for
-each model, with the seconds that measuring took. Names of models may follow.
+Without more, whether it adds up: each model is profiled as pd-profile does it, with one thread, and
+the sum over all nodes set beside forward and backward passes of the plain model, measured by
+themselves before and after. `--again`: each model is profiled twice, planned for under both, and
+each plan priced under the other profile. `--saved`: the bytes that nodes save for backward passes
+beside what the allocator has given out, and not taken back, in a forward pass of the plain model.
+`--depth`: what profiling costs for a model of twice the layers. A line for each model.
 """
 
 from __future__ import annotations
@@ -18,9 +21,18 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipedream.graph.cluster import Cluster
 from pipedream.graph.config import read_config
 from pipedream.graph.heap import keep_freed_memory
+from pipedream.graph.model import Graph
+from pipedream.optimizer.again import price
+from pipedream.optimizer.cost import Measured
+from pipedream.optimizer.hierarchy import Rules
+from pipedream.optimizer.optimize import Request, optimize
+from pipedream.profiler.capture import capture, flatten_inputs
+from pipedream.profiler.footprint import footprints
 from pipedream.profiler.measure import Settings, measure
+from pipedream.profiler.profile import Profile
 from pipedream.profiler.source import Loaded, load, load_config
 from pipedream.profiler.timing import Patience
 
@@ -98,14 +110,10 @@ def steps(loaded: Loaded, seconds: float = 5.0) -> list[float]:
 def compare(name: str, loaded: Loaded, seconds: float) -> float:
     before = steps(loaded)
     start = time.perf_counter()
-    settings = Settings(name, {}, 1, CPU, Patience(seconds=seconds), threads=1)
-    _, profile = measure(loaded, settings)
+    _, profile = profiled(name, loaded, seconds)
     taken = time.perf_counter() - start
     whole = statistics.median([*before, *steps(loaded)])
-    loss = profile.loss
     summed = profile.totals.forward_seconds + profile.totals.backward_seconds
-    if loss is not None:
-        summed += loss.forward_seconds.median + loss.backward_seconds.median
     assert profile.forward is not None
     assert profile.backward is not None
     print(
@@ -119,18 +127,82 @@ def compare(name: str, loaded: Loaded, seconds: float) -> float:
     return summed / whole
 
 
+def profiled(name: str, loaded: Loaded, seconds: float) -> tuple[Graph, Profile]:
+    return measure(loaded, Settings(name, {}, 1, CPU, Patience(seconds=seconds), threads=1))
+
+
+def again(name: str, seconds: float) -> float:
+    """How much slower the plan of one profile is than the best, under the other; the worse way."""
+    cluster = Cluster(machines=(4,), bandwidth=(1e9,), latency=(1e-4,))
+    graphs = [profiled(name, MODELS[name](), seconds)[0] for _ in range(2)]
+    asked = [Request(graph, cluster, Measured(), rules=Rules(straight=True)) for graph in graphs]
+    plans = [optimize(request).plan for request in asked]
+    slower = [
+        price(other, request).per_minibatch / price(own, request).per_minibatch - 1
+        for own, other, request in zip(plans, reversed(plans), asked, strict=True)
+    ]
+    same = [[stage.nodes for stage in plan.stages] for plan in plans]
+    which = "the same plan" if same[0] == same[1] else "another plan"
+    print(f"{name:12} {which}, slower by {slower[0]:.2%} and {slower[1]:.2%}", flush=True)
+    return max(slower)
+
+
+def saved(name: str) -> float:
+    loaded = MODELS[name]()
+    captured = capture(loaded.model, loaded.args, loaded.kwargs)
+    found = footprints(captured, flatten_inputs(loaded.args, loaded.kwargs), CPU)
+    nodes = captured.graph.nodes
+    booked = sum(each.saved for node, each in found.items() if not nodes[node].is_input)
+    outputs = sum(captured.values[value].bytes for value in captured.outputs)
+    with torch.autograd.profiler.profile(profile_memory=True) as trace:
+        returned = loaded.model(*loaded.args, **loaded.kwargs)
+        events = trace
+    del returned
+    assert events.kineto_results is not None
+    held = sum(e.nbytes() for e in events.kineto_results.events() if e.name() == "[memory]")
+    print(
+        f"{name:12} {booked / 1e6:8.1f} MB saved and {outputs / 1e6:6.1f} MB returned,"
+        f" {held / 1e6:8.1f} MB given out: ratio {(booked + outputs) / held:.3f}",
+        flush=True,
+    )
+    return (booked + outputs) / held - 1
+
+
+def depth(layers: int, seconds: float) -> float:
+    """How many times as long a model of twice the layers takes to be captured and measured."""
+    took = []
+    for count in (layers, 2 * layers):
+        torch.manual_seed(0)
+        loaded = gpt2(count)
+        start = time.perf_counter()
+        profiled("gpt2", loaded, seconds)
+        took.append(time.perf_counter() - start)
+        print(f"gpt2 of {count:2} layers: {took[-1]:.1f} s", flush=True)
+    return took[1] / took[0]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=15.0, help="for the repeats of a model")
+    for what in ("again", "saved", "depth"):
+        parser.add_argument(f"--{what}", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
-    ratios = []
+    if options.depth:
+        print(f"twice the layers: {depth(6, options.seconds):.2f} times the time")
+        return
+    off = []
     for name in options.models:
         torch.manual_seed(0)
-        ratios.append(compare(name, MODELS[name](), options.seconds))
-    print(f"furthest from 1: {max(abs(ratio - 1) for ratio in ratios):.1%}")
+        if options.again:
+            off.append(again(name, options.seconds))
+        elif options.saved:
+            off.append(saved(name))
+        else:
+            off.append(compare(name, MODELS[name](), options.seconds) - 1)
+    print(f"median {statistics.median(map(abs, off)):.1%}, worst {max(map(abs, off)):.1%}")
 
 
 if __name__ == "__main__":
