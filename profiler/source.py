@@ -90,9 +90,9 @@ def load_config(config: RunConfig, directory: Path, batch_size: int | None = Non
 
     With loss `output` the target is the model's last input. Raises UserError.
     """
-    model = load_config_model(config, directory)
-    train, _ = load_data(config, directory)
     size = batch_size or config.batch_size
+    model = load_config_model(config.model_copy(update={"batch_size": size}), directory)
+    train, _ = load_data(config, directory)
     if len(train) < size:
         raise UserError(
             f"{config.data.source}: {len(train)} examples do not fill a batch of {size}"
