@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -33,7 +34,7 @@ def parse_batch_sizes(text: str) -> list[int]:
         raise UserError(f"{_OPTION} {text}: give whole numbers, as 1,2,4,8") from None
     if sizes[0] < 1:
         raise UserError(f"{_OPTION} {text}: {sizes[0]} is no batch size: give 1 or more")
-    for size, following in zip(sizes, sizes[1:], strict=False):
+    for size, following in pairwise(sizes):
         if size == following:
             raise UserError(f"{_OPTION} {text}: {size} is there twice: leave one of them out")
     if len(sizes) < 2:
@@ -119,7 +120,9 @@ def batch_sizes_frame(profiles: Iterable[Profile]) -> pd.DataFrame:
 
 def _row(profile: Profile) -> dict[str, float | None]:
     size, totals = profile.batch_size, profile.totals
-    calls = [0.0 if fit is None else fit.call_seconds for fit in (profile.forward, profile.backward)]
+    calls = [
+        0.0 if fit is None else fit.call_seconds for fit in (profile.forward, profile.backward)
+    ]
     forward, backward = totals.forward_seconds + calls[0], totals.backward_seconds + calls[1]
     known = [node.saved_bytes for node in profile.nodes if node.saved_bytes is not None]
     saved = sum(known) if len(known) == len(profile.nodes) else None
@@ -201,11 +204,12 @@ def _draw_times(axes: Axes, frame: pd.DataFrame) -> None:
     """Okabe and Ito's colours, as in layers.png."""
     from matplotlib.ticker import EngFormatter
 
-    for name, label, style in (
-        ("seconds", "both", {"color": "#333333", "linestyle": "--"}),
-        ("backward_seconds", "backward", {"color": "#0072B2"}),
-        ("forward_seconds", "forward", {"color": "#56B4E9"}),
-    ):
+    lines: Mapping[str, tuple[str, dict[str, Any]]] = {
+        "seconds": ("both", {"color": "#333333", "linestyle": "--"}),
+        "backward_seconds": ("backward", {"color": "#0072B2"}),
+        "forward_seconds": ("forward", {"color": "#56B4E9"}),
+    }
+    for name, (label, style) in lines.items():
         values = frame[f"{name}_per_example"]
         axes.plot(frame["batch_size"], values, marker="o", markersize=4, label=label, **style)
     axes.set_title("time per example", loc="left", fontsize=10)
