@@ -136,32 +136,31 @@ class Choices:
         """Then that is what decides: the cost model knows nothing of bubbles, for one."""
         return all(choice.simulated is not None for choice in self.planned)
 
-    def per_example(self, choice: Choice) -> float | None:
-        """Seconds, by what decides."""
+    def per_example(self, choice: Choice) -> float:
+        """Seconds of one that has a plan, by what decides."""
         seconds = choice.simulated if self.all_simulated else choice.per_minibatch
-        return None if seconds is None else seconds / choice.batch_size
+        assert seconds is not None
+        return seconds / choice.batch_size
 
     @cached_property
     def best(self) -> Choice:
         """With the least time for an example; of those alike the smallest."""
-        return min(self.planned, key=lambda choice: self.per_example(choice) or 0.0)
+        return min(self.planned, key=self.per_example)
 
     @property
     def words(self) -> str:
         """One line for the user."""
-        best, seconds = self.best, self.per_example(self.best) or 0.0
-        others = [choice for choice in self.planned if choice is not best]
+        best, seconds = self.best, self.per_example(self.best)
         faster = [
-            f"{(self.per_example(choice) or 0.0) / seconds:.2f} times as fast as"
-            f" {choice.batch_size}"
-            for choice in others
-            if seconds
+            f"{self.per_example(choice) / seconds:.2f} times as fast as {choice.batch_size}"
+            for choice in self.planned
+            if choice is not best and seconds
         ]
         rounds = "" if best.microbatches is None else f", microbatches: {best.microbatches}"
-        beside = ", ".join(faster) if faster else "no other has a plan"
         return (
-            f"Batch size {best.batch_size} is the fastest: {self._goal(seconds)}; {beside}. In the"
-            f" run config: batch_size: {best.batch_size}{rounds}"
+            f"Batch size {best.batch_size} is the fastest: {self._goal(seconds)};"
+            f" {', '.join(faster) or 'no other has a plan'}. In the run config: batch_size:"
+            f" {best.batch_size}{rounds}"
         )
 
     def _goal(self, per_example: float) -> str:
@@ -174,7 +173,6 @@ class Choices:
 
 def choices_table(choices: Choices) -> Table:
     """A row for each batch size, the one that is chosen in bold."""
-    rounds = any(choice.microbatches is not None for choice in choices.of)
     by = "as simulated" if choices.all_simulated else "by the cost model"
     table = Table(
         title="A plan for each batch size",
@@ -184,37 +182,33 @@ def choices_table(choices: Choices) -> Table:
         caption_justify="left",
         box=SIMPLE_HEAD,
     )
-    headings = ["batch\nsize", "replicas\nof stages", "per\nminibatch", "simulated"]
-    headings += ["per\nexample", "examples\nper second", "memory"]
-    if rounds:
-        headings.insert(1, "micro-\nbatches")
-    if choices.global_batch is not None:
-        headings.insert(-1, "per\nupdate")
+    headings = list(_cells(choices.best, choices))
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    if choices.planned != choices.of:
-        table.add_column("")
+    table.add_column("")
     for choice in choices.of:
-        cells = _cells(choice, choices, rounds)
-        if choice.plan is None:
-            cells = [str(choice.batch_size), *[""] * (len(headings) - 1), choice.remark]
-        table.add_row(*cells, style="bold" if choice is choices.best else None)
+        cells = _cells(choice, choices)
+        row = [cells.get(heading, "") for heading in headings]
+        table.add_row(*row, choice.remark, style="bold" if choice is choices.best else None)
     return table
 
 
-def _cells(choice: Choice, choices: Choices, rounds: bool) -> list[str]:
-    seconds, whole = choices.per_example(choice) or 0.0, choices.global_batch
-    return [
-        str(choice.batch_size),
-        *([str(choice.microbatches)] if rounds else []),
-        show_replicas(choice.plan.replicas) if choice.plan else "",
-        show_seconds(choice.per_minibatch or 0.0),
-        "-" if choice.simulated is None else show_seconds(choice.simulated),
-        show_seconds(seconds),
-        f"{1 / seconds:.4g}" if seconds else "-",
-        *([] if whole is None else [show_seconds(seconds * whole)]),
-        show_bytes(choice.memory or 0.0),
-    ]
+def _cells(choice: Choice, choices: Choices) -> dict[str, str]:
+    """By their headings; those that it has."""
+    cells = {"batch\nsize": str(choice.batch_size)}
+    if choice.plan is None:
+        return cells
+    if choice.microbatches is not None:
+        cells["micro-\nbatches"] = str(choice.microbatches)
+    seconds, simulated = choices.per_example(choice), choice.simulated
+    cells["replicas\nof stages"] = show_replicas(choice.plan.replicas)
+    cells["per\nminibatch"] = show_seconds(choice.per_minibatch or 0.0)
+    cells["simulated"] = "-" if simulated is None else show_seconds(simulated)
+    cells["per\nexample"] = show_seconds(seconds)
+    cells["examples\nper second"] = f"{1 / seconds:.4g}" if seconds else "-"
+    if choices.global_batch is not None:
+        cells["per\nupdate"] = show_seconds(seconds * choices.global_batch)
+    return cells | {"memory": show_bytes(choice.memory or 0.0)}
 
 
 def choices_frame(choices: Choices) -> pd.DataFrame:
@@ -229,7 +223,7 @@ def choices_frame(choices: Choices) -> pd.DataFrame:
             "replicas": choice.plan and " ".join(map(str, choice.plan.replicas)),
             "seconds_per_minibatch": choice.per_minibatch,
             "simulated_seconds_per_minibatch": choice.simulated,
-            "seconds_per_example": choices.per_example(choice),
+            "seconds_per_example": choices.per_example(choice) if choice.plan else None,
             "memory_bytes": choice.memory,
             "chosen": choice is choices.best,
             "problem": choice.problem or choice.remark or None,

@@ -264,7 +264,8 @@ def _choose(
         except UserError as error:
             tried.append(Choice.without_plan(size, error.message))
     if not made:
-        raise UserError(f"no batch size has a plan; at {size}: {tried[0].problem}")
+        first = next(choice for choice in tried if choice.problem is not None)
+        raise UserError(f"no batch size has a plan; at {first.batch_size}: {first.problem}")
     choices = Choices(tuple(tried), options.global_batch)
     print_table(make_console(), choices_table(choices))
     for choice in choices.of:
