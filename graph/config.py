@@ -17,7 +17,7 @@ class _Part(BaseModel):
 
 
 class Factory(_Part):
-    """Something to call: `source` is `torchvision:NAME`, `transformers:NAME` or
+    """Something to call: `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or
     `package.module:factory`; `args` its keyword arguments.
     """
 

@@ -149,12 +149,13 @@ class Released:
 class Measured:
     """Latency plus bytes over bandwidth, or what was measured, and what the runtime overlaps.
 
-    Stage: (C' + ring(W, m))/m, where ring(W, m) = 2(m-1) step(W/m) is an all-reduce over m
-    components, each step a message of an m-th of the bytes, once for every m minibatches. It is
-    added in full, an upper bound. The engine does begin it in the last backward pass of a round
-    (buckets.py); how much that hides is not in the model. gloo adds up and copies on the worker's
-    own processor, 75 to 88 % of the time of a sum of 0.3 to 64 MB on two processes of one core
-    each; with NCCL, or cores to spare, all of that backward pass may be hidden.
+    Stage: (C' + ring(W, m))/m, where C' has the updates and calls that were measured, and
+    ring(W, m) = 2(m-1) step(W/m) is an all-reduce over m components, each step a message of an m-th
+    of the bytes, once for every m minibatches. It is added in full, an upper bound. The engine does
+    begin it in the last backward pass of a round (buckets.py); how much that hides is not in the
+    model. gloo adds up and copies on the worker's own processor, 75 to 88 % of the time of a sum of
+    0.3 to 64 MB on two processes of one core each; with NCCL, or cores to spare, all of that
+    backward pass may be hidden.
     Boundary: (send(a_in) + send(a_out))/m, while the engine computes; the m components take turns,
     and the link of each carries both directions at once, the gradients of what came in beside the
     activations that go out. What crosses at an outer level passes through the links within, too.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -11,25 +10,30 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
 from pipedream.graph.command import UserError
 from pipedream.graph.model import Graph, Node
 from pipedream.profiler.constants import constants
-from pipedream.profiler.functional import make_dense, make_functional
+from pipedream.profiler.custom import backward_kept
+from pipedream.profiler.functional import make_dense, make_functional, writes_parameter
 from pipedream.profiler.group import Group, group_by_module
 from pipedream.profiler.quiet import quiet
-from pipedream.profiler.usercode import check_call, place
+from pipedream.profiler.refusal import (
+    DATA_DEPENDENT,
+    cannot,
+    check_inputs,
+    check_model,
+    place_of,
+    refused,
+)
+from pipedream.profiler.steady import export_steady
+from pipedream.profiler.usercode import check_call
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_DATA_DEPENDENT = (
-    "its control flow, a number or a shape depends on the data; use torch.where or masks of fixed "
-    "shape, or leave this part out of the model"
-)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,14 @@ class Value:
 
 
 @dataclass(frozen=True)
+class OutSpec:
+    """What a model returns: a pytree, and those of its leaves, by number, that are no tensors."""
+
+    tree: pytree.TreeSpec
+    fixed: Mapping[int, Any]
+
+
+@dataclass(frozen=True)
 class Captured:
     """A model as a graph of nodes over an fx graph of ATen operators.
 
@@ -58,7 +70,7 @@ class Captured:
     only. `owner` gives each fx node (placeholders and operators) its graph node, except for
     constants, which every piece makes for itself; `values` gives each tensor with an owner its
     shape. `inputs` and `outputs` are the names of the values that the model takes and returns,
-    `out_spec` the pytree in which it returned them.
+    `out_spec` the structure in which it returned them.
     `module_paths` gives each graph node the module it is a call of (a functional operator: the
     module whose code calls it); `parameters` the qualified names of the parameters it reads.
     """
@@ -69,14 +81,19 @@ class Captured:
     values: Mapping[str, Value]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    out_spec: pytree.TreeSpec
+    out_spec: OutSpec
     module_paths: Mapping[str, str]
     parameters: Mapping[str, tuple[str, ...]]
 
 
-def rebuild(outputs: Sequence[torch.Tensor], out_spec: pytree.TreeSpec) -> Any:
+def rebuild(outputs: Sequence[torch.Tensor], out_spec: OutSpec) -> Any:
     """The structure that a model returns, made of the tensors named in `Captured.outputs`."""
-    return pytree.tree_unflatten(list(outputs), out_spec)
+    tensors, fixed = iter(outputs), out_spec.fixed
+    leaves = [
+        fixed[index] if index in fixed else next(tensors)
+        for index in range(out_spec.tree.num_leaves)
+    ]
+    return pytree.tree_unflatten(leaves, out_spec.tree)
 
 
 def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -98,9 +115,21 @@ def capture(
     """
     count = len(args) + len(kwargs or {})
     check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs or {})
-    program = _export(model.train(training), args, dict(kwargs or {}))
-    module, outputs = _unlift(program, model)
+    model.train(training)
+    check_model(model)
+    check_inputs(model, args, dict(kwargs or {}))
+    program = export_steady(
+        model,
+        lambda: _export(model, args, dict(kwargs or {})),
+        lambda: model(*args, **(kwargs or {})),
+    )
+    module, outputs, out_spec = _unlift(program, model)
     _refuse_data_dependence(module, model)
+    if (writer := writes_parameter(module)) is not None:
+        reason = "it writes into a parameter, of which a pipeline keeps several versions"
+        raise cannot(
+            model, f"{reason}; make it a buffer, or leave it to the optimizer", place_of(writer)
+        )
     make_functional(module)
     make_dense(module)
     fixed = constants(module)
@@ -108,27 +137,19 @@ def capture(
     groups = group_by_module([node for node in operators if node not in fixed], module, model)
     if not groups:
         raise UserError(f"{type(model).__name__} has no operator: there is nothing to measure")
-    out_spec = program.call_spec.out_spec
-    assert out_spec is not None
-    return _assemble(module, groups, outputs, out_spec)
+    try:
+        return _assemble(module, groups, outputs, out_spec)
+    except RuntimeError as error:  # an operator that torch.export took, and that cannot run
+        raise refused(error, model) from error
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with quiet(), warnings.catch_warnings():
+        with quiet(), backward_kept(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.export.export(model, args, kwargs, strict=False)
-    except Exception as error:  # torch.export raises whatever the model's own code raises
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-        if isinstance(error, GuardOnDataDependentSymNode):
-            reason = _DATA_DEPENDENT
-        raise UserError(
-            f"{place(error)}{type(model).__name__} cannot be captured: {reason}"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or "no message").splitlines()[0]
+    except (Exception, SystemExit) as error:  # whatever the model's own code raises
+        raise refused(error, model) from error
 
 
 def _refuse_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:
@@ -137,14 +158,13 @@ def _refuse_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:
         for value in pytree.tree_leaves(node.meta.get("val")):
             shape = value.shape if isinstance(value, torch.Tensor) else [value]
             if any(isinstance(size, _SYMBOLIC) for size in shape):
-                files = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
-                where = "{}:{}: ".format(*files[-1]) if files else ""
-                name = type(model).__name__
-                raise UserError(f"{where}{name} cannot be captured: {_DATA_DEPENDENT}")
+                raise cannot(model, DATA_DEPENDENT, place_of(node))
 
 
-def _unlift(program: ExportedProgram, model: nn.Module) -> tuple[fx.GraphModule, tuple[str, ...]]:
-    """The program with parameters, buffers and constants as attributes, and its output names.
+def _unlift(
+    program: ExportedProgram, model: nn.Module
+) -> tuple[fx.GraphModule, tuple[str, ...], OutSpec]:
+    """The program with parameters, buffers and constants as attributes; its outputs' names.
 
     A tied parameter goes by the first of its names, as in `model.named_parameters()`.
     """
@@ -171,19 +191,28 @@ def _unlift(program: ExportedProgram, model: nn.Module) -> tuple[fx.GraphModule,
         else:
             renamed[node] = graph.node_copy(node, renamed.__getitem__)
         renamed[node].meta = dict(node.meta)
-    returned = [renamed[node] for node in _user_outputs(program)]
-    graph.output(tuple(returned))
+    names, out_spec = _user_outputs(program)
+    by_name = {node.name: renamed[node] for node in renamed}
+    graph.output(tuple(by_name[name] for name in names))
     module = fx.GraphModule(root, graph)
     _drop_dead(module)
-    return module, tuple(node.name for node in returned)
+    return module, tuple(by_name[name].name for name in names), out_spec
 
 
-def _user_outputs(program: ExportedProgram) -> list[fx.Node]:
-    nodes = {node.name: node for node in program.graph.nodes}
-    names = program.graph_signature.user_outputs
-    if not all(isinstance(name, str) for name in names):
-        raise UserError("the model returns something beside tensors: return tensors only")
-    return [nodes[str(name)] for name in names]
+def _user_outputs(program: ExportedProgram) -> tuple[list[str], OutSpec]:
+    """The names of the tensors that the program returns, and what it makes of them."""
+    tree = program.call_spec.out_spec
+    assert tree is not None
+    specs = program.graph_signature.output_specs
+    returned = [spec.arg for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
+    fixed = {
+        index: each.value
+        for index, each in enumerate(returned)
+        if isinstance(each, ConstantArgument)
+    }
+    return [each.name for each in returned if not isinstance(each, ConstantArgument)], OutSpec(
+        tree, fixed
+    )
 
 
 def _attach(root: nn.Module, name: str, value: Any) -> None:
@@ -226,7 +255,8 @@ class _Gradients(fx.Interpreter):
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
-        return self.mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+        real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        return self.mode.from_tensor(value) if real else value
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -237,7 +267,9 @@ class _Gradients(fx.Interpreter):
 
 def _fake_values(module: fx.GraphModule) -> dict[str, torch.Tensor]:
     """Every tensor of the graph, without data: shapes, types, and whether a gradient flows."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    held = (*module.parameters(), *module.buffers())
+    modes = (tensor.fake_mode for tensor in held if isinstance(tensor, FakeTensor))
+    mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.enable_grad():
         inputs = [
             torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
@@ -253,7 +285,7 @@ def _assemble(
     module: fx.GraphModule,
     groups: Sequence[Group],
     outputs: tuple[str, ...],
-    out_spec: pytree.TreeSpec,
+    out_spec: OutSpec,
 ) -> Captured:
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [Group(f"Input{index}", "", [node]) for index, node in enumerate(inputs)]

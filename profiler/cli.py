@@ -92,6 +92,18 @@ _BATCH_SIZE = 32
     type=click.IntRange(min=1, max=os.cpu_count()),
     help="CPU threads of one operator; a worker of pd-train uses 1.",
 )
+@click.option(
+    "--workers",
+    default=1,
+    show_default=True,
+    type=click.IntRange(min=1, max=os.cpu_count()),
+    help="Processes that do passes of the model at once: as many as one machine is to have workers.",
+)
+@click.option(
+    "--meta",
+    is_flag=True,
+    help="For a model that does not fit in memory: give it to one node at a time.",
+)
 @with_network_options
 @with_view_options
 def main(
@@ -106,12 +118,15 @@ def main(
     arguments: tuple[str, ...],
     inputs: tuple[str, ...],
     threads: int,
+    workers: int,
+    meta: bool,
     network: bool,
     sort: str,
     top: int | None,
     **_: Any,
 ) -> int:
-    """Measures MODEL: torchvision:NAME, transformers:NAME, package.module:factory or a run config.
+    """Measures MODEL: torchvision:NAME, timm:NAME, transformers:NAME, package.module:factory or a
+    run config.
 
     Writes graph.txt (forward and backward time, sizes of each layer) for pd-optimize, profile.json
     with all that was measured, layers.csv with a row for each layer, and the pictures layers.png
@@ -152,9 +167,9 @@ def main(
         torch.manual_seed(0)
         with _enough_memory(device), _progress() as step:
             step("loading", 0.0, 0.0)
-            loaded, known, size = _load(model, dict(args), asked, inputs)
+            loaded, known, size = _load(model, dict(args), asked, inputs, meta)
             step("capturing", 0.0, 0.0)
-            settings = Settings(model, known, size, where, patience, threads)
+            settings = Settings(model, known, size, where, patience, threads, meta, workers)
             return measure(loaded, settings, lambda part: step("timing", part, 1.0))
 
     if sizes is not None:
@@ -241,7 +256,11 @@ def _device(text: str) -> torch.device:
 
 
 def _load(
-    model: str, args: dict[str, Any], batch_size: int | None, inputs: tuple[str, ...]
+    model: str,
+    args: dict[str, Any],
+    batch_size: int | None,
+    inputs: tuple[str, ...],
+    meta: bool,
 ) -> tuple[Loaded, dict[str, Any], int]:
     """The model, its factory's arguments and its batch size."""
     from pipedream.graph.config import read_config
@@ -250,18 +269,18 @@ def _load(
     if not model.endswith((".yaml", ".yml")):
         if ":" not in model:
             raise UserError(
-                f"MODEL {model!r}: write torchvision:NAME, transformers:NAME, "
+                f"MODEL {model!r}: write torchvision:NAME, timm:NAME, transformers:NAME, "
                 "package.module:factory or a run config's CONFIG.yaml"
             )
         size = batch_size or _BATCH_SIZE
-        return load(model, args, size, inputs), args, size
+        return load(model, args, size, inputs, meta), args, size
     for option, given in (("--arg", args), ("--input", inputs)):
         if given:
             raise UserError(f"{option} does not go with a run config: {model} says what to use")
     path = Path(model)
     config = read_config(path)
     size = batch_size or config.batch_size
-    return load_config(config, path.parent, size), dict(config.model.args), size
+    return load_config(config, path.parent, size, meta), dict(config.model.args), size
 
 
 @contextmanager

@@ -37,6 +37,6 @@ def examples(texts: Iterable[str], batch_size: int, bound: int = 2) -> tuple[Ten
 
 def _random(size: tuple[int, ...], dtype: torch.dtype, bound: int) -> Tensor:
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(size, dtype=dtype)
+        return torch.randn(size, dtype=dtype, device="cpu")
     top = 2 if dtype is torch.bool else max(bound, 1)
-    return torch.randint(0, top, size).to(dtype)
+    return torch.randint(0, top, size, device="cpu").to(dtype)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-_STRETCH_OFF, _FACTOR_OFF, _CALL_OFF = 0.03, 0.1, 3e-4
+_STRETCH_OFF, _CLOCK_OFF, _FACTOR_OFF, _CALL_OFF = 0.03, 2e-5, 0.1, 3e-4
+_LEAST_FACTOR = 0.5
 
 
 @dataclass(frozen=True)
@@ -40,21 +42,26 @@ class Fit:
 
     @staticmethod
     def of(compared: Sequence[Compared]) -> Fit:
-        """The likeliest, where each of three things is off by its own measure as chance has it: a
-        stretch by 3 % of what was measured, the factor by 0.1 from 1, the call by 0.3 ms from 0.
+        """The likeliest, where chance has each of three things off by its own measure: a stretch by
+        3 % of what was measured and 20 us, the factor by 0.1 from 1, the call by 0.3 ms from 0.
 
         So in passes of milliseconds the measurements say what a call takes, and in those of seconds
-        a busy moment of the machine does not pass for one.
+        a busy moment of the machine does not pass for one. No call takes less than nothing, and no
+        factor is less than a half.
         """
         pairs = [pair for pair in compared if pair.summed > 0 and pair.measured > 0]
-        rows = [[1 / pair.measured, pair.summed / pair.measured] for pair in pairs]
-        weighed = [[value / _STRETCH_OFF for value in (*row, 1.0)] for row in rows]
-        weighed += [[1 / _CALL_OFF, 0.0, 0.0], [0.0, 1 / _FACTOR_OFF, 1 / _FACTOR_OFF]]
-        table = np.array(weighed)
-        call, factor = np.linalg.lstsq(table[:, :2], table[:, 2])[0]
+        rows = [(1.0, pair.summed, pair.measured) for pair in pairs]
+        rows += [(1.0, 0.0, 0.0), (0.0, 1.0, 1.0)]
+        off = [math.hypot(_STRETCH_OFF * pair.measured, _CLOCK_OFF) for pair in pairs]
+        table = np.array(rows) / np.array([*off, _CALL_OFF, _FACTOR_OFF])[:, None]
+        calls, sums, seconds = table.T
+        call, factor = np.linalg.lstsq(table[:, :2], seconds)[0]
         if call < 0:
-            call, factor = 0.0, table[:, 1] @ table[:, 2] / (table[:, 1] @ table[:, 1])
-        errors = [call * inverse + factor * ratio - 1 for inverse, ratio in rows]
+            call, factor = 0.0, sums @ seconds / (sums @ sums)
+        if factor < _LEAST_FACTOR:
+            factor = _LEAST_FACTOR
+            call = max(0.0, calls @ (seconds - factor * sums) / (calls @ calls))
+        errors = ((call + factor * pair.summed) / pair.measured - 1 for pair in pairs)
         return Fit(float(call), float(factor), tuple(map(float, errors)))
 
     @property

@@ -39,7 +39,7 @@ def footprints(
 
     `inputs` as `captured.inputs`. Buffers are left as they were.
     """
-    with pieces_kept(captured), torch.enable_grad(), _meter(device) as meter:
+    with pieces_kept(captured), torch.enable_grad(), metered(device) as meter:
         walk = _Walk(captured)
         walk.run(pieces(captured, device), [value.to(device) for value in inputs], meter)
     peaks = meter.peaks()
@@ -59,10 +59,10 @@ class _Walk:
         self.maker: dict[int, str] = {}
         self.booked: set[int] = set()
 
-    def run(self, walked: Sequence[Piece], inputs: Sequence[Tensor], meter: _Meter) -> None:
+    def run(self, walked: Sequence[Piece], inputs: Sequence[Tensor], meter: Meter) -> None:
         values = dict(zip(self.captured.inputs, inputs, strict=True))
         for name, value in values.items():
-            self.maker[_address(value)] = self.captured.values[name].node
+            self.maker[address(value)] = self.captured.values[name].node
         left = Counter(name for piece in walked for name in piece.segment.inputs)
         for piece in walked:
             outputs = self._step(piece, values, meter)
@@ -73,23 +73,23 @@ class _Walk:
                     del values[name]
             self._forget(values.values())
 
-    def _step(self, piece: Piece, values: Mapping[str, Tensor], meter: _Meter) -> list[Tensor]:
-        own = {_address(tensor) for tensor in piece.held}
+    def _step(self, piece: Piece, values: Mapping[str, Tensor], meter: Meter) -> list[Tensor]:
+        own = {address(tensor) for tensor in piece.held}
         packed: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            packed.setdefault(_address(tensor), tensor.detach())
+            packed.setdefault(address(tensor), tensor.detach())
             return tensor
 
         given = piece.inputs(values)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = piece.segment.module(*given)
-        for address, tensor in packed.items():
-            if address not in own and address not in self.booked:
-                self.saved[self.maker.get(address, piece.node)] += tensor.untyped_storage().nbytes()
-                self.booked.add(address)
+        for place, tensor in packed.items():
+            if place not in own and place not in self.booked:
+                self.saved[self.maker.get(place, piece.node)] += tensor.untyped_storage().nbytes()
+                self.booked.add(place)
         for output in outputs:
-            self.maker.setdefault(_address(output), piece.node)
+            self.maker.setdefault(address(output), piece.node)
         packed.clear()
         begin, wanted = piece.ends(given, outputs)
         if begin and wanted:
@@ -99,16 +99,17 @@ class _Walk:
         return [value.detach() for value in outputs]
 
     def _forget(self, alive: Iterable[Tensor]) -> None:
-        addresses = {_address(value) for value in alive}
+        addresses = {address(value) for value in alive}
         self.maker = {a: node for a, node in self.maker.items() if a in addresses}
         self.booked &= addresses
 
 
-def _address(tensor: Tensor) -> int:
+def address(tensor: Tensor) -> int:
+    """Of the memory that it lies in, whichever part of it."""
     return tensor.untyped_storage().data_ptr()
 
 
-class _Meter:
+class Meter:
     """The most memory allocated at once within each stretch of work, above its beginning."""
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ class _Meter:
         return self._peaks
 
 
-class _CudaMeter(_Meter):
+class _CudaMeter(Meter):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
@@ -135,7 +136,7 @@ class _CudaMeter(_Meter):
         self._peaks[node] = torch.cuda.max_memory_allocated(self.device) - before
 
 
-class _CpuMeter(_Meter):
+class _CpuMeter(Meter):
     """The CPU's allocator keeps no books: torch's profiler notes what it gives and takes."""
 
     def __init__(self) -> None:
@@ -163,7 +164,7 @@ class _CpuMeter(_Meter):
 
 
 @contextmanager
-def _meter(device: torch.device) -> Iterator[_Meter]:
+def metered(device: torch.device) -> Iterator[Meter]:
     if device.type == "cuda":
         yield _CudaMeter(device)
         return

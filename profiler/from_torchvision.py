@@ -15,7 +15,7 @@ from torch import nn
 from pipedream.graph.command import UserError
 from pipedream.profiler.usercode import call, close_matches
 
-# Tasks whose models map a batch of images or clips to a tensor; detection models take lists.
+# Tasks whose models map a batch of images or clips to a tensor.
 _TASKS = ("models", "models.segmentation", "models.video")
 
 _fragment: torch.library.Library | None = None  # its declarations go when it is collected
@@ -76,6 +76,12 @@ def _task(name: str) -> str:
         for task in _TASKS
         for model in models.list_models(module=importlib.import_module(f"torchvision.{task}"))
     }
+    detection = importlib.import_module("torchvision.models.detection")
+    if name in models.list_models(module=detection):
+        raise UserError(
+            f"torchvision:{name}: a detection model takes a list of images with their boxes, and "
+            "which boxes it goes on with depends on the data: profile its backbone instead"
+        )
     if name not in known:
         raise UserError(
             f"torchvision:{name}: torchvision has no image or video model of this name"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipedream.graph.command import UserError
 from pipedream.profiler.example import example
 from pipedream.profiler.from_torchvision import import_torchvision
-from pipedream.profiler.usercode import blame, close_matches
+from pipedream.profiler.usercode import accepts, blame, close_matches
 
 _LONGEST = 128
 
@@ -44,6 +44,23 @@ def load_transformers(name: str, args: Mapping[str, Any]) -> nn.Module:
     except Exception as error:
         raise UserError(f"{source}: {blame(error)}") from error
     assert isinstance(model, nn.Module)
+    return model
+
+
+def take_labels(model: nn.Module, source: str) -> nn.Module:
+    """The same model, taking as its last input the `labels` that it computes its own loss of.
+
+    Raises UserError where it has none.
+    """
+    kind = type(model)
+    if not accepts(kind.forward, "labels"):
+        raise UserError(f"loss output: {source} takes no labels: name a loss of its logits")
+
+    def forward(self: nn.Module, *inputs: Tensor) -> Any:
+        return kind.forward(self, *inputs[:-1], labels=inputs[-1])
+
+    # A class of its own and no module around it: parameters keep their names.
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
     return model
 
 
@@ -110,6 +127,7 @@ def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
         config = auto.AutoConfig.for_model(name, **args)
     except Exception as error:
         raise UserError(f"{source}: {blame(error)}") from error
+    config.architectures = config.architectures or []  # of several heads it takes the first
     for part in (config, config.get_text_config()):
         if hasattr(part, "use_cache"):
             part.use_cache = False

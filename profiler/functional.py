@@ -77,6 +77,17 @@ def _held(state: fx.Node) -> object:
     return held
 
 
+def writes_parameter(module: fx.GraphModule) -> fx.Node | None:
+    """An operator that writes into a parameter, if there is one."""
+    for node in module.graph.nodes:
+        for target in _targets(node):
+            states = (each for each in _aliases(target) if each.op == "get_attr")
+            if any(isinstance(_held(state), nn.Parameter) for state in states):
+                assert isinstance(node, fx.Node)
+                return node
+    return None
+
+
 def writes_shared_memory(module: fx.GraphModule) -> Iterable[set[fx.Node]]:
     """For each write in place that is left: the operators that see the written memory.
 

@@ -64,7 +64,7 @@ def _describe(node: fx.Node, model: nn.Module, functional: bool) -> tuple[str, s
 def operator_name(node: fx.Node) -> str:
     """`aten.scaled_dot_product_attention.default` as `ScaledDotProductAttention`."""
     name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
-    return "".join(part.capitalize() for part in name.split("_")) or name
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_")) or name
 
 
 def _join_shared_memory(groups: list[Group], module: fx.GraphModule) -> list[Group]:

@@ -14,12 +14,12 @@ from itertools import count
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedream.profiler.balanced import stretches
 from pipedream.profiler.capture import Captured
 from pipedream.profiler.fit import Compared, Fit
-from pipedream.profiler.passes import LOSS, Loss, Pass, Stretch
+from pipedream.profiler.passes import LOSS, Loss, Stretch, Turn
 from pipedream.profiler.pieces import pieces_kept
 from pipedream.profiler.stopwatch import Stopwatch, stopwatch
 from pipedream.profiler.times import StretchTimes, Times
@@ -60,6 +60,16 @@ def time_in_training(
     return bench.times(repeats)
 
 
+def passes(
+    captured: Captured, inputs: Sequence[Tensor], device: torch.device
+) -> Callable[[], object]:
+    """What does a pass of the whole model, forward and backward, and times nothing."""
+    nodes = [name for name, node in captured.graph.nodes.items() if not node.is_input]
+    whole = Stretch(captured, nodes, stopwatch(device), device, marked=False)
+    values = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
+    return lambda: whole.run(values)
+
+
 @dataclass(frozen=True)
 class _Together:
     """Some nodes in one stretch; `noted`: forward and backward, summed over them and measured."""
@@ -92,8 +102,8 @@ class _Bench:
         self.nodes = [name for name in captured.graph.order if not nodes[name].is_input]
         self.watch: Stopwatch[Any] = stopwatch(device)
         self.whole = self._stretch(self.nodes, marked=True)
-        held = {name: len(captured.parameters[name]) for name in self.nodes}
-        self.share = {name: count / (sum(held.values()) or 1) for name, count in held.items()}
+        self.held = _shares(captured, self.nodes, lambda parameter: True)
+        self.learned = _shares(captured, self.nodes, lambda parameter: parameter.requires_grad)
         self.turns: list[tuple[Seconds, Seconds]] = []
         self.recomputed: list[Seconds] = []
         self.divisions: list[list[_Together]] = []
@@ -101,16 +111,22 @@ class _Bench:
     def _stretch(self, nodes: Sequence[str], marked: bool) -> Stretch:
         return Stretch(self.captured, nodes, self.watch, self.device, marked)
 
-    def _by_node(self, passed: Pass) -> Seconds:
+    def _by_node(self, turn: Turn) -> tuple[Seconds, Seconds]:
         """Calling a stretch takes longer the more parameters it holds: a share for each."""
-        given = passed.nodes
-        found = {n: given.get(n, 0.0) + passed.call * self.share[n] for n in self.nodes}
-        return found | ({LOSS: given[LOSS]} if LOSS in given else {})
+        passes = (turn.forward, self.held), (turn.backward, self.learned)
+        forward, backward = (
+            {
+                name: passed.nodes.get(name, 0.0) + passed.call * share.get(name, 0.0)
+                for name in (*self.nodes, LOSS)
+            }
+            for passed, share in passes
+        )
+        return forward, backward
 
     def warm_up(self) -> float:
         """One pass; its seconds."""
         turn = self.whole.run(self.inputs, self.loss)
-        forward, backward = self._by_node(turn.forward), self._by_node(turn.backward)
+        forward, backward = self._by_node(turn)
         self.seconds = {name: forward[name] + backward[name] for name in self.nodes}
         return turn.forward.seconds + turn.backward.seconds
 
@@ -127,12 +143,12 @@ class _Bench:
     def repeat(self, number: int) -> float:
         """One pass of the whole model and one of its stretches; the seconds of the former."""
         turn = self.whole.run(self.inputs, self.loss)
-        both = self._by_node(turn.forward), self._by_node(turn.backward)
+        both = self._by_node(turn)
         self.turns.append(both)
         if number % _RECOMPUTED == 0:
             with torch.no_grad():
                 again = self.whole.run(self.inputs, self.loss)
-            self.recomputed.append(self._by_node(again.forward))
+            self.recomputed.append(self._by_node(again)[0])
         values = dict(self.inputs)
         division = self.divisions[number % len(self.divisions)]
         for together in division:
@@ -140,7 +156,7 @@ class _Bench:
             alone = together.stretch.run(values, loss)
             values.update(alone.values)
             names = [*together.nodes, *([LOSS] if loss else [])]
-            forward, backward = (sum(seconds.get(n, 0.0) for n in names) for seconds in both)
+            forward, backward = (sum(seconds[n] for n in names) for seconds in both)
             together.noted.append(
                 (
                     Compared(forward, alone.forward.seconds),
@@ -156,9 +172,9 @@ class _Bench:
 
         def timing(name: str) -> Timing:
             return Timing(
-                _spread([turn[0].get(name, 0.0) for turn in self.turns], forward.factor),
-                _spread([turn[1].get(name, 0.0) for turn in self.turns], backward.factor),
-                _spread([turn.get(name, 0.0) for turn in self.recomputed], forward.factor),
+                _spread([turn[0][name] for turn in self.turns], forward.factor),
+                _spread([turn[1][name] for turn in self.turns], backward.factor),
+                _spread([turn[name] for turn in self.recomputed], forward.factor),
             )
 
         nodes = {name: timing(name) for name in self.nodes}
@@ -172,6 +188,15 @@ class _Bench:
             len(repeats.warming),
             len(repeats.noted),
         )
+
+
+def _shares(
+    captured: Captured, nodes: Sequence[str], counts: Callable[[nn.Parameter], bool]
+) -> Mapping[str, float]:
+    """Of each node in the parameters that count, as many times as they are read."""
+    parameter = captured.module.get_parameter
+    held = {n: sum(counts(parameter(p)) for p in captured.parameters[n]) for n in nodes}
+    return {name: count / (sum(held.values()) or 1) for name, count in held.items()}
 
 
 def _spread(seconds: Sequence[float], factor: float) -> Spread:

@@ -16,10 +16,12 @@ from pipedream.graph.command import UserError
 from pipedream.graph.heap import keep_freed_memory
 from pipedream.graph.model import Graph
 from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs, rebuild
+from pipedream.profiler.company import company, is_company, keep_company
 from pipedream.profiler.device_name import device_name
 from pipedream.profiler.fit import Fit
 from pipedream.profiler.footprint import Footprint, footprints
-from pipedream.profiler.in_training import time_in_training
+from pipedream.profiler.in_training import passes, time_in_training
+from pipedream.profiler.memoryless import capture_without_memory
 from pipedream.profiler.precision import lowered
 from pipedream.profiler.profile import (
     Fitted,
@@ -35,6 +37,7 @@ from pipedream.profiler.profile import (
     Totals,
 )
 from pipedream.profiler.room import room
+from pipedream.profiler.singly import footprints_singly, time_singly
 from pipedream.profiler.source import Loaded
 from pipedream.profiler.times import Times
 from pipedream.profiler.timing import Patience, Spread, Timing
@@ -46,7 +49,11 @@ _MAKERS = ("torchvision", "transformers", "timm")
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose. `model` and `args` are its source and the factory's arguments."""
+    """What the user chose. `model` and `args` are its source and the factory's arguments.
+
+    `meta`: the model was made without memory, and no more than one node is to have any at a time.
+    `workers`: so many processes, this one among them, do passes of it at once.
+    """
 
     model: str
     args: Mapping[str, Any]
@@ -54,6 +61,8 @@ class Settings:
     device: torch.device
     patience: Patience
     threads: int
+    meta: bool = False
+    workers: int = 1
 
 
 @dataclass(frozen=True)
@@ -76,18 +85,27 @@ def measure(
     torch.set_num_threads(settings.threads)
     keep_freed_memory()
     with lowered(loaded.autocast, torch.device("cpu")):
-        captured = capture(loaded.model, loaded.args, loaded.kwargs)
+        captured = (capture_without_memory if settings.meta else capture)(
+            loaded.model, loaded.args, loaded.kwargs
+        )
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
+    if is_company():
+        with lowered(loaded.autocast, settings.device):
+            keep_company(passes(captured, inputs, settings.device))
+        sys.exit()
+    size_up = footprints_singly if settings.meta else footprints
     try:
         with lowered(loaded.autocast, settings.device):
-            kept = footprints(captured, inputs, settings.device)
-            times = _time(captured, inputs, loaded, kept, settings, progress)
+            kept = size_up(captured, inputs, settings.device)
+            with company(settings.workers - 1):
+                times = _time(captured, inputs, loaded, kept, settings, progress)
+                updated = updates(captured, settings.device)
     except IndexError as error:
         raise UserError(
             f"{settings.model} cannot run on these inputs: {error}: give fewer positions, or a "
             "lower bound of whole numbers, with --input or in the data"
         ) from error
-    measured = _Measured(captured, times, kept, updates(captured, settings.device))
+    measured = _Measured(captured, times, kept, updated)
     graph = _timed(captured, times)
     return graph, _profile(measured, graph, settings)
 
@@ -118,6 +136,8 @@ def _time(
 ) -> Times:
     """As in training where the whole model has room, else node by node."""
     patience, device = settings.patience, settings.device
+    if settings.meta:
+        return time_singly(captured, inputs, patience, device, progress)
     if _needs(captured, kept) > room(device):
         return time_one_by_one(captured, inputs, patience, device, progress)
     loss = loaded.loss
@@ -261,6 +281,7 @@ def _machine(settings: Settings) -> Machine:
         device=str(settings.device),
         device_name=device_name(settings.device),
         threads=settings.threads,
+        workers=settings.workers,
         python=platform.python_version(),
         torch=str(torch.__version__),
         libraries=_libraries(),

@@ -104,13 +104,16 @@ class Fitted(_Part):
 
 
 class Machine(_Part):
-    """Where it was measured; `threads` is torch's for one operator on the CPU."""
+    """Where it was measured; `threads` is torch's for one operator on the CPU, `workers` how many
+    processes were at work at once.
+    """
 
     device: str
     device_name: str
     threads: int
     python: str
     torch: str
+    workers: int = Field(default=1, ge=1)
     libraries: dict[str, str] = {}
 
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from pipedream.graph.command import UserError
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.layers import layer_names, layers_frame
-from pipedream.profiler.profile import Profile
+from pipedream.profiler.profile import Fitted, Profile
 from pipedream.profiler.quantity import QUANTITIES
 from pipedream.profiler.table import how_many, make_console, make_table
 
@@ -66,9 +66,26 @@ def _summary(profile: Profile) -> str:
     totals, machine = profile.totals, profile.machine
     threads = "1 thread" if machine.threads == 1 else f"{machine.threads} threads"
     where = machine.device_name + (f", {threads}" if machine.device == "cpu" else "")
-    return (
+    lines = [
         f"All nodes: forward {show_seconds(totals.forward_seconds)}, "
         f"backward {show_seconds(totals.backward_seconds)} for a minibatch of "
-        f"{profile.batch_size}; parameters {show_bytes(totals.parameter_bytes)}.\n"
+        f"{profile.batch_size}; parameters {show_bytes(totals.parameter_bytes)}."
+    ]
+    if profile.loss is not None:
+        both = profile.loss.forward_seconds.median + profile.loss.backward_seconds.median
+        lines.append(f"The loss takes {show_seconds(both)} of that, in the last node.")
+    if machine.workers > 1:
+        where += f", {machine.workers} workers at once"
+    lines.append(
         f"Measured on {where}: median of {profile.repeats} after {profile.warmup} to warm up."
     )
+    if profile.forward is not None and profile.backward is not None:
+        lines.append(
+            f"{len(profile.stretches)} stretches timed as a whole are off from their sums by"
+            f" {_off(profile.forward)} forward, {_off(profile.backward)} backward (median, worst)."
+        )
+    return "\n".join(lines)
+
+
+def _off(fitted: Fitted) -> str:
+    return f"{fitted.typical_error:.1%}, {fitted.worst_error:.1%}"

@@ -17,9 +17,15 @@ from pipedream.graph.config import RunConfig
 from pipedream.profiler.example import examples
 from pipedream.profiler.from_folder import image_folder
 from pipedream.profiler.from_huggingface import huggingface
+from pipedream.profiler.from_timm import load_timm, timm_shape
 from pipedream.profiler.from_torchvision import image_shape, load_torchvision
-from pipedream.profiler.from_transformers import load_transformers, transformers_inputs
+from pipedream.profiler.from_transformers import (
+    load_transformers,
+    take_labels,
+    transformers_inputs,
+)
 from pipedream.profiler.loss import load_loss
+from pipedream.profiler.memoryless import check_without_memory, with_data, without_memory
 from pipedream.profiler.usercode import accepts, blaming, call, load_function
 
 __all__ = [
@@ -61,37 +67,49 @@ class Dataset(Protocol):
 
 
 def load(
-    source: str, args: Mapping[str, Any], batch_size: int, inputs: tuple[str, ...] = ()
+    source: str,
+    args: Mapping[str, Any],
+    batch_size: int,
+    inputs: tuple[str, ...] = (),
+    meta: bool = False,
 ) -> Loaded:
     """The model that `source` names, made with `args`, and inputs of `batch_size` examples.
 
-    `source` is `torchvision:NAME`, `transformers:NAME` or `package.module:factory`. A factory gives
-    a module, or a module and its example inputs, and is told `batch_size` if it has a parameter of
-    that name. `inputs` describe the inputs (see `example`) and override the model's own.
-    Raises UserError.
+    `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`. A
+    factory gives a module, or a module and its example inputs, or these and a dictionary of inputs
+    by keyword; it is told `batch_size` if it has a parameter of that name. `inputs` describe the
+    inputs (see `example`) and override the model's own. With `meta` the model has no memory: see
+    `memoryless`. Raises UserError.
     """
     library, _, name = source.partition(":")
-    model, own = _make(source, args, batch_size, None)
+    model, own = _make(source, args, batch_size, None, meta)
     if library == "transformers":
         positional, named = transformers_inputs(model, source, batch_size, inputs)
         return Loaded(model.train(), positional, named)
     if not inputs and library == "torchvision":
         inputs = (image_shape(name, args),)
+    if not inputs and library == "timm":
+        inputs = (timm_shape(model, args),)
     if not inputs and own is None:
         raise UserError(
             f"{source} gives no example inputs: describe them with --input 3x32x32, or "
             "--input 128:int64:50257 for whole numbers, once for each input, without the batch"
         )
-    return Loaded(model.train(), examples(inputs, batch_size) if inputs else own or ())
+    if inputs or own is None:
+        return Loaded(model.train(), examples(inputs, batch_size))
+    return Loaded(model.train(), *own)
 
 
-def load_config(config: RunConfig, directory: Path, batch_size: int | None = None) -> Loaded:
+def load_config(
+    config: RunConfig, directory: Path, batch_size: int | None = None, meta: bool = False
+) -> Loaded:
     """The model of a run config and the first minibatch of its data as example inputs.
 
-    With loss `output` the target is the model's last input. Raises UserError.
+    With loss `output` the target is the model's last input; of transformers, its `labels`. Raises
+    UserError.
     """
     size = batch_size or config.batch_size
-    model = load_config_model(config.model_copy(update={"batch_size": size}), directory)
+    model = load_config_model(config.model_copy(update={"batch_size": size}), directory, meta)
     train, _ = load_data(config, directory)
     if len(train) < size:
         raise UserError(
@@ -104,14 +122,17 @@ def load_config(config: RunConfig, directory: Path, batch_size: int | None = Non
     return Loaded(model, taken, {}, config.autocast, lambda output: loss(output, target))
 
 
-def load_config_model(config: RunConfig, directory: Path) -> nn.Module:
+def load_config_model(config: RunConfig, directory: Path, meta: bool = False) -> nn.Module:
     """The model of a run config, in training mode and of its dtype; `directory` is the config's.
 
     Its weights are those that a run with the config's seed begins with; torch goes on from that
     seed. Raises UserError.
     """
     torch.manual_seed(config.seed)
-    model, _ = _make(config.model.source, config.model.args, config.batch_size, directory)
+    source = config.model.source
+    model, _ = _make(source, config.model.args, config.batch_size, directory, meta)
+    if config.loss == "output" and source.startswith("transformers:"):
+        model = take_labels(model, source)
     return model.to(getattr(torch, config.dtype)).train()
 
 
@@ -193,20 +214,31 @@ def collate(
 
 
 def _make(
-    source: str, args: Mapping[str, Any], batch_size: int, directory: Path | None
-) -> tuple[nn.Module, tuple[Any, ...] | None]:
+    source: str, args: Mapping[str, Any], batch_size: int, directory: Path | None, meta: bool
+) -> tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]] | None]:
     """The model, and its example inputs if its factory gives some."""
+    if meta:
+        with without_memory(source):
+            model, inputs = _make(source, args, batch_size, directory, meta=False)
+        check_without_memory(source, model)
+        return model, with_data(inputs)
     library, _, name = source.partition(":")
     if library == "torchvision":
         return load_torchvision(name, args), None
+    if library == "timm":
+        return load_timm(name, args), None
     if library == "transformers":
         return load_transformers(name, args), None
     factory = load_function(source, directory)
     told = {"batch_size": batch_size} if accepts(factory, "batch_size") else {}
     made = call(source, factory, {**told, **args})
-    model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model, *own = made if isinstance(made, tuple) and len(made) in (2, 3) else (made,)
     if not isinstance(model, nn.Module):
         raise UserError(f"{source} gives a {type(model).__name__}, not a torch.nn.Module")
-    if inputs is not None and not isinstance(inputs, tuple):
-        inputs = (inputs,)
-    return model, inputs
+    if not own or own[0] is None:
+        return model, None
+    positional = own[0] if isinstance(own[0], tuple) else (own[0],)
+    named = own[1] if len(own) == 2 else {}
+    if not isinstance(named, dict):
+        raise UserError(f"{source} gives a {type(named).__name__} third, not a dict of inputs")
+    return model, (positional, named)

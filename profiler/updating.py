@@ -59,7 +59,11 @@ def _update(
     watch: Stopwatch[Any],
     device: torch.device,
 ) -> Update:
-    held = [value.detach().to(device, copy=True).requires_grad_() for value in timed.values()]
+    # Of a model without memory, too.
+    held = [
+        torch.zeros(value.shape, dtype=value.dtype, device=device, requires_grad=True)
+        for value in timed.values()
+    ]
     for value in held:
         value.grad = torch.full_like(value, 1e-3)
     optimizer = OPTIMIZERS[kind](held)

@@ -95,7 +95,7 @@ def blame(error: BaseException) -> str:
 def place(error: BaseException) -> str:
     """`FILE:LINE: ` of the last of the user's own lines that an error came through, if any."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if _is_the_users(frame.filename)]
+    theirs = [frame for frame in frames if is_the_users(frame.filename)]
     return f"{theirs[-1].filename}:{theirs[-1].lineno}: " if theirs else ""
 
 
@@ -135,8 +135,10 @@ def _signature(function: Callable[..., Any]) -> str:
     return f"{name}({', '.join(str(p).partition(':')[0].partition('=')[0] for p in parameters)})"
 
 
-def _is_the_users(file: str) -> bool:
-    """Not of an installed package, in this environment or another it builds on, nor Python's."""
+def is_the_users(file: str) -> bool:
+    """Whether a file is neither Python's nor of a package installed here or in an environment
+    that this one builds on.
+    """
     installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
     return not installed and not file.startswith(_not_the_users())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -62,7 +62,8 @@ def _sum(turn: Mapping[str, tuple[float, float]]) -> float:
     return sum(forward + backward for forward, backward in turn.values())
 
 
-_Marks = tuple[tuple[Any, Any], tuple[Any, Any]]  # start and end, forward and backward
+Marks: TypeAlias = tuple[tuple[Any, Any], tuple[Any, Any]]
+"""Start and end, forward and backward."""
 
 
 class _Walk:
@@ -82,47 +83,53 @@ class _Walk:
         """Seconds forward and backward of every node in one walk."""
         values = dict(zip(self.captured.inputs, self.inputs, strict=True))
         left = self.readers.copy()
-        marks: dict[str, _Marks] = {}
-        floors: list[_Marks] = []
+        marks: dict[str, Marks] = {}
+        floors: list[Marks] = []
         for piece in self.pieces:
-            outputs, marks[piece.node] = self._step(piece, values)
+            outputs, marks[piece.node] = step(piece, values, self.watch, self.noise)
             values.update(zip(piece.segment.outputs, outputs, strict=True))
             for name in piece.segment.inputs:
                 left[name] -= 1
                 if not left[name]:
                     del values[name]
-            floors.append(self._step(self.nothing, {"x": self.scalar})[1])
+            floors.append(step(self.nothing, {"x": self.scalar}, self.watch, self.noise)[1])
         # Read only now: a GPU waited for after each node would idle until the next one begins.
         return self._seconds(marks, floors)
 
     def _seconds(
-        self, marks: Mapping[str, _Marks], floors: Sequence[_Marks]
+        self, marks: Mapping[str, Marks], floors: Sequence[Marks]
     ) -> dict[str, tuple[float, float]]:
         """Less what doing nothing takes: a stage pays that once, here it is paid at every node."""
-        read = self.watch.seconds
-        forward_floor = statistics.median(read(*forward) for forward, _ in floors)
-        backward_floor = statistics.median(read(*backward) for _, backward in floors)
+        forwards, backwards = zip(*(seconds_of(each, self.watch) for each in floors), strict=True)
+        forward_floor, backward_floor = statistics.median(forwards), statistics.median(backwards)
         return {
-            node: (
-                max(read(*forward) - forward_floor, 0.0),
-                max(read(*backward) - backward_floor, 0.0),
-            )
-            for node, (forward, backward) in marks.items()
+            node: (max(forward - forward_floor, 0.0), max(backward - backward_floor, 0.0))
+            for node, each in marks.items()
+            for forward, backward in [seconds_of(each, self.watch)]
         }
 
-    def _step(self, piece: Piece, values: Mapping[str, Tensor]) -> tuple[list[Tensor], _Marks]:
-        inputs = piece.inputs(values)
-        start = self.watch.mark()
-        outputs = piece.segment.module(*inputs)
-        forward = (start, self.watch.mark())
-        backward = (start, start)
-        given, wanted = piece.ends(inputs, outputs)
-        if given and wanted:
-            gradients = [self.noise.like(value) for value in given]
-            start = self.watch.mark()
-            torch.autograd.grad(given, wanted, gradients, allow_unused=True)
-            backward = (start, self.watch.mark())
-        return [value.detach() for value in outputs], (forward, backward)
+
+def step(
+    piece: Piece, values: Mapping[str, Tensor], watch: Stopwatch[Any], noise: Noise
+) -> tuple[list[Tensor], Marks]:
+    """A forward pass of a piece on its inputs among `values`, and at once its backward pass."""
+    inputs = piece.inputs(values)
+    start = watch.mark()
+    outputs = piece.segment.module(*inputs)
+    forward = (start, watch.mark())
+    backward = (start, start)
+    given, wanted = piece.ends(inputs, outputs)
+    if given and wanted:
+        gradients = [noise.like(value) for value in given]
+        start = watch.mark()
+        torch.autograd.grad(given, wanted, gradients, allow_unused=True)
+        backward = (start, watch.mark())
+    return [value.detach() for value in outputs], (forward, backward)
+
+
+def seconds_of(marks: Marks, watch: Stopwatch[Any]) -> tuple[float, float]:
+    forward, backward = marks
+    return watch.seconds(*forward), watch.seconds(*backward)
 
 
 def _nothing() -> Piece:

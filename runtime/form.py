@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from pipedream.graph.command import UserError
 from pipedream.graph.plan import Plan, PlannedGraph
-from pipedream.profiler.capture import Captured, capture, rebuild
+from pipedream.profiler.capture import Captured, OutSpec, capture, rebuild
 from pipedream.profiler.freeze import freeze_constants
 from pipedream.profiler.segment import Segment
 from pipedream.runtime.compute import Compute
@@ -36,7 +35,7 @@ class Form:
     piece: Segment
     compute: Compute
     outputs: Sequence[str]
-    out_spec: pytree.TreeSpec
+    out_spec: OutSpec
 
     @staticmethod
     def of(

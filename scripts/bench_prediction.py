@@ -1,10 +1,11 @@
 """Is a plan's predicted time what training takes? `python scripts/bench_prediction.py [MODEL]...`
 
-Each model is profiled by pd-profile and the network between two processes by pd-profile --network;
-pd-optimize plans for two devices under the cost model `measured`, and beside its best pipeline
-others are made: one that is cut in another place, and two replicas. pd-train runs each for some
-minibatches, all of them in turns, several times over, and the median time per minibatch stands
-beside what the plan said. A line for each pair of model and plan, then median and worst error.
+The network between two processes is measured by pd-profile --network. Then, for each model and in
+turns, pd-profile measures it, the cost model `measured` says what each of three plans for two
+devices takes (the best pipeline, one that is cut in another place, two replicas), and pd-train runs
+each for some minibatches. What is said and what is measured are neighbours in time: a machine that
+is slower for a minute is slower in both. A line for each pair of model and plan, with the median of
+its errors over the turns, then the median and the worst of these.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +27,18 @@ from bench_runtime import MODELS as THREE
 from bench_runtime import STILL, call
 
 from pipedream.graph.cluster_file import read_cluster
-from pipedream.graph.plan import Plan, read_plan, write_plan
+from pipedream.graph.plan import OptimizerName, Plan, write_plan
 from pipedream.graph.text import read_graph
 from pipedream.graph.upkeep import read_upkeep
+from pipedream.optimizer.again import price
 from pipedream.optimizer.cost import Measured
-from pipedream.optimizer.optimize import Request, given_plan
+from pipedream.optimizer.hierarchy import Rules
+from pipedream.optimizer.optimize import Request, given_plan, optimize
 
-ROUNDS = 3
-MINIBATCHES = 60
-OPTIMIZERS = {"SGD": "momentum", "AdamW": "adam"}
+ROUNDS = 5
+MINIBATCHES = 40
+SECONDS = 8
+OPTIMIZERS: dict[str, OptimizerName] = {"SGD": "momentum", "AdamW": "adam"}
 
 MODELS: dict[str, dict[str, Any]] = {
     **THREE,
@@ -57,29 +62,29 @@ def prepare(name: str, folder: Path) -> Path:
     return path
 
 
-def plans(name: str, folder: Path, cluster: Path) -> dict[str, Plan]:
-    profile = folder / name
+def request(name: str, profile: Path, cluster: Path) -> Request:
     optimizer = OPTIMIZERS[MODELS[name]["optimizer"]["name"]]
-    graph, upkeep = read_graph(profile / "graph.txt"), read_upkeep(profile / "profile.json")
-    call(
-        "pd-optimize", profile / "graph.txt", "--cluster", cluster, "--straight",
-        "--optimizer", optimizer, "-o", profile / "plan",
-    )  # fmt: skip
-    request = Request(
-        graph,
+    upkeep = read_upkeep(profile / "profile.json")
+    return Request(
+        read_graph(profile / "graph.txt"),
         read_cluster(cluster),
         Measured(),
-        optimizer=optimizer,  # type: ignore[arg-type]
+        rules=Rules(straight=True),
+        optimizer=optimizer,
         update_rate=upkeep.update_rates[optimizer],
         upkeep=upkeep,
     )
-    planning = request.planning
+
+
+def plans(asked: Request) -> dict[str, Plan]:
+    """Pipelines of two stages, the best and one with another cut, and two replicas."""
+    planning = asked.planning
     before = np.cumsum(planning.compute_seconds) / planning.compute_seconds.sum()
     place = int(np.abs(before - 0.4).argmin()) + 1
     return {
-        "best": read_plan(profile / "plan/plan.json"),
-        "two fifths": given_plan(request, planning, [place, len(planning)], [1, 1]).plan,
-        "replicas": given_plan(request, planning, [len(planning)], [2]).plan,
+        "best": optimize(asked).plan,
+        "two fifths": given_plan(asked, planning, [place, len(planning)], [1, 1]).plan,
+        "replicas": given_plan(asked, planning, [len(planning)], [2]).plan,
     }
 
 
@@ -101,35 +106,43 @@ def main() -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
     network = ["--nproc-per-node", "2", "--no-python", "pd-profile", "--network", "-o", folder]
     subprocess.run([torchrun, *network], check=True, stdout=subprocess.DEVNULL)
-    rows = []
-    for name in names:
-        config = prepare(name, folder)
-        call("pd-profile", config, "-o", folder / name)
-        found = plans(name, folder, folder / "cluster.yaml")
-        took: dict[str, list[float]] = {which: [] for which in found}
-        for turn in range(ROUNDS):
-            for which, plan in found.items():
-                run = folder / name / f"{which}-{turn}"
-                took[which].append(train(plan, config, run))
-        for which, plan in found.items():
-            predicted, measured = plan.predicted, statistics.median(took[which])
-            rows.append(
-                {
-                    "model": name,
-                    "plan": which,
-                    "cuts": len(plan.stages),
-                    "predicted": predicted.seconds_per_minibatch,
-                    "measured": measured,
-                    "least": min(took[which]),
-                    "most": max(took[which]),
-                    "error": predicted.seconds_per_minibatch / measured - 1,
-                }
-            )
-            print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()})
+    rows = [row for name in names for row in compare(name, folder)]
     frame = pd.DataFrame(rows)
     print(frame.to_string(index=False, float_format="%.4f"))
     errors = frame.error.abs()
     print(f"{len(frame)} pairs: median error {errors.median():.1%}, worst {errors.max():.1%}")
+
+
+def compare(name: str, folder: Path) -> list[dict[str, Any]]:
+    """A row for each plan of the first profile: medians over the rounds."""
+    config = prepare(name, folder)
+    found: dict[str, Plan] = {}
+    predicted: dict[str, list[float]] = defaultdict(list)
+    measured: dict[str, list[float]] = defaultdict(list)
+    for turn in range(ROUNDS):
+        profile = folder / name / f"profile-{turn}"
+        call("pd-profile", config, "-o", profile, "--seconds", SECONDS, "--workers", 2)
+        asked = request(name, profile, folder / "cluster.yaml")
+        found = found or plans(asked)
+        for which, plan in found.items():
+            predicted[which].append(price(plan, asked).per_minibatch)
+            measured[which].append(train(plan, config, folder / name / f"{which}-{turn}"))
+    rows = []
+    for which in found:
+        pairs = list(zip(predicted[which], measured[which], strict=True))
+        rows.append(
+            {
+                "model": name,
+                "plan": which,
+                "predicted": statistics.median(predicted[which]),
+                "measured": statistics.median(measured[which]),
+                "least": min(measured[which]),
+                "most": max(measured[which]),
+                "error": statistics.median(said / took - 1 for said, took in pairs),
+            }
+        )
+        print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()})
+    return rows
 
 
 if __name__ == "__main__":

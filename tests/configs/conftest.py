@@ -27,3 +27,9 @@ def topics_gpt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def nasnet_a(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(CONFIGS))
     return importlib.import_module("nasnet_a")
+
+
+@pytest.fixture
+def gnmt(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(CONFIGS))
+    return importlib.import_module("gnmt")

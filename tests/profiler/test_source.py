@@ -291,6 +291,22 @@ def test_torchvision_inputs(name: str, args: dict[str, Any], shape: tuple[int, .
     assert tuple(load(f"torchvision:{name}", args, 2).args[0].shape) == shape
 
 
+@pytest.mark.parametrize(
+    ("name", "args", "shape"),
+    [
+        ("test_resnet", {}, (2, 3, 160, 160)),
+        ("test_resnet.r160_in1k", {"in_chans": 1}, (2, 1, 160, 160)),
+        ("test_vit", {"img_size": 32, "num_classes": 7}, (2, 3, 32, 32)),
+        ("test_vit", {"img_size": [32, 64]}, (2, 3, 32, 64)),
+    ],
+)
+def test_timm_inputs(name: str, args: dict[str, Any], shape: tuple[int, ...]) -> None:
+    loaded = load(f"timm:{name}", args, 2)
+    assert tuple(loaded.args[0].shape) == shape
+    assert loaded.model.training
+    assert tuple(loaded.model(*loaded.args).shape) == (2, args.get("num_classes", 1000))
+
+
 SPEECH = {"d_model": 12, "encoder_layers": 1, "decoder_layers": 1}
 SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_layer": 1, "n_embd": 16, "n_head": 2, "vocab_size": 50},
@@ -330,6 +346,12 @@ def test_transformers_give_logits_and_no_cache(name: str, kind: str) -> None:
     assert set(outputs) - {"encoder_last_hidden_state"} == {"logits"}
 
 
+def test_transformers_architecture_with_a_choice_of_heads() -> None:
+    """Two classes of DeiT classify images: transformers looked for a choice among no names."""
+    small = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "image_size": 32}
+    assert type(load("transformers:deit", small, 2).model).__name__ == "DeiTForImageClassification"
+
+
 def test_transformers_sequence_length() -> None:
     short = {**SMALL["gpt2"], "n_positions": 9}
     assert tuple(load("transformers:gpt2", short, 2).args[0].shape) == (2, 9)
@@ -347,6 +369,9 @@ def test_transformers_of_images() -> None:
 
 def test_mistakes_in_a_library_model_are_one_line() -> None:
     assert "did you mean 'resnet50'" in message("torchvision:resnet51")
+    assert "did you mean 'resnet18'" in message("timm:resnet19")
+    assert "unexpected keyword argument 'wide'" in message("timm:test_vit", {"wide": 1})
+    assert "profile its backbone" in message("torchvision:fasterrcnn_resnet50_fpn")
     assert "did you mean 'bert'?" in message("transformers:bert-base-uncased")
     assert "has no 'n_layers'; did you mean 'n_layer'?" in message(
         "transformers:gpt2", {"n_layers": 2}
