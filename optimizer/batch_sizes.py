@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
@@ -21,6 +22,7 @@ from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.compare import no_plan, show_replicas
+from pipedream.optimizer.report import make_console, print_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -120,8 +122,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """By batch size, the smallest first, with a plan for one of them at least. `global_batch`:
-    examples of one update, where that is settled.
+    """By batch size, the smallest first. `global_batch`: examples of one update, where that is
+    settled.
     """
 
     of: tuple[Choice, ...]
@@ -144,7 +146,7 @@ class Choices:
 
     @cached_property
     def best(self) -> Choice:
-        """With the least time for an example; of those alike the smallest."""
+        """With the least time for an example; of those alike the smallest. There has to be one."""
         return min(self.planned, key=self.per_example)
 
     @property
@@ -169,6 +171,20 @@ class Choices:
             return f"{show_seconds(per_example)} per example{how}"
         whole = show_seconds(per_example * self.global_batch)
         return f"{whole} per update of {self.global_batch} examples{how}"
+
+
+def print_choices(choices: Choices) -> None:
+    """Prints their table, and why there are no plans for some. Raises UserError if for none."""
+    lines = [
+        f"batch size {choice.batch_size}: {choice.problem}"
+        for choice in choices.of
+        if choice.problem is not None
+    ]
+    if not choices.planned:
+        raise UserError(f"there is a plan for no batch size; {lines[0]}")
+    print_table(make_console(), choices_table(choices))
+    for line in lines:
+        click.echo(line)
 
 
 def choices_table(choices: Choices) -> Table:

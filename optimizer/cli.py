@@ -241,36 +241,23 @@ def _choose(
     options: Options,
 ) -> tuple[Choices, Options, _Task, Outcome, Simulation | None]:
     """Plans for each batch size and prints how they compare; what was made for the best of them."""
-    from pipedream.optimizer.batch_sizes import (
-        Choice,
-        Choices,
-        choices_table,
-        options_by_size,
-    )
-    from pipedream.optimizer.report import make_console, print_table
+    from pipedream.optimizer.batch_sizes import Choice, Choices, options_by_size, print_choices
 
     asked = options_by_size(options, _typed)
     tasks = _tasks(asked, options.graph)
     made: dict[int, tuple[Outcome, Simulation | None]] = {}
-    tried = []
-    for size in asked:
+
+    def choice(size: int) -> Choice:
         if size not in tasks:
-            tried.append(Choice(size, None, f"does not divide {options.global_batch}"))
-            continue
-        sized, task = tasks[size]
+            return Choice(size, None, f"does not divide {options.global_batch}")
         try:
-            made[size] = _plan(task, sized)
-            tried.append(Choice(size, made[size][0].plan))
+            made[size] = _plan(tasks[size][1], tasks[size][0])
         except UserError as error:
-            tried.append(Choice.without_plan(size, error.message))
-    if not made:
-        first = next(choice for choice in tried if choice.problem is not None)
-        raise UserError(f"no batch size has a plan; at {first.batch_size}: {first.problem}")
-    choices = Choices(tuple(tried), options.global_batch)
-    print_table(make_console(), choices_table(choices))
-    for choice in choices.of:
-        if choice.problem is not None:
-            click.echo(f"batch size {choice.batch_size}: {choice.problem}")
+            return Choice.without_plan(size, error.message)
+        return Choice(size, made[size][0].plan)
+
+    choices = Choices(tuple(map(choice, asked)), options.global_batch)
+    print_choices(choices)
     best = choices.best.batch_size
     return choices, *tasks[best], *made[best]
 

@@ -183,7 +183,11 @@ WRONG = {
     ),
     "a profile": ("curve", ("--profile", "curve/batch-2/profile.json"), "leave it out"),
     "into the folder": ("curve", ("-o", "curve"), "name another folder"),
-    "nothing fits": ("curve", ("--memory", "1kB"), "no batch size has a plan; at 2: --memory 1 kB"),
+    "nothing fits": (
+        "curve",
+        ("--memory", "1kB"),
+        "there is a plan for no batch size; batch size 2: --memory 1 kB",
+    ),
     "another model": ("other", (), "batch-4 is of another model than batch-2: a is Sort(a) at 2"),
     "a name that lies": ("lying", (), "lying/batch-4/profile.json: batch_size: 2, and 4 by its"),
 }
