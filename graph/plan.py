@@ -144,6 +144,13 @@ class Predicted(_Part):
     data_parallel_seconds: Amount
     simulated: Simulated | None = None
 
+    @property
+    def seconds_shared_out(self) -> float:
+        """Per minibatch: of a batch's time its part, where that is what the plan is for."""
+        if self.latency_seconds is None or self.microbatches is None:
+            return self.seconds_per_minibatch
+        return self.latency_seconds / self.microbatches
+
 
 class Asked(_Part):
     """Options of pd-optimize that shaped the plan and do not show in it, as they were typed: what
@@ -166,7 +173,8 @@ class Plan(_Part):
     """Everything pd-train needs to know of a plan; `pipedream-plan/1`.
 
     `optimizer` is the one whose state the memory of the stages counts, `weight_prediction` whether
-    it counts predicted weights. `asked`: what else pd-optimize was asked for.
+    it counts predicted weights. `batch_size`: examples of the minibatch that times and memory are
+    of, where the profile says so. `asked`: what else pd-optimize was asked for.
     """
 
     format: Literal["pipedream-plan/1"] = "pipedream-plan/1"
@@ -175,6 +183,7 @@ class Plan(_Part):
     schedule: ScheduleName = "weight-stashing"
     optimizer: OptimizerName | None = None
     weight_prediction: bool | None = None
+    batch_size: int | None = Field(default=None, ge=1)
     stages: tuple[Stage, ...] = Field(min_length=1)
     predicted: Predicted
     asked: Asked | None = None

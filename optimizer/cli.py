@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from pipedream.graph.model import Graph
     from pipedream.graph.modules import Modules
     from pipedream.graph.plan import Plan
+    from pipedream.graph.timings import Timings
     from pipedream.graph.upkeep import Upkeep
+    from pipedream.optimizer.batch_sizes import Choices
     from pipedream.optimizer.calibration import Run
     from pipedream.optimizer.latency import Latency
     from pipedream.optimizer.optimize import Outcome, Request
@@ -37,17 +39,24 @@ def main(**values: Any) -> None:
     """Plans the model of GRAPH (a graph.txt of pd-profile) for a cluster.
 
     Writes plan.json for pd-train, graph.txt with a stage for each node, and its picture.
+
+    GRAPH may be a folder of pd-profile --batch-sizes: it plans for each size, and chooses.
     """
     # Importing and planning make millions of objects that live on, and hardly a cycle: looking for
     # cycles as often as usual takes a tenth of the time. Nor is there work for threads of numpy's.
     gc.set_threshold(200_000)
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     options = Options(**values)
-    task = _task(options)
+    _check_global_batch(options)
+    choices: Choices | None = None
+    if options.graph.is_dir():
+        choices, options, task, outcome, simulation = _choose(options)
+    else:
+        task = _task(options)
+        outcome, simulation = _plan(task, options)
 
     from pipedream.optimizer.report import print_report
 
-    outcome, simulation = _plan(task, options)
     print_report(outcome, task.request.graph)
     if task.runs:
         _judge(task, outcome.plan)
@@ -59,13 +68,15 @@ def main(**values: Any) -> None:
     if options.compare:
         microbatches = options.microbatches or 4 * task.request.cluster.devices
         _compare(task.request, microbatches, options.folder)
+    if choices is not None:
+        _write_choices(choices, options.folder)
 
 
 @dataclass(frozen=True)
 class _Task:
     """What the options ask for. `numbers` of workers to sweep over; `modules` of the model, where
     there is something to export; `runs` by which the graph was calibrated, the newest last, and
-    the graph as it was `profiled`.
+    the graph as it was `profiled`, at that `batch_size`; None where no profile says it.
     """
 
     request: Request
@@ -73,6 +84,7 @@ class _Task:
     modules: Modules | None
     runs: Sequence[Run]
     profiled: Graph
+    batch_size: int | None
 
 
 def _task(options: Options) -> _Task:
@@ -99,7 +111,8 @@ def _task(options: Options) -> _Task:
     runs = [Run.read(folder) for folder in options.calibrate]
     footprints = _footprints(options, profiled)
     upkeep = None if footprints is None else read_upkeep(options.made)
-    graph = _calibrated(profiled, runs, options, upkeep)
+    timings = _timings(options, profiled)
+    graph = _calibrated(profiled, runs, options, timings, upkeep)
     schedule = options.schedule or ("weight-stashing" if aim is None else "flush")
     if options.weight_prediction and schedule != "weight-stashing":
         raise UserError(
@@ -124,22 +137,32 @@ def _task(options: Options) -> _Task:
         microbatches=options.microbatches if in_rounds else None,
         weight_prediction=options.weight_prediction,
     )
-    return _Task(request, numbers, _modules(options, graph), runs, profiled)
+    size = None if timings is None else timings.batch_size
+    return _Task(request, numbers, _modules(options, graph), runs, profiled, size)
+
+
+def _timings(options: Options, graph: Graph) -> Timings | None:
+    """None of a graph.txt alone, as for what the nodes keep."""
+    from pipedream.graph.timings import read_timings
+
+    try:
+        return read_timings(options.made, graph)
+    except UserError:
+        return None
 
 
 def _calibrated(
-    graph: Graph, runs: Sequence[Run], options: Options, upkeep: Upkeep | None
+    graph: Graph,
+    runs: Sequence[Run],
+    options: Options,
+    timings: Timings | None,
+    upkeep: Upkeep | None,
 ) -> Graph:
     """With its times as the runs have them. Raises UserError."""
-    from pipedream.graph.timings import read_timings
     from pipedream.optimizer.calibration import calibrated
 
     if not runs:
         return graph
-    try:
-        timings = read_timings(options.made, graph)
-    except UserError:
-        timings = None  # as for what the nodes keep: of a graph.txt alone less is known
     for run in runs:
         run.check(graph, options.graph, options.made, timings)
     return calibrated(graph, runs, timings, upkeep)
@@ -194,7 +217,86 @@ def _plan(task: _Task, options: Options) -> tuple[Outcome, Simulation | None]:
     if simulation is not None:
         outcome = replace(outcome, plan=simulation.noted_in(outcome.plan))
     known = asked(options, task.request.footprints is not None)
-    return replace(outcome, plan=outcome.plan.model_copy(update={"asked": known})), simulation
+    noted = {"asked": known, "batch_size": task.batch_size}
+    return replace(outcome, plan=outcome.plan.model_copy(update=noted)), simulation
+
+
+def _check_global_batch(options: Options) -> None:
+    """Raises UserError where it means nothing."""
+    if options.global_batch is None:
+        return
+    if not options.graph.is_dir():
+        raise UserError(
+            f"--global-batch: {options.graph} is of one batch size: name a folder of pd-profile"
+            " --batch-sizes, or give --microbatches"
+        )
+    if options.objective != "latency" and not _in_rounds(replace(options, microbatches=None)):
+        raise UserError(
+            f"--global-batch: {options.schedule or 'weight-stashing'} updates after every"
+            " minibatch: add --schedule flush, gpipe or 2bw, or --objective latency"
+        )
+
+
+def _choose(
+    options: Options,
+) -> tuple[Choices, Options, _Task, Outcome, Simulation | None]:
+    """Plans for each batch size and prints how they compare; what was made for the best of them."""
+    from pipedream.optimizer.batch_sizes import Choice, Choices, options_by_size, print_choices
+
+    asked = options_by_size(options, _typed)
+    tasks = _tasks(asked, options.graph)
+    made: dict[int, tuple[Outcome, Simulation | None]] = {}
+
+    def choice(size: int) -> Choice:
+        if size not in tasks:
+            return Choice(size, None, f"does not divide {options.global_batch}")
+        try:
+            made[size] = _plan(tasks[size][1], tasks[size][0])
+        except UserError as error:
+            return Choice.without_plan(size, error.message)
+        return Choice(size, made[size][0].plan)
+
+    choices = Choices(tuple(map(choice, asked)), options.global_batch)
+    print_choices(choices)
+    best = choices.best.batch_size
+    return choices, *tasks[best], *made[best]
+
+
+def _tasks(asked: Mapping[int, Options | None], folder: Path) -> dict[int, tuple[Options, _Task]]:
+    """What to do at each batch size. Raises UserError where they are not of one model."""
+    from pipedream.optimizer.batch_sizes import check_alike
+
+    found = {}
+    for size, options in asked.items():
+        if options is None:
+            continue
+        task = _task(options)
+        if task.batch_size not in (None, size):
+            raise UserError(
+                f"{options.made}: batch_size: {task.batch_size}, and {size} by its name"
+            )
+        found[size] = options, replace(task, batch_size=size)
+    check_alike({size: task.profiled for size, (_, task) in found.items()}, folder)
+    return found
+
+
+def _typed(name: str) -> bool:
+    """Whether the option of this name stood on the command line."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is click.core.ParameterSource.COMMANDLINE
+
+
+def _write_choices(choices: Choices, folder: Path) -> None:
+    """Writes the table of batch sizes as data, and says which was chosen."""
+    from pipedream.graph.batch_folders import TABLE
+    from pipedream.optimizer.batch_sizes import choices_frame
+
+    try:
+        choices_frame(choices).to_csv(folder / TABLE, index=False)
+    except OSError as error:
+        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
+    click.echo(f"Written: {folder}/{TABLE}")
+    click.echo(choices.words)
 
 
 def _numbers(text: str, cluster: Cluster) -> range:

@@ -44,12 +44,7 @@ class Contender:
     @property
     def seconds(self) -> float | None:
         """Per minibatch, by the closed form: of one batch shared out where there are batches."""
-        if self.plan is None:
-            return None
-        predicted = self.plan.predicted
-        if predicted.latency_seconds is not None and predicted.microbatches is not None:
-            return predicted.latency_seconds / predicted.microbatches
-        return predicted.seconds_per_minibatch
+        return self.plan.predicted.seconds_shared_out if self.plan else None
 
     @property
     def memory(self) -> float | None:
@@ -126,12 +121,11 @@ def comparison_table(contenders: list[Contender], microbatches: int) -> Table:
 def _row(contender: Contender) -> tuple[str, ...]:
     plan, simulation = contender.plan, contender.simulation
     if plan is None:
-        reason = "does not fit" if "no plan fits" in (contender.problem or "") else "no plan"
-        return (contender.name, "", "", "", "", "", "", reason)
+        return (contender.name, "", "", "", "", "", "", no_plan(contender.problem or ""))
     return (
         contender.name,
         plan.schedule,
-        _counts(plan.replicas),
+        show_replicas(plan.replicas),
         show_seconds(contender.seconds or 0.0),
         "-" if simulation is None else show_seconds(simulation.seconds_per_minibatch),
         "-" if simulation is None else f"{simulation.bubble:.1%}",
@@ -140,7 +134,12 @@ def _row(contender: Contender) -> tuple[str, ...]:
     )
 
 
-def _counts(replicas: tuple[int, ...]) -> str:
+def no_plan(problem: str) -> str:
+    """Why there is none, in short."""
+    return "does not fit" if "no plan fits" in problem else "no plan"
+
+
+def show_replicas(replicas: tuple[int, ...]) -> str:
     """`2 x 3, 1`: two stages of three replicas, then one of one."""
     runs: list[tuple[int, int]] = []
     for count in replicas:

@@ -184,6 +184,13 @@ _OBJECTIVE = (
         "  [default: 4 for each device]",
     ),
     click.option(
+        "--global-batch",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Where GRAPH is a folder: the examples of one update; each batch size that divides it"
+        " is tried with as many microbatches as make it.",
+    ),
+    click.option(
         "--epsilon",
         type=FiniteRange(min=0),
         metavar="SECONDS",
@@ -254,6 +261,7 @@ class Options:
 
     objective: str
     microbatches: int | None
+    global_batch: int | None
     epsilon: float | None
     layers: int | None
 
@@ -264,7 +272,9 @@ class Options:
 
     @property
     def folder(self) -> Path:
-        return self.graph.parent / "plan" if self.output is None else self.output
+        if self.output is not None:
+            return self.output
+        return (self.graph if self.graph.is_dir() else self.graph.parent) / "plan"
 
     @property
     def made(self) -> Path:

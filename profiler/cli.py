@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipedream.graph.command import Command, UserError
+from pipedream.profiler.batch_sizes import check_folder, parse_batch_sizes, profile_sizes
 from pipedream.profiler.network_options import (
     NETWORK_OPTIONS,
     refuse_network_options,
@@ -45,6 +46,12 @@ _BATCH_SIZE = 32
     "--batch-size",
     type=click.IntRange(min=1),
     help=f"Examples in a minibatch.  [default: the run config's, else {_BATCH_SIZE}]",
+)
+@click.option(
+    "--batch-sizes",
+    metavar="N,N,...",
+    help="Profile at each of these, as 1,2,4,8, into folders of their own, for pd-optimize to"
+    " choose from: a table, batch_sizes.csv, batch_sizes.png.",
 )
 @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1.")
 @click.option(
@@ -103,6 +110,7 @@ def main(
     model: str | None,
     output: Path | None,
     batch_size: int | None,
+    batch_sizes: str | None,
     device: str,
     warmup: int | None,
     repeats: int | None,
@@ -140,30 +148,45 @@ def main(
             "MODEL is missing: say what to measure, or --network, or look at profiles with --show"
             " or --diff"
         )
+    sizes = None if batch_sizes is None else parse_batch_sizes(batch_sizes)
+    if sizes is not None and batch_size is not None:
+        raise UserError("--batch-size and --batch-sizes both say how many examples: give one")
     args = dict(_argument(text) for text in arguments)
     _make_folder(output)
+    if sizes is not None:
+        check_folder(output, sizes)
 
     import torch
 
     from pipedream.profiler.measure import Settings, measure
     from pipedream.profiler.timing import Patience
 
-    where = _device(device)
-    torch.manual_seed(0)
-    with _enough_memory(device), _progress() as step:
-        step("loading", 0.0, 0.0)
-        loaded, args, size = _load(model, args, batch_size, inputs, meta)
-        step("capturing", 0.0, 0.0)
-        patience = Patience(warmup, repeats, seconds)
-        settings = Settings(model, args, size, where, patience, threads, meta, workers)
-        graph, profile = measure(loaded, settings, lambda part: step("timing", part, 1.0))
+    where, patience = _device(device), Patience(warmup, repeats, seconds)
+
+    def measured(asked: int | None) -> tuple[Graph, Profile]:
+        torch.manual_seed(0)
+        with _enough_memory(device), _progress() as step:
+            step("loading", 0.0, 0.0)
+            loaded, known, size = _load(model, dict(args), asked, inputs, meta)
+            step("capturing", 0.0, 0.0)
+            settings = Settings(model, known, size, where, patience, threads, meta, workers)
+            return measure(loaded, settings, lambda part: step("timing", part, 1.0))
+
+    if sizes is not None:
+        profile_sizes(sizes, output, measured, _write)
+    else:
+        _profile_one(*measured(batch_size), output, sort, top)
+    planned = output if sizes is not None else output / "graph.txt"
+    click.echo(f"Next: pd-optimize {planned} --machines 2 --bandwidth 1GB")
+    return 0
+
+
+def _profile_one(graph: Graph, profile: Profile, output: Path, sort: str, top: int | None) -> None:
     from pipedream.profiler.report import print_report
 
     written = _write(graph, profile, output)
     print_report(profile, sort, top)
     click.echo(f"Written: {written}")
-    click.echo(f"Next: pd-optimize {output}/graph.txt --machines 2 --bandwidth 1GB")
-    return 0
 
 
 def _measure_network(parameters: Mapping[str, Any]) -> int:
@@ -295,6 +318,7 @@ def _write(graph: Graph, profile: Profile, output: Path) -> str:
     from pipedream.profiler.profile import write_profile
 
     try:
+        output.mkdir(exist_ok=True)
         (output / "graph.txt").write_text(format_graph(graph), encoding="utf-8")
         write_profile(profile, output / "profile.json")
         write_layers(layers_frame(profile), output / "layers.csv")

@@ -18,7 +18,12 @@ LARGEST = "64MB"
 _SMALLEST = 900  # bytes
 _FACTOR = 4
 _LEAST = _FACTOR**2 * _SMALLEST
-_OF_A_MODEL = {"batch_size": "--batch-size", "arguments": "--arg", "inputs": "--input"}
+_OF_A_MODEL = {
+    "batch_size": "--batch-size",
+    "batch_sizes": "--batch-sizes",
+    "arguments": "--arg",
+    "inputs": "--input",
+}
 _OF_THE_NETWORK = {"machines": "--machines", "largest": "--largest"}
 NETWORK_OPTIONS = ("network", *_OF_THE_NETWORK)
 

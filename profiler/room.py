@@ -10,11 +10,13 @@ import torch
 def room(device: torch.device) -> float:
     """Bytes that may be taken; infinite where the system does not tell.
 
-    On a CPU those that Linux deems available, of which a tenth is left to others.
+    On a CPU those that Linux deems available, of which a tenth is left to others; on a GPU also
+    those that torch keeps for itself since they were freed.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return float(free)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(free + kept)
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:

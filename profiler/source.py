@@ -108,9 +108,9 @@ def load_config(
     With loss `output` the target is the model's last input; of transformers, its `labels`. Raises
     UserError.
     """
-    model = load_config_model(config, directory, meta)
-    train, _ = load_data(config, directory)
     size = batch_size or config.batch_size
+    model = load_config_model(config.model_copy(update={"batch_size": size}), directory, meta)
+    train, _ = load_data(config, directory)
     if len(train) < size:
         raise UserError(
             f"{config.data.source}: {len(train)} examples do not fill a batch of {size}"
