@@ -192,20 +192,21 @@ def choices_table(choices: Choices) -> Table:
     by = "as simulated" if choices.all_simulated else "by the cost model"
     table = Table(
         title="A plan for each batch size",
-        caption=f"Per example: a minibatch's time, {by}, over its size; the least is chosen, in"
-        " bold. Memory: of the fullest worker.",
+        caption=f"In bold the size whose examples take the least time, {by}. Memory: of the"
+        " fullest worker.",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
     )
     headings = list(_cells(choices.best, choices))
+    if choices.planned != choices.of:
+        headings.append("")
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("")
+        table.add_column(heading, justify="right", no_wrap=bool(heading))
     for choice in choices.of:
         cells = _cells(choice, choices)
         row = [cells.get(heading, "") for heading in headings]
-        table.add_row(*row, choice.remark, style="bold" if choice is choices.best else None)
+        table.add_row(*row, style="bold" if choice is choices.best else None)
     return table
 
 
@@ -213,17 +214,18 @@ def _cells(choice: Choice, choices: Choices) -> dict[str, str]:
     """By their headings; those that it has."""
     cells = {"batch\nsize": str(choice.batch_size)}
     if choice.plan is None:
-        return cells
+        return cells | {"": choice.remark}
     if choice.microbatches is not None:
         cells["micro-\nbatches"] = str(choice.microbatches)
     seconds, simulated = choices.per_example(choice), choice.simulated
     cells["replicas\nof stages"] = show_replicas(choice.plan.replicas)
     cells["per\nminibatch"] = show_seconds(choice.per_minibatch or 0.0)
     cells["simulated"] = "-" if simulated is None else show_seconds(simulated)
-    cells["per\nexample"] = show_seconds(seconds)
-    cells["examples\nper second"] = f"{1 / seconds:.4g}" if seconds else "-"
-    if choices.global_batch is not None:
+    if choices.global_batch is None:
+        cells["per\nexample"] = show_seconds(seconds)
+    else:
         cells["per\nupdate"] = show_seconds(seconds * choices.global_batch)
+    cells["examples\nper second"] = f"{1 / seconds:.4g}" if seconds else "-"
     return cells | {"memory": show_bytes(choice.memory or 0.0)}
 
 
