@@ -174,7 +174,7 @@ def _judge(task: _Task, plan: Plan) -> None:
     from pipedream.optimizer.verdict import Verdict, print_runs, print_verdict
 
     run, request = task.runs[-1], task.request
-    print_runs(task.runs, task.profiled)
+    print_runs(task.runs, task.profiled, request.upkeep)
     now = price(run.measured.plan, request)
     print_verdict(Verdict(run, now, plan))
 

@@ -15,6 +15,7 @@ from pipedream.graph.measured import Measured, Spread
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.units import show_seconds
+from pipedream.graph.upkeep import Upkeep
 from pipedream.optimizer.again import Price
 from pipedream.optimizer.calibration import Run
 from pipedream.optimizer.report import make_console, print_table
@@ -76,11 +77,16 @@ def _split(plan: Plan) -> list[tuple[frozenset[str], int, bool]]:
     return [(frozenset(stage.nodes), stage.replicas, stage.recompute) for stage in plan.stages]
 
 
-def print_runs(runs: Sequence[Run], profiled: Graph, console: Console | None = None) -> None:
+def print_runs(
+    runs: Sequence[Run],
+    profiled: Graph,
+    upkeep: Upkeep | None = None,
+    console: Console | None = None,
+) -> None:
     """For each run a row for each stage: its passes as they were profiled and as they were."""
     console = console or make_console()
     for run in runs:
-        print_table(console, _stages(run, profiled))
+        print_table(console, _stages(run, profiled, upkeep or Upkeep({})))
 
 
 def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
@@ -91,7 +97,7 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
     console.print(verdict.words, markup=False, soft_wrap=not console.is_terminal)
 
 
-def _stages(run: Run, profiled: Graph) -> Table:
+def _stages(run: Run, profiled: Graph, upkeep: Upkeep) -> Table:
     measured = run.measured
     folder = escape(str(run.folder))
     threads = f"{measured.threads} thread{'s' * (measured.threads > 1)}"
@@ -113,8 +119,8 @@ def _stages(run: Run, profiled: Graph) -> Table:
             str(stage.stage),
             str(stage.replicas),
             str(sum(rank.minibatches for rank in measured.of_stage(stage.stage))),
-            *_pass(sum(node.forward_seconds for node in nodes), forward),
-            *_pass(sum(node.backward_seconds for node in nodes), backward),
+            *_pass(upkeep.call_forward + sum(n.forward_seconds for n in nodes), forward),
+            *_pass(upkeep.call_backward + sum(n.backward_seconds for n in nodes), backward),
         )
     return table
 

@@ -138,16 +138,18 @@ def main(
     context = click.get_current_context()
     if viewed(context):
         return 0
+    if not network:
+        refuse_network_options(context.params)
+        if model is None:
+            raise UserError(
+                "MODEL is missing: say what to measure, or --network, or look at profiles with"
+                " --show or --diff"
+            )
     if output is None:
         raise UserError("-o is missing: name a folder for what is measured, say -o profile")
     if network:
         return _measure_network(context.params)
-    refuse_network_options(context.params)
-    if model is None:
-        raise UserError(
-            "MODEL is missing: say what to measure, or --network, or look at profiles with --show"
-            " or --diff"
-        )
+    assert model is not None
     sizes = None if batch_sizes is None else parse_batch_sizes(batch_sizes)
     if sizes is not None and batch_size is not None:
         raise UserError("--batch-size and --batch-sizes both say how many examples: give one")

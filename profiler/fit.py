@@ -15,18 +15,25 @@ _LEAST_FACTOR = 0.5
 
 @dataclass(frozen=True)
 class Compared:
-    """Seconds of one stretch of nodes: the sum over its nodes, and as measured by itself."""
+    """Seconds of one stretch of nodes: the sum over its nodes, and as measured by itself.
+
+    `off`: how far their difference may be off, for it was not the same in all repeats.
+    """
 
     summed: float
     measured: float
+    off: float = 0.0
 
     @staticmethod
     def median(each: Sequence[Compared]) -> Compared:
-        """The medians over the repeats."""
-        return Compared(
-            statistics.median(one.summed for one in each),
-            statistics.median(one.measured for one in each),
-        )
+        """The medians over the repeats; a single one may be off by a tenth."""
+        measured = statistics.median(one.measured for one in each)
+        off = 0.1 * measured
+        if len(each) > 1:
+            apart = [one.measured - one.summed for one in each]
+            lower, _, upper = statistics.quantiles(apart, n=4, method="inclusive")
+            off = (upper - lower) / len(each) ** 0.5
+        return Compared(statistics.median(one.summed for one in each), measured, off)
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,8 @@ class Fit:
     @staticmethod
     def of(compared: Sequence[Compared]) -> Fit:
         """The likeliest, where chance has each of three things off by its own measure: a stretch by
-        3 % of what was measured and 20 us, the factor by 0.1 from 1, the call by 0.3 ms from 0.
+        3 % of what was measured, 20 us and `Compared.off`, the factor by 0.1 from 1, the call by
+        0.3 ms from 0.
 
         So in passes of milliseconds the measurements say what a call takes, and in those of seconds
         a busy moment of the machine does not pass for one. No call takes less than nothing, and no
@@ -52,7 +60,7 @@ class Fit:
         pairs = [pair for pair in compared if pair.summed > 0 and pair.measured > 0]
         rows = [(1.0, pair.summed, pair.measured) for pair in pairs]
         rows += [(1.0, 0.0, 0.0), (0.0, 1.0, 1.0)]
-        off = [math.hypot(_STRETCH_OFF * pair.measured, _CLOCK_OFF) for pair in pairs]
+        off = [math.hypot(_STRETCH_OFF * pair.measured, _CLOCK_OFF, pair.off) for pair in pairs]
         table = np.array(rows) / np.array([*off, _CALL_OFF, _FACTOR_OFF])[:, None]
         calls, sums, seconds = table.T
         call, factor = np.linalg.lstsq(table[:, :2], seconds)[0]

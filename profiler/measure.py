@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +18,7 @@ from pipedream.graph.model import Graph
 from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs, rebuild
 from pipedream.profiler.company import company, is_company, keep_company
 from pipedream.profiler.device_name import device_name
-from pipedream.profiler.fit import Fit
+from pipedream.profiler.fit import Compared, Fit
 from pipedream.profiler.footprint import Footprint, footprints
 from pipedream.profiler.in_training import passes, time_in_training
 from pipedream.profiler.memoryless import capture_without_memory
@@ -182,8 +182,8 @@ def _profile(measured: _Measured, graph: Graph, settings: Settings) -> Profile:
                 first=each.nodes[0],
                 last=each.nodes[-1],
                 nodes=len(each.nodes),
-                forward=Passes(**asdict(each.forward)),
-                backward=Passes(**asdict(each.backward)),
+                forward=_passes(each.forward),
+                backward=_passes(each.backward),
             )
             for each in times.stretches
         ),
@@ -197,6 +197,10 @@ def _profile(measured: _Measured, graph: Graph, settings: Settings) -> Profile:
             for name, owned in _owned(graph, measured.captured)
         ),
     )
+
+
+def _passes(compared: Compared) -> Passes:
+    return Passes(summed=compared.summed, measured=compared.measured)
 
 
 def _fitted(fit: Fit) -> Fitted:

@@ -70,46 +70,53 @@ def footprints_singly(
     captured: Captured, inputs: Sequence[Tensor], device: torch.device
 ) -> dict[str, Footprint]:
     """As `footprints`."""
-    saved: Counter[str] = Counter()
-    booked: set[str] = set()
+    books = _Books(captured)
     with torch.enable_grad(), metered(device) as meter:
         for _, piece, values in _real(captured, inputs, device):
-            _book(captured, piece, values, meter, saved, booked)
+            books.enter(piece, values, meter)
     peaks = meter.peaks()
-    return {node: Footprint(saved[node], peaks.get(node, 0)) for node in captured.graph.nodes}
+    return {node: Footprint(books.saved[node], peaks.get(node, 0)) for node in captured.graph.nodes}
 
 
-def _book(
-    captured: Captured,
-    piece: Piece,
-    values: Mapping[str, Tensor],
-    meter: Meter,
-    saved: Counter[str],
-    booked: set[str],
-) -> None:
-    """What is saved of a value is of the node that makes it, and counts once: `booked`."""
-    packed: dict[int, int] = {}
+class _Books:
+    """What is saved of a value is of the node that makes it, and counts once.
 
-    def pack(tensor: Tensor) -> Tensor:
-        packed[address(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
+    A view is no value of its own: `first` has the value whose memory it lies in.
+    """
 
-    given = piece.inputs(values)
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = piece.segment.module(*given)
-    own = {address(tensor) for tensor in piece.held}
-    names = {address(t): n for n, t in zip(piece.segment.outputs, outputs, strict=True)}
-    names |= {address(t): n for n, t in zip(piece.segment.inputs, given, strict=True)}
-    for place, size in packed.items():
-        name = names.get(place)
-        if place not in own and name not in booked:
-            saved[captured.values[name].node if name else piece.node] += size
-            booked |= {name} if name else set()
-    begin, wanted = piece.ends(given, outputs)
-    if begin and wanted:
-        with meter.over(piece.node):
-            gradients = [torch.ones_like(value) for value in begin]
-            torch.autograd.grad(begin, wanted, gradients, allow_unused=True)
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.saved: Counter[str] = Counter()
+        self.booked: set[str] = set()
+        self.first: dict[str, str] = {}
+
+    def enter(self, piece: Piece, values: Mapping[str, Tensor], meter: Meter) -> None:
+        packed: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            packed[address(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        given = piece.inputs(values)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = piece.segment.module(*given)
+        own = {address(tensor) for tensor in piece.held}
+        names: dict[int, str] = {}
+        for name, tensor in zip(piece.segment.inputs, given, strict=True):
+            names.setdefault(address(tensor), self.first.get(name, name))
+        for name, tensor in zip(piece.segment.outputs, outputs, strict=True):
+            self.first[name] = names.setdefault(address(tensor), name)
+        for place, size in packed.items():
+            known = names.get(place)
+            if place not in own and known not in self.booked:
+                maker = self.captured.values[known].node if known else piece.node
+                self.saved[maker] += size
+                self.booked |= {known} if known else set()
+        begin, wanted = piece.ends(given, outputs)
+        if begin and wanted:
+            with meter.over(piece.node):
+                gradients = [torch.ones_like(value) for value in begin]
+                torch.autograd.grad(begin, wanted, gradients, allow_unused=True)
 
 
 def _real(

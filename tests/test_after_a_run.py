@@ -15,6 +15,7 @@ from commands import typed
 from pipedream.graph.measured import read_measured
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.text import format_graph, read_graph
+from pipedream.graph.upkeep import read_upkeep
 
 MODEL = """\
 import torch
@@ -122,12 +123,13 @@ def test_stages_of_the_run_now_take_what_was_measured(folder: Path) -> None:
     optimize(folder, "profile/graph.txt --calibrate run -o better")
     corrected = read_graph(folder / "better/graph.txt")
     measured = read_measured(folder / "run/measured.json")
+    calls = read_upkeep(folder / "profile/profile.json")
     for rank, stage in zip(measured.ranks, measured.plan.stages, strict=True):
         nodes = [corrected.nodes[name] for name in stage.nodes]
         rounding = len(nodes) * 0.5e-6  # graph.txt has whole microseconds
-        forward = sum(node.forward_seconds for node in nodes)
+        forward = calls.call_forward + sum(node.forward_seconds for node in nodes)
         assert forward == pytest.approx(rank.forward.median, abs=rounding)
-        backward = sum(node.backward_seconds for node in nodes)
+        backward = calls.call_backward + sum(node.backward_seconds for node in nodes)
         assert backward == pytest.approx(rank.backward.median, abs=rounding)
 
 

@@ -206,7 +206,7 @@ def test_the_new_plan_is_written_and_judged(folder, capsys):
     assert {corrected.nodes[name].stage for name in "abc"} == {0}
     plan = json.loads((new / "plan.json").read_text())
     assert plan["asked"]["straight"]
-    assert max(map(len, out.splitlines())) <= 200
+    assert max(len(line) for line in out.splitlines() if str(folder) not in line) <= 200
 
 
 def test_a_later_run_and_an_earlier_one_are_weighed_together(folder, chain, plan, capsys):

@@ -45,4 +45,12 @@ def test_nothing_measured_changes_nothing() -> None:
 def test_what_is_left_is_told() -> None:
     fit = Fit(0.0, 1.0, (0.02, -0.05, 0.01))
     assert (fit.typical, fit.worst) == (0.02, 0.05)
-    assert Compared.median([Compared(1, 5), Compared(3, 4), Compared(2, 9)]) == Compared(2, 5)
+
+
+def test_a_stretch_that_differs_from_repeat_to_repeat_counts_less() -> None:
+    steady = [Compared.median([Compared(s, 1.05 * s)] * 3) for s in (1.0, 0.5, 0.5, 0.25)]
+    shaken = [Compared(1.0, 0.4), Compared(1.0, 0.5), Compared(1.0, 2.0)]
+    assert Compared.median(shaken).measured == 0.5
+    assert Compared.median(shaken).off > 0.3
+    assert Fit.of([*steady, Compared.median(shaken)]).factor == pytest.approx(1.05, abs=0.01)
+    assert Fit.of([*steady, Compared(1.0, 0.5)]).factor < 1

@@ -283,4 +283,4 @@ def test_a_model_knows_no_machines(tmp_path: Path) -> None:
     done = typed(tmp_path, ["pd-profile", "-o", "x", "torchvision:vgg11", "--machines", "2"])
     assert (done.code, done.out) == (2, "")
     assert "--machines goes with --network" in done.error
-    assert "Missing argument 'MODEL'" in typed(tmp_path, ["pd-profile", "-o", "x"]).error
+    assert "MODEL is missing" in typed(tmp_path, ["pd-profile", "-o", "x"]).error
