@@ -331,3 +331,7 @@ def _write(graph: Graph, profile: Profile, output: Path) -> str:
     why = why_text(graph, picture)
     files = f"{output}/graph.txt, profile.json, layers.csv, layers.png, {picture.name}"
     return files + (f" ({why})" if why else "")
+
+
+if __name__ == "__main__":
+    main()

@@ -43,7 +43,7 @@ def company(count: int) -> Iterator[None]:
 
 def _another(environment: Mapping[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *sys.argv],
+        [sys.executable, "-m", "pipedream.profiler.cli", *sys.argv[1:]],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -48,7 +48,8 @@ class Timing:
 class Patience:
     """How long to warm up and to repeat; a number that is None is found while measuring.
 
-    Warm-up lasts until a pass is no longer `_STABLE` faster than the one before. Repeats go on
+    Warm-up lasts until a pass is no longer `_STABLE` faster than the one before, or from the second
+    on has taken `_WARMUP_SECONDS`. Repeats go on
     until the median is known within `_PRECISION`, for `seconds` at most; there are at least
     `_FEWEST` of them, and those of short passes go on for `_LEAST_SECONDS`.
     """
@@ -59,9 +60,9 @@ class Patience:
 
 
 _STABLE = 0.03
-_MOST_WARMUP = 10
+_MOST_WARMUP, _WARMUP_SECONDS = 10, 10.0
 _PRECISION = 0.01
-_FEWEST, _MOST = 5, 200
+_FEWEST, _MOST = 4, 200
 _LEAST_SECONDS = 3.0
 
 
@@ -81,7 +82,8 @@ class Repeats:
             return len(self.warming) < self.patience.warmup
         *before, last = self.warming
         unstable = not before or last < before[-1] * (1 - _STABLE)
-        return unstable and len(self.warming) < _MOST_WARMUP
+        patient = len(before) < 1 or sum(self.warming) < _WARMUP_SECONDS
+        return unstable and patient and len(self.warming) < _MOST_WARMUP
 
     def go_on(self, seconds: float) -> bool:
         """Notes a repeat; whether there should be more."""

@@ -20,12 +20,12 @@ measure() { # NAME, batch on a CPU, batch on a GPU, MODEL and options
 }
 
 wanted=("$@")
-measure vgg16 4 64 torchvision:vgg16
+measure vgg16 2 64 torchvision:vgg16
 measure resnet50 16 64 torchvision:resnet50
-measure resnet101 8 64 torchvision:resnet101
-measure inception_v3 8 64 torchvision:inception_v3 --arg aux_logits=false
-measure vit_b_16 4 32 torchvision:vit_b_16
+measure resnet101 4 64 torchvision:resnet101
+measure inception_v3 4 64 torchvision:inception_v3 --arg aux_logits=false
+measure vit_b_16 2 32 torchvision:vit_b_16
 measure gpt2 2 16 transformers:gpt2
-measure bert-base 4 32 transformers:bert
-measure gnmt 4 32 gnmt:model --arg vocabulary=32000 --arg width=1024 --arg layers=8 \
+measure bert-base 2 32 transformers:bert
+measure gnmt 2 32 gnmt:model --arg vocabulary=32000 --arg width=1024 --arg layers=8 \
     --arg dropout=0.2 --input 32:int64:32000 --input 32:int64:32000

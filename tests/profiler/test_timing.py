@@ -161,7 +161,14 @@ def test_warm_up_does_not_count(way: Callable[..., Times]) -> None:
 
 def test_warm_up_lasts_until_passes_get_no_faster() -> None:
     repeats = Repeats(Patience())
-    assert [repeats.warm(seconds) for seconds in (9.0, 5.0, 4.0, 3.99)] == [True, True, True, False]
+    assert [repeats.warm(seconds) for seconds in (0.9, 0.5, 0.4, 0.399)] == [
+        True,
+        True,
+        True,
+        False,
+    ]
+    slow = Repeats(Patience())
+    assert [slow.warm(seconds) for seconds in (9.0, 5.0)] == [True, False], "not for minutes"
 
 
 def test_repeats_last_until_the_median_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,10 +183,10 @@ def test_repeats_last_until_the_median_is_known(monkeypatch: pytest.MonkeyPatch)
                 return number
         raise AssertionError
 
-    assert count(lambda _: 1.0, Patience()) == 5, "all alike: no fewer than five"
+    assert count(lambda _: 1.0, Patience()) == 4, "all alike: no fewer than four"
     assert count(lambda _: 0.125, Patience()) == 24, "short ones for three seconds"
     assert count(lambda n: 1.0 + n % 2, Patience(seconds=20)) == 13, "never known: for its time"
-    assert count(lambda n: 1.0 + 0.01 * (n % 2), Patience(seconds=60)) == 5
+    assert count(lambda n: 1.0 + 0.01 * (n % 2), Patience(seconds=60)) == 4
     assert count(lambda n: 0.001 * n, Patience(repeats=7)) == 7
 
 
