@@ -85,6 +85,11 @@ class Captured:
     module_paths: Mapping[str, str]
     parameters: Mapping[str, tuple[str, ...]]
 
+    @property
+    def working(self) -> tuple[str, ...]:
+        """The graph nodes but the inputs, in the order of the graph."""
+        return tuple(name for name in self.graph.order if not self.graph.nodes[name].is_input)
+
 
 def rebuild(outputs: Sequence[torch.Tensor], out_spec: OutSpec) -> Any:
     """The structure that a model returns, made of the tensors named in `Captured.outputs`."""

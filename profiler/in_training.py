@@ -64,8 +64,7 @@ def passes(
     captured: Captured, inputs: Sequence[Tensor], device: torch.device
 ) -> Callable[[], object]:
     """What does a pass of the whole model, forward and backward, and times nothing."""
-    nodes = [name for name, node in captured.graph.nodes.items() if not node.is_input]
-    whole = Stretch(captured, nodes, stopwatch(device), device, marked=False)
+    whole = Stretch(captured, captured.working, stopwatch(device), device, marked=False)
     values = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
     return lambda: whole.run(values)
 
@@ -98,8 +97,7 @@ class _Bench:
         self.inputs = {
             name: value.to(device) for name, value in zip(captured.inputs, inputs, strict=True)
         }
-        nodes = captured.graph.nodes
-        self.nodes = [name for name in captured.graph.order if not nodes[name].is_input]
+        self.nodes = captured.working
         self.watch: Stopwatch[Any] = stopwatch(device)
         self.whole = self._stretch(self.nodes, marked=True)
         self.held = _shares(captured, self.nodes, lambda parameter: True)

@@ -46,8 +46,7 @@ class Piece:
 
 def pieces(captured: Captured, device: torch.device) -> list[Piece]:
     """All nodes but the inputs, in the order of the graph; moves the model to the device."""
-    nodes = captured.graph.nodes
-    return [_piece(captured, n, device) for n in captured.graph.order if not nodes[n].is_input]
+    return [_piece(captured, node, device) for node in captured.working]
 
 
 def _piece(captured: Captured, node: str, device: torch.device) -> Piece:

@@ -124,7 +124,7 @@ def _real(
 ) -> Iterator[tuple[float, Piece, Mapping[str, Tensor]]]:
     """Each node while it has memory, with what it reads; the part of all nodes so far."""
     own = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
-    working = [n for n in captured.graph.order if not captured.graph.nodes[n].is_input]
+    working = captured.working
     for index, node in enumerate(working, start=1):
         with _piece(captured, node, device, own) as (piece, values):
             yield index / len(working), piece, values

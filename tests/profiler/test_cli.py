@@ -288,6 +288,15 @@ def test_a_model_without_memory_is_measured_a_node_at_a_time(run: Run, tmp_path:
     assert real.stretches
 
 
+def with_company(folder: Path, model: str) -> subprocess.CompletedProcess[str]:
+    """Measured by the program itself, with one more process at work."""
+    words = [model, "--input", "3", "--repeats", "2", "--workers", "2", "-o", "out"]
+    return subprocess.run(
+        [Path(sys.executable).with_name("pd-profile"), *words],
+        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+
+
 def test_others_are_at_work_meanwhile_and_gone_afterwards(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text(
         "import os, torch\n"
@@ -295,11 +304,7 @@ def test_others_are_at_work_meanwhile_and_gone_afterwards(tmp_path: Path) -> Non
         "    open(f'seen-{os.getpid()}', 'w').close()\n"
         "    return torch.nn.Linear(3, 3)\n"
     )
-    words = ["pd-profile", "beside:net", "--input", "3", "--repeats", "2", "--workers", "2"]
-    done = subprocess.run(
-        [Path(sys.executable).with_name(words[0]), *words[1:], "-o", "out"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = with_company(tmp_path, "beside:net")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "2 workers at once" in done.stdout
     assert read_profile(tmp_path / "out/profile.json").machine.workers == 2
@@ -317,11 +322,7 @@ def test_company_that_cannot_do_the_same_is_one_line(tmp_path: Path) -> None:
         "    open('seen', 'w').close()\n"
         "    return torch.nn.Linear(3, 3)\n"
     )
-    words = ["pd-profile", "alone:net", "--input", "3", "--repeats", "2", "--workers", "2"]
-    done = subprocess.run(
-        [Path(sys.executable).with_name(words[0]), *words[1:], "-o", "out"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = with_company(tmp_path, "alone:net")
     assert done.returncode == 2
     assert done.stderr.startswith("pd-profile: --workers: a process beside this one could not")
     assert len(done.stderr.splitlines()) == 1
