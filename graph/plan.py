@@ -127,10 +127,11 @@ class Simulated(_Part):
 class Predicted(_Part):
     """What the cost model says of this plan, and of the two that need no planner.
 
-    `seconds_per_minibatch` is the slowest stage's. `microbatches` make one update where the
-    schedule makes one for several minibatches; where `objective` is latency, a batch of them takes
-    `latency_seconds`: sum t_i + (microbatches - 1) max t_j.
-    `simulated` where the plan has been.
+    `seconds_per_minibatch` is the slowest stage's, `expected_seconds_per_minibatch` what it comes
+    to in a run, where the profile says how much passes vary: workers wait for the slowest.
+    `microbatches` make one update where the schedule makes one for several minibatches; where
+    `objective` is latency, a batch of them takes `latency_seconds`:
+    sum t_i + (microbatches - 1) max t_j. `simulated` where the plan has been.
     """
 
     cost_model: str
@@ -139,6 +140,7 @@ class Predicted(_Part):
     latency_seconds: Amount | None = None
     latency_lower_bound_seconds: Amount | None = None
     seconds_per_minibatch: Amount
+    expected_seconds_per_minibatch: Amount | None = None
     lower_bound_seconds: Amount
     one_worker_seconds: Amount
     data_parallel_seconds: Amount

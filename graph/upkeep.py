@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -14,12 +16,18 @@ from pipedream.graph.artifact import read_artifact
 @dataclass(frozen=True)
 class Upkeep:
     """`update_rates`: by optimizer, the bytes of parameters that go through a step in a second;
-    the other two: seconds for each pass of a stage, whatever its nodes.
+    the calls: seconds for each pass of a stage, whatever its nodes. `spread`: what passes of the
+    whole model took, as multiples of their median.
     """
 
     update_rates: Mapping[str, float]
     call_forward: float = 0.0
     call_backward: float = 0.0
+    spread: Sequence[float] = ()
+
+
+_STOPPED = 3.0
+"""A pass of so many times the median was interrupted: no training takes that."""
 
 
 class _Update(BaseModel):
@@ -38,6 +46,7 @@ class _Profile(BaseModel):
     updates: dict[str, _Update] = {}
     forward: _Fitted | None = None
     backward: _Fitted | None = None
+    pass_seconds: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = ()
 
 
 def read_upkeep(path: Path) -> Upkeep:
@@ -47,4 +56,12 @@ def read_upkeep(path: Path) -> Upkeep:
         {name: update.bytes_per_second for name, update in profile.updates.items()},
         profile.forward.call_seconds if profile.forward else 0.0,
         profile.backward.call_seconds if profile.backward else 0.0,
+        _spread(profile.pass_seconds),
     )
+
+
+def _spread(seconds: Sequence[float]) -> Sequence[float]:
+    if not seconds:
+        return ()
+    median = statistics.median(seconds)
+    return [each / median for each in seconds if each < _STOPPED * median]

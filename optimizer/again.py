@@ -18,6 +18,7 @@ from pipedream.optimizer.optimize import Request
 from pipedream.optimizer.placement import stage_time
 from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.simulator import QUICK_MOVES, simulate_plan
+from pipedream.optimizer.slowest import in_a_run
 from pipedream.optimizer.stage_cost import Replication
 
 _Places: TypeAlias = tuple[tuple[int, ...], ...]
@@ -28,12 +29,15 @@ _Places: TypeAlias = tuple[tuple[int, ...], ...]
 class Price:
     """Seconds per minibatch by the cost model and as simulated, None where that takes too long.
 
+    `expected`: in a run, see `Predicted`.
+
     `latency`: of a batch, where that is what the plan is for.
     """
 
     per_minibatch: float
     simulated: float | None = None
     latency: float | None = None
+    expected: float | None = None
 
     @property
     def goal(self) -> float:
@@ -45,7 +49,12 @@ class Price:
         """As the plan has it."""
         predicted, simulated = plan.predicted, plan.predicted.simulated
         played = None if simulated is None else simulated.seconds_per_minibatch
-        return Price(predicted.seconds_per_minibatch, played, predicted.latency_seconds)
+        return Price(
+            predicted.seconds_per_minibatch,
+            played,
+            predicted.latency_seconds,
+            predicted.expected_seconds_per_minibatch,
+        )
 
 
 def price(plan: Plan, request: Request) -> Price:
@@ -54,7 +63,8 @@ def price(plan: Plan, request: Request) -> Price:
 
     Raises UserError where its stages are not on whole pieces of the cluster.
     """
-    times = stage_times(plan, request.planning, request.model)
+    found = stage_times(plan, request.planning, request.model)
+    times = [seconds for seconds, _ in found]
     simulation = simulate_plan(
         plan, request.graph, request.update_rate, request.upkeep, QUICK_MOVES
     )
@@ -63,11 +73,12 @@ def price(plan: Plan, request: Request) -> Price:
     latency = None
     if plan.predicted.objective == "latency" and batch is not None:
         latency = Latency(batch).seconds(sum(times), max(times))
-    return Price(max(times), played, latency)
+    expected = in_a_run(found, plan.replicas, request.spread)
+    return Price(max(times), played, latency, expected)
 
 
-def stage_times(plan: Plan, working: PlanningGraph, model: CostModel) -> list[float]:
-    """Seconds per minibatch that each stage allows."""
+def stage_times(plan: Plan, working: PlanningGraph, model: CostModel) -> list[tuple[float, str]]:
+    """Seconds per minibatch that each stage allows, and what sets them."""
     position = working.position
     pieces = [
         sum(1 << position[name] for name in stage.nodes if name in position)
@@ -80,7 +91,7 @@ def stage_times(plan: Plan, working: PlanningGraph, model: CostModel) -> list[fl
     nested = _flat(placed) if flat else _nested(placed)
     grades = [kinds.of_machines(map(plan.cluster.machine, stage.ranks)) for stage in plan.stages]
     return [
-        stage_time(cost.on(grade), shares, stage.recompute)[0]
+        stage_time(cost.on(grade), shares, stage.recompute)
         for grade, shares, stage in zip(grades, nested, plan.stages, strict=True)
     ]
 

@@ -47,6 +47,7 @@ from pipedream.optimizer.placement import compute_seconds, data_parallel_time, r
 from pipedream.optimizer.planning import PlanningGraph
 from pipedream.optimizer.prefixes import in_order, lightest, likely_cuts, orders, prefixes
 from pipedream.optimizer.room import room_for
+from pipedream.optimizer.slowest import in_a_run
 from pipedream.optimizer.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.submesh import Mesh, Submesh, nested_stage
 from pipedream.optimizer.workload import UPDATE_RATE, Workload
@@ -107,6 +108,13 @@ class Request:
             update=1 / self.update_rate / per_update,
             call=self.upkeep.call_forward + self.upkeep.call_backward,
         )
+
+    @property
+    def spread(self) -> Sequence[float]:
+        """How much passes vary, as multiples of their median, where the cost model looks at it."""
+        if self.upkeep is None or self.model.name != "measured":
+            return ()
+        return self.upkeep.spread
 
     @property
     def keeping(self) -> Keeping:
@@ -413,6 +421,9 @@ def _outcome(
         cost_model=request.model.name,
         microbatches=_microbatches(request, [stage.replicas for stage in solution.stages]),
         seconds_per_minibatch=seconds,
+        expected_seconds_per_minibatch=in_a_run(
+            times, [stage.replicas for stage in solution.stages], request.spread
+        ),
         lower_bound_seconds=min(bound, seconds),
         one_worker_seconds=float(cuts.seconds[-1] + cuts.graph.call) / kinds.fastest,
         data_parallel_seconds=data_parallel_time(

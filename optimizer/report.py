@@ -148,6 +148,9 @@ def _comparison(outcome: Outcome) -> Table:
     table.add_column(justify="right")
     table.add_column()
     table.add_row("this plan, per minibatch", show_seconds(seconds))
+    if predicted.expected_seconds_per_minibatch is not None:
+        expected = show_seconds(predicted.expected_seconds_per_minibatch)
+        table.add_row("expected in a run", expected, "passes vary: workers wait for the slowest")
     table.add_row("its schedule, simulated", *_simulated(outcome.plan))
     batch = 1
     if predicted.latency_seconds is not None and predicted.microbatches is not None:

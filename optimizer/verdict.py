@@ -141,9 +141,9 @@ def _times(verdict: Verdict) -> Table:
     table.add_column(justify="right")
     table.add_column()
     for name, price in (("predicted before", before), ("predicted now", verdict.now)):
-        simulated = price.simulated
-        remark = "" if simulated is None else f"simulated {show_seconds(simulated)}"
-        table.add_row(name, show_seconds(price.per_minibatch), remark)
+        others = {"expected in a run": price.expected, "simulated": price.simulated}
+        remarks = [f"{what} {show_seconds(s)}" for what, s in others.items() if s is not None]
+        table.add_row(name, show_seconds(price.per_minibatch), ", ".join(remarks))
     table.add_row("measured", show_seconds(measured.seconds_per_minibatch), _trained(measured))
     table.add_row("  of that, compute", *_busy(measured))
     return table

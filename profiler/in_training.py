@@ -8,6 +8,7 @@ is as slow in both.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -168,11 +169,17 @@ class _Bench:
         forward = Fit.of([each.medians[0] for each in measured])
         backward = Fit.of([each.medians[1] for each in measured])
 
+        turns = list(zip(*self.turns, strict=True))
+        there, back = (
+            fit.factor * _missed(seconds)
+            for fit, seconds in zip((forward, backward), turns, strict=True)
+        )
+
         def timing(name: str) -> Timing:
             return Timing(
-                _spread([turn[0][name] for turn in self.turns], forward.factor),
-                _spread([turn[1][name] for turn in self.turns], backward.factor),
-                _spread([turn[name] for turn in self.recomputed], forward.factor),
+                _spread([seconds[name] for seconds in turns[0]], there),
+                _spread([seconds[name] for seconds in turns[1]], back),
+                _spread([seconds[name] for seconds in self.recomputed], there),
             )
 
         nodes = {name: timing(name) for name in self.nodes}
@@ -185,6 +192,7 @@ class _Bench:
             backward,
             len(repeats.warming),
             len(repeats.noted),
+            repeats.noted,
         )
 
 
@@ -195,6 +203,15 @@ def _shares(
     parameter = captured.module.get_parameter
     held = {n: sum(counts(parameter(p)) for p in captured.parameters[n]) for n in nodes}
     return {name: count / (sum(held.values()) or 1) for name, count in held.items()}
+
+
+def _missed(turns: Sequence[Seconds]) -> float:
+    """By what factor the median pass is longer than the medians of its nodes together.
+
+    What comes from outside falls on other nodes in each pass, and so is in the median of none.
+    """
+    together = sum(statistics.median(turn[name] for turn in turns) for name in turns[0])
+    return statistics.median(sum(turn.values()) for turn in turns) / together if together else 1.0
 
 
 def _spread(seconds: Sequence[float], factor: float) -> Spread:

@@ -167,6 +167,7 @@ def _profile(measured: _Measured, graph: Graph, settings: Settings) -> Profile:
         batch_size=settings.batch_size,
         warmup=times.warmup,
         repeats=times.repeats,
+        pass_seconds=tuple(times.pass_seconds),
         machine=_machine(settings),
         graph_fingerprint=graph.fingerprint,
         totals=Totals(

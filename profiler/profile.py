@@ -130,7 +130,8 @@ class Profile(_Part):
     """Everything that graph.txt has no room for. `graph_fingerprint` is `Graph.fingerprint`.
 
     `forward` and `backward` say how the nodes were fitted to `stretches`; None where nodes were
-    timed one by one. `updates` go by optimizer.
+    timed one by one. `updates` go by optimizer. `pass_seconds`: what each repeat of a pass of the
+    whole model took, forward and backward, in their order.
     """
 
     format: Literal["pipedream-profile/1"] = "pipedream-profile/1"
@@ -147,6 +148,7 @@ class Profile(_Part):
     stretches: tuple[ProfiledStretch, ...] = ()
     loss: ProfiledLoss | None = None
     updates: dict[str, ProfiledUpdate] = {}
+    pass_seconds: tuple[float, ...] = ()
     nodes: tuple[ProfiledNode, ...]
 
 

@@ -20,7 +20,8 @@ class StretchTimes:
 
 @dataclass(frozen=True)
 class Times:
-    """Timings of all nodes, and of the loss where there is one; `warmup` and `repeats` passes.
+    """Timings of all nodes, and of the loss where there is one; `warmup` and `repeats` passes, and
+    what each of the latter took where it was a pass of the whole model.
 
     The factors of the fits are in the timings. Without `stretches` nodes were timed one by one.
     """
@@ -32,3 +33,4 @@ class Times:
     backward: Fit
     warmup: int
     repeats: int
+    pass_seconds: Sequence[float] = ()

@@ -149,6 +149,7 @@ def _summary(member: Member, reports: list[dict[str, Any]], spent: Shares) -> di
         "minibatches_per_epoch": rank.examples.minibatches,
         "seconds_per_minibatch": seconds,
         "predicted_seconds_per_minibatch": job.plan.predicted.seconds_per_minibatch,
+        "expected_seconds_per_minibatch": job.plan.predicted.expected_seconds_per_minibatch,
         "simulated_seconds_per_minibatch": simulated and simulated.seconds_per_minibatch,
         "bubble": round(spent.bubble, 4) if spent.seconds else None,
         "simulated_bubble": simulated and simulated.bubble,

@@ -90,11 +90,13 @@ def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None
     """
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     measured = summary["seconds_per_minibatch"]
-    planned = f"planned {show_seconds(summary['predicted_seconds_per_minibatch'])}"
-    if summary.get("simulated_seconds_per_minibatch") is not None:
-        planned += f", simulated {show_seconds(summary['simulated_seconds_per_minibatch'])}"
+    said = [
+        f"{word} {show_seconds(summary[f'{key}_seconds_per_minibatch'])}"
+        for word, key in (("planned", "predicted"), ("expected",) * 2, ("simulated",) * 2)
+        if summary.get(f"{key}_seconds_per_minibatch") is not None
+    ]
     lines = [
-        f"time per minibatch  {show_seconds(measured)}, {planned}",
+        f"time per minibatch  {', '.join([show_seconds(measured), *said])}",
         f"samples per second  {summary['samples_per_second']:.0f}",
     ]
     if summary["final_loss"] is not None:

@@ -1,11 +1,11 @@
 """Is a plan's predicted time what training takes? `python scripts/bench_prediction.py [MODEL]...`
 
-The network between two processes is measured by pd-profile --network. Then, for each model and in
-turns, pd-profile measures it, the cost model `measured` says what each of three plans for two
-devices takes (the best pipeline, one that is cut in another place, two replicas), and pd-train runs
-each for some minibatches. What is said and what is measured are neighbours in time: a machine that
-is slower for a minute is slower in both. A line for each pair of model and plan, with the median of
-its errors over the turns, then the median and the worst of these.
+The network between two processes is measured by pd-profile --network. Then, for each model,
+pd-profile measures it, and three plans for two devices are made (the best pipeline, one that is cut
+in another place, two replicas). What counts is measured after that: pd-profile once more, and
+pd-train of each plan, take turns of two seconds (turns.py) until each has had about `SECONDS` of
+passes. The cost model `measured` says from that profile what a minibatch of each plan takes. A line
+for each pair of model and plan, then the median and the worst of the errors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import pandas as pd
 import yaml
 from bench_runtime import MODELS as THREE
 from bench_runtime import STILL, call
+from turns import take_turns
 
 from pipedream.graph.cluster_file import read_cluster
 from pipedream.graph.plan import OptimizerName, Plan, write_plan
@@ -36,10 +37,12 @@ from pipedream.optimizer.optimize import Request, given_plan, optimize
 from pipedream.runtime.action import Kind
 from pipedream.runtime.timeline import read_trace
 
-ROUNDS = 3
-MINIBATCHES = 40
-SECONDS = 8
-SPAN, FILLING = 2, 4
+SECONDS = 30
+FILLING = 4
+PASSES = 3
+"""How many passes of the model a repeat of pd-profile takes, about."""
+STOPPED = 3.0
+"""What took so many times the median was stopped meanwhile."""
 OPTIMIZERS: dict[str, OptimizerName] = {"SGD": "momentum", "AdamW": "adam"}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -54,12 +57,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def prepare(name: str, folder: Path) -> Path:
+def prepare(name: str, path: Path, minibatches: int) -> Path:
     """The run config, for an epoch of so many minibatches."""
     run = {"format": "pipedream-run/1", **MODELS[name]}
     data: dict[str, Any] = dict(run["data"])
-    data["args"] = {**data.get("args", {}), "examples": MINIBATCHES * run["batch_size"]}
-    path = folder / f"{name}.yaml"
+    data["args"] = {**data.get("args", {}), "examples": minibatches * run["batch_size"]}
     path.write_text(yaml.safe_dump({**run, "data": data}))
     return path
 
@@ -90,20 +92,16 @@ def plans(asked: Request) -> dict[str, Plan]:
     }
 
 
-def train(plan: Plan, config: Path, folder: Path) -> float:
-    """Seconds per minibatch: the median over all that follow some to fill the pipeline.
+def measured(run: Path, plan: Plan) -> float:
+    """Seconds per minibatch: the mean over all that follow some to fill the pipeline.
 
-    Of the time from one backward pass of rank 0 to the next but `SPAN`: a flurry on the machine is
-    in some of these, and in the mean.
+    Of the time from one backward pass of rank 0 to its next, but where the program was stopped.
     """
-    folder.mkdir(parents=True)
-    write_plan(plan, folder / "plan.json")
-    run = folder / "run"
-    call("pd-train", folder / "plan.json", "--config", config, "-o", run, "--no-evaluate")
     events = read_trace(run / "timeline.csv")[0]
     ends = [event.end for event in events if event.action.kind == Kind.BACKWARD][FILLING:]
-    spans = [late - early for early, late in zip(ends, ends[SPAN:], strict=False)]
-    return statistics.median(spans) / SPAN / plan.replicas[0]
+    spans = [late - early for early, late in pairwise(ends)]
+    most = STOPPED * statistics.median(spans)
+    return statistics.fmean(span for span in spans if span < most) / plan.replicas[0]
 
 
 def main() -> None:
@@ -122,35 +120,44 @@ def main() -> None:
 
 
 def compare(name: str, folder: Path) -> list[dict[str, Any]]:
-    """A row for each plan of the first profile: medians over the rounds."""
-    config = prepare(name, folder)
-    found: dict[str, Plan] = {}
-    predicted: dict[str, list[float]] = defaultdict(list)
-    measured: dict[str, list[float]] = defaultdict(list)
-    for turn in range(ROUNDS):
-        profile = folder / name / f"profile-{turn}"
-        call("pd-profile", config, "-o", profile, "--seconds", SECONDS, "--workers", 2)
-        asked = request(name, profile, folder / "cluster.yaml")
-        found = found or plans(asked)
-        for which, plan in found.items():
-            predicted[which].append(price(plan, asked).per_minibatch)
-            measured[which].append(train(plan, config, folder / name / f"{which}-{turn}"))
+    """A row for each plan."""
+    cluster, here = folder / "cluster.yaml", folder / name
+    here.mkdir()
+    first = prepare(name, here / "first.yaml", 16)
+    call("pd-profile", first, "-o", here / "first", "--seconds", 4, "--workers", 2)
+    asked = request(name, here / "first", cluster)
+    chosen = plans(asked)
+    repeats = int(SECONDS / PASSES / asked.planning.compute_seconds.sum())
+    commands = [profiling(first, here / "profile", repeats)]
+    for which, plan in chosen.items():
+        expected = price(plan, asked).per_minibatch
+        config = prepare(name, here / f"{which}.yaml", int(SECONDS / expected))
+        (here / which).mkdir()
+        write_plan(plan, here / which / "plan.json")
+        commands.append(training(here / which, config))
+    take_turns(commands)
+    asked = request(name, here / "profile", cluster)
     rows = []
-    for which in found:
-        pairs = list(zip(predicted[which], measured[which], strict=True))
-        rows.append(
-            {
-                "model": name,
-                "plan": which,
-                "predicted": statistics.median(predicted[which]),
-                "measured": statistics.median(measured[which]),
-                "least": min(measured[which]),
-                "most": max(measured[which]),
-                "error": statistics.median(said / took - 1 for said, took in pairs),
-            }
-        )
+    for which, plan in chosen.items():
+        said, took = price(plan, asked).expected, measured(here / which / "run", plan)
+        assert said is not None
+        row = {"model": name, "plan": which, "predicted": said, "measured": took}
+        rows.append({**row, "error": said / took - 1})
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()})
     return rows
+
+
+def profiling(config: Path, folder: Path, repeats: int) -> list[object]:
+    return [program("pd-profile"), config, "-o", folder, "--repeats", repeats, "--workers", 2]
+
+
+def training(folder: Path, config: Path) -> list[object]:
+    words = [folder / "plan.json", "--config", config, "-o", folder / "run", "--no-evaluate"]
+    return [program("pd-train"), *words]
+
+
+def program(name: str) -> Path:
+    return Path(sys.executable).with_name(name)
 
 
 if __name__ == "__main__":

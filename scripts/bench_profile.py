@@ -1,11 +1,12 @@
 """How much a profile is to be trusted: `python scripts/bench_profile.py [--WHAT] [MODEL]...`
 
 Without more, whether it adds up: each model is profiled as pd-profile does it, with one thread, and
-the sum over all nodes set beside forward and backward passes of the plain model, measured by
-themselves before and after. `--again`: each model is profiled twice, planned for under both, and
-each plan priced under the other profile. `--saved`: the bytes that nodes save for backward passes
-beside what the allocator has given out, and not taken back, in a forward pass of the plain model.
-`--depth`: what profiling costs for a model of twice the layers. A line for each model.
+the sum over all nodes set beside forward and backward passes of the plain model itself, one after
+each repeat: neighbours in time, on a machine that may be slower for a while. `--again`: each model
+is profiled twice, planned for under both, and each plan priced under the other profile. `--saved`:
+the bytes that nodes save for backward passes beside what the allocator has given out, and not taken
+back, in a forward pass of the plain model. `--depth`: what profiling costs for a model of twice the
+layers. A line for each model.
 """
 
 from __future__ import annotations
@@ -97,22 +98,12 @@ def step(loaded: Loaded) -> float:
     return taken
 
 
-def steps(loaded: Loaded, seconds: float = 5.0) -> list[float]:
-    """After some to warm up."""
-    for _ in range(2):
-        step(loaded)
-    found: list[float] = []
-    while len(found) < 5 or sum(found) < seconds:
-        found.append(step(loaded))
-    return found
-
-
 def compare(name: str, loaded: Loaded, seconds: float) -> float:
-    before = steps(loaded)
+    steps: list[float] = []
     start = time.perf_counter()
-    _, profile = profiled(name, loaded, seconds)
-    taken = time.perf_counter() - start
-    whole = statistics.median([*before, *steps(loaded)])
+    _, profile = profiled(name, loaded, seconds, lambda part: steps.append(step(loaded)))
+    taken = time.perf_counter() - start - sum(steps)
+    whole = statistics.median(steps)
     summed = profile.totals.forward_seconds + profile.totals.backward_seconds
     assert profile.forward is not None
     assert profile.backward is not None
@@ -127,8 +118,14 @@ def compare(name: str, loaded: Loaded, seconds: float) -> float:
     return summed / whole
 
 
-def profiled(name: str, loaded: Loaded, seconds: float) -> tuple[Graph, Profile]:
-    return measure(loaded, Settings(name, {}, 1, CPU, Patience(seconds=seconds), threads=1))
+def profiled(
+    name: str,
+    loaded: Loaded,
+    seconds: float,
+    after_each: Callable[[float], None] = lambda part: None,
+) -> tuple[Graph, Profile]:
+    settings = Settings(name, {}, 1, CPU, Patience(seconds=seconds), threads=1)
+    return measure(loaded, settings, after_each)
 
 
 def again(name: str, seconds: float) -> float:
@@ -184,7 +181,7 @@ def depth(layers: int, seconds: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(MODELS))
-    parser.add_argument("--seconds", type=float, default=15.0, help="for the repeats of a model")
+    parser.add_argument("--seconds", type=float, default=40.0, help="for the repeats of a model")
     for what in ("again", "saved", "depth"):
         parser.add_argument(f"--{what}", action="store_true")
     options = parser.parse_args()

@@ -22,6 +22,16 @@ def test_what_a_profile_says(tmp_path: Path) -> None:
     assert found == Upkeep({"adam": 2e9}, 1e-4, 2e-4)
 
 
+def test_how_much_passes_vary_but_for_one_that_was_stopped_meanwhile(tmp_path: Path) -> None:
+    found = read(tmp_path, '{"pass_seconds": [2.0, 3.0, 60.0, 2.0, 1.0]}')
+    assert found.spread == [1.0, 1.5, 1.0, 0.5]
+
+
+def test_a_pass_takes_time(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"pass_seconds.0"):
+        read(tmp_path, '{"pass_seconds": [0.0]}')
+
+
 def test_an_older_profile_says_nothing(tmp_path: Path) -> None:
     assert read(tmp_path, '{"model": "x"}') == Upkeep({})
 

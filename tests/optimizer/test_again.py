@@ -38,7 +38,7 @@ def clusters(draw):
     st.sampled_from([Paper(), Released(), Released(2.0), Measured()]),
     st.sampled_from([None, Latency(2), Latency(9)]),
     st.booleans(),
-    st.sampled_from([None, Upkeep({}, 2e-3, 1e-3)]),
+    st.sampled_from([None, Upkeep({}, 2e-3, 1e-3, [0.9, 1.0, 1.4])]),
 )
 def test_a_plan_takes_what_the_planner_said(graph, cluster, model, latency, fewer, upkeep):
     schedule = "weight-stashing" if latency is None else "flush"
@@ -56,6 +56,11 @@ def test_a_plan_takes_what_the_planner_said(graph, cluster, model, latency, fewe
     plan = optimize(request).plan
     found, said = price(plan, request), Price.noted(plan)
     assert found.per_minibatch == pytest.approx(said.per_minibatch)
+    if upkeep is None or not isinstance(model, Measured):
+        assert found.expected is said.expected is None
+    else:
+        assert found.expected == pytest.approx(said.expected)
+        assert found.expected > found.per_minibatch
     if latency is not None:
         assert found.latency == pytest.approx(said.latency)
     assert found.goal == pytest.approx(said.goal)

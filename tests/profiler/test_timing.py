@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from pipedream.profiler import walk as walk_module
 from pipedream.profiler.capture import Captured, capture, flatten_inputs
 from pipedream.profiler.freeze import freeze_constants
-from pipedream.profiler.in_training import time_in_training
+from pipedream.profiler.in_training import _missed, time_in_training
 from pipedream.profiler.segment import segment
 from pipedream.profiler.times import Times
 from pipedream.profiler.timing import Patience, Repeats, Spread, Timing
@@ -88,6 +88,13 @@ def test_walks_of_warm_up_and_repeats_run_each_node_once() -> None:
     calls.update(forward=0, backward=0)
     timed(time_one_by_one, Napping(), torch.ones(1, 3), warmup=2, repeats=3)
     assert calls == {"forward": 5, "backward": 5}
+
+
+def test_what_falls_on_another_node_in_each_pass_is_shared_out_over_all() -> None:
+    """The median of every node is 1 s, of the pass 3.5 s: a sum of medians would leave it out."""
+    turns = [{name: 1.0 + 0.5 * (name == slow) for name in "abc"} for slow in "abc"]
+    assert _missed(turns) == pytest.approx(3.5 / 3)
+    assert _missed([{"a": 0.0}]) == 1.0
 
 
 def test_in_training_stretches_are_timed_beside_the_whole_and_some_forward_passes_again() -> None:
