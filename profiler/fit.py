@@ -26,14 +26,20 @@ class Compared:
 
     @staticmethod
     def median(each: Sequence[Compared]) -> Compared:
-        """The medians over the repeats; a single one may be off by a tenth."""
-        measured = statistics.median(one.measured for one in each)
-        off = 0.1 * measured
-        if len(each) > 1:
-            apart = [one.measured - one.summed for one in each]
-            lower, _, upper = statistics.quantiles(apart, n=4, method="inclusive")
-            off = (upper - lower) / len(each) ** 0.5
-        return Compared(statistics.median(one.summed for one in each), measured, off)
+        """Over the repeats; a single one may be off by a tenth.
+
+        What was measured counts as a multiple of the sum of the same repeat: on a machine that is
+        fast and slow by turns the median of either may be that of a fast or of a slow moment.
+        """
+        summed = statistics.median(one.summed for one in each)
+        times = [one.measured / one.summed for one in each if one.summed > 0]
+        if not times:
+            return Compared(summed, statistics.median(one.measured for one in each))
+        off = 0.1
+        if len(times) > 1:
+            lower, _, upper = statistics.quantiles(times, n=4, method="inclusive")
+            off = (upper - lower) / len(times) ** 0.5
+        return Compared(summed, summed * statistics.median(times), off * summed)
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def measure(
 ) -> tuple[Graph, Profile]:
     """Captures the model and measures it; `progress` hears how much is done, from 0 to 1.
 
-    Raises UserError where it cannot be captured, or an index among the inputs is out of range.
+    Raises UserError where it cannot be captured, or an operator cannot do what it is given.
     """
     torch.set_num_threads(settings.threads)
     keep_freed_memory()
@@ -100,14 +100,23 @@ def measure(
             with company(settings.workers - 1):
                 times = _time(captured, inputs, loaded, kept, settings, progress)
                 updated = updates(captured, settings.device)
-    except IndexError as error:
-        raise UserError(
-            f"{settings.model} cannot run on these inputs: {error}: give fewer positions, or a "
-            "lower bound of whole numbers, with --input or in the data"
-        ) from error
+    except (IndexError, RuntimeError) as error:
+        raise _cannot_run(settings.model, error) from error
     measured = _Measured(captured, times, kept, updated)
     graph = _timed(captured, times)
     return graph, _profile(measured, graph, settings)
+
+
+def _cannot_run(model: str, error: Exception) -> UserError:
+    """What could be captured, where tensors have shapes alone, and then met its numbers."""
+    reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    if isinstance(error, IndexError):
+        reason += (
+            ": give fewer positions, or a lower bound of whole numbers, with --input or in the data"
+        )
+    elif isinstance(error, torch.OutOfMemoryError):
+        reason += ": give a smaller --batch-size"
+    return UserError(f"{model} cannot run on these inputs: {reason}")
 
 
 def _timed(captured: Captured, times: Times) -> Graph:

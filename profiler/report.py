@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import quantiles
+
 from rich.table import Table
 
 from pipedream.graph.command import UserError
@@ -79,6 +81,12 @@ def _summary(profile: Profile) -> str:
     lines.append(
         f"Measured on {where}: median of {profile.repeats} after {profile.warmup} to warm up."
     )
+    if len(profile.pass_seconds) > 1:
+        lower, median, upper = quantiles(profile.pass_seconds, n=4, method="inclusive")
+        lines.append(
+            f"Passes of the whole model took {show_seconds(median)}, half of them between"
+            f" {show_seconds(lower)} and {show_seconds(upper)}."
+        )
     if profile.forward is not None and profile.backward is not None:
         lines.append(
             f"{len(profile.stretches)} stretches timed as a whole are off from their sums by"

@@ -326,3 +326,26 @@ def test_company_that_cannot_do_the_same_is_one_line(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("pd-profile: --workers: a process beside this one could not")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_can_be_captured_and_not_run_is_one_line(run: Run, tmp_path: Path) -> None:
+    """Capture knows shapes alone: an operator that refuses their numbers ended in a traceback."""
+    (tmp_path / "picky.py").write_text(
+        "import torch\n"
+        "@torch.library.custom_op('pipedream_tests::picky', mutates_args=())\n"
+        "def picky(x: torch.Tensor) -> torch.Tensor:\n"
+        "    raise RuntimeError('no tiles of 3\\nand much more')\n"
+        "picky.register_fake(torch.empty_like)\n"
+        "class Net(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return picky(x)\n"
+        "class Words(torch.nn.Embedding):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(4, 2)\n"
+    )
+    assert run("picky:Net", "--input", "3", "-o", "out") == (
+        2, "", "pd-profile: picky:Net cannot run on these inputs: no tiles of 3\n",
+    )  # fmt: skip
+    code, _, err = run("picky:Words", "--input", "3:int64:9", "-o", "out")
+    assert code == 2
+    assert "cannot run on these inputs: index out of range in self: give fewer positions" in err

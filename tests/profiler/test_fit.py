@@ -54,3 +54,15 @@ def test_a_stretch_that_differs_from_repeat_to_repeat_counts_less() -> None:
     assert Compared.median(shaken).off > 0.3
     assert Fit.of([*steady, Compared.median(shaken)]).factor == pytest.approx(1.05, abs=0.01)
     assert Fit.of([*steady, Compared(1.0, 0.5)]).factor < 1
+
+
+def test_a_machine_fast_and_slow_by_turns_changes_no_factor() -> None:
+    """The median sum is of a slow moment, the median measurement of a fast one: their ratio was
+    two thirds, though four repeats of five had them alike.
+    """
+    each = [Compared(1, 1), Compared(1, 1), Compared(1.5, 1), Compared(1.5, 1.5), Compared(2, 2)]
+    assert Compared.median(each) == Compared(1.5, 1.5, 0.0)
+
+
+def test_what_takes_no_time_alone_may_still_take_some_together() -> None:
+    assert Compared.median([Compared(0, 1e-5)] * 2) == Compared(0, 1e-5)
