@@ -290,8 +290,10 @@ def _enough_memory(device: str, option: str = "--batch-size") -> Iterator[None]:
     """Running out of memory is the user's to mend, wherever it happens."""
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU's has no class
-        if "out of memory" not in str(error) and "allocate memory" not in str(error):
+    except RuntimeError as error:
+        from pipedream.profiler.room import is_out_of_memory
+
+        if not is_out_of_memory(error):
             raise
         raise UserError(f"out of memory on {device}: choose a smaller {option}") from error
 

@@ -36,7 +36,7 @@ from pipedream.profiler.profile import (
     Seconds,
     Totals,
 )
-from pipedream.profiler.room import room
+from pipedream.profiler.room import is_out_of_memory, room
 from pipedream.profiler.singly import footprints_singly, time_singly
 from pipedream.profiler.source import Loaded
 from pipedream.profiler.times import Times
@@ -80,7 +80,8 @@ def measure(
 ) -> tuple[Graph, Profile]:
     """Captures the model and measures it; `progress` hears how much is done, from 0 to 1.
 
-    Raises UserError where it cannot be captured, or an operator cannot do what it is given.
+    Raises UserError where it cannot be captured, or an operator cannot do what it is given; and
+    RuntimeError where there is too little memory.
     """
     torch.set_num_threads(settings.threads)
     keep_freed_memory()
@@ -101,6 +102,8 @@ def measure(
                 times = _time(captured, inputs, loaded, kept, settings, progress)
                 updated = updates(captured, settings.device)
     except (IndexError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            raise
         raise _cannot_run(settings.model, error) from error
     measured = _Measured(captured, times, kept, updated)
     graph = _timed(captured, times)
@@ -114,8 +117,6 @@ def _cannot_run(model: str, error: Exception) -> UserError:
         reason += (
             ": give fewer positions, or a lower bound of whole numbers, with --input or in the data"
         )
-    elif isinstance(error, torch.OutOfMemoryError):
-        reason += ": give a smaller --batch-size"
     return UserError(f"{model} cannot run on these inputs: {reason}")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import quantiles
-
 from rich.table import Table
 
 from pipedream.graph.command import UserError
@@ -12,6 +10,7 @@ from pipedream.profiler.layers import layer_names, layers_frame
 from pipedream.profiler.profile import Fitted, Profile
 from pipedream.profiler.quantity import QUANTITIES
 from pipedream.profiler.table import how_many, make_console, make_table
+from pipedream.profiler.timing import Spread
 
 _SPARE = ("workspace", "time", "saved", "parameters", "activations", "backward", "forward")
 """Which quantities are left out first where there is no room for all."""
@@ -82,10 +81,10 @@ def _summary(profile: Profile) -> str:
         f"Measured on {where}: median of {profile.repeats} after {profile.warmup} to warm up."
     )
     if len(profile.pass_seconds) > 1:
-        lower, median, upper = quantiles(profile.pass_seconds, n=4, method="inclusive")
+        spread = Spread.of(profile.pass_seconds)
         lines.append(
-            f"Passes of the whole model took {show_seconds(median)}, half of them between"
-            f" {show_seconds(lower)} and {show_seconds(upper)}."
+            f"Passes of the whole model took {show_seconds(spread.median)}, half of them between"
+            f" {show_seconds(spread.lower)} and {show_seconds(spread.upper)}."
         )
     if profile.forward is not None and profile.backward is not None:
         lines.append(

@@ -23,3 +23,10 @@ def room(device: torch.device) -> float:
         return float("inf")
     kilobytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     return 0.9 * 1024 * kilobytes[0] if kilobytes else float("inf")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Also of a CPU, whose allocator has no class of its own for it."""
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("out of memory", "allocate memory")
+    )

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Measures the profiles in profiles/ anew, on this machine: `scripts/make_profiles.sh [NAME]...`
-# With DEVICE=cuda on a GPU, into profiles/NAME-cuda, at larger batches.
+# With DEVICE=cuda on a GPU, into profiles/NAME-cuda, at larger batches. Lists them in
+# profiles/README.md, or with OUT=FOLDER writes them there and lists nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -29,3 +30,4 @@ measure gpt2 2 16 transformers:gpt2
 measure bert-base 2 32 transformers:bert
 measure gnmt 2 32 gnmt:model --arg vocabulary=32000 --arg width=1024 --arg layers=8 \
     --arg dropout=0.2 --input 32:int64:32000 --input 32:int64:32000
+[ "$out" != profiles ] || ${PYTHON:-python3} scripts/list_profiles.py

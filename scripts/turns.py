@@ -57,5 +57,5 @@ def _signal(program: subprocess.Popen[bytes], number: signal.Signals) -> None:
             session = int(stat.read_text().rpartition(")")[2].split()[3])
             if session == program.pid:
                 os.kill(int(stat.parent.name), number)
-        except (OSError, ProcessLookupError):
+        except OSError:  # it has ended
             continue
