@@ -169,17 +169,14 @@ class _Bench:
         forward = Fit.of([each.medians[0] for each in measured])
         backward = Fit.of([each.medians[1] for each in measured])
 
-        turns = list(zip(*self.turns, strict=True))
-        there, back = (
-            fit.factor * _missed(seconds)
-            for fit, seconds in zip((forward, backward), turns, strict=True)
-        )
+        there, back = (_evened(passes) for passes in zip(*self.turns, strict=True))
+        again = _evened(self.recomputed)
 
         def timing(name: str) -> Timing:
             return Timing(
-                _spread([seconds[name] for seconds in turns[0]], there),
-                _spread([seconds[name] for seconds in turns[1]], back),
-                _spread([seconds[name] for seconds in self.recomputed], there),
+                _spread([seconds[name] for seconds in there], forward.factor),
+                _spread([seconds[name] for seconds in back], backward.factor),
+                _spread([seconds[name] for seconds in again], forward.factor),
             )
 
         nodes = {name: timing(name) for name in self.nodes}
@@ -205,13 +202,22 @@ def _shares(
     return {name: count / (sum(held.values()) or 1) for name, count in held.items()}
 
 
-def _missed(turns: Sequence[Seconds]) -> float:
-    """By what factor the median pass is longer than the medians of its nodes together.
+def _evened(passes: Sequence[Seconds]) -> Sequence[Seconds]:
+    """The nodes' seconds were every pass as long as the median one, to which their medians add up.
 
-    What comes from outside falls on other nodes in each pass, and so is in the median of none.
+    What makes a whole pass slower says nothing of a node. And what falls from outside on one node
+    now, now on another, is in every pass and in the median of no node: all get a share of it.
     """
-    together = sum(statistics.median(turn[name] for turn in turns) for name in turns[0])
-    return statistics.median(sum(turn.values()) for turn in turns) / together if together else 1.0
+    totals = [sum(seconds.values()) for seconds in passes]
+    middle = statistics.median(totals)
+    if not all(totals):
+        return passes
+    shares = [
+        {name: spent / total for name, spent in seconds.items()}
+        for seconds, total in zip(passes, totals, strict=True)
+    ]
+    known = sum(statistics.median(share[name] for share in shares) for name in shares[0])
+    return [{name: middle / known * part for name, part in share.items()} for share in shares]
 
 
 def _spread(seconds: Sequence[float], factor: float) -> Spread:

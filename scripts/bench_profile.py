@@ -39,6 +39,8 @@ from pipedream.profiler.timing import Patience
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CPU = torch.device("cpu")
+ROUNDS = 5
+"""Of --depth."""
 LLAMA = {
     "num_hidden_layers": 2,
     "hidden_size": 256,
@@ -166,16 +168,21 @@ def saved(name: str) -> float:
 
 
 def depth(layers: int, seconds: float) -> float:
-    """How many times as long a model of twice the layers takes to be captured and measured."""
-    took = []
-    for count in (layers, 2 * layers):
-        torch.manual_seed(0)
-        loaded = gpt2(count)
-        start = time.perf_counter()
-        profiled("gpt2", loaded, seconds)
-        took.append(time.perf_counter() - start)
-        print(f"gpt2 of {count:2} layers: {took[-1]:.1f} s", flush=True)
-    return took[1] / took[0]
+    """How many times as long a model of twice the layers takes to be captured and measured.
+
+    Medians over some rounds: how often passes are repeated goes by how much they vary.
+    """
+    took: dict[int, list[float]] = {layers: [], 2 * layers: []}
+    for _ in range(ROUNDS):
+        for count, found in took.items():
+            torch.manual_seed(0)
+            loaded = gpt2(count)
+            start = time.perf_counter()
+            _, profile = profiled("gpt2", loaded, seconds)
+            found.append(time.perf_counter() - start)
+            repeats = f"{profile.repeats} repeats after {profile.warmup}"
+            print(f"gpt2 of {count:2} layers: {found[-1]:.1f} s, {repeats}", flush=True)
+    return statistics.median(took[2 * layers]) / statistics.median(took[layers])
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from pipedream.profiler import walk as walk_module
 from pipedream.profiler.capture import Captured, capture, flatten_inputs
 from pipedream.profiler.freeze import freeze_constants
-from pipedream.profiler.in_training import _missed, time_in_training
+from pipedream.profiler.in_training import _evened, time_in_training
 from pipedream.profiler.segment import segment
 from pipedream.profiler.times import Times
 from pipedream.profiler.timing import Patience, Repeats, Spread, Timing
@@ -91,10 +92,22 @@ def test_walks_of_warm_up_and_repeats_run_each_node_once() -> None:
 
 
 def test_what_falls_on_another_node_in_each_pass_is_shared_out_over_all() -> None:
-    """The median of every node is 1 s, of the pass 3.5 s: a sum of medians would leave it out."""
-    turns = [{name: 1.0 + 0.5 * (name == slow) for name in "abc"} for slow in "abc"]
-    assert _missed(turns) == pytest.approx(3.5 / 3)
-    assert _missed([{"a": 0.0}]) == 1.0
+    """The median of every node is 1 s, of the pass 3.5 s: a sum of medians left it out."""
+    passes = [{name: 1.0 + 0.5 * (name == slow) for name in "abc"} for slow in "abc"]
+    evened = _evened(passes)
+    medians = [statistics.median(seconds[name] for seconds in evened) for name in "abc"]
+    assert medians == pytest.approx([3.5 / 3] * 3)
+
+
+def test_a_pass_that_is_slow_throughout_says_nothing_of_a_node() -> None:
+    """Fast or slow, b takes twice the time of a, and the quartiles of both are their medians."""
+    fast, slow = {"a": 1.0, "b": 2.0}, {"a": 2.0, "b": 4.0}
+    passes = [fast, slow, fast, slow, slow]
+    assert _evened(passes) == [pytest.approx(slow)] * 5
+
+
+def test_nodes_that_take_no_time_stay_so() -> None:
+    assert _evened([{"a": 0.0}, {"a": 0.0}]) == [{"a": 0.0}, {"a": 0.0}]
 
 
 def test_in_training_stretches_are_timed_beside_the_whole_and_some_forward_passes_again() -> None:
