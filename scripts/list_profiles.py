@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from pipedream.profiler.profile import Profile, read_profile
@@ -21,7 +22,7 @@ those of the device; sizes are those of any.
 stretches of the model, timed as a whole, differ from the sums of their nodes, forward and backward,
 in the median.
 
-Devices: {devices}.
+{devices}.
 """
 HEADINGS = (
     "profile", "model", "batch", "nodes", "forward", "backward", "half the passes", "off",
@@ -33,8 +34,8 @@ def main() -> None:
     found = {path.parent.name: read_profile(path) for path in PROFILES.glob("*/profile.json")}
     rows = [HEADINGS, ("---",) * len(HEADINGS), *(row(n, found[n]) for n in sorted(found))]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
-    devices = "; ".join(sorted({device(profile) for profile in found.values()}))
-    (PROFILES / "README.md").write_text(TEXT.format(table=table, devices=devices))
+    text = TEXT.format(table=table, devices=devices(found.values()))
+    (PROFILES / "README.md").write_text(text)
 
 
 def row(name: str, profile: Profile) -> tuple[str, ...]:
@@ -67,13 +68,17 @@ def errors(profile: Profile) -> str:
     return f"{profile.forward.typical_error:.1%}, {profile.backward.typical_error:.1%}"
 
 
-def device(profile: Profile) -> str:
-    machine = profile.machine
-    threads = f", {machine.threads} thread" + "s" * (machine.threads > 1)
-    libraries = ", ".join(f"{name} {version}" for name, version in machine.libraries.items())
-    return (
-        f"{machine.device_name}{threads if machine.device == 'cpu' else ''}, torch {machine.torch},"
-        f" Python {machine.python}{', ' + libraries if libraries else ''}"
+def devices(profiles: Iterable[Profile]) -> str:
+    """Of each device what ran on it, with all libraries that had a part in any of its profiles."""
+    found: dict[str, dict[str, str]] = {}
+    for machine in (profile.machine for profile in profiles):
+        threads = f", {machine.threads} thread{'s' * (machine.threads > 1)}"
+        name = machine.device_name + (threads if machine.device == "cpu" else "")
+        ran = {"torch": machine.torch, "Python": machine.python, **machine.libraries}
+        found.setdefault(name, {}).update(ran)
+    return "; ".join(
+        f"{name} ({', '.join(f'{what} {version}' for what, version in ran.items())})"
+        for name, ran in sorted(found.items())
     )
 
 
