@@ -9,7 +9,8 @@ from pipedream.graph.cluster import Cluster, DeviceKind, Link
 from pipedream.graph.command import UserError
 from pipedream.graph.plan import read_plan
 from pipedream.graph.text import format_graph
-from pipedream.optimizer.cli import _cluster, _task, main
+from pipedream.optimizer.cli import _task, main
+from pipedream.optimizer.cluster_options import cluster_of
 from pipedream.optimizer.like import left
 from pipedream.optimizer.options import Options
 
@@ -140,4 +141,4 @@ def test_mistakes_are_one_line(graph, words, problem):
     planned(graph, "--machines", "4", "--bandwidth", "1GB")
     plan = str(graph.parent / "plan" / "plan.json")
     with pytest.raises(UserError, match=problem):
-        _cluster(typed(graph, *(plan if word == "PLAN" else word for word in words)))
+        cluster_of(typed(graph, *(plan if word == "PLAN" else word for word in words)))

@@ -203,10 +203,10 @@ def test_repeats_last_until_the_median_is_known(monkeypatch: pytest.MonkeyPatch)
                 return number
         raise AssertionError
 
-    assert count(lambda _: 1.0, Patience()) == 4, "all alike: no fewer than four"
-    assert count(lambda _: 0.125, Patience()) == 24, "short ones for three seconds"
+    assert count(lambda _: 3.0, Patience()) == 4, "all alike: no fewer than four"
+    assert count(lambda _: 0.125, Patience()) == 64, "short ones for eight seconds"
     assert count(lambda n: 1.0 + n % 2, Patience(seconds=20)) == 13, "never known: for its time"
-    assert count(lambda n: 1.0 + 0.01 * (n % 2), Patience(seconds=60)) == 4
+    assert count(lambda n: 2.0 + 0.02 * (n % 2), Patience(seconds=60)) == 4
     assert count(lambda n: 0.001 * n, Patience(repeats=7)) == 7
 
 

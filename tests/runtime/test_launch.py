@@ -96,7 +96,11 @@ FOREVER = "time.sleep(600)\n"
 
 
 def test_all_go_well(start, tmp_path):
-    script = "print(' '.join(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')))"
+    # In one piece: what print writes in several ends up between the pieces of other workers.
+    script = (
+        "said = ' '.join(os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'))\n"
+        "os.write(1, (said + chr(10)).encode())\n"
+    )
     code, out, error = finished(start(script, workers=3), tmp_path, 3)
     assert (code, error) == (0, "")
     assert sorted(out.splitlines()) == ["0 3 0", "1 3 1", "2 3 2"]
