@@ -39,8 +39,6 @@ from pipedream.profiler.timing import Patience
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CPU = torch.device("cpu")
-ROUNDS = 5
-"""Of --depth."""
 LLAMA = {
     "num_hidden_layers": 2,
     "hidden_size": 256,
@@ -167,22 +165,20 @@ def saved(name: str) -> float:
     return (booked + outputs) / held - 1
 
 
-def depth(layers: int, seconds: float) -> float:
+def depth(layers: int) -> float:
     """How many times as long a model of twice the layers takes to be captured and measured.
 
-    Medians over some rounds: how often passes are repeated goes by how much they vary.
+    With as many passes of each: otherwise these go by how much they vary.
     """
-    took: dict[int, list[float]] = {layers: [], 2 * layers: []}
-    for _ in range(ROUNDS):
-        for count, found in took.items():
-            torch.manual_seed(0)
-            loaded = gpt2(count)
-            start = time.perf_counter()
-            _, profile = profiled("gpt2", loaded, seconds)
-            found.append(time.perf_counter() - start)
-            repeats = f"{profile.repeats} repeats after {profile.warmup}"
-            print(f"gpt2 of {count:2} layers: {found[-1]:.1f} s, {repeats}", flush=True)
-    return statistics.median(took[2 * layers]) / statistics.median(took[layers])
+    took = []
+    for count in (layers, 2 * layers):
+        torch.manual_seed(0)
+        loaded = gpt2(count)
+        start = time.perf_counter()
+        measure(loaded, Settings("gpt2", {}, 1, CPU, Patience(warmup=2, repeats=10), threads=1))
+        took.append(time.perf_counter() - start)
+        print(f"gpt2 of {count:2} layers: {took[-1]:.1f} s", flush=True)
+    return took[1] / took[0]
 
 
 def main() -> None:
@@ -195,7 +191,7 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     if options.depth:
-        print(f"twice the layers: {depth(6, options.seconds):.2f} times the time")
+        print(f"twice the layers: {depth(6):.2f} times the time")
         return
     off = []
     for name in options.models:
