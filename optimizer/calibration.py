@@ -114,8 +114,12 @@ class Run:
 
 
 def _moved(spread: Spread, by: float, times: float) -> Spread:
+    """A tenth is left at least: of a pass of nothing there would be nothing to learn, where all it
+    shows is that what was taken off was too much.
+    """
     median, lower, upper = (
-        max(0.0, (seconds + by) * times) for seconds in (spread.median, spread.lower, spread.upper)
+        max(0.1 * seconds, seconds + by) * times
+        for seconds in (spread.median, spread.lower, spread.upper)
     )
     return Spread(median=median, lower=lower, upper=upper)
 

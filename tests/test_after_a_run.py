@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("after")
     (folder / "deep_model.py").write_text(MODEL)
     (folder / "deep.yaml").write_text(CONFIG)
-    profile = ["pd-profile", "deep.yaml", "-o", "profile", "--warmup", "1", "--repeats", "2"]
+    profile = ["pd-profile", "deep.yaml", "-o", "profile", "--warmup", "1", "--repeats", "30"]
     done = typed(folder, profile)
     assert done.code == 0, done.error
     graph = read_graph(folder / "profile/graph.txt")

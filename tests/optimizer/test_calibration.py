@@ -11,6 +11,7 @@ from pipedream.graph.cluster import Cluster, DeviceKind
 from pipedream.graph.measured import Measured, MeasuredRank, Spread, read_measured, write_measured
 from pipedream.graph.plan import Asked
 from pipedream.graph.text import format_graph, read_graph
+from pipedream.graph.upkeep import Upkeep
 from pipedream.optimizer.again import Price, price
 from pipedream.optimizer.calibration import Run, calibrated
 from pipedream.optimizer.cli import _task, main
@@ -104,6 +105,16 @@ def test_a_forward_pass_done_again_is_no_backward_pass(chain, plan, tmp_path):
     run = Run(tmp_path, measured(again, [(4, 12), (4, 8)]))
     assert [p[0].median for p in run.passes(0)] == pytest.approx([4e-3, 8e-3])
     assert [p[0].median for p in run.passes(1)] == pytest.approx([4e-3, 8e-3])
+
+
+def test_a_call_longer_than_the_pass_does_not_leave_the_stage_as_it_was(chain, plan, tmp_path):
+    """The profile had a call of 1 ms, from two noisy repeats; the stage took half of that. What was
+    left of it was nothing, from which nothing was learned: it kept a time that was far too long.
+    """
+    run = Run(tmp_path, measured(plan, [(8, 0), (0.5, 0)]))
+    found = calibrated(chain, [run], None, Upkeep({}, call_forward=1e-3))
+    assert forward(found, "abcd") == pytest.approx(7e-3)
+    assert forward(found, "efgh") == pytest.approx(0.05e-3)
 
 
 def test_a_slow_device_is_no_slow_node(chain, tmp_path):
