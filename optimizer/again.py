@@ -29,9 +29,7 @@ _Places: TypeAlias = tuple[tuple[int, ...], ...]
 class Price:
     """Seconds per minibatch by the cost model and as simulated, None where that takes too long.
 
-    `expected`: in a run, see `Predicted`.
-
-    `latency`: of a batch, where that is what the plan is for.
+    `latency`: of a batch, where that is what the plan is for; `expected`: see `Predicted`.
     """
 
     per_minibatch: float

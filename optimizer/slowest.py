@@ -21,8 +21,7 @@ def in_a_run(
     """
     if not spread:
         return None
-    seconds = [each for each, _ in times]
-    limits = [limit for _, limit in times]
+    seconds, limits = zip(*times, strict=True)
     workers = [0 if w == "boundary" else count for w, count in zip(limits, replicas, strict=True)]
     return expected_slowest(seconds, workers, spread)
 

@@ -83,6 +83,10 @@ class Losses:
         return f"loss/{self.epoch}/{minibatch}"
 
 
+_SAID = {"planned": "predicted", "expected": "expected", "simulated": "simulated"}
+"""What stands beside the measured time of a minibatch, and what summary.json calls it."""
+
+
 def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None:
     """summary.json in the run's folder, and its gist on standard output.
 
@@ -91,9 +95,9 @@ def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     measured = summary["seconds_per_minibatch"]
     said = [
-        f"{word} {show_seconds(summary[f'{key}_seconds_per_minibatch'])}"
-        for word, key in (("planned", "predicted"), ("expected",) * 2, ("simulated",) * 2)
-        if summary.get(f"{key}_seconds_per_minibatch") is not None
+        f"{word} {show_seconds(seconds)}"
+        for word, key in _SAID.items()
+        if (seconds := summary.get(f"{key}_seconds_per_minibatch")) is not None
     ]
     lines = [
         f"time per minibatch  {', '.join([show_seconds(measured), *said])}",

@@ -109,9 +109,8 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     names = sys.argv[1:] or list(MODELS)
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    torchrun = Path(sys.executable).with_name("torchrun")
     network = ["--nproc-per-node", "2", "--no-python", "pd-profile", "--network", "-o", folder]
-    subprocess.run([torchrun, *network], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([program("torchrun"), *network], check=True, stdout=subprocess.DEVNULL)
     rows = [row for name in names for row in compare(name, folder)]
     frame = pd.DataFrame(rows)
     print(frame.to_string(index=False, float_format="%.4f"))
