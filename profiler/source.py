@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
@@ -26,16 +25,14 @@ from pipedream.profiler.from_transformers import (
 )
 from pipedream.profiler.loss import load_loss
 from pipedream.profiler.memoryless import check_without_memory, with_data, without_memory
+from pipedream.profiler.minibatch import Dataset, minibatch
 from pipedream.profiler.usercode import accepts, blaming, call, load_function
 
 __all__ = [
-    "Dataset",
     "Loaded",
     "accepts",
     "blaming",
     "call",
-    "collate",
-    "fetch",
     "load",
     "load_config",
     "load_config_model",
@@ -57,13 +54,6 @@ class Loaded:
     kwargs: dict[str, Any] = field(default_factory=dict)
     autocast: str | None = None
     loss: Callable[[Any], Tensor] | None = None
-
-
-class Dataset(Protocol):
-    """A map-style dataset; an example is (input or tuple of inputs, target)."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def load(
@@ -115,8 +105,8 @@ def load_config(
         raise UserError(
             f"{config.data.source}: {len(train)} examples do not fill a batch of {size}"
         )
-    batch = fetch(train, range(size), config.data.source)
-    inputs, target = collate(batch, getattr(torch, config.dtype), config.data.source)
+    dtype = getattr(torch, config.dtype)
+    inputs, target = minibatch(train, range(size), dtype, config.data.source)
     taken = (*inputs, target) if config.loss == "output" else inputs
     loss = load_loss(config.loss, directory)
     return Loaded(model, taken, {}, config.autocast, lambda output: loss(output, target))
@@ -174,43 +164,6 @@ def _data_factory(source: str, directory: Path) -> Callable[..., Any]:
     if library == "huggingface":
         return huggingface(name, directory)
     return load_function(source, directory)
-
-
-def fetch(dataset: Dataset, indices: Iterable[int], source: str) -> list[Any]:
-    """The examples at these indices. Raises UserError with the user's file and line."""
-    with blaming(source):
-        return [dataset[index] for index in indices]
-
-
-def collate(
-    batch: Sequence[Any], dtype: torch.dtype, source: str = "data"
-) -> tuple[tuple[Tensor, ...], Any]:
-    """Examples to (inputs, target): a tensor [batch, ...] for each input; floating ones of `dtype`.
-
-    Raises UserError where an example is no pair, an input no tensor, or examples differ in shape.
-    """
-    first = batch[0]
-    if not isinstance(first, (tuple, list)) or len(first) != 2:
-        raise UserError(
-            f"{source}: an example is {type(first).__name__}, not a pair (input, target)"
-        )
-    try:
-        inputs, target = default_collate(list(batch))
-    except (RuntimeError, TypeError) as error:
-        raise UserError(f"{source}: examples do not form a batch: {error}") from error
-
-    def convert(value: Any) -> Any:
-        floating = isinstance(value, Tensor) and value.is_floating_point()
-        return value.to(dtype) if floating else value
-
-    inputs, target = pytree.tree_map(convert, (inputs, target))
-    inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-    for value in inputs:
-        if not isinstance(value, Tensor):
-            raise UserError(
-                f"{source}: an input is a {type(value).__name__}: give tensors, arrays or numbers"
-            )
-    return inputs, target
 
 
 def _make(

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
-from pipedream.profiler.source import Dataset, collate, fetch
+from pipedream.profiler.minibatch import Dataset, minibatch
 from pipedream.runtime.launch import ASKING
 from pipedream.runtime.order import shuffled
 from pipedream.runtime.sizes import Sizes
@@ -45,9 +45,9 @@ class Batch:
 
     @staticmethod
     def of(dataset: Dataset, indices: Iterable[int], config: RunConfig) -> Batch:
-        """Raises UserError, with the user's file and line where the dataset raises something."""
-        examples = fetch(dataset, indices, config.data.source)
-        inputs, target = collate(examples, getattr(torch, config.dtype), config.data.source)
+        """Raises UserError: see `minibatch`."""
+        dtype = getattr(torch, config.dtype)
+        inputs, target = minibatch(dataset, indices, dtype, config.data.source)
         return Batch((*inputs, target) if config.loss == "output" else tuple(inputs), target)
 
     def to(self, device: torch.device) -> Batch:

@@ -11,7 +11,8 @@ from torch import nn
 from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
 from pipedream.profiler.loss import Loss, accuracy
-from pipedream.profiler.source import Dataset, blaming
+from pipedream.profiler.minibatch import Dataset
+from pipedream.profiler.source import blaming
 from pipedream.runtime.checkpoint import load_all
 from pipedream.runtime.data import in_order
 

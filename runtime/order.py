@@ -13,7 +13,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from pipedream.graph.command import UserError
 from pipedream.graph.config import Factory, RunConfig
-from pipedream.profiler.source import Dataset, accepts, blaming, call, load_function
+from pipedream.profiler.minibatch import Dataset
+from pipedream.profiler.source import accepts, blaming, call, load_function
 from pipedream.runtime.sizes import Sizes
 
 

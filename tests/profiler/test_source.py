@@ -14,8 +14,8 @@ from pipedream.graph.command import UserError
 from pipedream.graph.config import RunConfig
 from pipedream.profiler.example import example
 from pipedream.profiler.from_torchvision import import_torchvision
+from pipedream.profiler.minibatch import minibatch
 from pipedream.profiler.source import (
-    collate,
     load,
     load_config,
     load_config_model,
@@ -230,13 +230,6 @@ def test_several_inputs_and_a_target_that_the_model_takes(user: Callable[..., st
     assert (target.tolist(), target.dtype) == ([1.5] * 4, torch.float32)
 
 
-def test_collate_gives_a_tuple_of_inputs_and_the_target() -> None:
-    batch = [(torch.tensor([float(index)]), index) for index in range(3)]
-    (x,), target = collate(batch, torch.float64)
-    assert x.dtype == torch.float64
-    assert (x.flatten().tolist(), target.tolist()) == ([0.0, 1.0, 2.0], [0, 1, 2])
-
-
 @pytest.mark.parametrize(
     ("factory", "told"),
     [
@@ -264,7 +257,7 @@ def test_examples_of_different_shape_form_no_batch(user: Callable[..., str]) -> 
     train, held_out = load_data(run_config(f"{name}:plain", f"{name}:ragged"), Path())
     assert held_out is None
     with pytest.raises(UserError, match="do not form a batch"):
-        collate([train[0], train[1]], torch.float32)
+        minibatch(train, [0, 1], torch.float32)
 
 
 def test_torchvision_model_without_download(monkeypatch: pytest.MonkeyPatch) -> None:
