@@ -16,14 +16,24 @@ from pipedream.graph.artifact import read_artifact
 @dataclass(frozen=True)
 class Upkeep:
     """`update_rates`: by optimizer, the bytes of parameters that go through a step in a second;
-    the calls: seconds for each pass of a stage, whatever its nodes. `spread`: what passes of the
-    whole model took, as multiples of their median.
+    the calls: seconds for each pass of a stage, whatever its nodes; `reading`: what reading a
+    minibatch takes from the passes of a stage that needs it. `spread`: what passes of the whole
+    model took, as multiples of their median.
     """
 
     update_rates: Mapping[str, float]
     call_forward: float = 0.0
     call_backward: float = 0.0
+    reading: float = 0.0
     spread: Sequence[float] = ()
+
+    def beside(self, stage: int, stages: int) -> tuple[float, float]:
+        """What the passes of a stage take beside its nodes, forward and backward.
+
+        The first of them reads the inputs, the last one the target, each for itself.
+        """
+        reads = stage in (0, stages - 1)
+        return self.call_forward + (self.reading if reads else 0.0), self.call_backward
 
 
 _STOPPED = 3.0
@@ -46,6 +56,7 @@ class _Profile(BaseModel):
     updates: dict[str, _Update] = {}
     forward: _Fitted | None = None
     backward: _Fitted | None = None
+    reading_seconds: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     pass_seconds: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = ()
 
 
@@ -56,6 +67,7 @@ def read_upkeep(path: Path) -> Upkeep:
         {name: update.bytes_per_second for name, update in profile.updates.items()},
         profile.forward.call_seconds if profile.forward else 0.0,
         profile.backward.call_seconds if profile.backward else 0.0,
+        profile.reading_seconds or 0.0,
         _spread(profile.pass_seconds),
     )
 

@@ -99,13 +99,14 @@ class Run:
         A forward pass that was done again is no part of the backward pass; what `upkeep` says that
         a pass takes beside its nodes is in neither.
         """
-        calls = (upkeep.call_forward, upkeep.call_backward) if upkeep else (0.0, 0.0)
-        again = self.measured.plan.stages[stage].recompute
+        stages = self.measured.plan.stages
+        beside = (upkeep or Upkeep({})).beside(stage, len(stages))
+        again = stages[stage].recompute
         forward, backward = [], []
         for rank in self.measured.of_stage(stage):
             speed, second = self._speed(rank), rank.forward.median if again else 0.0
-            forward.append(_moved(rank.forward, -calls[0] / speed, speed))
-            backward.append(_moved(rank.backward, -second - calls[1] / speed, speed))
+            forward.append(_moved(rank.forward, -beside[0] / speed, speed))
+            backward.append(_moved(rank.backward, -second - beside[1] / speed, speed))
         return forward, backward
 
     def _speed(self, rank: MeasuredRank) -> float:

@@ -41,6 +41,20 @@ class Cuts:
         """Forward, backward and update of all nodes before the cut, on one worker."""
         return self.sum(self.graph.work_seconds)
 
+    def beside(self, start: int) -> Floats:
+        """For each state what a stage from `start` to it takes beside its nodes."""
+        return self._first_beside if start == 0 else self._later_beside
+
+    @cached_property
+    def _first_beside(self) -> Floats:
+        return np.full(len(self), self.graph.call + self.graph.reading)
+
+    @cached_property
+    def _later_beside(self) -> Floats:
+        beside = np.full(len(self), self.graph.call)
+        beside[-1] += self.graph.reading
+        return beside
+
     @cached_property
     def working(self) -> Floats:
         """How many nodes before the cut take any time."""

@@ -107,6 +107,7 @@ class Request:
             self.footprints,
             update=1 / self.update_rate / per_update,
             call=self.upkeep.call_forward + self.upkeep.call_backward,
+            reading=self.upkeep.reading,
         )
 
     @property
@@ -425,7 +426,7 @@ def _outcome(
             times, [stage.replicas for stage in solution.stages], request.spread
         ),
         lower_bound_seconds=min(bound, seconds),
-        one_worker_seconds=float(cuts.seconds[-1] + cuts.graph.call) / kinds.fastest,
+        one_worker_seconds=float(cuts.seconds[-1] + cuts.beside(0)[-1]) / kinds.fastest,
         data_parallel_seconds=data_parallel_time(
             cost.on(kinds.grade(kinds.counts)), request.cluster.machines
         ),

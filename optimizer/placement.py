@@ -32,9 +32,9 @@ def compute_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: bool)
 
 
 def _work_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: bool) -> float:
-    """And all that a worker does beside that for a minibatch."""
+    """And what it takes to update them."""
     update = float(graph.parameter_bytes[list(nodes)].sum()) * graph.update
-    return compute_seconds(graph, nodes, recompute) + update + graph.call
+    return compute_seconds(graph, nodes, recompute) + update
 
 
 def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -> tuple[float, str]:
@@ -46,7 +46,8 @@ def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -
     plan is the plan's time.
     """
     nodes = cost.cuts.nodes(stage.start, stage.end)
-    seconds = np.array([_work_seconds(cost.cuts.graph, nodes, recompute)]) / cost.speed
+    work = _work_seconds(cost.cuts.graph, nodes, recompute)
+    seconds = (work + cost.cuts.beside(stage.start)[[stage.end]]) / cost.speed
     limit = "compute"
     for share in stage.shares:
         end = slice(share.end, share.end + 1)
@@ -61,7 +62,7 @@ def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -
 def data_parallel_time(cost: Replication, machines: Sequence[int]) -> float:
     """Seconds per minibatch with the whole model on every device; `cost` is on the slowest."""
     end = len(cost.cuts) - 1
-    seconds = np.array([cost.cuts.seconds[end] + cost.cuts.graph.call]) / cost.speed
+    seconds = (cost.cuts.seconds[[end]] + cost.cuts.beside(0)[[end]]) / cost.speed
     for level, count in enumerate(machines, start=1):
         replicas = np.array([count])
         seconds = cost.replicated(seconds, 0, slice(end, end + 1), level, replicas, True)

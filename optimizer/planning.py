@@ -25,7 +25,7 @@ class PlanningGraph:
     names the working node, None for one that hangs on an input). `footprints`, where there are
     any, say what each node keeps in memory; without them, its outputs. `update`: what a minibatch
     spends on updating a byte of parameters; `call`: what it takes in every stage, whatever its
-    nodes.
+    nodes; `reading`: and in the first stage and the last one, which read it.
     """
 
     graph: Graph
@@ -34,6 +34,7 @@ class PlanningGraph:
     footprints: Mapping[str, Footprint] | None = None
     update: float = 0.0
     call: float = 0.0
+    reading: float = 0.0
 
     @staticmethod
     def of(
@@ -41,6 +42,7 @@ class PlanningGraph:
         footprints: Mapping[str, Footprint] | None = None,
         update: float = 0.0,
         call: float = 0.0,
+        reading: float = 0.0,
     ) -> PlanningGraph:
         inputs = {
             name
@@ -58,7 +60,7 @@ class PlanningGraph:
             if name in unread:
                 producer = graph.predecessors[name][0] if graph.predecessors[name] else None
                 follows[name] = producer if producer is None else follows.get(producer, producer)
-        return PlanningGraph(graph, names, follows, footprints, update, call)
+        return PlanningGraph(graph, names, follows, footprints, update, call, reading)
 
     def __len__(self) -> int:
         return len(self.names)

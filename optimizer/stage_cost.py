@@ -169,7 +169,7 @@ class Replication(Priced):
             forward = self.cuts.forward_seconds
             seconds = seconds + np.where(again, forward[ends] - forward[start], 0.0)
             seconds[~fits] = np.inf
-        return (seconds + self.cuts.graph.call) / self.speed
+        return (seconds + self.cuts.beside(start)[ends]) / self.speed
 
 
 class LeastMemory:

@@ -114,13 +114,14 @@ def _stages(run: Run, profiled: Graph, upkeep: Upkeep) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for stage in measured.plan.stages:
         nodes = [profiled.nodes[n] for n in stage.nodes if not profiled.nodes[n].is_input]
+        beside = upkeep.beside(stage.stage, len(measured.plan.stages))
         forward, backward = run.passes(stage.stage)
         table.add_row(
             str(stage.stage),
             str(stage.replicas),
             str(sum(rank.minibatches for rank in measured.of_stage(stage.stage))),
-            *_pass(upkeep.call_forward + sum(n.forward_seconds for n in nodes), forward),
-            *_pass(upkeep.call_backward + sum(n.backward_seconds for n in nodes), backward),
+            *_pass(beside[0] + sum(n.forward_seconds for n in nodes), forward),
+            *_pass(beside[1] + sum(n.backward_seconds for n in nodes), backward),
         )
     return table
 

@@ -110,12 +110,13 @@ class Workload:
         for stage in plan.stages:
             nodes = [graph.nodes[name] for name in stage.nodes]
             parameters = sum(node.parameter_bytes for node in nodes)
-            forward_seconds = sum(node.forward_seconds for node in nodes if not node.is_input)
-            forward_seconds += upkeep.call_forward if upkeep else 0.0
+            beside = (upkeep or Upkeep({})).beside(stage.stage, len(plan.stages))
+            working = [node for node in nodes if not node.is_input]
+            forward_seconds = beside[0] + sum(node.forward_seconds for node in working)
             work = StageWork(
                 forward_seconds=forward_seconds,
-                backward_seconds=sum(node.backward_seconds for node in nodes if not node.is_input)
-                + (upkeep.call_backward if upkeep else 0.0)
+                backward_seconds=beside[1]
+                + sum(node.backward_seconds for node in working)
                 + (forward_seconds if stage.recompute else 0.0),
                 update_seconds=parameters / update_rate,
                 parameter_bytes=parameters,

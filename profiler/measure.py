@@ -36,6 +36,7 @@ from pipedream.profiler.profile import (
     Seconds,
     Totals,
 )
+from pipedream.profiler.reading import reading_seconds
 from pipedream.profiler.room import is_out_of_memory, room
 from pipedream.profiler.singly import footprints_singly, time_singly
 from pipedream.profiler.source import Loaded
@@ -73,6 +74,7 @@ class _Measured:
     times: Times
     kept: Mapping[str, Footprint]
     updates: Mapping[str, Update]
+    reading: float | None = None
 
 
 def measure(
@@ -101,11 +103,12 @@ def measure(
             with company(settings.workers - 1):
                 times = _time(captured, inputs, loaded, kept, settings, progress)
                 updated = updates(captured, settings.device)
+                read = reading_seconds(loaded, settings.batch_size, settings.device)
     except (IndexError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
         raise _cannot_run(settings.model, error) from error
-    measured = _Measured(captured, times, kept, updated)
+    measured = _Measured(captured, times, kept, updated, read)
     graph = _timed(captured, times)
     return graph, _profile(measured, graph, settings)
 
@@ -178,6 +181,7 @@ def _profile(measured: _Measured, graph: Graph, settings: Settings) -> Profile:
         warmup=times.warmup,
         repeats=times.repeats,
         pass_seconds=tuple(times.pass_seconds),
+        reading_seconds=measured.reading,
         machine=_machine(settings),
         graph_fingerprint=graph.fingerprint,
         totals=Totals(

@@ -131,7 +131,8 @@ class Profile(_Part):
 
     `forward` and `backward` say how the nodes were fitted to `stretches`; None where nodes were
     timed one by one. `updates` go by optimizer. `pass_seconds`: what each repeat of a pass of the
-    whole model took, forward and backward, in their order.
+    whole model took, forward and backward, in their order. `reading_seconds`: what reading a
+    minibatch of the data takes from the passes, where there are data; nothing beside a GPU.
     """
 
     format: Literal["pipedream-profile/1"] = "pipedream-profile/1"
@@ -149,6 +150,7 @@ class Profile(_Part):
     loss: ProfiledLoss | None = None
     updates: dict[str, ProfiledUpdate] = {}
     pass_seconds: tuple[float, ...] = ()
+    reading_seconds: float | None = Field(default=None, ge=0)
     nodes: tuple[ProfiledNode, ...]
 
 

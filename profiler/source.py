@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,8 @@ class Loaded:
     """A model in training mode and what to call it with: `model(*args, **kwargs)`.
 
     `autocast`: the lower precision in which it is to be run. `loss`, of what it then returns, where
-    that is known.
+    that is known. `read` reads a minibatch of the examples with these numbers, of the `examples`
+    that there are.
     """
 
     model: nn.Module
@@ -54,6 +55,8 @@ class Loaded:
     kwargs: dict[str, Any] = field(default_factory=dict)
     autocast: str | None = None
     loss: Callable[[Any], Tensor] | None = None
+    read: Callable[[Sequence[int]], object] | None = None
+    examples: int = 0
 
 
 def load(
@@ -109,7 +112,15 @@ def load_config(
     inputs, target = minibatch(train, range(size), dtype, config.data.source)
     taken = (*inputs, target) if config.loss == "output" else inputs
     loss = load_loss(config.loss, directory)
-    return Loaded(model, taken, {}, config.autocast, lambda output: loss(output, target))
+    return Loaded(
+        model,
+        taken,
+        {},
+        config.autocast,
+        loss=lambda output: loss(output, target),
+        read=lambda indices: minibatch(train, indices, dtype, config.data.source),
+        examples=len(train),
+    )
 
 
 def load_config_model(config: RunConfig, directory: Path, meta: bool = False) -> nn.Module:

@@ -125,12 +125,14 @@ def test_stages_of_the_run_now_take_what_was_measured(folder: Path) -> None:
     corrected = read_graph(folder / "better/graph.txt")
     measured = read_measured(folder / "run/measured.json")
     calls = read_upkeep(folder / "profile/profile.json")
+    stages = len(measured.plan.stages)
     for rank, stage in zip(measured.ranks, measured.plan.stages, strict=True):
         nodes = [corrected.nodes[name] for name in stage.nodes]
         rounding = len(nodes) * 0.5e-6  # graph.txt has whole microseconds
-        forward = calls.call_forward + sum(node.forward_seconds for node in nodes)
+        beside = calls.beside(stage.stage, stages)
+        forward = beside[0] + sum(node.forward_seconds for node in nodes)
         assert forward == pytest.approx(rank.forward.median, abs=rounding)
-        backward = calls.call_backward + sum(node.backward_seconds for node in nodes)
+        backward = beside[1] + sum(node.backward_seconds for node in nodes)
         assert backward == pytest.approx(rank.backward.median, abs=rounding)
 
 

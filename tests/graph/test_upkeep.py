@@ -17,9 +17,20 @@ def test_what_a_profile_says(tmp_path: Path) -> None:
     found = read(
         tmp_path,
         '{"updates": {"adam": {"bytes_per_second": 2e9}}, "model": "x",'
-        ' "forward": {"call_seconds": 1e-4, "factor": 1.0}, "backward": {"call_seconds": 2e-4}}',
+        ' "forward": {"call_seconds": 1e-4, "factor": 1.0}, "backward": {"call_seconds": 2e-4},'
+        ' "reading_seconds": 5e-3}',
     )
-    assert found == Upkeep({"adam": 2e9}, 1e-4, 2e-4)
+    assert found == Upkeep({"adam": 2e9}, 1e-4, 2e-4, 5e-3)
+
+
+def test_the_first_stage_and_the_last_read_the_data() -> None:
+    upkeep = Upkeep({}, 1e-4, 2e-4, 5e-3)
+    assert [upkeep.beside(stage, 3) for stage in range(3)] == [
+        pytest.approx((5.1e-3, 2e-4)),
+        (1e-4, 2e-4),
+        pytest.approx((5.1e-3, 2e-4)),
+    ]
+    assert upkeep.beside(0, 1) == pytest.approx((5.1e-3, 2e-4))
 
 
 def test_how_much_passes_vary_but_for_one_that_was_stopped_meanwhile(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from random_graphs import graphs
 from pipedream.graph.cluster import Cluster, DeviceKind
 from pipedream.graph.command import UserError
 from pipedream.graph.upkeep import Upkeep
-from pipedream.optimizer.again import Price, price
+from pipedream.optimizer.again import Price, price, stage_times
 from pipedream.optimizer.cost import Measured, Paper, Released
 from pipedream.optimizer.hierarchy import Rules
 from pipedream.optimizer.latency import Latency
-from pipedream.optimizer.optimize import Request, optimize
+from pipedream.optimizer.optimize import Request, given_plan, optimize
 
 KINDS = (DeviceKind(name="new"), DeviceKind(name="old", speed=0.5))
 
@@ -38,7 +38,7 @@ def clusters(draw):
     st.sampled_from([Paper(), Released(), Released(2.0), Measured()]),
     st.sampled_from([None, Latency(2), Latency(9)]),
     st.booleans(),
-    st.sampled_from([None, Upkeep({}, 2e-3, 1e-3, [0.9, 1.0, 1.4])]),
+    st.sampled_from([None, Upkeep({}, 2e-3, 1e-3, 3e-3, [0.9, 1.0, 1.4])]),
 )
 def test_a_plan_takes_what_the_planner_said(graph, cluster, model, latency, fewer, upkeep):
     schedule = "weight-stashing" if latency is None else "flush"
@@ -95,3 +95,17 @@ def test_ranks_that_no_cost_model_knows_are_refused(make_graph):
     odd = plan.model_copy(update={"stages": (stage,)})
     with pytest.raises(UserError, match="the ranks of stage 0 are no whole pieces"):
         price(odd, Request(graph, cluster, Paper()))
+
+
+def test_the_first_stage_reads_the_inputs_and_the_last_one_the_target(make_graph):
+    graph = make_graph("a b c", "a-b b-c", a=(4, 1e3, 0), b=(4, 1e3, 0), c=(4, 1e3, 0))
+    cluster, rules = Cluster(machines=(3,), bandwidth=(1e15,)), Rules(straight=True)
+    request = Request(graph, cluster, Measured(), rules=rules, upkeep=Upkeep({}, reading=2e-3))
+    plan = given_plan(request, request.planning, [1, 2, 3], [1, 1, 1]).plan
+    times = [seconds for seconds, _ in stage_times(plan, request.planning, Measured())]
+    assert times == pytest.approx([6e-3, 4e-3, 6e-3])
+    simulated = price(plan, request).simulated
+    assert simulated == pytest.approx(6e-3)
+    alone = given_plan(request, request.planning, [3], [1]).plan
+    assert alone.predicted.seconds_per_minibatch == pytest.approx(14e-3)
+    assert plan.predicted.one_worker_seconds == pytest.approx(14e-3)
