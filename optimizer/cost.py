@@ -149,7 +149,7 @@ class Released:
 class Measured:
     """Latency plus bytes over bandwidth, or what was measured, and what the runtime overlaps.
 
-    Stage: (C' + ring(W, m))/m, where C' has the updates and calls that were measured, and
+    Stage: (C' + ring(W, m))/m, where C' has the updates, calls and reading that were measured, and
     ring(W, m) = 2(m-1) step(W/m) is an all-reduce over m components, each step a message of an m-th
     of the bytes, once for every m minibatches. It is added in full, an upper bound. The engine does
     begin it in the last backward pass of a round (buckets.py); how much that hides is not in the

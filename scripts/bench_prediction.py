@@ -39,8 +39,9 @@ from pipedream.runtime.timeline import read_trace
 
 SECONDS = 40
 FILLING = 4
-PASSES = 3
-"""How many passes of the model a repeat of pd-profile takes, about."""
+PASSES = 2.2
+"""How many passes of the model a repeat of pd-profile takes, about: it should end with the runs, or
+what slows the machine after it slows them alone."""
 STOPPED = 3.0
 """What took so many times the median was stopped meanwhile."""
 OPTIMIZERS: dict[str, OptimizerName] = {"SGD": "momentum", "AdamW": "adam"}
