@@ -51,7 +51,7 @@ def _together(dataset: Any, indices: Sequence[int], source: str) -> Any:
     with blaming(source):
         # One by one they would take the interpreter from the passes beside which they are read.
         if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
-            return dataset[indices]
+            return dataset[torch.as_tensor(indices)]
         examples = _examples(dataset, indices)
     first = examples[0]
     if not isinstance(first, (tuple, list)) or len(first) != 2:

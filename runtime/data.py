@@ -48,7 +48,7 @@ class Batch:
         """Raises UserError: see `minibatch`."""
         dtype = getattr(torch, config.dtype)
         inputs, target = minibatch(dataset, indices, dtype, config.data.source)
-        return Batch((*inputs, target) if config.loss == "output" else tuple(inputs), target)
+        return Batch((*inputs, target) if config.loss == "output" else inputs, target)
 
     def to(self, device: torch.device) -> Batch:
         moved = pytree.tree_map_only(

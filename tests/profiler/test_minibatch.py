@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -44,6 +45,14 @@ def test_rows_of_tensors_are_taken_all_at_once(rows: Any) -> None:
     assert torch.equal(x, expected)
     assert torch.equal(target, known)
     assert (x.dtype, target.dtype) == (expected.dtype, known.dtype)
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array])
+def test_a_subset_by_a_tensor_or_an_array(kind: Callable[[list[int]], Any]) -> None:
+    """As of `torch.randperm`: its numbers, tensors themselves, were taken for several indices."""
+    (x,), target = minibatch(Subset(ROWS, kind([5, 3, 1])), [0, 2], torch.float32)
+    assert x.tolist() == [[10.0, 11.0], [2.0, 3.0]]
+    assert target.tolist() == [5, 1]
 
 
 def test_a_dataset_of_a_kind_of_its_own_is_asked_itself() -> None:
