@@ -9,7 +9,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from pipedream.graph.artifact import read_artifact
 from pipedream.graph.cluster import (
     Cluster,
     DeviceKind,
@@ -18,6 +17,7 @@ from pipedream.graph.cluster import (
     SomeBytes,
     check_kinds,
 )
+from pipedream.graph.errors import read_artifact
 from pipedream.graph.units import show_bytes, show_seconds
 
 

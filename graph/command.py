@@ -16,15 +16,6 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """A write that fails names no file, and is nobody's mistake in the code."""
 
 
-class UserError(click.ClickException):
-    """Something the user can mend: one line, exit code 2, no traceback.
-
-    The message names the file and line or the option, what is wrong and what to do.
-    """
-
-    exit_code = 2
-
-
 class FiniteRange(click.FloatRange):
     """A range of numbers that has neither nan nor inf in it."""
 

@@ -1,14 +1,29 @@
-"""The model graph: what a layer costs, and who feeds whom."""
+"""The model graph: what each layer costs and who feeds whom; graph.txt is its text.
+
+graph.txt is PipeDream's format (seeds/004, section 1.1): one line for each node, then a tab and
+`ID -- ID` for each edge. Read leniently (blank lines, any order, missing final newline), written
+canonically. Milliseconds live here and nowhere else.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
+from typing import NoReturn
 
 import networkx as nx
+
+from pipedream.graph.errors import UserError, read_text
+
+_TOO_LARGE = 1e100
+"""No time and no size is: sums and products of what is less stay finite."""
+
+_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
 
 @dataclass(frozen=True)
@@ -115,3 +130,130 @@ class Graph:
         return self.with_nodes(
             replace(node, stage=stages.get(name)) for name, node in self.nodes.items()
         )
+
+
+def read_graph(path: Path) -> Graph:
+    """Reads graph.txt. Raises UserError `FILE:LINE: what is wrong`."""
+    return parse_graph(read_text(path), str(path))
+
+
+def parse_graph(text: str, name: str = "graph.txt") -> Graph:
+    """Reads the text of a graph.txt called `name`. Raises UserError `NAME:LINE: what is wrong`."""
+    return _Reader(name).read(text)
+
+
+def format_graph(graph: Graph) -> str:
+    """The canonical text: nodes, then edges, in their order; no final newline, as PipeDream's."""
+    nodes = [_format_node(node, graph.size_decimals) for node in graph.nodes.values()]
+    return "\n".join(nodes + [f"\t{source} -- {target}" for source, target in graph.edges])
+
+
+def _format_node(node: Node, decimals: int) -> str:
+    assert "\n" not in node.id + node.description, node.id
+    sizes = [f"{size:.{decimals}f}" for size in node.activation_bytes]
+    activation = f"[{'; '.join(sizes)}]" if node.several_outputs else sizes[0]
+    stage = "" if node.stage is None else f" -- stage_id={node.stage}"
+    return (
+        f"{node.id} -- {node.description}"
+        f" -- forward_compute_time={node.forward_seconds * 1e3:.3f},"
+        f" backward_compute_time={node.backward_seconds * 1e3:.3f},"
+        f" activation_size={activation}, parameter_size={node.parameter_bytes:.3f}{stage}"
+    )
+
+
+class _Reader:
+    """Reads one file, and knows which line it is on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.line = 0
+        self.nodes: dict[str, Node] = {}
+        self.edges: dict[tuple[str, str], int] = {}
+        self.decimals = 1
+
+    def read(self, text: str) -> Graph:
+        for self.line, line in enumerate(text.split("\n"), start=1):
+            if not line.strip():
+                continue
+            if line[0].isspace():
+                self._edge(line.strip())
+            else:
+                self._node(line.rstrip())
+        if not self.nodes:
+            self.fail("no node in this file; is it a graph.txt?")
+        self._refuse_unknown_ends()
+        graph = Graph(self.nodes, tuple(self.edges), self.decimals)
+        self._refuse_cycle(graph)
+        return graph
+
+    def fail(self, what: str) -> NoReturn:
+        raise UserError(f"{self.name}:{max(self.line, 1)}: {what}")
+
+    def _refuse_unknown_ends(self) -> None:
+        for (source, target), line in self.edges.items():
+            for end in (source, target):
+                if end not in self.nodes:
+                    self.line = line
+                    self.fail(f"edge {source} -- {target}: there is no node {end}")
+
+    def _refuse_cycle(self, graph: Graph) -> None:
+        try:
+            cycle = nx.find_cycle(graph.as_networkx())
+        except nx.NetworkXNoCycle:
+            return
+        self.line = self.edges[cycle[-1][0], cycle[-1][1]]
+        self.fail("cycle " + " -- ".join([cycle[0][0]] + [edge[1] for edge in cycle]))
+
+    def _edge(self, line: str) -> None:
+        ends = [end.strip() for end in line.split(" -- ")]
+        if len(ends) != 2 or not all(ends):
+            self.fail(f"an edge is a tab and ID -- ID, not {line!r}")
+        self.edges.setdefault((ends[0], ends[1]), self.line)
+
+    def _node(self, line: str) -> None:
+        stage = None
+        head, _, last = line.rpartition(" -- ")
+        if last.startswith("stage_id="):
+            if not last.removeprefix("stage_id=").isdecimal():
+                self.fail(f"stage_id is {last.removeprefix('stage_id=')!r}, not a stage number")
+            stage = int(last.removeprefix("stage_id="))
+            head, _, last = head.rpartition(" -- ")
+        name, separator, description = head.partition(" -- ")
+        name = name.strip()
+        if not separator:
+            self.fail("a node is ID -- DESCRIPTION -- forward_compute_time=..., ...")
+        if name in self.nodes:
+            self.fail(f"node {name} is there twice")
+        self.nodes[name] = self._fields(name, description, last, stage)
+
+    def _fields(self, name: str, description: str, text: str, stage: int | None) -> Node:
+        found = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,]*)", text))
+        for key in _FIELDS:
+            if key not in found:
+                self.fail(f"node {name}: {key} is missing")
+        forward, backward, activation, parameters = (found[key].strip() for key in _FIELDS)
+        several = activation.startswith("[") and activation.endswith("]")
+        sizes = activation[1:-1].split(";") if several else [activation]
+        self.decimals = max(self.decimals, *(len(size.partition(".")[2]) for size in sizes))
+        return Node(
+            id=name,
+            description=description,
+            forward_seconds=self._number("forward_compute_time", forward) / 1e3,
+            backward_seconds=self._number("backward_compute_time", backward) / 1e3,
+            activation_bytes=tuple(self._number("activation_size", size) for size in sizes),
+            parameter_bytes=self._number("parameter_size", parameters),
+            stage=stage,
+            several_outputs=several,
+        )
+
+    def _number(self, key: str, text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            self.fail(f"{key} is {text.strip()!r}, not a number")
+        if not 0 <= value < _TOO_LARGE:
+            self.fail(
+                f"{key} is {text.strip()}: it must be finite and not negative,"
+                f" and less than {_TOO_LARGE:g}"
+            )
+        return value

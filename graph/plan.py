@@ -9,15 +9,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from pipedream.graph.artifact import read_artifact
+from pipedream.graph.choices import InFlight, OptimizerName, Recompute, ScheduleName
 from pipedream.graph.cluster import Cluster
+from pipedream.graph.errors import read_artifact
 from pipedream.graph.model import Graph
-from pipedream.graph.schedule_name import ScheduleName
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-OptimizerName = Literal["sgd", "momentum", "adam"]
-Recompute = Literal["never", "auto", "always"]
-InFlight = Literal["useful", "least"]
 
 
 class _Part(BaseModel):

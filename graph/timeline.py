@@ -21,7 +21,7 @@ _MOST_ROWS = 32
 
 
 class Action(Protocol):
-    """What a picture needs to know of a `pipedream.runtime.action.Action`."""
+    """What a picture needs to know of a `pipedream.schedule.action.Action`."""
 
     @property
     def kind(self) -> str: ...

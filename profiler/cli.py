@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipedream.graph.command import Command, UserError
-from pipedream.profiler.batch_sizes import check_folder, parse_batch_sizes, profile_sizes
-from pipedream.profiler.network_options import (
+from pipedream.graph.command import Command
+from pipedream.graph.errors import UserError
+from pipedream.profiler.network.options import (
     NETWORK_OPTIONS,
     refuse_network_options,
     with_network_options,
 )
-from pipedream.profiler.view import VIEW_OPTIONS, viewed, with_view_options
+from pipedream.profiler.report.batch_sizes import check_folder, parse_batch_sizes, profile_sizes
+from pipedream.profiler.report.view import VIEW_OPTIONS, viewed, with_view_options
 
 if TYPE_CHECKING:
     import torch
 
+    from pipedream.capture.sources.load import Loaded
     from pipedream.graph.model import Graph
-    from pipedream.profiler.profile import Profile
-    from pipedream.profiler.source import Loaded
+    from pipedream.graph.profile import Profile
 
 _BATCH_SIZE = 32
 
@@ -161,7 +162,7 @@ def main(
     import torch
 
     from pipedream.profiler.measure import Settings, measure
-    from pipedream.profiler.timing import Patience
+    from pipedream.profiler.timing.statistics import Patience
 
     where, patience = _device(device), Patience(warmup, repeats, seconds)
 
@@ -184,7 +185,7 @@ def main(
 
 
 def _profile_one(graph: Graph, profile: Profile, output: Path, sort: str, top: int | None) -> None:
-    from pipedream.profiler.report import print_report
+    from pipedream.profiler.report.summary import print_report
 
     written = _write(graph, profile, output)
     print_report(profile, sort, top)
@@ -196,8 +197,8 @@ def _measure_network(parameters: Mapping[str, Any]) -> int:
     # Else torch adds C++ traces of its own to the line that says that a rank was lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    from pipedream.graph.place import environment, speaks
-    from pipedream.profiler.network_options import asked
+    from pipedream.comm.launcher import environment, speaks
+    from pipedream.profiler.network.options import asked
 
     try:
         place = environment()
@@ -206,7 +207,7 @@ def _measure_network(parameters: Mapping[str, Any]) -> int:
         if place.rank == 0:
             _make_folder(options.output)
 
-        from pipedream.profiler.network_command import measure_network
+        from pipedream.profiler.network.command import measure_network
 
         with _enough_memory(options.device, "--largest"), _progress() as step:
             measure_network(options, place, lambda what: step(what, 0.0, 0.0))
@@ -265,8 +266,8 @@ def _load(
     meta: bool,
 ) -> tuple[Loaded, dict[str, Any], int]:
     """The model, its factory's arguments and its batch size."""
-    from pipedream.graph.config import read_config
-    from pipedream.profiler.source import load, load_config
+    from pipedream.capture.sources.load import load, load_config
+    from pipedream.graph.run_config import read_config
 
     if not model.endswith((".yaml", ".yml")):
         if ":" not in model:
@@ -291,7 +292,7 @@ def _enough_memory(device: str, option: str = "--batch-size") -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        from pipedream.profiler.room import is_out_of_memory
+        from pipedream.profiler.free_memory import is_out_of_memory
 
         if not is_out_of_memory(error):
             raise
@@ -316,10 +317,10 @@ def _progress() -> Iterator[Callable[[str, float, float], None]]:
 def _write(graph: Graph, profile: Profile, output: Path) -> str:
     """Writes all files; a line that names them."""
     from pipedream.graph.draw import draw, why_text
-    from pipedream.graph.text import format_graph
-    from pipedream.profiler.layers import layers_frame, write_layers
-    from pipedream.profiler.layers_picture import draw_layers
-    from pipedream.profiler.profile import write_profile
+    from pipedream.graph.model import format_graph
+    from pipedream.graph.profile import write_profile
+    from pipedream.profiler.report.layers import layers_frame, write_layers
+    from pipedream.profiler.report.layers_picture import draw_layers
 
     try:
         output.mkdir(exist_ok=True)

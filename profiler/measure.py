@@ -12,18 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream.graph.command import UserError
-from pipedream.graph.heap import keep_freed_memory
+from pipedream.capture.allocator import keep_freed_memory
+from pipedream.capture.export import Captured, Value, capture, flatten_inputs, rebuild
+from pipedream.capture.fake_tensors import capture_without_memory
+from pipedream.capture.precision import lowered
+from pipedream.capture.sources.load import Loaded
+from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
-from pipedream.profiler.capture import Captured, Value, capture, flatten_inputs, rebuild
-from pipedream.profiler.company import company, is_company, keep_company
-from pipedream.profiler.device_name import device_name
-from pipedream.profiler.fit import Compared, Fit
-from pipedream.profiler.footprint import Footprint, footprints
-from pipedream.profiler.in_training import passes, time_in_training
-from pipedream.profiler.memoryless import capture_without_memory
-from pipedream.profiler.precision import lowered
-from pipedream.profiler.profile import (
+from pipedream.graph.profile import (
     Fitted,
     Machine,
     Passes,
@@ -36,14 +32,18 @@ from pipedream.profiler.profile import (
     Seconds,
     Totals,
 )
-from pipedream.profiler.reading import reading_seconds
-from pipedream.profiler.room import is_out_of_memory, room
-from pipedream.profiler.singly import footprints_singly, time_singly
-from pipedream.profiler.source import Loaded
-from pipedream.profiler.times import Times
-from pipedream.profiler.timing import Patience, Spread, Timing
-from pipedream.profiler.updating import Update, updates
-from pipedream.profiler.walk import time_one_by_one
+from pipedream.profiler.free_memory import is_out_of_memory, room
+from pipedream.profiler.memory import Footprint, footprints
+from pipedream.profiler.report.device_name import device_name
+from pipedream.profiler.timing.contention import company, is_company, keep_company
+from pipedream.profiler.timing.data_reading import reading_seconds
+from pipedream.profiler.timing.fit import Compared, Fit
+from pipedream.profiler.timing.full_pass import passes, time_in_training
+from pipedream.profiler.timing.optimizer_step import Update, updates
+from pipedream.profiler.timing.per_node import time_one_by_one
+from pipedream.profiler.timing.per_node_fake import footprints_singly, time_singly
+from pipedream.profiler.timing.statistics import Patience, Spread, Timing
+from pipedream.profiler.timing.times import Times
 
 _MAKERS = ("torchvision", "transformers", "timm")
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from pipedream.graph.command import Command, FiniteRange, UserError
-from pipedream.graph.place import environment, restarts
-from pipedream.graph.schedule_name import SCHEDULES
+from pipedream.comm.launcher import environment, restarts
+from pipedream.graph.choices import SCHEDULES
+from pipedream.graph.command import Command, FiniteRange
+from pipedream.graph.errors import UserError
 
 if TYPE_CHECKING:
-    from pipedream.graph.place import Place
-    from pipedream.graph.schedule_name import ScheduleName
+    from pipedream.comm.launcher import Place
+    from pipedream.graph.choices import ScheduleName
     from pipedream.runtime.job import Job
 
 
@@ -137,7 +138,7 @@ def main(plan: Path, config: Path, **asked: Unpack[Asked]) -> int:
     # Else torch adds C++ traces of its own to the line that says which worker was lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    from pipedream.runtime import launch
+    from pipedream.runtime.supervise import launch
 
     try:
         job = _job(plan, config, asked)
@@ -151,8 +152,8 @@ def main(plan: Path, config: Path, **asked: Unpack[Asked]) -> int:
 
 def _job(plan: Path, config: Path, asked: Asked) -> Job:
     """What is to be done. Raises UserError where it cannot be."""
-    from pipedream.graph.config import read_config
     from pipedream.graph.plan import moved, read_plan
+    from pipedream.graph.run_config import read_config
     from pipedream.runtime.job import Job
 
     read, run_config = read_plan(plan), read_config(config)
@@ -182,8 +183,8 @@ def _job(plan: Path, config: Path, asked: Asked) -> Job:
 
 def _start(job: Job, asked: Asked) -> int:
     """Starts the workers, if there is anything left to train; the exit code."""
-    from pipedream.runtime import launch
-    from pipedream.runtime.legs import Position
+    from pipedream.runtime.engine.training_segment import Position
+    from pipedream.runtime.supervise import launch
 
     workers, planned, replan = asked["workers"], job.plan.workers, asked["replan"]
     if workers is not None and (workers > planned or (workers < planned and not replan)):
@@ -198,8 +199,8 @@ def _start(job: Job, asked: Asked) -> int:
 
 
 def _export(job: Job, checkpoint: Path, target: Path) -> int:
-    from pipedream.profiler.source import load_config_model
-    from pipedream.runtime.export import export
+    from pipedream.capture.sources.load import load_config_model
+    from pipedream.runtime.checkpoint.export import export
 
     export(load_config_model(job.config, job.directory), checkpoint, target)
     print(f"Written: {target}")
@@ -208,15 +209,15 @@ def _export(job: Job, checkpoint: Path, target: Path) -> int:
 
 def _work(job: Job, place: Place) -> int:
     """This process's part of the run; its exit code."""
-    from pipedream.runtime import launch
+    from pipedream.runtime.supervise import launch
 
     # Before the imports, which take seconds.
     launch.die_with_parent()
     pulse = launch.begin_pulse(place.rank)
 
-    from pipedream.runtime.data import DataLost
+    from pipedream.comm.transport import PeerLost
+    from pipedream.runtime.data.reader import DataLost
     from pipedream.runtime.trainer import Stopped, train
-    from pipedream.runtime.transport import PeerLost
 
     try:
         train(job, place, pulse)

@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
+from pipedream.capture.precision import lowered
+from pipedream.comm.store_messages import from_first
 from pipedream.graph.timeline import Event
-from pipedream.profiler.precision import lowered
-from pipedream.runtime.action import ENDS_BACKWARD, Action, Kind
-from pipedream.runtime.course import Course
-from pipedream.runtime.data import Reader
-from pipedream.runtime.delay import delays
-from pipedream.runtime.engine import Engine
-from pipedream.runtime.exchange import from_first
-from pipedream.runtime.executor import Executor
-from pipedream.runtime.held_out import try_held_out
-from pipedream.runtime.legs import Leg, Position, legs, shifted
-from pipedream.runtime.live import Status, look, telling
-from pipedream.runtime.member import Member
-from pipedream.runtime.report import Losses
-from pipedream.runtime.savepoint import save
+from pipedream.runtime.checkpoint.savepoint import save
+from pipedream.runtime.data.reader import Reader
+from pipedream.runtime.engine.action_stream import Course
+from pipedream.runtime.engine.engine import Engine
+from pipedream.runtime.engine.executor import Executor
+from pipedream.runtime.engine.held_out import try_held_out
+from pipedream.runtime.engine.training_segment import Leg, Position, legs, shifted
+from pipedream.runtime.optim.staleness import delays
+from pipedream.runtime.rank_context import Member
+from pipedream.runtime.report.summary import Losses
+from pipedream.runtime.supervise.status import Status, look, telling
+from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind
 
 
 def train_epochs(member: Member) -> Position | None:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipedream.graph.command import UserError
-from pipedream.graph.config import AsynchronousConfig, OptimizerConfig, RunConfig
+from pipedream.graph.choices import ScheduleName
+from pipedream.graph.errors import UserError
+from pipedream.graph.model import read_graph
 from pipedream.graph.plan import Plan
-from pipedream.graph.schedule_name import ScheduleName
-from pipedream.graph.text import read_graph
-from pipedream.runtime.action import Worker
-from pipedream.runtime.asynchronous import nesterov_form
-from pipedream.runtime.legs import Position
-from pipedream.runtime.policy import Policy, policy
+from pipedream.graph.run_config import AsynchronousConfig, OptimizerConfig, RunConfig
+from pipedream.runtime.engine.training_segment import Position
+from pipedream.runtime.optim.late_gradients import nesterov_form
+from pipedream.schedule.action import Worker
+from pipedream.schedule.policy import Policy, policy
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch.distributed.pipelining  # registers the operator that marks a split
 from pydantic import BaseModel, ConfigDict, Field
 from torch import fx
 
-from pipedream.graph.artifact import read_artifact
-from pipedream.graph.command import UserError
+from pipedream.graph.errors import UserError, read_artifact
 
 
 class TorchSplit(BaseModel):

@@ -7,19 +7,19 @@ from contextlib import nullcontext
 
 import torch.distributed as dist
 
-from pipedream.graph.command import UserError
-from pipedream.graph.heap import keep_freed_memory
-from pipedream.graph.place import Place
-from pipedream.profiler.meeting import NotMet, meet
-from pipedream.runtime.ending import finish
+from pipedream.capture.allocator import keep_freed_memory
+from pipedream.comm.launcher import Place
+from pipedream.comm.rendezvous import NotMet, meet
+from pipedream.comm.transport import PeerLost
+from pipedream.graph.errors import UserError
+from pipedream.runtime.checkpoint.lock import held
 from pipedream.runtime.epochs import train_epochs
 from pipedream.runtime.job import Job
-from pipedream.runtime.lock import held
-from pipedream.runtime.member import Member
-from pipedream.runtime.pulse import Pulse
-from pipedream.runtime.rank import Rank
-from pipedream.runtime.replan import replanned
-from pipedream.runtime.transport import PeerLost
+from pipedream.runtime.local_stage import Rank
+from pipedream.runtime.rank_context import Member
+from pipedream.runtime.report.run_end import finish
+from pipedream.runtime.supervise.heartbeat import Pulse
+from pipedream.runtime.supervise.replan import replanned
 
 
 class Stopped(Exception):

@@ -23,7 +23,7 @@ what_is_installed() {
         .venv/bin/python -VV
         pwd # an editable install holds the path of the repository
         cat setup.cfg pyproject.toml scripts/constraints.txt
-        find graph profiler optimizer runtime -type f ! -path '*/__pycache__/*' | LC_ALL=C sort
+        find graph capture schedule comm profiler optimizer runtime -type f ! -path '*/__pycache__/*' | LC_ALL=C sort
     } | sha256sum
 }
 

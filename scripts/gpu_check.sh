@@ -19,4 +19,4 @@ PYTHON=$python DEVICE=cuda OUT=$out scripts/make_profiles.sh
     --input 512:int64 -o "$out/llama"  # 27 GB of weights, one layer of them at a time
 "$python" -m torch.distributed.run --standalone --nproc-per-node 2 \
     -m pipedream.profiler.cli --network --device cuda -o "$out/network"
-"$python" scripts/bench_one_worker.py
+"$python" scripts/bench/one_worker.py

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipedream.profiler.profile import Profile, read_profile
-from pipedream.profiler.timing import Spread
+from pipedream.graph.profile import Profile, read_profile
+from pipedream.profiler.timing.statistics import Spread
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 TEXT = """# Profiles of well-known models

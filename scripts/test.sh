@@ -15,7 +15,7 @@ check() {
 (
     check ruff check --quiet
     check ruff format --quiet --check
-    check mypy -p pipedream.graph -p pipedream.profiler -p pipedream.optimizer -p pipedream.runtime
+    check mypy $(printf -- "-p pipedream.%s " graph capture schedule comm profiler optimizer runtime)
     check lint-imports --no-logo
     [ -z "${failed:-}" ] || { echo "test.sh: failed: $failed" && exit 1; }
 ) >"$told" 2>&1 &

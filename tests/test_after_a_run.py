@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from commands import typed
 
-from pipedream.graph.measured import read_measured
+from pipedream.graph.measured_run import read_measured
+from pipedream.graph.model import format_graph, read_graph
 from pipedream.graph.plan import Plan, read_plan
-from pipedream.graph.text import format_graph, read_graph
-from pipedream.graph.upkeep import read_upkeep
+from pipedream.graph.profile import read_profile
 
 MODEL = """\
 import torch
@@ -124,12 +124,12 @@ def test_stages_of_the_run_now_take_what_was_measured(folder: Path) -> None:
     optimize(folder, "profile/graph.txt --calibrate run -o better")
     corrected = read_graph(folder / "better/graph.txt")
     measured = read_measured(folder / "run/measured.json")
-    calls = read_upkeep(folder / "profile/profile.json")
+    calls = read_profile(folder / "profile/profile.json").training_overheads
     stages = len(measured.plan.stages)
     for rank, stage in zip(measured.ranks, measured.plan.stages, strict=True):
         nodes = [corrected.nodes[name] for name in stage.nodes]
         rounding = len(nodes) * 0.5e-6  # graph.txt has whole microseconds
-        beside = calls.beside(stage.stage, stages)
+        beside = calls.of_stage(stage.stage, stages)
         forward = beside[0] + sum(node.forward_seconds for node in nodes)
         assert forward == pytest.approx(rank.forward.median, abs=rounding)
         backward = beside[1] + sum(node.backward_seconds for node in nodes)

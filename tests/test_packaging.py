@@ -15,12 +15,11 @@ TOOLS = ("pd-profile", "pd-optimize", "pd-train")
 
 WITHOUT_TORCH = """
 import importlib, pkgutil, sys
-import pipedream.graph, pipedream.optimizer
-for package in (pipedream.graph, pipedream.optimizer):
-    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+import pipedream.graph, pipedream.optimizer, pipedream.schedule
+for package in (pipedream.graph, pipedream.optimizer, pipedream.schedule):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
 import pipedream.profiler.cli, pipedream.runtime.cli
-import pipedream.runtime.schedule, pipedream.runtime.checker
 print(sorted({name.split(".")[0] for name in sys.modules} & {"torch", "transformers"}))
 """
 
@@ -60,7 +59,9 @@ def test_the_metadata_name_the_tools_and_the_licence() -> None:
     assert metadata["Requires-Python"] == ">=3.11"
 
 
-@pytest.mark.parametrize("package", ["graph", "profiler", "optimizer", "runtime"])
+@pytest.mark.parametrize(
+    "package", ["graph", "capture", "schedule", "comm", "profiler", "optimizer", "runtime"]
+)
 def test_every_package_is_typed(package: str) -> None:
     files = importlib.import_module(f"pipedream.{package}").__path__
     assert (Path(next(iter(files))) / "py.typed").exists()

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pipedream.graph.model import read_graph
 from pipedream.graph.plan import read_plan
-from pipedream.graph.text import read_graph
 
 MODEL = """\
 import torch

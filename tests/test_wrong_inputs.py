@@ -17,9 +17,9 @@ from commands import start, typed
 from plans import cut, make_plan
 from torch import nn
 
+from pipedream.capture.export import capture
+from pipedream.graph.model import format_graph
 from pipedream.graph.plan import write_plan
-from pipedream.graph.text import format_graph
-from pipedream.profiler.capture import capture
 
 SUPPORT = Path(small_models.__file__).parent
 NODE = (

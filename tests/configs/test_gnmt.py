@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from pipedream.profiler.capture import capture
+from pipedream.capture.export import capture
 
 
 def test_the_decoder_reads_the_target_one_place_late(gnmt: ModuleType) -> None:

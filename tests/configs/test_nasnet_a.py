@@ -8,10 +8,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from pipedream.capture.export import capture
 from pipedream.graph.cluster import Cluster
-from pipedream.optimizer.cost import COST_MODELS
-from pipedream.optimizer.optimize import Request, optimize
-from pipedream.profiler.capture import capture
+from pipedream.optimizer.cost.models import COST_MODELS
+from pipedream.optimizer.search.planner import Request, optimize
 
 
 def test_the_mobile_network_has_the_published_size(nasnet_a: ModuleType) -> None:

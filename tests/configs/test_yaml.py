@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipedream.graph.config import read_config
+from pipedream.graph.run_config import read_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

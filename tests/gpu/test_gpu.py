@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from plans import cut, make_plan
 from training import losses, run_jobs, weights
 
-from pipedream.graph.config import DataFactory, Factory, OptimizerConfig, RunConfig
-from pipedream.graph.text import read_graph
-from pipedream.profiler.capture import capture
+from pipedream.capture.export import capture
+from pipedream.graph.model import read_graph
+from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.profiler.cli import main as pd_profile
 from pipedream.runtime.job import Job
 

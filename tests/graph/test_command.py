@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 import pytest
 
-from pipedream.graph.command import Command, UserError
+from pipedream.graph.command import Command
+from pipedream.graph.errors import UserError
 
 
 @click.command("pd-try", cls=Command)

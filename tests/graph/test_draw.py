@@ -11,8 +11,7 @@ import pytest
 
 from pipedream.graph import draw as drawing
 from pipedream.graph.draw import HEAT, STAGE_COLOURS, draw, why_text
-from pipedream.graph.model import Graph, Node
-from pipedream.graph.text import read_graph
+from pipedream.graph.model import Graph, Node, read_graph
 
 REFERENCE = Path(__file__).parents[2] / "../shared/reference/profiles"
 needs_dot = pytest.mark.skipif(shutil.which("dot") is None, reason="no dot program")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipedream.graph.command import UserError
+from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, moved, read_plan, write_plan
 
 

@@ -30,7 +30,7 @@ def expected():
 @pytest.fixture(scope="session")
 def profile():
     """Reads a published profile by name; skips where they are absent."""
-    from pipedream.graph.text import read_graph
+    from pipedream.graph.model import read_graph
 
     def read(name):
         path = REFERENCE / "profiles" / name / "graph.txt"

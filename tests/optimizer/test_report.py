@@ -3,10 +3,10 @@ from io import StringIO
 from rich.console import Console
 
 from pipedream.graph.cluster import Cluster, DeviceKind
-from pipedream.optimizer.cost import Paper
-from pipedream.optimizer.latency import Latency
-from pipedream.optimizer.optimize import Request, optimize
+from pipedream.optimizer.cost.models import Paper
 from pipedream.optimizer.report import _gap, print_report
+from pipedream.optimizer.search.latency import Latency
+from pipedream.optimizer.search.planner import Request, optimize
 
 
 def report(graph, machines, kinds=(), **options):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipedream.graph.text import read_graph
+from pipedream.graph.model import read_graph
+from pipedream.graph.profile import read_profile
 from pipedream.profiler.cli import main
-from pipedream.profiler.profile import read_profile
 
 Run = Callable[..., tuple[int, str, str]]
 

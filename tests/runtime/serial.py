@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pipedream.runtime.action import Kind
-from pipedream.runtime.schedule import schedule
+from pipedream.schedule.action import Kind
+from pipedream.schedule.schedule import schedule
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from plans import cut, make_plan
 from processes import free_port, run_processes
 from training import chain_config
 
-from pipedream.graph.config import OptimizerConfig
-from pipedream.graph.place import Place
-from pipedream.profiler.capture import capture
+from pipedream.capture.export import capture
+from pipedream.comm.launcher import Place
+from pipedream.graph.run_config import OptimizerConfig
 from pipedream.runtime import epochs
-from pipedream.runtime.engine import Engine
+from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.job import Job
 from pipedream.runtime.trainer import train
 

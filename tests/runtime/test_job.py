@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from plans import make_plan
 
-from pipedream.graph.command import UserError
-from pipedream.graph.config import DataFactory, Factory, RunConfig
+from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
+from pipedream.graph.run_config import DataFactory, Factory, RunConfig
 from pipedream.runtime.job import Job
 
 

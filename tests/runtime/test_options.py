@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn import functional as F
 from training import losses, run_jobs, weights
 
-from pipedream.graph.command import UserError
-from pipedream.graph.config import DataFactory, OptimizerConfig, RunConfig, SchedulerConfig
-from pipedream.graph.schedule_name import ScheduleName
-from pipedream.profiler.capture import capture
-from pipedream.runtime.data import Epoch
+from pipedream.capture.export import capture
+from pipedream.graph.choices import ScheduleName
+from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import DataFactory, OptimizerConfig, RunConfig, SchedulerConfig
+from pipedream.runtime.data.reader import Epoch
 from pipedream.runtime.job import Job
-from pipedream.runtime.learning_rate import make_scheduler
-from tests.runtime.test_semantics import (
+from pipedream.runtime.optim.rates import make_scheduler
+from tests.runtime.engine.test_semantics import (
     CLASSES,
     SGD,
     SUPPORT,

@@ -17,13 +17,12 @@ from small_models import Chain, Normed, Skips, Towers
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, pipeline
 
-from pipedream.graph.command import UserError
-from pipedream.graph.modules import read_modules
-from pipedream.optimizer.export import export, write_export
+from pipedream.capture.sources.load import Loaded
+from pipedream.graph.errors import UserError
+from pipedream.graph.profile import read_profile_of, write_profile
+from pipedream.optimizer.export.frameworks import export, write_export
 from pipedream.profiler.measure import Settings, measure
-from pipedream.profiler.profile import write_profile
-from pipedream.profiler.source import Loaded
-from pipedream.profiler.timing import Patience
+from pipedream.profiler.timing.statistics import Patience
 from pipedream.runtime.pipelining import split_policy
 
 MICROBATCHES = 4
@@ -58,7 +57,9 @@ def profiled(model: nn.Module, example: Tensor, folder: Path, pieces=None, repli
     write_profile(profile, folder / "profile.json")
     plan = make_plan(graph, pieces(graph) if pieces else cut(graph, 2), replicas)
     path = folder / "export-torch.json"
-    write_export(export("torch", plan, graph, read_modules(folder / "profile.json", graph)), path)
+    write_export(
+        export("torch", plan, graph, read_profile_of(folder / "profile.json", graph)), path
+    )
     return path
 
 

@@ -19,11 +19,11 @@ from plans import cut, make_plan
 from safetensors.torch import load_file
 from training import losses, run_jobs, weights
 
-from pipedream.graph.config import read_config
+from pipedream.capture.export import capture
 from pipedream.graph.plan import read_plan, write_plan
-from pipedream.profiler.capture import capture
+from pipedream.graph.run_config import read_config
+from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.job import Job
-from pipedream.runtime.legs import Position
 
 BIN = Path(sys.executable).parent
 SUPPORT = Path(small_models.__file__).parent

@@ -17,7 +17,7 @@ from processes import warm_context
 
 MAIN = {
     "pd-profile": "pipedream.profiler.cli",
-    "pd-optimize": "pipedream.optimizer.cli",
+    "pd-optimize": "pipedream.optimizer.cli.command",
     "pd-train": "pipedream.runtime.cli",
 }
 PROGRAMS = Path(sys.executable).parent

@@ -20,7 +20,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-from pipedream.runtime import launch
+from pipedream.runtime.supervise import launch
 
 
 @contextmanager

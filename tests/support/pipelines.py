@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pipedream.runtime.action import Action, Kind, Link, Worker
-from pipedream.runtime.pipeline import Pipeline
-from pipedream.runtime.play import Step
-from pipedream.runtime.schedule import Schedule, written
+from pipedream.schedule.action import Action, Kind, Link, Worker
+from pipedream.schedule.generate import Step
+from pipedream.schedule.schedule import Schedule, written
+from pipedream.schedule.spec import Pipeline
 
 Passes = Iterator[tuple[Worker, Step]]
 

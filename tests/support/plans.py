@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from pipedream.graph.choices import ScheduleName
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, PlannedGraph, Predicted, Stage
-from pipedream.graph.schedule_name import ScheduleName
 
 
 def make_plan(

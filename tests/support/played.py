@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipedream.graph.timeline import Event
-from pipedream.runtime.schedule import schedule
+from pipedream.schedule.schedule import schedule
 
 
 def played(replicas, minibatches, unit=0.01):

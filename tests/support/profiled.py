@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from pipedream.profiler.profile import (
+from pipedream.graph.model import Graph
+from pipedream.graph.profile import (
     Machine,
     Profile,
     ProfiledNode,
@@ -33,18 +35,18 @@ def layer(
     """A node of module `name`; its times in milliseconds."""
     tensor = ProfiledTensor(name="x", shape=(1,), dtype="float32", bytes=output, requires_grad=True)
     fields: dict[str, Any] = {"saved_bytes": 50, "workspace_bytes": 70, "parameter_bytes": 40}
-    return ProfiledNode(
-        id=f"node_{name}",
-        description=f"{op}()",
-        op=op,
-        module=name,
-        inputs=(),
-        parameters=(),
-        outputs=(tensor,),
-        forward_seconds=seconds(forward * 1e-3, spread),
-        backward_seconds=seconds(backward * 1e-3, spread),
-        **(fields | more),
-    )
+    fields |= {
+        "id": f"node_{name}",
+        "description": f"{op}()",
+        "op": op,
+        "module": name,
+        "inputs": (),
+        "parameters": (),
+        "outputs": (tensor,),
+        "forward_seconds": seconds(forward * 1e-3, spread),
+        "backward_seconds": seconds(backward * 1e-3, spread),
+    }
+    return ProfiledNode(**(fields | more))
 
 
 def profile(*nodes: ProfiledNode, **changes: Any) -> Profile:
@@ -66,3 +68,29 @@ def profile(*nodes: ProfiledNode, **changes: Any) -> Profile:
         "nodes": nodes,
     }
     return Profile(**(fields | changes))
+
+
+def profile_of(
+    graph: Graph, nodes: Mapping[str, Mapping[str, Any]] | None = None, **changes: Any
+) -> Profile:
+    """That of `graph`, its nodes but for what `nodes` says of them by their ids."""
+    profiled = [
+        layer(
+            name,
+            spread=0.0,
+            id=name,
+            description=node.description,
+            forward=node.forward_seconds * 1e3,
+            backward=node.backward_seconds * 1e3,
+            **(nodes or {}).get(name, {}),
+        )
+        for name, node in graph.nodes.items()
+    ]
+    return profile(*profiled, **({"graph_fingerprint": graph.fingerprint} | changes))
+
+
+def leaving(name: str, bytes: int = 8) -> tuple[ProfiledTensor, ...]:
+    """One tensor of a node."""
+    return (
+        ProfiledTensor(name=name, shape=(1,), dtype="float32", bytes=bytes, requires_grad=True),
+    )

@@ -11,9 +11,9 @@ from unittest.mock import patch
 from processes import free_port, run_processes
 from torch import Tensor
 
-from pipedream.graph.config import DataFactory, Factory, OptimizerConfig, RunConfig
-from pipedream.graph.place import Place
-from pipedream.runtime.checkpoint import latest, load_all
+from pipedream.comm.launcher import Place
+from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
+from pipedream.runtime.checkpoint.files import latest, load_all
 from pipedream.runtime.job import Job
 from pipedream.runtime.trainer import train
 
@@ -26,7 +26,8 @@ def run_jobs(jobs: Sequence[Job], seconds: float = 100.0) -> None:
 
 
 def _train_all(rank: int, workers: int, jobs: Sequence[Job], ports: Sequence[int]) -> None:
-    with patch("pipedream.runtime.recording.draw"):  # the commands' own tests look at the picture
+    # The commands' own tests look at the picture.
+    with patch("pipedream.runtime.report.recording.draw"):
         for job, port in zip(jobs, ports, strict=True):
             gc.freeze()  # a run ends with unfreezing all that the process has ever imported
             train(job, Place(rank, workers, rank, workers, "127.0.0.1", port))

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import pipedream.runtime.trainer  # noqa: F401
-from pipedream.profiler.capture import capture
-from pipedream.profiler.from_torchvision import load_torchvision
+from pipedream.capture.export import capture
+from pipedream.capture.sources.torchvision import load_torchvision
 
 torch.set_num_threads(1)
 load_torchvision("squeezenet1_1", {})

@@ -1,0 +1,147 @@
+"""Why a model cannot be captured, in one line: where, the reason, and what to do."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.utils import _pytree as pytree
+
+from pipedream.capture.sources.user_code import blame, is_the_users, package_folders, place
+from pipedream.graph.errors import UserError
+
+DATA_DEPENDENT = (
+    "its control flow, a number or a shape depends on the data; use torch.where or masks of fixed "
+    "shape, or leave this part out of the model"
+)
+
+# What an error says, and what that means. A name of a class, or words of the message.
+_KNOWN = (
+    (r"^GuardOnDataDependentSymNode|^DynamicOutputShape", DATA_DEPENDENT),
+    (r"\.numpy\(\) is not supported", "it goes through numpy, where no graph and no gradient "
+     "follow; use torch's functions"),
+    (r"FakeTensor.__format__", "it formats the value of a tensor, which is not known yet; leave "
+     "the print or log out of forward"),
+    (r"nested_?tensor|is not tracked with proxy", "nested tensors have no fixed shapes; pad to a "
+     "fixed length and use a mask"),
+    (r"fake tensor in the exported program constant's list", "it writes to a tensor's .data, or "
+     "does something else that leaves no operator; write what it computes as operators on tensors"),
+    (r"in output, which is not a known type", "it returns an object that torch does not know as "
+     "a structure of tensors; return tensors, tuples, lists or dicts of them, or register its "
+     "class by torch.export.register_dataclass"),
+    (r"not linked with support for cuda|Found no NVIDIA driver|Torch not compiled with CUDA",
+     "it moves a tensor to a GPU that is not there; write .to(x.device), with a tensor x that "
+     "it is given"),
+    (r"missing the required \"forward\" function", "it has no forward: return a module that has "
+     "one, say nn.Sequential"),
+    (r"_add_batch_dim|functorch", "it uses torch.func or vmap; write the batched operators "
+     "themselves"),
+    (r"Cannot access data pointer|erroneously tracing into a custom kernel", "it copies a module "
+     "or calls an extension on tensors that have no data yet; register the extension by "
+     "torch.library.custom_op with a fake implementation"),
+    (r"UnsupportedOperatorException|NotImplementedError: (aten|\w+)::", "torch.export cannot "
+     "follow this operator; use others, or register it by torch.library.custom_op"),
+)  # fmt: skip
+
+
+def refused(error: BaseException, model: nn.Module) -> UserError:
+    """The user's line of what `model` raised while it was captured."""
+    known = f"{type(error).__name__}: {error}"
+    reason = next((means for sign, means in _KNOWN if re.search(sign, known)), None)
+    if isinstance(error, UserError):
+        reason = error.message
+    elif any("torch/distributed/" in frame.filename for frame in _frames(error)):
+        reason = (
+            "it calls torch.distributed; leave communication to pd-train, which adds it between "
+            "stages and replicas"
+        )
+    elif reason is None:
+        reason = blame(error).removeprefix(place(error))
+    return cannot(model, reason, place(error) or _place_in_library(error))
+
+
+def cannot(model: nn.Module, reason: str, where: str = "") -> UserError:
+    """`where` is `FILE:LINE: `; without it, the beginning of the model's forward, if the user's."""
+    name = type(model).__name__
+    return UserError(f"{where or _forward(model)}{name} cannot be captured: {reason}")
+
+
+def place_of(node: fx.Node) -> str:
+    """`FILE:LINE: ` of the line that called an operator of an exported graph, if it is known."""
+    files = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    theirs = [each for each in files if is_the_users(each[0])] or files
+    return "{}:{}: ".format(*theirs[-1]) if theirs else ""
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises UserError for what no error of torch.export would explain, or what it would lose."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise cannot(
+                model,
+                f"{_called(path)} is a ScriptModule, whose code is not Python; use the module it "
+                "was made from",
+            )
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise cannot(model, _hooked(_called(path)))
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise cannot(
+                model,
+                f"{name} has no shape yet; call the model once on an example in its factory",
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise cannot(model, _hooked(name))
+
+
+def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises UserError where an input is neither a tensor nor a plain value."""
+    for keys, leaf in pytree.tree_leaves_with_path((args, kwargs)):
+        if not isinstance(leaf, (torch.Tensor, bool, int, float, complex, str, type(None))):
+            where = f"input {pytree.keystr(keys[1:])}"
+            kind = type(leaf).__name__
+            raise cannot(model, f"{where} is a {kind}: give tensors, also in tuples and dicts")
+
+
+def _called(path: str) -> str:
+    return f"its module {path}" if path else "it"
+
+
+def _hooked(what: str) -> str:
+    return (
+        f"{what} has a hook on its gradients, which would not be called; take it off, or write a "
+        "torch.autograd.Function"
+    )
+
+
+def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
+    yield from traceback.extract_tb(error.__traceback__)
+
+
+def _place_in_library(error: BaseException) -> str:
+    """Of a model from a library, the last line that is neither torch's nor of this package."""
+    own = (str(Path(torch.__file__).parent), *package_folders())
+    theirs = [
+        frame
+        for frame in _frames(error)
+        if "site-packages" in frame.filename and not frame.filename.startswith(own)
+    ]
+    if not theirs:
+        return ""
+    return f"{theirs[-1].filename.rpartition('site-packages/')[2]}:{theirs[-1].lineno}: "
+
+
+def _forward(model: nn.Module) -> str:
+    try:
+        file = inspect.getsourcefile(type(model).forward) or ""
+        line = inspect.getsourcelines(type(model).forward)[1]
+    except (OSError, TypeError, AttributeError):
+        return ""
+    return f"{file}:{line}: " if is_the_users(file) else ""

@@ -1,0 +1,204 @@
+"""A captured model does the same for every minibatch: refused is a model that does not.
+
+torch.export runs a model once. What Python decides in that run, by its own random numbers or by
+what an earlier call has left behind, would be so for every minibatch.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+import numpy as np
+from torch import nn
+from torch.export import ExportedProgram
+
+from pipedream.capture.capture_errors import cannot
+from pipedream.capture.sources.user_code import is_the_users
+from pipedream.graph.errors import UserError
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_CONTAINERS = (list, dict, set)
+_ABSENT = object()
+_MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
+
+
+def export_steady(
+    model: nn.Module, export: Callable[[], ExportedProgram], call: Callable[[], object]
+) -> ExportedProgram:
+    """What `export` gives for `model`, whose attributes are as they were afterwards.
+
+    `call` calls the model, to find the line to blame. Raises UserError where another call of the
+    model may do something else.
+    """
+    names = {name for name, _ in model.named_parameters()}
+    randoms = {name: probe() for name, probe in _RANDOM.items()}
+    with _watching(model) as changes:
+        program = export()
+    for name, probe in _RANDOM.items():
+        if probe() != randoms[name]:
+            reason = (
+                f"it draws from {name}, whose numbers would be the same for every minibatch; draw "
+                "from torch, and choose by torch.where, or turn this off"
+            )
+            raise cannot(model, reason, _line_that_changes(probe, call))
+    if made := sorted({name for name, _ in model.named_parameters()} - names):
+        raise cannot(model, f"it makes {made[0]} as it runs; make all parameters in __init__")
+    if changes and not _same_again(changes, program, export):
+        first = changes[0][0]
+        reason = (
+            f"{first.name} changes as it runs, and what it computes with it; make it a buffer, a "
+            "tensor that is written in place"
+        )
+        raise cannot(model, reason, _line_that_changes(first.now, call))
+    return program
+
+
+@contextmanager
+def _watching(model: nn.Module) -> Iterator[list[tuple[_Attribute, _Attribute]]]:
+    """The attributes that a call of the model in here changes, as they were and as they became.
+
+    They are looked at when the call ends, since torch.export puts most of them back.
+    """
+    before = _attributes(model)
+    changes: list[tuple[_Attribute, _Attribute]] = []
+
+    def look(*_: object) -> None:
+        after = _attributes(model)
+        for place in {**before, **after}:
+            old = before.get(place) or replace(after[place], value=_ABSENT, held=None)
+            new = after.get(place) or replace(old, value=_ABSENT, held=None)
+            if not _same(old.value, new.value) or not _same_held(old.held, new.held):
+                changes.append((old, new))
+
+    hook = model.register_forward_hook(look)
+    try:
+        yield changes
+    finally:
+        hook.remove()
+        for old, _ in changes:
+            old.put()
+
+
+def _same_again(
+    changes: list[tuple[_Attribute, _Attribute]],
+    program: ExportedProgram,
+    export: Callable[[], ExportedProgram],
+) -> bool:
+    """Whether what a call has left behind makes no difference to the next one."""
+    for _, new in changes:
+        new.put()
+    try:
+        return _text(export()) == _text(program)
+    except UserError:
+        return False
+    finally:
+        for old, _ in changes:
+            old.put()
+
+
+def _text(program: ExportedProgram) -> str:
+    return re.sub(r"\.call\d+", "", program.graph_module.code)
+
+
+_RANDOM: dict[str, Callable[[], object]] = {
+    "Python's random": random.getstate,
+    "numpy.random": lambda: repr(np.random.get_state(legacy=False)),
+}
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """A Python attribute of a module as it was; of a list, dict or set also what was in it."""
+
+    module: nn.Module
+    key: str
+    name: str
+    value: Any
+    held: Any
+
+    def put(self) -> None:
+        """Makes the attribute again what it was."""
+        if type(self.value) is list:
+            self.value[:] = self.held
+        elif type(self.value) in (dict, set):
+            self.value.clear()
+            self.value.update(self.held)
+        vars(self.module)[self.key] = self.value
+        if self.value is _ABSENT:
+            del vars(self.module)[self.key]
+
+    def now(self) -> object:
+        """What tells its values apart."""
+        value = vars(self.module).get(self.key, _ABSENT)
+        return value if isinstance(value, _PLAIN) else (id(value), repr(_ids(value)))
+
+
+def _attributes(model: nn.Module) -> dict[tuple[nn.Module, str], _Attribute]:
+    return {
+        (module, key): _Attribute(
+            module, key, f"{path}.{key}" if path else key, value, _held(value)
+        )
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if key not in _MODULES_OWN
+    }
+
+
+def _ids(value: Any) -> Any:
+    """Which objects a list, dict or set holds."""
+    held = value.values() if type(value) is dict else _held(value) or ()
+    return [each if isinstance(each, _PLAIN) else id(each) for each in held]
+
+
+def _held(value: Any) -> Any:
+    return type(value)(value) if type(value) in _CONTAINERS else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    return one is other or (
+        isinstance(one, _PLAIN) and type(one) is type(other) and bool(one == other)
+    )
+
+
+def _same_held(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one is None or bool(one == other)
+
+
+def _line_that_changes(probe: Callable[[], object], call: Callable[[], object]) -> str:
+    """`FILE:LINE: ` of the user's line in which `probe()` becomes another as `call()` runs."""
+    before, last, found = probe(), "", ""
+
+    def look(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal last, found
+        if not found and last and probe() != before:
+            found = last
+        last = f"{frame.f_code.co_filename}:{frame.f_lineno}: "
+        return look
+
+    def enter(frame: FrameType, event: str, argument: Any) -> Any:
+        if found or not is_the_users(frame.f_code.co_filename):
+            return None
+        return look(frame, event, argument)
+
+    tracing = sys.gettrace()
+    sys.settrace(enter)
+    try:
+        call()
+    except Exception:  # it is refused in any case
+        pass
+    finally:
+        sys.settrace(tracing)
+    return found

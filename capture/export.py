@@ -1,0 +1,374 @@
+"""The one way in which a model becomes a graph: torch.export, one node per innermost module."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from pipedream.capture.autograd_functions import backward_kept
+from pipedream.capture.capture_errors import (
+    DATA_DEPENDENT,
+    cannot,
+    check_inputs,
+    check_model,
+    place_of,
+    refused,
+)
+from pipedream.capture.constants import constants
+from pipedream.capture.determinism_check import export_steady
+from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
+from pipedream.capture.grouping import Group, group_by_module
+from pipedream.capture.sources.user_code import check_call
+from pipedream.capture.suppress_output import quiet
+from pipedream.graph.errors import UserError
+from pipedream.graph.model import Graph, Node
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the captured model: made by graph node `node`, called `name` in the fx graph."""
+
+    name: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OutSpec:
+    """What a model returns: a pytree, and those of its leaves, by number, that are no tensors."""
+
+    tree: pytree.TreeSpec
+    fixed: Mapping[int, Any]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model as a graph of nodes over an fx graph of ATen operators.
+
+    `graph` has the structure and the sizes, no times; ids are node1, node2, ... in the order of
+    execution, and the inputs of the model come first as `Input0`, `Input1`, ...
+    `module` has one placeholder for each input tensor of the model (inputs flattened), parameters,
+    buffers and constants as get_attr under their qualified names, and writes in place to buffers
+    only. `owner` gives each fx node (placeholders and operators) its graph node, except for
+    constants, which every piece makes for itself; `values` gives each tensor with an owner its
+    shape. `inputs` and `outputs` are the names of the values that the model takes and returns,
+    `out_spec` the structure in which it returned them.
+    `module_paths` gives each graph node the module it is a call of (a functional operator: the
+    module whose code calls it); `parameters` the qualified names of the parameters it reads.
+    """
+
+    graph: Graph
+    module: fx.GraphModule
+    owner: Mapping[str, str]
+    values: Mapping[str, Value]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    out_spec: OutSpec
+    module_paths: Mapping[str, str]
+    parameters: Mapping[str, tuple[str, ...]]
+
+    @property
+    def working(self) -> tuple[str, ...]:
+        """The graph nodes but the inputs, in the order of the graph."""
+        return tuple(name for name in self.graph.order if not self.graph.nodes[name].is_input)
+
+
+def rebuild(outputs: Sequence[torch.Tensor], out_spec: OutSpec) -> Any:
+    """The structure that a model returns, made of the tensors named in `Captured.outputs`."""
+    tensors, fixed = iter(outputs), out_spec.fixed
+    leaves = [
+        fixed[index] if index in fixed else next(tensors)
+        for index in range(out_spec.tree.num_leaves)
+    ]
+    return pytree.tree_unflatten(leaves, out_spec.tree)
+
+
+def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The input tensors of a call in the order of `Captured.inputs`."""
+    leaves, _ = pytree.tree_flatten((args, dict(kwargs)))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def capture(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    training: bool = True,
+) -> Captured:
+    """Captures `model`, in training mode or in eval mode, as it runs on these inputs.
+
+    Raises UserError with the reason where torch.export cannot capture the model, or what it
+    captures is no fixed sequence of operators on tensors of fixed shapes.
+    """
+    count = len(args) + len(kwargs or {})
+    check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs or {})
+    model.train(training)
+    check_model(model)
+    check_inputs(model, args, dict(kwargs or {}))
+    program = export_steady(
+        model,
+        lambda: _export(model, args, dict(kwargs or {})),
+        lambda: model(*args, **(kwargs or {})),
+    )
+    module, outputs, out_spec = _unlift(program, model)
+    _refuse_data_dependence(module, model)
+    if (writer := writes_parameter(module)) is not None:
+        reason = "it writes into a parameter, of which a pipeline keeps several versions"
+        raise cannot(
+            model, f"{reason}; make it a buffer, or leave it to the optimizer", place_of(writer)
+        )
+    make_functional(module)
+    make_dense(module)
+    fixed = constants(module)
+    operators = [node for node in module.graph.nodes if node.op == "call_function"]
+    groups = group_by_module([node for node in operators if node not in fixed], module, model)
+    if not groups:
+        raise UserError(f"{type(model).__name__} has no operator: there is nothing to measure")
+    try:
+        return _assemble(module, groups, outputs, out_spec)
+    except RuntimeError as error:  # an operator that torch.export took, and that cannot run
+        raise refused(error, model) from error
+
+
+def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    try:
+        with quiet(), backward_kept(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(model, args, kwargs, strict=False)
+    except (Exception, SystemExit) as error:  # whatever the model's own code raises
+        raise refused(error, model) from error
+
+
+def _refuse_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:
+    """Raises UserError where a number taken from a tensor, or a shape, depends on the data."""
+    for node in module.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            shape = value.shape if isinstance(value, torch.Tensor) else [value]
+            if any(isinstance(size, _SYMBOLIC) for size in shape):
+                raise cannot(model, DATA_DEPENDENT, place_of(node))
+
+
+def _unlift(
+    program: ExportedProgram, model: nn.Module
+) -> tuple[fx.GraphModule, tuple[str, ...], OutSpec]:
+    """The program with parameters, buffers and constants as attributes; its outputs' names.
+
+    A tied parameter goes by the first of its names, as in `model.named_parameters()`.
+    """
+    held: dict[str, Any] = {**program.state_dict, **program.constants}
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    attributes = {
+        spec.arg.name: first.get(id(held[spec.target]), spec.target)
+        for spec in program.graph_signature.input_specs
+        if spec.kind is not InputKind.USER_INPUT and spec.target is not None
+    }
+    root = nn.Module()
+    graph = fx.Graph()
+    renamed: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.op == "placeholder" and node.name in attributes:
+            target = attributes[node.name]
+            _attach(root, target, held[target])
+            renamed[node] = graph.create_node("get_attr", target, name=node.name)
+        elif node.op == "get_attr":
+            _attach(root, node.target, getattr(program.graph_module, node.target))
+            renamed[node] = graph.node_copy(node)
+        else:
+            renamed[node] = graph.node_copy(node, renamed.__getitem__)
+        renamed[node].meta = dict(node.meta)
+    names, out_spec = _user_outputs(program)
+    by_name = {node.name: renamed[node] for node in renamed}
+    graph.output(tuple(by_name[name] for name in names))
+    module = fx.GraphModule(root, graph)
+    _drop_dead(module)
+    return module, tuple(by_name[name].name for name in names), out_spec
+
+
+def _user_outputs(program: ExportedProgram) -> tuple[list[str], OutSpec]:
+    """The names of the tensors that the program returns, and what it makes of them."""
+    tree = program.call_spec.out_spec
+    assert tree is not None
+    specs = program.graph_signature.output_specs
+    returned = [spec.arg for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
+    fixed = {
+        index: each.value
+        for index, each in enumerate(returned)
+        if isinstance(each, ConstantArgument)
+    }
+    return [each.name for each in returned if not isinstance(each, ConstantArgument)], OutSpec(
+        tree, fixed
+    )
+
+
+def _attach(root: nn.Module, name: str, value: Any) -> None:
+    """Sets `root.a.b.c`, whatever it is: parameter, buffer, constant or submodule."""
+    *path, last = name.split(".")
+    for part in path:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = getattr(root, part)
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        root.register_buffer(last, value)
+    else:
+        setattr(root, last, value)
+
+
+def _drop_dead(module: fx.GraphModule) -> None:
+    """Removes what export leaves behind: assertions, unused values, inputs that are no tensors."""
+    for node in reversed(module.graph.nodes):
+        if "_assert" in str(node.target) and not node.users:
+            module.graph.erase_node(node)
+    module.graph.eliminate_dead_code()
+    for node in list(module.graph.nodes):
+        no_tensor = node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
+        if no_tensor and not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+
+
+class _Gradients(fx.Interpreter):
+    """Runs the graph on fake tensors and notes what every operator gives.
+
+    Every attribute is made fake beforehand: torch would compute with the true value of a number
+    such as batch norm's count of batches, and so count one that never was.
+    """
+
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(module)
+        self.mode = mode
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        return self.mode.from_tensor(value) if real else value
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, torch.Tensor) and n.op != "get_attr":
+            self.seen[n.name] = result
+        return result
+
+
+def _fake_values(module: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """Every tensor of the graph, without data: shapes, types, and whether a gradient flows."""
+    held = (*module.parameters(), *module.buffers())
+    modes = (tensor.fake_mode for tensor in held if isinstance(tensor, FakeTensor))
+    mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.enable_grad():
+        inputs = [
+            torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+            for node in module.graph.nodes
+            if node.op == "placeholder"
+        ]
+        interpreter = _Gradients(module, mode)
+        interpreter.run(*inputs)
+    return interpreter.seen
+
+
+def _assemble(
+    module: fx.GraphModule,
+    groups: Sequence[Group],
+    outputs: tuple[str, ...],
+    out_spec: OutSpec,
+) -> Captured:
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    sources = [Group(f"Input{index}", "", [node]) for index, node in enumerate(inputs)]
+    named = {f"node{index}": group for index, group in enumerate([*sources, *groups], start=1)}
+    owner = {node.name: name for name, group in named.items() for node in group.nodes}
+    values = {
+        name: Value(name, owner[name], tuple(fake.shape), fake.dtype, fake.requires_grad)
+        for name, fake in _fake_values(module).items()
+        if name in owner
+    }
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    parameters = {
+        name: _unique(_parameters_read(known, group.nodes)) for name, group in named.items()
+    }
+    return Captured(
+        graph=_graph(module, named, owner, values, parameters, frozenset(outputs)),
+        module=module,
+        owner=owner,
+        values=values,
+        inputs=tuple(node.name for node in inputs),
+        outputs=outputs,
+        out_spec=out_spec,
+        module_paths={name: group.path for name, group in named.items()},
+        parameters=parameters,
+    )
+
+
+def _graph(
+    module: fx.GraphModule,
+    named: Mapping[str, Group],
+    owner: Mapping[str, str],
+    values: Mapping[str, Value],
+    parameters: Mapping[str, tuple[str, ...]],
+    returned: frozenset[str],
+) -> Graph:
+    seen: set[str] = set()
+    nodes: dict[str, Node] = {}
+    edges: dict[tuple[str, str], None] = {}
+    for name, group in named.items():
+        fresh = [parameter for parameter in parameters[name] if parameter not in seen]
+        seen.update(fresh)
+        sizes = [
+            float(values[node.name].bytes)
+            for node in group.nodes
+            if node.op != "placeholder" and node.name in values and _leaves(node, owner, returned)
+        ]
+        nodes[name] = Node(
+            id=name,
+            description=group.description,
+            activation_bytes=tuple(sizes) or (0.0,),
+            parameter_bytes=float(sum(_bytes(module.get_parameter(p)) for p in fresh)),
+            several_outputs=len(sizes) > 1,
+        )
+        for node in group.nodes:
+            for source in node.all_input_nodes:
+                if owner.get(source.name, name) != name:
+                    edges[owner[source.name], name] = None
+    return Graph(nodes, tuple(edges))
+
+
+def _leaves(node: fx.Node, owner: Mapping[str, str], returned: frozenset[str]) -> bool:
+    """Whether a value is read outside the graph node that makes it."""
+    return node.name in returned or any(
+        owner.get(user.name, owner[node.name]) != owner[node.name] for user in node.users
+    )
+
+
+def _parameters_read(known: Set[str], nodes: Iterable[fx.Node]) -> Iterable[str]:
+    """Those of the `known` parameters that these operators read."""
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source.op == "get_attr" and source.target in known:
+                yield str(source.target)
+
+
+def _unique(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

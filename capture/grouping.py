@@ -1,0 +1,107 @@
+"""Which operators form one node: a call of an innermost module, or one functional operator."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+from torch import fx, nn
+
+from pipedream.capture.functionalize import writes_shared_memory
+
+
+@dataclass
+class Group:
+    """The operators of one graph node, in order; `path` is the module whose code called them."""
+
+    description: str
+    path: str
+    nodes: list[fx.Node] = field(default_factory=list)
+
+
+def group_by_module(
+    operators: Sequence[fx.Node], module: fx.GraphModule, model: nn.Module
+) -> list[Group]:
+    """Groups these operators of an exported graph, in the order of execution.
+
+    A module call is innermost if it calls no module that computes something. Its operators stand
+    together, so the groups are intervals of a topological order and form no cycle.
+    """
+    outer = {key for node in operators for key in _calls(node)[:-1]}
+    groups: list[Group] = []
+    of: dict[fx.Node, Group] = {}
+    last_key = ""
+    for node in operators:
+        key = (_calls(node) or [""])[-1]
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            group = of[node.args[0]]
+        elif groups and key == last_key and key not in outer and key:
+            group = groups[-1]
+        else:
+            group = Group(*_describe(node, model, key in outer or not key))
+            groups.append(group)
+            last_key = key
+        group.nodes.append(node)
+        of[node] = group
+    return _in_order(_join_shared_memory(groups, module), module)
+
+
+def _calls(node: fx.Node) -> list[str]:
+    """The module calls around an operator, outermost first; a second call has a key of its own."""
+    return list(node.meta.get("nn_module_stack") or {})
+
+
+def _describe(node: fx.Node, model: nn.Module, functional: bool) -> tuple[str, str]:
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(next(reversed(stack.values()))[0]) if stack else ""
+    if functional:
+        return operator_name(node), path
+    return repr(model.get_submodule(path)).replace("\n", ""), path
+
+
+def operator_name(node: fx.Node) -> str:
+    """`aten.scaled_dot_product_attention.default` as `ScaledDotProductAttention`."""
+    name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
+    return "".join(part[:1].upper() + part[1:] for part in name.split("_")) or name
+
+
+def _join_shared_memory(groups: list[Group], module: fx.GraphModule) -> list[Group]:
+    """Makes one group of all that reads and writes the same memory, and of what lies between."""
+    of = {node: index for index, group in enumerate(groups) for node in group.nodes}
+    for together in writes_shared_memory(module):
+        parts = nx.DiGraph(
+            (of[source], of[node])
+            for node in of
+            for source in node.all_input_nodes
+            if source in of and of[source] != of[node]
+        )
+        ends = {of[node] for node in together if node in of}
+        parts.add_nodes_from(ends)
+        below = set().union(*(nx.descendants(parts, end) for end in ends))
+        above = set().union(*(nx.ancestors(parts, end) for end in ends))
+        joined = sorted(ends | (below & above))
+        first = groups[joined[0]]
+        for index in joined[1:]:
+            first.nodes += groups[index].nodes
+            groups[index].nodes = []
+        first.description = first.description if len(joined) == 1 else "InPlace"
+        of = {node: index for index, group in enumerate(groups) for node in group.nodes}
+    return [group for group in groups if group.nodes]
+
+
+def _in_order(groups: list[Group], module: fx.GraphModule) -> list[Group]:
+    """Groups in a topological order that keeps to the order of execution where it can."""
+    position = {node: index for index, node in enumerate(module.graph.nodes)}
+    of = {node: index for index, group in enumerate(groups) for node in group.nodes}
+    parts: nx.DiGraph[int] = nx.DiGraph()
+    parts.add_nodes_from(range(len(groups)))
+    for node, index in of.items():
+        sources = (of[source] for source in node.all_input_nodes if source in of)
+        parts.add_edges_from((source, index) for source in sources if source != index)
+    last = [max(position[node] for node in group.nodes) for group in groups]
+    for group in groups:
+        group.nodes.sort(key=position.__getitem__)
+    order = nx.lexicographical_topological_sort(parts, key=last.__getitem__)
+    return [groups[index] for index in order]

@@ -1,0 +1,79 @@
+"""The loss that a run config names, as a function of what the model returns and the target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pipedream.capture.sources.user_code import blaming, load_function
+from pipedream.graph.errors import UserError
+
+Loss = Callable[[Any, Any], Tensor]
+"""(what the model returns, target) -> scalar, a mean over the minibatch."""
+
+
+def load_loss(name: str, directory: Path) -> Loss:
+    """A function of torch.nn.functional by name, `package.module:function`, or `output`.
+
+    `output` is for models that return their own loss, as a scalar or as the first of several
+    outputs. Raises UserError if there is no such function.
+    """
+    if name == "output":
+        return _own_loss
+    if ":" in name:
+        found = load_function(name, directory)
+        if isinstance(found, type):
+            raise UserError(f"loss {name}: this is a class: name a function of (output, target)")
+        return checked(found, name)
+    function = getattr(functional, name, None)
+    if not callable(function) or isinstance(function, type):
+        raise UserError(
+            f"loss {name!r}: torch.nn.functional has no such function; write cross_entropy, "
+            "mse_loss, package.module:function, or output"
+        )
+    return checked(function, name)
+
+
+def checked(function: Callable[..., Any], name: str) -> Loss:
+    """`function`, with a line for the user where it raises, or gives no scalar to learn from."""
+
+    def loss(output: Any, target: Any) -> Tensor:
+        with blaming(f"loss {name}"):
+            value = function(output, target)
+        return _scalar(value, f"loss {name} gives")
+
+    return loss
+
+
+def _own_loss(output: Any, target: Any) -> Tensor:
+    first = output if isinstance(output, Tensor) else next(iter(_values(output)))
+    return _scalar(first, "loss output: the model returns first")
+
+
+def _scalar(value: Any, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise UserError(f"{what} a {type(value).__name__}, not a scalar tensor")
+    if value.dim() or not value.is_floating_point():
+        kind = f"{list(value.shape)} of {str(value.dtype)[6:]}"
+        raise UserError(f"{what} a tensor {kind}, not a real scalar: take a mean")
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise UserError(f"{what} what depends on no parameter: nothing could be learned")
+    return value
+
+
+def _values(output: Any) -> Any:
+    return output.values() if isinstance(output, dict) else output
+
+
+def accuracy(output: Any, target: Any) -> tuple[int, int] | None:
+    """How many of how many predictions are right, for logits [..., classes] and targets [...]."""
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        return None
+    if target.is_floating_point() or output.shape[:-1] != target.shape:
+        return None
+    return int((output.argmax(-1) == target).sum()), target.numel()

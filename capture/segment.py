@@ -1,0 +1,99 @@
+"""A piece of a captured model that runs by itself: one node for the profiler, a stage for a run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from pipedream.capture.export import Captured
+from pipedream.capture.functionalize import written
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`module(*inputs) -> tuple of outputs`, holding only its own parameters and buffers.
+
+    `inputs` and `outputs` are names of values of the capture (`captured.values[name]`). Parameters
+    and buffers keep the names they have in the model.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def written_buffers(self) -> tuple[str, ...]:
+        """The buffers that a forward pass changes, such as batch norm's statistics."""
+        changed = (node for each in self.module.graph.nodes for node in _changed(each))
+        return tuple(dict.fromkeys(str(node.target) for node in changed if node.op == "get_attr"))
+
+    def to(self, device: torch.device) -> Segment:
+        """Moves parameters, buffers and the device named in `arange` and the like. In place."""
+        self.module.to(device)
+        for part in self.module.modules():
+            if isinstance(part, fx.GraphModule):
+                for node in part.graph.nodes:
+                    if "device" in node.kwargs:
+                        node.update_kwarg("device", device)
+                part.recompile()
+        return self
+
+
+def segment(captured: Captured, nodes: Collection[str], keep: Collection[str] = ()) -> Segment:
+    """The piece of `captured` made of the graph nodes `nodes`.
+
+    Its inputs are the values it reads from other nodes, inputs of the model among them, wherever
+    the input's own node stands; its outputs those that other nodes read, and those in `keep`.
+    """
+    members = _members(captured, nodes)
+    inside = [node for node in captured.module.graph.nodes if node in members]
+    read = {source: None for node in inside for source in node.all_input_nodes}
+    inputs = [source for source in read if source.op != "get_attr" and source not in members]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in inputs:
+        copies[source] = graph.create_node("placeholder", source.name, name=source.name)
+    for source in read:
+        if source.op == "get_attr":
+            copies[source] = graph.node_copy(source)
+    for node in inside:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    outputs = [
+        node
+        for node in inside
+        if node.name in captured.owner and (node.name in keep or _leaves(node, members))
+    ]
+    graph.output(tuple(copies[node] for node in outputs))
+    module = fx.GraphModule(captured.module, graph)
+    return Segment(
+        module, tuple(node.name for node in inputs), tuple(node.name for node in outputs)
+    )
+
+
+def _members(captured: Captured, nodes: Collection[str]) -> set[fx.Node]:
+    """The operators of these graph nodes, and the constants that they read."""
+    operators = [node for node in captured.module.graph.nodes if node.op == "call_function"]
+    members = {node for node in operators if captured.owner.get(node.name) in nodes}
+    for node in reversed(operators):
+        if node.name not in captured.owner and not members.isdisjoint(node.users):
+            members.add(node)
+    return members
+
+
+def _leaves(node: fx.Node, members: set[fx.Node]) -> bool:
+    return any(user not in members and user.op != "output" for user in node.users)
+
+
+def _changed(node: fx.Node) -> Iterator[fx.Node]:
+    """What an operator writes: its schema says so, but for the statistics of batch norm."""
+    target = written(node)
+    if target is not None:
+        yield target
+    if isinstance(node.target, torch._ops.OpOverload):
+        arguments = zip(node.target._schema.arguments, node.args, strict=False)
+        for argument, value in arguments:
+            if argument.name in ("running_mean", "running_var") and isinstance(value, fx.Node):
+                yield value

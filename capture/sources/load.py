@@ -1,0 +1,208 @@
+"""How a MODEL argument, or a run config, becomes a model with example inputs, and its data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from pipedream.capture.fake_tensors import check_without_memory, with_data, without_memory
+from pipedream.capture.loss import load_loss
+from pipedream.capture.sources.datasets import huggingface
+from pipedream.capture.sources.example_inputs import examples
+from pipedream.capture.sources.image_folder import image_folder
+from pipedream.capture.sources.minibatch import Dataset, minibatch
+from pipedream.capture.sources.timm import load_timm, timm_shape
+from pipedream.capture.sources.torchvision import image_shape, load_torchvision
+from pipedream.capture.sources.transformers import (
+    load_transformers,
+    take_labels,
+    transformers_inputs,
+)
+from pipedream.capture.sources.user_code import accepts, blaming, call, load_function
+from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import RunConfig
+
+__all__ = [
+    "Loaded",
+    "accepts",
+    "blaming",
+    "call",
+    "load",
+    "load_config",
+    "load_config_model",
+    "load_data",
+    "load_function",
+]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in training mode and what to call it with: `model(*args, **kwargs)`.
+
+    `autocast`: the lower precision in which it is to be run. `loss`, of what it then returns, where
+    that is known. `read` reads a minibatch of the examples with these numbers, of the `examples`
+    that there are.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    autocast: str | None = None
+    loss: Callable[[Any], Tensor] | None = None
+    read: Callable[[Sequence[int]], object] | None = None
+    examples: int = 0
+
+
+def load(
+    source: str,
+    args: Mapping[str, Any],
+    batch_size: int,
+    inputs: tuple[str, ...] = (),
+    meta: bool = False,
+) -> Loaded:
+    """The model that `source` names, made with `args`, and inputs of `batch_size` examples.
+
+    `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`. A
+    factory gives a module, or a module and its example inputs, or these and a dictionary of inputs
+    by keyword; it is told `batch_size` if it has a parameter of that name. `inputs` describe the
+    inputs (see `example`) and override the model's own. With `meta` the model has no memory: see
+    `memoryless`. Raises UserError.
+    """
+    library, _, name = source.partition(":")
+    model, own = _make(source, args, batch_size, None, meta)
+    if library == "transformers":
+        positional, named = transformers_inputs(model, source, batch_size, inputs)
+        return Loaded(model.train(), positional, named)
+    if not inputs and library == "torchvision":
+        inputs = (image_shape(name, args),)
+    if not inputs and library == "timm":
+        inputs = (timm_shape(model, args),)
+    if not inputs and own is None:
+        raise UserError(
+            f"{source} gives no example inputs: describe them with --input 3x32x32, or "
+            "--input 128:int64:50257 for whole numbers, once for each input, without the batch"
+        )
+    if inputs or own is None:
+        return Loaded(model.train(), examples(inputs, batch_size))
+    return Loaded(model.train(), *own)
+
+
+def load_config(
+    config: RunConfig, directory: Path, batch_size: int | None = None, meta: bool = False
+) -> Loaded:
+    """The model of a run config and the first minibatch of its data as example inputs.
+
+    With loss `output` the target is the model's last input; of transformers, its `labels`. Raises
+    UserError.
+    """
+    size = batch_size or config.batch_size
+    model = load_config_model(config.model_copy(update={"batch_size": size}), directory, meta)
+    train, _ = load_data(config, directory)
+    if len(train) < size:
+        raise UserError(
+            f"{config.data.source}: {len(train)} examples do not fill a batch of {size}"
+        )
+    dtype = getattr(torch, config.dtype)
+    inputs, target = minibatch(train, range(size), dtype, config.data.source)
+    taken = (*inputs, target) if config.loss == "output" else inputs
+    loss = load_loss(config.loss, directory)
+    return Loaded(
+        model,
+        taken,
+        {},
+        config.autocast,
+        loss=lambda output: loss(output, target),
+        read=lambda indices: minibatch(train, indices, dtype, config.data.source),
+        examples=len(train),
+    )
+
+
+def load_config_model(config: RunConfig, directory: Path, meta: bool = False) -> nn.Module:
+    """The model of a run config, in training mode and of its dtype; `directory` is the config's.
+
+    Its weights are those that a run with the config's seed begins with; torch goes on from that
+    seed. Raises UserError.
+    """
+    torch.manual_seed(config.seed)
+    source = config.model.source
+    model, _ = _make(source, config.model.args, config.batch_size, directory, meta)
+    if config.loss == "output" and source.startswith("transformers:"):
+        model = take_labels(model, source)
+    return model.to(getattr(torch, config.dtype)).train()
+
+
+def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | None]:
+    """The training set of a run config and its held-out set, if it has one.
+
+    The factory is called with `data.args` and returns the pair: see `image_folder` and
+    `huggingface` for those that are not the user's own. Raises UserError.
+    """
+    source = config.data.source
+    pair = call(source, _data_factory(source, directory), config.data.args)
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise UserError(
+            f"{source} gives a {type(pair).__name__}: return (training set, held-out set or None)"
+        )
+    train, held_out = pair
+    for which, dataset in (("training", train), ("held-out", held_out)):
+        if dataset is None and which == "held-out":
+            continue
+        if isinstance(dataset, IterableDataset):
+            raise UserError(
+                f"{source}: the {which} set is an IterableDataset: several ranks read the data, "
+                "each its own minibatches by number; return a set whose examples have numbers"
+            )
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            kind = type(dataset).__name__
+            raise UserError(f"{source}: the {which} set, a {kind}, lacks __len__ or __getitem__")
+        with blaming(source):
+            length = len(dataset)
+        if length == 0:
+            raise UserError(f"{source}: the {which} set is empty")
+    return train, held_out
+
+
+def _data_factory(source: str, directory: Path) -> Callable[..., Any]:
+    library, _, name = source.partition(":")
+    if library == "torchvision-folder":
+        return image_folder(directory / Path(name).expanduser())
+    if library == "huggingface":
+        return huggingface(name, directory)
+    return load_function(source, directory)
+
+
+def _make(
+    source: str, args: Mapping[str, Any], batch_size: int, directory: Path | None, meta: bool
+) -> tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]] | None]:
+    """The model, and its example inputs if its factory gives some."""
+    if meta:
+        with without_memory(source):
+            model, inputs = _make(source, args, batch_size, directory, meta=False)
+        check_without_memory(source, model)
+        return model, with_data(inputs)
+    library, _, name = source.partition(":")
+    if library == "torchvision":
+        return load_torchvision(name, args), None
+    if library == "timm":
+        return load_timm(name, args), None
+    if library == "transformers":
+        return load_transformers(name, args), None
+    factory = load_function(source, directory)
+    told = {"batch_size": batch_size} if accepts(factory, "batch_size") else {}
+    made = call(source, factory, {**told, **args})
+    model, *own = made if isinstance(made, tuple) and len(made) in (2, 3) else (made,)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{source} gives a {type(model).__name__}, not a torch.nn.Module")
+    if not own or own[0] is None:
+        return model, None
+    positional = own[0] if isinstance(own[0], tuple) else (own[0],)
+    named = own[1] if len(own) == 2 else {}
+    if not isinstance(named, dict):
+        raise UserError(f"{source} gives a {type(named).__name__} third, not a dict of inputs")
+    return model, (positional, named)

@@ -1,0 +1,70 @@
+"""Examples of a dataset as one minibatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import Subset, TensorDataset, default_collate
+
+from pipedream.capture.sources.user_code import blaming
+from pipedream.graph.errors import UserError
+
+
+class Dataset(Protocol):
+    """A map-style dataset; an example is (input or tuple of inputs, target)."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+def minibatch(
+    dataset: Dataset, indices: Iterable[int], dtype: torch.dtype, source: str = "data"
+) -> tuple[tuple[Tensor, ...], Any]:
+    """The examples at these indices as (inputs, target): a tensor [batch, ...] for each input;
+    floating ones of `dtype`.
+
+    Raises UserError where an example is no pair, an input no tensor, or examples differ in shape;
+    with the user's file and line where the dataset raises something.
+    """
+    inputs, target = pytree.tree_map_only(
+        Tensor,
+        lambda value: value.to(dtype) if value.is_floating_point() else value,
+        _together(dataset, list(indices), source),
+    )
+    inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+    for value in inputs:
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"{source}: an input is a {type(value).__name__}: give tensors, arrays or numbers"
+            )
+    return inputs, target
+
+
+def _together(dataset: Any, indices: Sequence[int], source: str) -> Any:
+    """The pair of inputs and target, before it is looked at."""
+    if type(dataset) is Subset:
+        return _together(dataset.dataset, [dataset.indices[i] for i in indices], source)
+    with blaming(source):
+        # One by one they would take the interpreter from the passes beside which they are read.
+        if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+            return dataset[torch.as_tensor(indices)]
+        examples = _examples(dataset, indices)
+    first = examples[0]
+    if not isinstance(first, (tuple, list)) or len(first) != 2:
+        raise UserError(
+            f"{source}: an example is {type(first).__name__}, not a pair (input, target)"
+        )
+    try:
+        return default_collate(examples)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"{source}: examples do not form a batch: {error}") from error
+
+
+def _examples(dataset: Any, indices: Sequence[int]) -> list[Any]:
+    """As torch's DataLoader asks for them: all at once where the dataset can do that."""
+    at_once = getattr(dataset, "__getitems__", None)
+    return list(at_once(indices)) if at_once else [dataset[index] for index in indices]

@@ -1,0 +1,90 @@
+"""`torchvision:NAME`: a model of torchvision with random weights, and images for it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipedream.capture.sources.user_code import call, close_matches
+from pipedream.graph.errors import UserError
+
+# Tasks whose models map a batch of images or clips to a tensor.
+_TASKS = ("models", "models.segmentation", "models.video")
+
+_fragment: torch.library.Library | None = None  # its declarations go when it is collected
+
+
+def import_torchvision() -> ModuleType:
+    """torchvision, also where its compiled operators do not match the installed torch.
+
+    Its wheels for one build of torch (say CUDA) fail to load under another (say CPU), and then its
+    import dies on registering shapes for `nms`, an operator of detection that no model here calls.
+    Declaring the two operators it stumbles over, without an implementation, lets the import go on.
+    Raises UserError if torchvision is not installed.
+    """
+    global _fragment
+    try:
+        return importlib.import_module("torchvision")
+    except ModuleNotFoundError as error:
+        raise UserError("torchvision is not installed: pip install 'pipedream[models]'") from error
+    except RuntimeError as error:
+        if "torchvision::nms does not exist" not in str(error) or _fragment is not None:
+            raise
+    _fragment = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name in ("nms", "qnms"):
+        schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        _fragment.define(schema)  # type: ignore[no-untyped-call]
+    return importlib.import_module("torchvision")
+
+
+def load_torchvision(name: str, args: Mapping[str, Any]) -> nn.Module:
+    """The model `name`, with random weights unless `args` has `weights`. Raises UserError."""
+    task = _task(name)
+    models = importlib.import_module("torchvision.models")
+    builder = models.get_model_builder(name)
+    takes = inspect.signature(builder).parameters
+    random = {key: None for key in ("weights", "weights_backbone") if key in takes}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # inception on its own initialisation
+        model = call(f"torchvision:{name}", builder, {**random, **args})
+    assert isinstance(model, nn.Module), task
+    return model
+
+
+def image_shape(name: str, args: Mapping[str, Any]) -> str:
+    """The shape of an example for the model, in the words of `--input`."""
+    side = args.get("image_size", 299 if name == "inception_v3" else 224)
+    if not _task(name).endswith("video"):
+        return f"3x{side}x{side}"
+    small = ("r3d", "mc3", "r2plus1d")
+    return "3x16x112x112" if name.startswith(small) else "3x16x224x224"
+
+
+def _task(name: str) -> str:
+    """Which of `_TASKS` has the model. Raises UserError."""
+    import_torchvision()
+    models = importlib.import_module("torchvision.models")
+    known = {
+        model: task
+        for task in _TASKS
+        for model in models.list_models(module=importlib.import_module(f"torchvision.{task}"))
+    }
+    detection = importlib.import_module("torchvision.models.detection")
+    if name in models.list_models(module=detection):
+        raise UserError(
+            f"torchvision:{name}: a detection model takes a list of images with their boxes, and "
+            "which boxes it goes on with depends on the data: profile its backbone instead"
+        )
+    if name not in known:
+        raise UserError(
+            f"torchvision:{name}: torchvision has no image or video model of this name"
+            + close_matches(name, known)
+        )
+    return known[name]

@@ -1,0 +1,144 @@
+"""`transformers:NAME`: an architecture of transformers with random weights, and inputs for it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipedream.capture.sources.example_inputs import example
+from pipedream.capture.sources.torchvision import import_torchvision
+from pipedream.capture.sources.user_code import accepts, blame, close_matches
+from pipedream.graph.errors import UserError
+
+_LONGEST = 128
+
+# The head that a model is usually trained with, by the first of these that knows its type: BERT
+# also has a causal head, so masked comes before causal.
+_ENCODER_DECODER_HEADS = (
+    ("Seq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
+    ("SpeechSeq2Seq", "SPEECH_SEQ_2_SEQ"),
+)
+_HEADS = (
+    ("MaskedLM", "MASKED_LM"),
+    ("CausalLM", "CAUSAL_LM"),
+    ("ImageClassification", "IMAGE_CLASSIFICATION"),
+)
+
+
+def load_transformers(name: str, args: Mapping[str, Any]) -> nn.Module:
+    """The architecture `name` (`gpt2`, `bert`, `llama`, ...), `args` changing its configuration.
+
+    Nothing is downloaded. The model returns logits and no cache. Raises UserError.
+    """
+    _import()
+    source = f"transformers:{name}"
+    auto = importlib.import_module("transformers.models.auto")
+    config = _config(name, source, auto, args)
+    head = _head(name, config, auto)
+    try:
+        model = getattr(auto, head).from_config(config)
+    except Exception as error:
+        raise UserError(f"{source}: {blame(error)}") from error
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def take_labels(model: nn.Module, source: str) -> nn.Module:
+    """The same model, taking as its last input the `labels` that it computes its own loss of.
+
+    Raises UserError where it has none.
+    """
+    kind = type(model)
+    if not accepts(kind.forward, "labels"):
+        raise UserError(f"loss output: {source} takes no labels: name a loss of its logits")
+
+    def forward(self: nn.Module, *inputs: Tensor) -> Any:
+        return kind.forward(self, *inputs[:-1], labels=inputs[-1])
+
+    # A class of its own and no module around it: parameters keep their names.
+    model.__class__ = type(kind.__name__, (kind,), {"forward": forward})
+    return model
+
+
+def transformers_inputs(
+    model: nn.Module, source: str, batch_size: int, inputs: tuple[str, ...]
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Example arguments for the model: token ids [batch_size, T], or images. Raises UserError.
+
+    T is 128, or less where the model has fewer positions; `inputs` (as of `--input`) override. The
+    second input of an encoder-decoder are the decoder's token ids.
+    """
+    config: Any = model.config
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None) or 2
+    both = getattr(config, "is_encoder_decoder", False)
+    if not inputs:
+        inputs = (_shape(model, config, source),)
+    if both and len(inputs) == 1:
+        inputs = (*inputs, _tokens(config))
+    made = tuple(example(text, batch_size, vocabulary) for text in inputs)
+    return ((made[0], *made[2:]), {"decoder_input_ids": made[1]}) if both else (made, {})
+
+
+def _shape(model: nn.Module, config: Any, source: str) -> str:
+    takes = getattr(model, "main_input_name", "input_ids")
+    if takes == "input_ids":
+        return _tokens(config)
+    side = getattr(config, "image_size", None)
+    if takes == "pixel_values" and side is not None:
+        height, width = side if isinstance(side, (list, tuple)) else (side, side)
+        return f"{getattr(config, 'num_channels', 3)}x{height}x{width}"
+    if takes == "pixel_values":
+        return f"{getattr(config, 'num_channels', 3)}x224x224"
+    raise UserError(f"{source} takes {takes}: give their shape by --input, say --input 80x3000")
+
+
+def _tokens(config: Any) -> str:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return f"{min(_LONGEST, positions or _LONGEST)}:int64"
+
+
+def _import() -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise UserError("transformers is not installed: pip install 'pipedream[models]'")
+    if importlib.util.find_spec("torchvision") is not None:
+        import_torchvision()  # transformers imports it too, and dies where it is broken
+    # It warns of token ids outside a small vocabulary, which nobody here generates.
+    importlib.import_module("transformers.utils.logging").set_verbosity_error()
+
+
+def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
+    known = importlib.import_module("transformers.models.auto.configuration_auto")
+    if name not in known.CONFIG_MAPPING_NAMES:
+        raise UserError(
+            f"{source}: transformers has no architecture of this name (a name on the hub is none: "
+            f"nothing is downloaded){close_matches(name, known.CONFIG_MAPPING_NAMES)}"
+        )
+    plain = auto.AutoConfig.for_model(name)
+    for key in args:  # transformers would keep an unknown name silently, and ignore it
+        if not hasattr(plain, key):
+            raise UserError(
+                f"{source}: its configuration has no {key!r}{close_matches(key, plain.to_dict())}"
+            )
+    try:
+        config = auto.AutoConfig.for_model(name, **args)
+    except Exception as error:
+        raise UserError(f"{source}: {blame(error)}") from error
+    config.architectures = config.architectures or []  # of several heads it takes the first
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "use_cache"):
+            part.use_cache = False
+    return config
+
+
+def _head(name: str, config: Any, auto: Any) -> str:
+    """The Auto class that makes this type of model."""
+    mappings = importlib.import_module("transformers.models.auto.modeling_auto")
+    both = getattr(config, "is_encoder_decoder", False)
+    for head, mapping in _ENCODER_DECODER_HEADS if both else _HEADS:
+        if name in getattr(mappings, f"MODEL_FOR_{mapping}_MAPPING_NAMES"):
+            return f"AutoModelFor{head}"
+    return "AutoModel"

@@ -1,0 +1,157 @@
+"""The user's own Python: `package.module:name` found, called, and blamed by file and line."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipedream.graph.errors import UserError
+
+_LONGEST = 300
+"""Letters of a message: torch's can list every signature of a function."""
+
+
+def load_function(source: str, directory: Path | None = None) -> Callable[..., Any]:
+    """The callable that `package.module:name` means.
+
+    Looked for in `directory` (a run config's folder), then the current directory, then wherever
+    Python looks (PYTHONPATH). Raises UserError.
+    """
+    module_name, _, name = source.partition(":")
+    if not module_name or not name:
+        raise UserError(f"{source!r} names nothing: write package.module:name")
+    module = _import(module_name, source, directory)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise UserError(
+                f"{source}: {module_name} ({_file(module)}) has no {name!r}"
+                + close_matches(name, (key for key in vars(module) if not key.startswith("_")))
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise UserError(f"{source}: this is a {type(found).__name__}, not a function to call")
+    return found  # type: ignore[no-any-return]
+
+
+def call(source: str, function: Callable[..., Any], args: Mapping[str, Any]) -> Any:
+    """`function(**args)`; whatever it raises becomes a UserError with the user's file and line."""
+    check_call(source, function, (), args)
+    with blaming(source):
+        return function(**args)
+
+
+def check_call(
+    source: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises UserError with the signature of `function` where it does not take these arguments."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError as error:
+        raise UserError(f"{source}: {error}: its signature is {_signature(function)}") from error
+    except ValueError:
+        pass  # something built in that does not tell its signature
+
+
+@contextmanager
+def blaming(source: str) -> Iterator[None]:
+    """Whatever the user's code in here raises, sys.exit included, becomes a UserError: `blame`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{source}: {blame(error)}") from error
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Whether `function` has a parameter called `name`."""
+    try:
+        return name in inspect.signature(function).parameters
+    except ValueError:
+        return False
+
+
+def blame(error: BaseException) -> str:
+    """`FILE:LINE: TypeError: message`, the place being the last one in the user's own files."""
+    message = " ".join(str(error).split()) or "no message"
+    if len(message) > _LONGEST:
+        message = f"{message[:_LONGEST]}..."
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
+    return f"{place(error)}{type(error).__name__}: {message}"
+
+
+def place(error: BaseException) -> str:
+    """`FILE:LINE: ` of the last of the user's own lines that an error came through, if any."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if is_the_users(frame.filename)]
+    return f"{theirs[-1].filename}:{theirs[-1].lineno}: " if theirs else ""
+
+
+def close_matches(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'resnet50', 'resnet152'?`, or nothing if none is close."""
+    names = sorted(set(known))
+    begins = [other for other in names if len(other) > 2 and name.startswith(other)]
+    close = [*difflib.get_close_matches(name, names, n=3), *sorted(begins, key=len)[-2:]]
+    shown = ", ".join(repr(other) for other in dict.fromkeys(close))
+    return f"; did you mean {shown}?" if shown else ""
+
+
+def _import(name: str, source: str, directory: Path | None) -> ModuleType:
+    for place in (Path.cwd(), directory):
+        if place is not None and str(place.resolve()) not in sys.path:
+            sys.path.insert(0, str(place.resolve()))
+    with blaming(source):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            where = f"{directory}, " if directory is not None else ""
+            raise UserError(
+                f"{source}: there is no module {error.name} in {where}the current directory "
+                "or on PYTHONPATH"
+            ) from error
+
+
+def _file(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or "built in"
+
+
+def _signature(function: Callable[..., Any]) -> str:
+    name = getattr(function, "__name__", "function")
+    parameters = inspect.signature(function).parameters.values()
+    return f"{name}({', '.join(str(p).partition(':')[0].partition('=')[0] for p in parameters)})"
+
+
+def is_the_users(file: str) -> bool:
+    """Whether a file is neither Python's nor of a package installed here or in an environment
+    that this one builds on.
+    """
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not installed and not file.startswith(_not_the_users())
+
+
+def _not_the_users() -> tuple[str, ...]:
+    """Where Python and this package live."""
+    paths = sysconfig.get_paths()
+    installed = (paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return (*installed, *package_folders(), "<")
+
+
+def package_folders() -> tuple[str, ...]:
+    """The folders of this package. What holds them may be its repository, with a user's files."""
+    folders = ("graph", "capture", "schedule", "comm", "profiler", "optimizer", "runtime")
+    parent = Path(__file__).parents[2]
+    return tuple(f"{parent / name}{os.sep}" for name in folders)

@@ -1,0 +1,149 @@
+"""The gradients of a replicated stage, added up over its replicas while the backward pass goes on.
+
+As in torch's DistributedDataParallel (Li et al., VLDB 2020, section 3.2.3): parameters stand in
+buckets in the reverse of their order, which is about the order in which their gradients come, and a
+full bucket is on its way while the others still fill. All replicas send the buckets in the same
+order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipedream.comm.transport import Sum, Transport
+
+BUCKET_BYTES = 4 * 2**20
+"""A sum of more bytes is several sums of about so many, all of them under way at once."""
+
+
+@dataclass
+class _Bucket:
+    """`flat` has room for the gradients of `names`, and for each how many replicas have one; those
+    of `missing` have yet to come. `without`: those that this replica has none of.
+    """
+
+    names: list[str]
+    flat: Tensor
+    missing: set[str]
+    without: set[str] = field(default_factory=set)
+    sum: Sum | None = None
+
+    @property
+    def counts(self) -> Tensor:
+        return self.flat[-len(self.names) :]
+
+    def learned(self) -> set[str]:
+        """After the sum: those that any replica has a gradient of."""
+        if not self.without:  # a look at the counts would wait for a GPU
+            return set(self.names)
+        found = zip(self.names, self.counts.abs().tolist(), strict=True)
+        return {name for name, count in found if count}
+
+    def views(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        sizes = [like[name].numel() for name in self.names]
+        parts = torch.split(self.flat, [*sizes, len(self.names)])
+        for name, part in zip(self.names, parts[:-1], strict=True):
+            yield name, part.view_as(like[name])
+
+
+class Buckets:
+    """The sums of one stage's gradients over `group`, one round after the other."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        transport: Transport,
+        group: dist.ProcessGroup,
+        most_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.parameters, self.transport, self.group = parameters, transport, group
+        self.buckets = [
+            _Bucket(names, _flat(parameters, names), set(names))
+            for names in _divide(parameters, most_bytes)
+        ]
+        self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
+        self.begun = 0
+
+    @contextmanager
+    def filling(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
+        """A backward pass in here is this replica's last of the round; `leaves` get its gradients.
+
+        It raises PeerLost where a sum cannot be begun.
+        """
+
+        def taker(name: str) -> Callable[[Tensor], None]:
+            def take(_: Tensor) -> None:
+                self.bucket_of[name].missing.discard(name)
+                self._begin(lambda each: leaves[each].grad)
+
+            return take
+
+        hooks = [
+            leaves[name].register_post_accumulate_grad_hook(taker(name))  # type: ignore[no-untyped-call]
+            for name in self.bucket_of
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def finish(self, gradients: dict[str, Tensor]) -> None:
+        """Puts the sums, until the next round, in the place of this replica's `gradients`.
+
+        Where one is missing the replica has added nothing; where all replicas have none there is
+        none afterwards, as in the plain model: the optimizer leaves that parameter alone. Raises
+        PeerLost.
+        """
+        for bucket in self.buckets:
+            bucket.missing.clear()
+        self._begin(gradients.get)
+        for bucket in self.buckets:
+            assert bucket.sum is not None
+            bucket.sum.wait()
+            learned = bucket.learned()
+            gradients.update((n, part) for n, part in bucket.views(self.parameters) if n in learned)
+            bucket.missing, bucket.without, bucket.sum = set(bucket.names), set(), None
+        self.begun = 0
+
+    def _begin(self, gradient: Callable[[str], Tensor | None]) -> None:
+        """Sends the next buckets off, as long as they are full: the same order on all replicas."""
+        for bucket in self.buckets[self.begun :]:
+            if bucket.missing:
+                return
+            bucket.counts.fill_(1)
+            for index, (name, part) in enumerate(bucket.views(self.parameters)):
+                found = gradient(name)
+                if found is not None:
+                    part.copy_(found)
+                else:
+                    part.zero_()
+                    bucket.counts[index] = 0
+                    bucket.without.add(name)
+            bucket.sum = self.transport.begin_sum(bucket.flat, self.group)
+            self.begun += 1
+
+
+def _divide(parameters: Mapping[str, Tensor], most_bytes: int) -> list[list[str]]:
+    """The names in reverse, cut where a bucket would grow too large or the type changes."""
+    groups: list[list[str]] = []
+    left, dtype = 0, None
+    for name, parameter in reversed(list(parameters.items())):
+        left -= parameter.nbytes
+        if left < 0 or parameter.dtype != dtype:
+            groups.append([])
+            left, dtype = most_bytes - parameter.nbytes, parameter.dtype
+        groups[-1].append(name)
+    return groups
+
+
+def _flat(parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
+    first = parameters[names[0]]
+    size = sum(parameters[name].numel() for name in names) + len(names)
+    return torch.zeros(size, dtype=first.dtype, device=first.device)

@@ -1,0 +1,136 @@
+"""Which of the processes of a run this is, as its launcher tells it: torchrun, mpirun or srun."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pipedream.graph.errors import UserError
+
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # as torchrun has it
+LOCALHOST = "127.0.0.1"
+PORTS = range(20_000, 30_000)
+"""Where processes meet: below the ports that systems give out by themselves."""
+
+_UNTIL_RANK_0_HAS_SPOKEN = 5.0  # seconds
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the workers this process is, and where they meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_address: str
+    master_port: int
+
+    def variables(self) -> dict[str, str]:
+        """The place in torchrun's words, as `init_method="env://"` reads it."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables by which a launcher tells a process its place; `job` names the run."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    job: tuple[str, ...] = ()
+
+
+_LAUNCHERS = (
+    _Launcher("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),  # torchrun
+    _Launcher(
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE",),
+    ),
+    _Launcher("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    _Launcher(
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",  # set by srun only, not in the shell of a batch job
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    ),
+)
+
+
+def environment(variables: Mapping[str, str] = os.environ) -> Place | None:
+    """The place that torchrun, mpirun (Open MPI, MPICH) or srun gave this process, if one did.
+
+    mpirun and srun name no meeting point: on one machine it is a port derived from the name of the
+    job, on several the user has to set MASTER_ADDR. Raises UserError.
+    """
+    for launcher in _LAUNCHERS:
+        if launcher.rank in variables and launcher.world_size in variables:
+            return _place(launcher, variables)
+    return None
+
+
+def _place(launcher: _Launcher, variables: Mapping[str, str]) -> Place:
+    rank = _number(variables, launcher.rank)
+    world_size = _number(variables, launcher.world_size)
+    local_rank = _number(variables, launcher.local_rank, rank)
+    local_world_size = _number(variables, launcher.local_world_size, world_size)
+    if rank >= world_size:
+        raise UserError(f"{launcher.rank}={rank}, but {launcher.world_size}={world_size}")
+    address = variables.get("MASTER_ADDR")
+    if address is None and local_world_size < world_size:
+        raise UserError(
+            "the workers are on several machines: set MASTER_ADDR to that of rank 0 "
+            "(mpirun -x MASTER_ADDR=HOST)"
+        )
+    port = _number(variables, "MASTER_PORT", _port(launcher, variables))
+    return Place(rank, world_size, local_rank, local_world_size, address or LOCALHOST, port)
+
+
+def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = variables.get(name)
+    if text is None and default is not None:
+        return default
+    # SLURM writes `4(x2)`: four tasks on each of two machines.
+    digits = (text or "").partition("(")[0]
+    if not digits.isascii() or not digits.isdigit():
+        raise UserError(f"{name}={text}: expected a number in this environment variable")
+    return int(digits)
+
+
+def _port(launcher: _Launcher, variables: Mapping[str, str]) -> int:
+    """The same for all workers of a job, another for another job."""
+    known = [variables[name] for name in launcher.job if name in variables]
+    job = ".".join(known) or str(os.getppid())
+    return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
+
+
+def restarts() -> int:
+    """How often the launcher has started this run again, after a failure."""
+    return int(os.environ.get(RESTARTS, "0") or 0)
+
+
+def speaks() -> bool:
+    """Whether this process is the one that tells the user of an error that all may have.
+
+    Rank 0 is, at once; the others are after a while: by then their launcher has stopped them if
+    rank 0 had the same error.
+    """
+    place = environment()
+    if place is not None and place.rank > 0:
+        time.sleep(_UNTIL_RANK_0_HAS_SPOKEN)
+    return True

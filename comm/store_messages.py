@@ -1,0 +1,46 @@
+"""Long texts from rank to rank through the store, whose messages are 8 MiB at most."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from pipedream.comm.launcher import Place
+
+_PIECE = 1 << 20
+_SECONDS_BETWEEN_LOOKS = 0.002
+
+
+def tell(store: Store, key: str, value: Any) -> None:
+    """Leaves `value` (what JSON can hold) in the store for one other to `hear`."""
+    text = json.dumps(value)
+    pieces = [text[begin : begin + _PIECE] for begin in range(0, len(text), _PIECE)]
+    for number, piece in enumerate(pieces):
+        store.set(f"{key}/{number}", piece)
+    store.set(key, str(len(pieces)))
+
+
+def hear(store: Store, key: str) -> Any:
+    """What another rank told under `key`, once it has; the store forgets it.
+
+    Waits for as long as it takes: whoever watches the ranks ends this one where the other is lost.
+    """
+    while not store.check([key]):  # not `get`: it would keep all other threads from the store
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    keys = [f"{key}/{number}" for number in range(int(store.get(key)))]
+    text = b"".join(store.get(piece) for piece in keys)
+    for used in (key, *keys):
+        store.delete_key(used)
+    return json.loads(text)
+
+
+def from_first(store: Store, place: Place, key: str, value: Any) -> Any:
+    """Rank 0's `value`, on every rank, once rank 0 has come here."""
+    if place.rank > 0:
+        return hear(store, f"{key}/{place.rank}")
+    for rank in range(1, place.world_size):
+        tell(store, f"{key}/{rank}", value)
+    return value

@@ -1,0 +1,250 @@
+"""Tensors between stages: messages along the links of a pipeline, sums over replicas.
+
+All of it runs beside the compute. A receive is posted ahead of the pass that needs it, into memory
+that went round before; a send owns its tensors until the other side has them. Nothing is said but
+the tensors themselves: both sides know from the plan what comes when. gloo carries CPU tensors
+only, so tensors of a GPU pass through host memory.
+
+Between two stages of the same rank nothing is sent: the tensors themselves are handed over, apart
+from the autograd graph that made them. Neither side writes into them, and their memory belongs to
+the stage that made them, so it does not go round.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from pipedream.schedule.channel import Channel, Way
+
+Message: TypeAlias = list[torch.Tensor]
+_Kind: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+class PeerLost(RuntimeError):
+    """Another rank does not answer any more: `peer`, if it is known which."""
+
+    def __init__(self, message: str, peer: int | None = None) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+class TensorSpec(Protocol):
+    """What a receive needs to know of a tensor; a tensor knows it, too."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    buffers: Message
+    works: list[Any]
+
+
+def _kind(message: Sequence[TensorSpec]) -> _Kind:
+    """Shape and type of each tensor: the last minibatch has others, and so has an evaluation."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in message)
+
+
+class Transport:
+    """The messages of one rank. Made by all ranks at the same time, of the same `ways`."""
+
+    def __init__(self, device: torch.device, backend: str, ways: Iterable[Way] = ()) -> None:
+        self.device = device
+        self.staged = device if backend == "nccl" else torch.device("cpu")
+        # NCCL does the operations of a group one after the other: a send would wait for a receive
+        # that was posted ahead. So each way has a group of its own. It knows no tags: messages of
+        # several links that share a way have one order, which the checker proves.
+        self.groups: dict[Way, dist.ProcessGroup] = {}
+        if backend == "nccl":
+            self.groups = {way: dist.new_group(sorted(way[:2])) for way in ways}
+        self.arriving: dict[Channel, deque[_Arriving]] = {}
+        self.handed: dict[Channel, deque[Message]] = {}
+        self.spare: dict[tuple[Channel, _Kind], list[Message]] = {}
+        self.sends = _Sends(self.groups, self.staged, aside=backend != "nccl")
+
+    def send(self, channel: Channel, tensors: Iterable[torch.Tensor]) -> None:
+        """Sends and returns at once. Raises PeerLost if an earlier message could not be sent."""
+        if channel.is_local:
+            message = [tensor.detach() for tensor in tensors]
+            self.handed.setdefault(channel, deque()).append(message)
+        else:
+            self.sends.put(channel, [t.detach().to(self.staged).contiguous() for t in tensors])
+
+    def post(self, channel: Channel, values: Sequence[TensorSpec]) -> None:
+        """Makes room for the next message on the channel, which holds these values."""
+        if channel.is_local:
+            return
+        spare = self.spare.get((channel, _kind(values)))
+        buffers = spare.pop() if spare else [self._room(value) for value in values]
+        group = self.groups.get(channel.way)
+        try:
+            works = [dist.irecv(b, channel.source, group, channel.tag) for b in buffers]
+        except RuntimeError as error:
+            raise PeerLost(f"cannot receive from rank {channel.source}", channel.source) from error
+        self.arriving.setdefault(channel, deque()).append(_Arriving(buffers, works))
+
+    def _room(self, value: TensorSpec) -> torch.Tensor:
+        # Page-locked where it goes on to a GPU: such copies are faster.
+        through_host = self.staged != self.device
+        return torch.empty(
+            value.shape, dtype=value.dtype, device=self.staged, pin_memory=through_host
+        )
+
+    def receive(self, channel: Channel) -> Message:
+        """Waits for the oldest message posted on the channel. Raises PeerLost.
+
+        The tensors may be given back with `recycle` when nobody needs them any more.
+        """
+        if channel.is_local:
+            return self.handed[channel].popleft()
+        message = self.arriving[channel].popleft()
+        try:
+            for work in message.works:
+                work.wait()
+        except RuntimeError as error:
+            raise PeerLost(f"no message from rank {channel.source}", channel.source) from error
+        return [buffer.to(self.device).detach() for buffer in message.buffers]
+
+    def recycle(self, channel: Channel, message: Message) -> None:
+        """Lets a later message of the channel, of the same shapes and types, have this memory."""
+        if self.staged == self.device and not channel.is_local:
+            spare = self.spare.setdefault((channel, _kind(message)), [])
+            spare.append([tensor.detach() for tensor in message])
+
+    def add_up(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        """Replaces each tensor by its sum over the group, all of one type in one message."""
+        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
+            same = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.reshape(-1) for tensor in same])
+            self.begin_sum(flat, group).wait()
+            parts = torch.split(flat, [tensor.numel() for tensor in same])
+            for tensor, part in zip(same, parts, strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+    def begin_sum(self, flat: torch.Tensor, group: dist.ProcessGroup | None) -> Sum:
+        """Begins to replace `flat` by its sum over the group. Raises PeerLost."""
+        staged = flat.to(self.staged)
+        try:
+            return Sum(flat, staged, dist.all_reduce(staged, group=group, async_op=True))
+        except RuntimeError as error:
+            raise PeerLost("a replica of this stage does not answer") from error
+
+    def barrier(self) -> None:
+        """Waits until every rank is here. Raises PeerLost."""
+        try:
+            dist.barrier()
+        except RuntimeError as error:
+            raise PeerLost("the ranks did not all come to the end of the epoch") from error
+
+    def drain(self) -> None:
+        """Waits until every send has arrived. Raises PeerLost."""
+        self.sends.drain()
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum over a group that is being made."""
+
+    flat: torch.Tensor
+    staged: torch.Tensor
+    work: Any
+
+    def wait(self) -> None:
+        """Afterwards `flat` is the sum. Raises PeerLost."""
+        try:
+            self.work.wait()
+        except RuntimeError as error:
+            raise PeerLost("a replica of this stage does not answer") from error
+        if self.staged is not self.flat:
+            self.flat.copy_(self.staged)
+
+
+class _Sends:
+    """Sends in the order given, and keeps the tensors until they are out.
+
+    With `aside` a thread does it: gloo copies a message to the network in the call that sends it.
+    NCCL only notes the call, and wants all of them from one thread. What its sends are waited for
+    with is a stream of its own, so that the compute does not wait, too.
+    """
+
+    def __init__(
+        self, groups: Mapping[Way, dist.ProcessGroup], device: torch.device, aside: bool
+    ) -> None:
+        self.groups, self.aside = groups, aside
+        on_gpu = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self.failure: PeerLost | None = None
+        self._start()
+
+    def _start(self) -> None:
+        self.waiting: queue.SimpleQueue[tuple[Channel, Message] | None] = queue.SimpleQueue()
+        self.outgoing: queue.SimpleQueue[tuple[list[Any], Message] | None] = queue.SimpleQueue()
+        self.threads = [threading.Thread(target=self._reap, name="sent", daemon=True)]
+        if self.aside:
+            self.threads.append(threading.Thread(target=self._send_all, name="sends", daemon=True))
+        for thread in self.threads:
+            thread.start()
+
+    def put(self, channel: Channel, message: Message) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self.aside:
+            self.waiting.put((channel, message))
+        else:
+            self._send(channel, message)
+
+    def drain(self) -> None:
+        (self.waiting if self.aside else self.outgoing).put(None)
+        for thread in self.threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+        self._start()
+
+    def _send_all(self) -> None:
+        while (waiting := self.waiting.get()) is not None:
+            try:
+                self._send(*waiting)
+            except PeerLost as error:
+                self.failure = error
+                break
+        self.outgoing.put(None)
+
+    def _send(self, channel: Channel, message: Message) -> None:
+        group = self.groups.get(channel.way)
+        try:
+            works = [dist.isend(t, channel.target, group, channel.tag) for t in message]
+        except RuntimeError as error:
+            raise PeerLost(f"cannot send to rank {channel.target}", channel.target) from error
+        self.outgoing.put((works, message))
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):
+            for work in works:
+                work.wait()
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def _reap(self) -> None:
+        """Waits for the sends in their order, so that their tensors are freed once they are out."""
+        while (sent := self.outgoing.get()) is not None:
+            try:
+                self._wait(sent[0])
+            except RuntimeError as error:
+                self.failure = PeerLost("a message did not arrive")
+                self.failure.__cause__ = error
+                return
+            del sent

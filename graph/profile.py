@@ -1,0 +1,306 @@
+"""profile.json: what a profile measured, node by node, and on what. `pipedream-profile/1`.
+
+The one schema of it. A folder may hold profiles of one model at several batch sizes: `batch-1`,
+`batch-2` and so on.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from pipedream.graph.errors import UserError, read_artifact
+from pipedream.graph.model import Graph
+
+_INTERRUPTED = 3.0
+"""A pass of so many times the median was interrupted: no training takes that."""
+
+_NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Bytes = Annotated[int, Field(ge=0)]
+
+
+BATCH_SIZES_TABLE = "batch_sizes.csv"
+"""What pd-profile writes beside the profiles, and pd-optimize beside the plan."""
+
+_NAME = re.compile(r"batch-([1-9][0-9]*)")
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Seconds(_Part):
+    """Median over the repeats, and the quartiles around it."""
+
+    median: _NonNegative
+    lower: _NonNegative
+    upper: _NonNegative
+
+    @property
+    def spread(self) -> float:
+        """Half of what the quartiles are apart."""
+        return abs(self.upper - self.lower) / 2
+
+
+class ProfiledTensor(_Part):
+    """A tensor that leaves a node; `shape` with the batch dimension, `dtype` as `float32`."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: _Bytes
+    requires_grad: bool
+
+
+class ProfiledNode(_Part):
+    """A node of graph.txt: the module it is a call of, the parameters it reads, what leaves it.
+
+    Seconds are those of graph.txt, but for the loss, with the factors of the profile;
+    `recomputed_seconds`: a forward pass that keeps nothing for a backward pass. `saved_bytes` and
+    `workspace_bytes` as in `pipedream.profiler.memory`. Parameters, their gradients and, by
+    optimizer, what it keeps for them are in the bytes of the first node that reads them. None: not
+    measured.
+    """
+
+    id: str
+    description: str
+    op: str
+    module: str
+    inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    outputs: tuple[ProfiledTensor, ...]
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    recomputed_seconds: Seconds | None = None
+    saved_bytes: _Bytes | None = None
+    workspace_bytes: _Bytes | None = None
+    parameter_bytes: _Bytes | None = None
+    gradient_bytes: _Bytes | None = None
+    optimizer_bytes: dict[str, int] = {}
+
+    @property
+    def is_input(self) -> bool:
+        """As `Node.is_input`."""
+        return self.description.startswith("Input")
+
+
+class ProfiledLoss(_Part):
+    """The loss of a run config. graph.txt has it in the last node that gives an output."""
+
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+
+
+class ProfiledUpdate(_Part):
+    """A step of an optimizer: bytes of parameters in a second."""
+
+    bytes_per_second: _Positive
+
+
+class Passes(_Part):
+    """Seconds of one direction: the sum over nodes before the factor, and measured in one piece."""
+
+    summed: _NonNegative
+    measured: _NonNegative
+
+
+class ProfiledStretch(_Part):
+    """`nodes` nodes, one after another, that were also measured in one piece, as a stage runs.
+
+    `first` and `last` are the ids of those at its ends.
+    """
+
+    first: str
+    last: str
+    nodes: int = Field(ge=1)
+    forward: Passes
+    backward: Passes
+
+
+class Fitted(_Part):
+    """A stretch takes `call_seconds` and the sum over its nodes, whose times are `factor` times
+    what was measured; `typical_error` (the median) and `worst_error` are what is left, as parts.
+    """
+
+    call_seconds: _NonNegative
+    factor: _Positive
+    typical_error: _NonNegative
+    worst_error: _NonNegative
+
+
+class Machine(_Part):
+    """Where it was measured; `threads` is torch's for one operator on the CPU, `workers` how many
+    processes were at work at once.
+    """
+
+    device: str
+    device_name: str
+    threads: int
+    python: str
+    torch: str
+    workers: int = Field(default=1, ge=1)
+    libraries: dict[str, str] = {}
+
+
+class Totals(_Part):
+    """Sums over the nodes: medians of the times, parameters each once."""
+
+    forward_seconds: float
+    backward_seconds: float
+    parameter_bytes: float
+    activation_bytes: float
+
+
+class Profile(_Part):
+    """Everything that graph.txt has no room for. `graph_fingerprint` is `Graph.fingerprint`.
+
+    `forward` and `backward` say how the nodes were fitted to `stretches`; None where nodes were
+    timed one by one. `updates` go by optimizer. `pass_seconds`: what each repeat of a pass of the
+    whole model took, forward and backward, in their order. `reading_seconds`: what reading a
+    minibatch of the data takes from the passes, where there are data; nothing beside a GPU.
+    """
+
+    format: Literal["pipedream-profile/1"] = "pipedream-profile/1"
+    model: str
+    args: dict[str, Any]
+    batch_size: int = Field(ge=1)
+    warmup: int = Field(ge=0)
+    repeats: int = Field(ge=1)
+    machine: Machine
+    graph_fingerprint: str
+    totals: Totals
+    forward: Fitted | None = None
+    backward: Fitted | None = None
+    stretches: tuple[ProfiledStretch, ...] = ()
+    loss: ProfiledLoss | None = None
+    updates: dict[str, ProfiledUpdate] = {}
+    pass_seconds: tuple[_Positive, ...] = ()
+    reading_seconds: _NonNegative | None = None
+    nodes: tuple[ProfiledNode, ...]
+
+    @cached_property
+    def node(self) -> Mapping[str, ProfiledNode]:
+        """The nodes by their ids."""
+        return {node.id: node for node in self.nodes}
+
+    @property
+    def footprints(self) -> Mapping[str, Footprint] | None:
+        """The footprint of every node; None if memory was not measured."""
+        footprints = {}
+        for node in self.nodes:
+            if node.saved_bytes is None or node.workspace_bytes is None:
+                return None
+            given = sum(tensor.bytes for tensor in node.outputs) if node.is_input else 0
+            footprints[node.id] = Footprint(node.saved_bytes, node.workspace_bytes, given)
+        return footprints
+
+    @property
+    def training_overheads(self) -> TrainingOverheads:
+        """What training takes beside the layers."""
+        return TrainingOverheads(
+            {name: update.bytes_per_second for name, update in self.updates.items()},
+            self.forward.call_seconds if self.forward else 0.0,
+            self.backward.call_seconds if self.backward else 0.0,
+            self.reading_seconds or 0.0,
+            self.pass_variation,
+        )
+
+    @property
+    def pass_variation(self) -> Sequence[float]:
+        """What passes of the whole model took, as multiples of their median."""
+        if not self.pass_seconds:
+            return ()
+        median = statistics.median(self.pass_seconds)
+        return [each / median for each in self.pass_seconds if each < _INTERRUPTED * median]
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one node for one minibatch.
+
+    `saved`: what the node makes and the backward pass needs; `workspace`: what its backward pass
+    needs beside that, with the gradients it makes; `given`: of an input of the model, its size.
+    """
+
+    saved: float
+    workspace: float
+    given: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainingOverheads:
+    """`update_rates`: by optimizer, the bytes of parameters that go through a step in a second;
+    the calls: seconds for each pass of a stage, whatever its nodes; `reading`: what reading a
+    minibatch takes from the passes of a stage that needs it. `spread`: what passes of the whole
+    model took, as multiples of their median.
+    """
+
+    update_rates: Mapping[str, float]
+    call_forward: float = 0.0
+    call_backward: float = 0.0
+    reading: float = 0.0
+    spread: Sequence[float] = ()
+
+    def of_stage(self, stage: int, stages: int) -> tuple[float, float]:
+        """Seconds that the passes of a stage take beside its nodes, forward and backward.
+
+        The first of them reads the inputs, the last one the target, each for itself.
+        """
+        reads = stage in (0, stages - 1)
+        return self.call_forward + (self.reading if reads else 0.0), self.call_backward
+
+
+def read_profile_of(path: Path, graph: Graph) -> Profile:
+    """Reads profile.json. Raises UserError also where it is the profile of another graph."""
+    profile = read_profile(path)
+    if profile.graph_fingerprint != graph.fingerprint or profile.node.keys() != graph.nodes.keys():
+        raise UserError(f"{path}: the profile of another graph: run pd-profile again")
+    return profile
+
+
+def read_profile(path: Path) -> Profile:
+    """Reads profile.json. Raises UserError `FILE: where: what is wrong`."""
+    return read_artifact(path, Profile)
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    path.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
+
+
+def folder_of(folder: Path, batch_size: int) -> Path:
+    """Where the profile at that size is."""
+    return folder / f"batch-{batch_size}"
+
+
+def sizes_in(folder: Path) -> list[int]:
+    """The batch sizes that there are profiles of, the smallest first."""
+    found = (_NAME.fullmatch(path.parent.name) for path in folder.glob("batch-*/graph.txt"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def difference(one: Graph, size: int, other: Graph, other_size: int) -> str | None:
+    """The first node in which two graphs differ, for a person; None where the structure is one.
+
+    `size` and `other_size` are the batch sizes that they were profiled at.
+    """
+    if one.fingerprint == other.fingerprint:
+        return None
+    for name, found in zip(one.order, other.order, strict=False):
+        here, there = one.nodes[name].description, other.nodes[found].description
+        if here != there:
+            return f"{name} is {here} at {size} and {there} at {other_size}"
+        if _inputs(one, name) != _inputs(other, found):
+            return f"{name} ({here}) has other inputs at {other_size} than at {size}"
+    return f"{len(one.nodes)} nodes at {size} and {len(other.nodes)} at {other_size}"
+
+
+def _inputs(graph: Graph, name: str) -> list[int]:
+    return sorted(map(graph.order.index, graph.predecessors[name]))

@@ -1,0 +1,173 @@
+"""From runs to a graph whose times add up to what their stages took (`--calibrate`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.measured_run import (
+    MEASURED,
+    Measured,
+    MeasuredRank,
+    Spread,
+    read_measured,
+)
+from pipedream.graph.model import Graph
+from pipedream.graph.profile import Profile, TrainingOverheads
+from pipedream.optimizer.calibrate.correction import Observation, calibrate
+from pipedream.optimizer.cuts.planning_graph import Floats
+
+FEWEST = 10
+"""Minibatches on each rank: fewer give no median to go by."""
+
+_RUN_TO_RUN = 0.01
+"""By what share the time of a stage differs between runs, however many minibatches they have."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run in its `folder`, as the user named it."""
+
+    folder: Path
+    measured: Measured
+
+    @staticmethod
+    def read(folder: Path) -> Run:
+        """Raises UserError where there is none, or it has not told what it measured."""
+        path = folder / MEASURED
+        if not folder.is_dir():
+            raise UserError(f"--calibrate {folder}: there is no such folder: give that of a run")
+        if not path.exists() and (folder / "metrics.jsonl").exists():
+            raise UserError(
+                f"--calibrate {folder}: has no {MEASURED}: pd-train writes it when a run has"
+                " come to its end; go on with --resume"
+            )
+        if not path.exists():
+            raise UserError(
+                f"--calibrate {folder}: is not the folder of a run: there is no {MEASURED};"
+                " give what pd-train -o was given"
+            )
+        return Run(folder, read_measured(path))
+
+    def check(self, graph: Graph, name: Path, path: Path, profile: Profile | None) -> None:
+        """UserError where it says nothing of `graph`, read from `name`, whose `profile` is the file
+        `path`.
+        """
+        said, plan = f"--calibrate {self.folder}", self.measured.plan
+        ids = {node.id for node in plan.graph.nodes}
+        if plan.graph.fingerprint != graph.fingerprint or ids != graph.nodes.keys():
+            raise UserError(
+                f"{said}: trained another graph than {name}: give the graph.txt that its plan was"
+                " made from"
+            )
+        batch_size = self.measured.batch_size
+        if profile is not None and profile.batch_size != batch_size:
+            raise UserError(
+                f"{said}: trained on minibatches of {batch_size}, and {path} was measured with"
+                f" {profile.batch_size}: run pd-profile with --batch-size {batch_size}"
+            )
+        if self.measured.device != "cpu":
+            raise UserError(
+                f"{said}: ran on GPUs, whose passes are timed when they are given to them, not when"
+                " they are done: give runs on the CPU"
+            )
+        for rank in self.measured.ranks:
+            if rank.minibatches < FEWEST:
+                raise UserError(
+                    f"{said}: {rank.minibatches} minibatches were measured on rank {rank.rank},"
+                    f" at least {FEWEST} are needed: train on more examples, or longer legs"
+                )
+
+    @property
+    def update_rate(self) -> float | None:
+        """Bytes of parameters that the optimizers updated in a second; None if they did not."""
+        stages = self.measured.plan.stages
+        steps = [rank for rank in self.measured.ranks if rank.update is not None]
+        seconds = sum(r.update.median * self._speed(r) for r in steps if r.update is not None)
+        rate = sum(stages[r.stage].parameter_bytes for r in steps) / seconds if seconds else 0.0
+        return rate or None
+
+    def passes(
+        self, stage: int, overheads: TrainingOverheads | None = None
+    ) -> tuple[Sequence[Spread], Sequence[Spread]]:
+        """Forward and backward passes of each replica, on a device such as was profiled.
+
+        A forward pass that was done again is no part of the backward pass; what `overheads` says
+        that a pass takes beside its nodes is in neither.
+        """
+        stages = self.measured.plan.stages
+        beside = (overheads or TrainingOverheads({})).of_stage(stage, len(stages))
+        again = stages[stage].recompute
+        forward, backward = [], []
+        for rank in self.measured.of_stage(stage):
+            speed, second = self._speed(rank), rank.forward.median if again else 0.0
+            forward.append(_moved(rank.forward, -beside[0] / speed, speed))
+            backward.append(_moved(rank.backward, -second - beside[1] / speed, speed))
+        return forward, backward
+
+    def _speed(self, rank: MeasuredRank) -> float:
+        plan = self.measured.plan
+        return plan.cluster.device(plan.stages[rank.stage].ranks[rank.replica]).speed
+
+
+def _moved(spread: Spread, by: float, times: float) -> Spread:
+    """A tenth is left at least: of a pass of nothing there would be nothing to learn, where all it
+    shows is that what was taken off was too much.
+    """
+    median, lower, upper = (
+        max(0.1 * seconds, seconds + by) * times
+        for seconds in (spread.median, spread.lower, spread.upper)
+    )
+    return Spread(median=median, lower=lower, upper=upper)
+
+
+def calibrated(
+    graph: Graph,
+    runs: Sequence[Run],
+    profile: Profile | None,
+    overheads: TrainingOverheads | None = None,
+) -> Graph:
+    """`graph` with the times of its nodes corrected, forward and backward each for themselves."""
+    position = {name: index for index, name in enumerate(graph.nodes)}
+    stages = [
+        (run, stage.stage, tuple(position[n] for n in stage.nodes if not graph.nodes[n].is_input))
+        for run in runs
+        for stage in run.measured.plan.stages
+    ]
+
+    def corrected(way: int, seconds: list[float], spreads: list[float] | None) -> Floats:
+        observations = []
+        for run, stage, nodes in stages:
+            counted = min(rank.minibatches for rank in run.measured.of_stage(stage))
+            observations.append(_observation(nodes, run.passes(stage, overheads)[way], counted))
+        apart = None if spreads is None else np.array(spreads)
+        return calibrate(np.array(seconds), observations, apart)
+
+    nodes = graph.nodes.values()
+    measured = None if profile is None else [profile.node[name] for name in graph.nodes]
+    forward = corrected(
+        0,
+        [node.forward_seconds for node in nodes],
+        None if measured is None else [node.forward_seconds.spread for node in measured],
+    )
+    backward = corrected(
+        1,
+        [node.backward_seconds for node in nodes],
+        None if measured is None else [node.backward_seconds.spread for node in measured],
+    )
+    return graph.with_nodes(
+        replace(node, forward_seconds=float(f), backward_seconds=float(b))
+        for node, f, b in zip(nodes, forward, backward, strict=True)
+    )
+
+
+def _observation(nodes: tuple[int, ...], replicas: Sequence[Spread], counted: int) -> Observation:
+    """The mean of the replicas; its error from run to run, and that of a median of so many."""
+    seconds = math.fsum(spread.median for spread in replicas) / len(replicas)
+    apart = max(spread.upper - spread.lower for spread in replicas)
+    return Observation(nodes, seconds, math.hypot(_RUN_TO_RUN * seconds, apart / counted**0.5))

@@ -1,0 +1,169 @@
+"""What runs have shown: of the profile, of the plan they ran, and whether another is better now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from pipedream.graph.measured_run import Measured, Spread
+from pipedream.graph.model import Graph
+from pipedream.graph.plan import Plan
+from pipedream.graph.profile import TrainingOverheads
+from pipedream.graph.units import show_seconds
+from pipedream.optimizer.calibrate.runs import Run
+from pipedream.optimizer.cost.price_plan import Price
+from pipedream.optimizer.report import make_console, print_table
+
+ALIKE = 0.01
+"""Plans whose times differ by less are as good as each other: so do two runs of one plan."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The plan of the newest run by the corrected times (`now`), beside the best plan for them."""
+
+    run: Run
+    now: Price
+    best: Plan
+
+    @property
+    def stays(self) -> bool:
+        """Whether the best plan is that of the run."""
+        return _split(self.best) == _split(self.run.measured.plan)
+
+    @property
+    def gain(self) -> float:
+        """By what share the best plan is faster, by the cost model; below 0 where it is not."""
+        goal = Price.noted(self.best).goal
+        return self.now.goal / goal - 1 if goal else 0.0
+
+    @property
+    def words(self) -> str:
+        """One line for the user."""
+        named = f"plan of {self.run.folder}"
+        if self.stays:
+            return f"The {named} stays the best."
+        before, after = self.now.goal, Price.noted(self.best).goal
+        times = f"{show_seconds(after)} in place of {show_seconds(before)} per {self._unit}"
+        if abs(self.gain) < ALIKE:
+            return (
+                f"The best plan now is as fast as the {named}: {times}. There is no need to change."
+            )
+        if self.gain < 0:
+            return f"The {named} is faster than the best that was asked for now: {times}."
+        return (
+            f"The best plan now is {self.gain:.1%} faster than the {named}: {times}{self._played}."
+        )
+
+    @property
+    def _unit(self) -> str:
+        return "minibatch" if self.now.latency is None else "batch"
+
+    @property
+    def _played(self) -> str:
+        before, after = self.now.simulated, Price.noted(self.best).simulated
+        if not before or not after:
+            return ""
+        return f" (simulated: {show_seconds(after)} in place of {show_seconds(before)})"
+
+
+def _split(plan: Plan) -> list[tuple[frozenset[str], int, bool]]:
+    return [(frozenset(stage.nodes), stage.replicas, stage.recompute) for stage in plan.stages]
+
+
+def print_runs(
+    runs: Sequence[Run],
+    profiled: Graph,
+    overheads: TrainingOverheads | None = None,
+    console: Console | None = None,
+) -> None:
+    """For each run a row for each stage: its passes as they were profiled and as they were."""
+    console = console or make_console()
+    for run in runs:
+        print_table(console, _stages(run, profiled, overheads or TrainingOverheads({})))
+
+
+def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
+    """What the run's plan was said to take, took, and is said to take now; then what is best."""
+    console = console or make_console()
+    console.print(f"\nThe plan of {verdict.run.folder}", markup=False)
+    console.print(_times(verdict))
+    console.print(verdict.words, markup=False, soft_wrap=not console.is_terminal)
+
+
+def _stages(run: Run, profiled: Graph, overheads: TrainingOverheads) -> Table:
+    measured = run.measured
+    folder = escape(str(run.folder))
+    threads = f"{measured.threads} thread{'s' * (measured.threads > 1)}"
+    table = Table(
+        title=f"{folder}: minibatches of {measured.batch_size}, {threads} on each rank",
+        caption="Medians of one minibatch on one worker. The last stage has the loss in both.",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for heading in ("stage", "replicas", "minibatches", "forward,\nprofiled", "measured", "times"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("backward,\nprofiled", "measured", "times"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for stage in measured.plan.stages:
+        nodes = [profiled.nodes[n] for n in stage.nodes if not profiled.nodes[n].is_input]
+        beside = overheads.of_stage(stage.stage, len(measured.plan.stages))
+        forward, backward = run.passes(stage.stage)
+        table.add_row(
+            str(stage.stage),
+            str(stage.replicas),
+            str(sum(rank.minibatches for rank in measured.of_stage(stage.stage))),
+            *_pass(beside[0] + sum(n.forward_seconds for n in nodes), forward),
+            *_pass(beside[1] + sum(n.backward_seconds for n in nodes), backward),
+        )
+    return table
+
+
+def _pass(profiled: float, replicas: Sequence[Spread]) -> tuple[str, str, str]:
+    """As profiled, as measured, and how many times as long that is; the mean of the replicas."""
+    seconds = fmean(spread.median for spread in replicas)
+    times = f"{seconds / profiled:.2f}" if profiled else "-"
+    return show_seconds(profiled), show_seconds(seconds), times
+
+
+def _times(verdict: Verdict) -> Table:
+    """Per minibatch: before, measured, now."""
+    measured = verdict.run.measured
+    before = Price.noted(measured.plan)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_column()
+    for name, price in (("predicted before", before), ("predicted now", verdict.now)):
+        others = {"expected in a run": price.expected, "simulated": price.simulated}
+        remarks = [f"{what} {show_seconds(s)}" for what, s in others.items() if s is not None]
+        table.add_row(name, show_seconds(price.per_minibatch), ", ".join(remarks))
+    table.add_row("measured", show_seconds(measured.seconds_per_minibatch), _trained(measured))
+    table.add_row("  of that, compute", *_busy(measured))
+    return table
+
+
+def _trained(measured: Measured) -> str:
+    """Of what the time is; of another schedule it cannot be set beside the plan's."""
+    planned, remark = measured.plan.schedule, "while the minibatches above were done"
+    if measured.schedule == planned:
+        return remark
+    return f"{remark}, with {measured.schedule}; the plan is for {planned}"
+
+
+def _busy(measured: Measured) -> tuple[str, str]:
+    """Of the time of a minibatch, what the slowest stage computes; and what the rest is."""
+    stage, seconds = measured.slowest
+    rest = measured.seconds_per_minibatch - seconds
+    busy = f"passes and updates of stage {stage}, the slowest"
+    if rest > 0:
+        share = rest / measured.seconds_per_minibatch
+        busy += f"; {show_seconds(rest)} ({share:.1%}) is messages and waiting"
+    return show_seconds(seconds), busy

@@ -1,0 +1,128 @@
+"""The cluster that the options of pd-optimize name: in a file, in short, or as a plan has it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipedream.graph.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from pipedream.graph.cluster import Cluster
+    from pipedream.graph.plan import Plan
+    from pipedream.optimizer.cli.options import Options
+
+_MOST_DEVICES = 100_000
+"""Far more than planning is made for: it takes time and memory for each."""
+
+
+def cluster_of(options: Options) -> Cluster:
+    """From the cluster file, or from the short form."""
+    file, machines, bandwidth, latency = (
+        options.cluster,
+        options.machines,
+        options.bandwidth,
+        options.latency,
+    )
+    given = {"--machines": machines, "--bandwidth": bandwidth, "--latency": latency}
+    from_run = bool(options.calibrate) and not any((file, *given.values()))
+    if options.workers is not None and options.like is None and not from_run:
+        raise UserError(
+            "--workers is of --like PLAN, and of --calibrate RUN: add one of these, or give"
+            " --machines and --bandwidth"
+        )
+    if options.like is not None:
+        from pipedream.graph.plan import read_plan
+
+        also = {"--cluster": file, **given, "--calibrate": options.calibrate or None}
+        _only("--like", options.like, also)
+        cluster = _like(read_plan(options.like), options.like, options.workers)
+    elif from_run:
+        from pipedream.optimizer.calibrate.runs import Run
+
+        newest = Run.read(options.calibrate[-1])
+        cluster = _like(newest.measured.plan, newest.folder, options.workers)
+    elif file is not None:
+        from pipedream.graph.cluster_file import read_cluster
+
+        _only("--cluster", file, given)
+        cluster = read_cluster(file)
+    elif machines is None or bandwidth is None:
+        missing = "--machines" if machines is None else "--bandwidth"
+        raise UserError(
+            f"Missing option '{missing}': give --machines and --bandwidth, or --cluster FILE"
+        )
+    else:
+        cluster = _short_cluster(machines, bandwidth, latency)
+    if cluster.devices > _MOST_DEVICES:
+        raise UserError(f"{named(options)}: give at most {_MOST_DEVICES:,} devices in all")
+    return cluster
+
+
+def _only(option: str, file: Path, others: Mapping[str, object]) -> None:
+    for other, value in others.items():
+        if value is not None:
+            raise UserError(
+                f"{option} {file} and {other} both say what the cluster is: give one of them"
+            )
+
+
+def _like(plan: Plan, path: Path, workers: int | None) -> Cluster:
+    """That of the plan, which was read from `path`, or what so many of its devices make."""
+    from pipedream.optimizer.cli.like import left
+
+    cluster = plan.cluster
+    if workers is not None and workers > cluster.devices:
+        raise UserError(f"--workers {workers}: the cluster of {path} has {cluster.devices} devices")
+    return cluster if workers is None else left(cluster, workers)
+
+
+def named(options: Options) -> str:
+    """The option that says what the cluster is, as it was typed."""
+    if options.like is not None:
+        return f"--like {options.like}"
+    if options.calibrate and options.machines is None and options.cluster is None:
+        return f"--calibrate {options.calibrate[-1]}"
+    if options.cluster is None:
+        return f"--machines {options.machines}"
+    return f"--cluster {options.cluster}"
+
+
+def _short_cluster(machines: str, bandwidth: str, latency: str | None) -> Cluster:
+    from pydantic import ValidationError
+
+    from pipedream.graph.cluster import Cluster
+
+    try:
+        counts = tuple(int(count) for count in machines.split(","))
+    except ValueError:
+        raise UserError(f"--machines {machines}: give whole numbers, as 4,2") from None
+    speeds = tuple(bytes_of("--bandwidth", speed) for speed in bandwidth.split(","))
+    delays = tuple(_seconds("--latency", delay) for delay in latency.split(",")) if latency else ()
+    try:
+        return Cluster(machines=counts, bandwidth=speeds, latency=delays)
+    except ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        also = "" if latency is None else f" --latency {latency}"
+        raise UserError(f"--machines {machines} --bandwidth {bandwidth}{also}: {reason}") from None
+
+
+def bytes_of(option: str, text: str) -> float:
+    """What was typed for the option. Raises UserError."""
+    from pipedream.graph.units import parse_bytes
+
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from None
+
+
+def _seconds(option: str, text: str) -> float:
+    from pipedream.graph.units import parse_seconds
+
+    try:
+        return parse_seconds(text)
+    except ValueError as error:
+        raise UserError(f"{option}: {error}") from None

@@ -1,0 +1,84 @@
+"""Planning as an earlier plan was made (`--like`), or that of a run (`--calibrate`): its options,
+and what is left of its cluster.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.measured_run import MEASURED
+from pipedream.graph.plan import Asked, Plan
+from pipedream.optimizer.compare.sweep import shaped
+
+if TYPE_CHECKING:
+    from pipedream.optimizer.calibrate.runs import Run
+    from pipedream.optimizer.cli.options import Options
+
+_AS_TYPED = set(Asked.model_fields) - {"profile"}
+
+
+def asked(options: Options, profile_used: bool) -> Asked:
+    """What the plan is to remember of the options; the profile by its way from the plan's folder,
+    if anything was read in it.
+    """
+    typed = {name: getattr(options, name) for name in _AS_TYPED}
+    way = os.path.relpath(options.made.resolve(), options.folder.resolve())
+    return Asked(**typed, profile=way if profile_used else None)
+
+
+def options_of(plan: Plan, path: Path) -> dict[str, Any]:
+    """The options that the plan in the file `path` was made with, but for its cluster: by the names
+    of their parameters, None where nothing was typed.
+    """
+    known = plan.asked or Asked()
+    return {
+        **known.model_dump(include=_AS_TYPED),
+        "profile": None if known.profile is None else str(path.parent / known.profile),
+        "cost_model": plan.predicted.cost_model,
+        "schedule": plan.schedule,
+        "optimizer": plan.optimizer,
+        "weight_prediction": plan.weight_prediction,
+        "objective": plan.predicted.objective,
+        "microbatches": plan.predicted.microbatches,
+    }
+
+
+def options_after(run: Run) -> dict[str, Any]:
+    """Those of the run's plan, but for what the run has shown; without a profile that has gone."""
+    known = options_of(run.measured.plan, run.folder / MEASURED)
+    if run.update_rate is not None:
+        known["update_rate"] = f"{run.update_rate:.4g}"
+    if known["profile"] is not None:
+        profile = Path(known["profile"]).resolve()
+        known["profile"] = os.path.relpath(profile) if profile.exists() else None
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def left(cluster: Cluster, workers: int) -> Cluster:
+    """So many devices of the cluster, at most as many as it has.
+
+    Where they do not fill its levels evenly they are one level, all as far from each other as its
+    farthest: of 4,2 seven devices are 7, six as well, four are 4. Kinds are those of the first
+    devices: which processes are left does not say which devices are gone.
+    """
+    small = shaped(cluster, workers) or _flat(cluster, workers)
+    if not cluster.kinds:
+        return small
+    inner = math.prod(small.machines[:-1])
+    firsts = range(0, workers, inner)
+    kinds = tuple(cluster.machine_kinds[cluster.machine(first)] for first in firsts)
+    return small.model_copy(update={"kinds": cluster.kinds, "machine_kinds": kinds})
+
+
+def _flat(cluster: Cluster, workers: int) -> Cluster:
+    return Cluster(
+        machines=(workers,),
+        bandwidth=cluster.bandwidth[-1:],
+        latency=cluster.latency[-1:],
+        names=cluster.names[-1:],
+        send=cluster.send[-1:],
+    )

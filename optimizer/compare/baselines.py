@@ -1,0 +1,84 @@
+"""Plans that people make without a planner: equal layers, equal parameters, data parallelism.
+
+All but the last are straight pipelines along one topological order of the graph, a stage on each
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pipedream.optimizer.cuts.planning_graph import Floats
+from pipedream.optimizer.search.latency import Latency
+from pipedream.optimizer.search.planner import Outcome, Request, given_plan
+
+_HALVINGS = 60
+
+
+def equal_layers(request: Request, microbatches: int) -> Outcome:
+    """As many nodes in each stage, with an update after so many microbatches (GPipe, NeurIPS
+    2019).
+    """
+    graph = request.planning
+    stages = min(request.cluster.devices, len(graph))
+    ends = [len(graph) * (stage + 1) // stages for stage in range(stages)]
+    ours = replace(request, schedule="gpipe", microbatches=microbatches)
+    outcome = given_plan(ours, graph, ends, [1] * stages)
+    return _for_batch(outcome, microbatches)
+
+
+def equal_parameters(request: Request) -> Outcome:
+    """The stage with most parameters has as few as can be."""
+    graph = request.planning
+    stages = min(request.cluster.devices, len(graph))
+    ends = balanced(graph.parameter_bytes, stages)
+    return given_plan(request, graph, ends, [1] * stages)
+
+
+def data_parallel(request: Request) -> Outcome:
+    """The whole model on every device."""
+    graph = request.planning
+    return given_plan(request, graph, [len(graph)], [request.cluster.devices])
+
+
+def balanced(weights: Floats, pieces: int) -> list[int]:
+    """Where each of `pieces` runs of consecutive entries ends, none empty: the heaviest run is as
+    light as can be, but for rounding.
+
+    A limit on the weight of a run is halved in on; runs are filled up to it from the left.
+    """
+    assert 0 < pieces <= len(weights)
+    before = np.concatenate([[0.0], np.cumsum(weights)])
+    low, high = float(weights.max()), float(before[-1])
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if len(_filled(before, middle)) <= pieces else (middle, high)
+    ends = _filled(before, high * (1 + 1e-12))
+    while len(ends) < pieces:  # a run that is cut in two gets lighter
+        begins = [0, *ends]
+        sizes = [end - begin for begin, end in zip(begins, ends, strict=False)]
+        longest = sizes.index(max(sizes))
+        ends.insert(longest, ends[longest] - sizes[longest] // 2)
+    return ends
+
+
+def _filled(before: Floats, limit: float) -> list[int]:
+    """Where runs end that weigh no more than `limit`, each as long as can be."""
+    ends = [0]
+    while ends[-1] < len(before) - 1:
+        end = int(np.searchsorted(before, before[ends[-1]] + limit, side="right")) - 1
+        ends.append(max(end, ends[-1] + 1))
+    return ends[1:]
+
+
+def _for_batch(outcome: Outcome, microbatches: int) -> Outcome:
+    """The same plan with what it takes for a batch: sum t_i + (B - 1) max t_j."""
+    times: Sequence[float] = [figures.seconds for figures in outcome.figures]
+    seconds = Latency(microbatches).seconds(sum(times), max(times))
+    update = {"microbatches": microbatches, "latency_seconds": seconds}
+    predicted = outcome.plan.predicted.model_copy(update=update)
+    plan = outcome.plan.model_copy(update={"predicted": predicted})
+    return replace(outcome, plan=plan)

@@ -1,0 +1,219 @@
+"""Throughput against the number of workers: the planner's plan, data parallelism, the ideal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.errors import UserError
+from pipedream.graph.units import show_seconds
+from pipedream.optimizer.search.planner import Outcome, Request, optimize
+from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_WORKERS = 1024
+"""Planning for one cluster of as many takes seconds, for four times as many a minute."""
+
+MOST_POINTS = 64
+"""Clusters that are planned for: of more numbers, as many, each so much larger than the last."""
+
+
+class Point(NamedTuple):
+    """So many workers: how they are arranged, and what is planned; None where no plan fits."""
+
+    machines: tuple[int, ...]
+    outcome: Outcome | None
+
+    @property
+    def workers(self) -> int:
+        count = 1
+        for machines in self.machines:
+            count *= machines
+        return count
+
+
+def parse_range(text: str) -> range:
+    """`1..64`, both ends included. Raises UserError."""
+    match = re.fullmatch(r"([0-9]+)\.\.([0-9]+)", text)
+    numbers = range(int(match[1]), int(match[2]) + 1) if match else range(0)
+    if not numbers or numbers[0] < 1 or numbers[-1] > MOST_WORKERS:
+        raise UserError(
+            f"--sweep {text}: give the fewest and the most workers, as 1..64, at most"
+            f" {MOST_WORKERS}; plan for more on their own, with --machines"
+        )
+    return numbers
+
+
+def shaped(cluster: Cluster, workers: int) -> Cluster | None:
+    """A cluster of so many devices of the same make; None where they do not fill it evenly.
+
+    Levels fill from the innermost outwards, each as large as in `cluster`, but the outermost as
+    large as needed: of 4,2 six devices are none, eight are 4,2 and sixteen 4,4. Fewer than a level
+    holds are that much of it, without the levels beyond. An all-reduce that was measured counts
+    where the level has as many components as when it was.
+    """
+    machines: list[int] = []
+    left = workers
+    for level, count in enumerate(cluster.machines, start=1):
+        if left <= count or level == len(cluster.machines):
+            machines.append(left)
+            break
+        if left % count:
+            return None
+        machines.append(count)
+        left //= count
+    levels = len(machines)
+    rings = [
+        ring if count == measured else None
+        for ring, count, measured in zip(
+            cluster.all_reduce, machines, cluster.machines, strict=False
+        )
+    ]
+    return Cluster(
+        machines=tuple(machines),
+        bandwidth=cluster.bandwidth[:levels],
+        latency=cluster.latency[:levels],
+        names=cluster.names[:levels],
+        send=cluster.send[:levels],
+        all_reduce=tuple(rings),
+    )
+
+
+def check_sweep(cluster: Cluster, numbers: range) -> None:
+    """Raises UserError unless one of these numbers of workers, at least, makes a cluster."""
+    if cluster.kinds:
+        raise UserError(
+            "--sweep is for devices of one kind: leave kinds and machine_kinds out of --cluster"
+        )
+    if not any(shaped(cluster, workers) for workers in numbers):
+        raise UserError(
+            f"--sweep {numbers[0]}..{numbers[-1]}: none of these fills the machines of"
+            f" {','.join(map(str, cluster.machines))} evenly: sweep further"
+        )
+
+
+def sweep(request: Request, numbers: range) -> Iterator[Point]:
+    """Plans for the clusters that these numbers of workers make, `MOST_POINTS` of them at most.
+
+    Raises UserError.
+    """
+    check_sweep(request.cluster, numbers)
+    made = (shaped(request.cluster, workers) for workers in numbers)
+    for cluster in thinned([cluster for cluster in made if cluster is not None]):
+        asked = replace(request, cluster=cluster)
+        try:
+            outcome = optimize(asked)
+        except UserError:
+            yield Point(cluster.machines, None)
+            continue
+        simulation = simulate_plan(
+            outcome.plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
+        )
+        if simulation is not None:
+            outcome = replace(outcome, plan=simulation.noted_in(outcome.plan))
+        yield Point(cluster.machines, outcome)
+
+
+def thinned(clusters: list[Cluster]) -> list[Cluster]:
+    """At most `MOST_POINTS` of clusters that grow: the first, the last, and between them those
+    nearest to growing by the same factor each time.
+    """
+    if len(clusters) <= MOST_POINTS:
+        return clusters
+    sizes = np.array([cluster.devices for cluster in clusters])
+    wanted = np.geomspace(sizes[0], sizes[-1], MOST_POINTS)
+    nearest = {int(np.abs(sizes - size).argmin()) for size in wanted}
+    return [clusters[place] for place in sorted(nearest)]
+
+
+def sweep_frame(points: list[Point]) -> pd.DataFrame:
+    """A row for each number of workers; minibatches in a second."""
+    import pandas as pd
+
+    return pd.DataFrame(_row(point) for point in points)
+
+
+def _row(point: Point) -> dict[str, object]:
+    row: dict[str, object] = {
+        "workers": point.workers,
+        "machines": ",".join(map(str, point.machines)),
+    }
+    if point.outcome is None:
+        return row
+    plan = point.outcome.plan
+    predicted = plan.predicted
+    simulated = predicted.simulated
+    return row | {
+        "stages": len(plan.stages),
+        "replicas": " ".join(map(str, plan.replicas)),
+        "seconds_per_minibatch": predicted.seconds_per_minibatch,
+        "plan": 1 / predicted.seconds_per_minibatch,
+        "plan_simulated": None if simulated is None else 1 / simulated.seconds_per_minibatch,
+        "data_parallel": 1 / predicted.data_parallel_seconds,
+        "ideal": point.workers / predicted.one_worker_seconds,
+    }
+
+
+def sweep_table(frame: pd.DataFrame) -> Table:
+    """The frame for people; times faster than one worker."""
+    table = Table(
+        title="Plans for other numbers of workers",
+        caption="Times as fast as one worker.",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for heading in ("workers", "machines", "stages", "per\nminibatch"):
+        table.add_column(heading, justify="right")
+    for heading in ("plan", "simulated", "data\nparallel"):
+        table.add_column(heading, justify="right")
+    for row in frame.to_dict("records"):
+        if not row.get("stages", 0) > 0:
+            table.add_row(str(row["workers"]), row["machines"], "no plan fits")
+            continue
+        alone = row["workers"] / row["ideal"]
+        speeds = [row[name] * alone for name in ("plan", "plan_simulated", "data_parallel")]
+        shown = [f"{speed:.2f}" if speed == speed else "-" for speed in speeds]
+        table.add_row(
+            str(row["workers"]),
+            row["machines"],
+            f"{row['stages']:.0f}",
+            show_seconds(row["seconds_per_minibatch"]),
+            *shown,
+        )
+    return table
+
+
+def draw_sweep(frame: pd.DataFrame, path: Path) -> None:
+    """Minibatches in a second against workers (PNG)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 6.0), layout="constrained")
+    axes = figure.add_subplot()
+    lines = (
+        ("ideal", "ideal", {"color": "#999999", "linestyle": "--"}),
+        ("plan", "plan", {"color": "#0072B2", "marker": "o", "markersize": 4}),
+        ("plan_simulated", "plan, simulated", {"color": "#56B4E9", "marker": ".", "linewidth": 1}),
+        ("data_parallel", "data parallelism", {"color": "#E69F00", "marker": "s", "markersize": 3}),
+    )
+    for column, label, style in lines:
+        if column in frame and frame[column].notna().any():
+            axes.plot(frame["workers"], frame[column], label=label, **style)
+    axes.set_xlabel("workers")
+    axes.set_ylabel("minibatches in a second")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.lines:  # none where no plan fits
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,203 @@
+"""Cost models by name: how long a stage takes on its replicas (shared symbols: see `Work`).
+
+All are closed forms in what the stage takes on one component of the level below. The search and its
+lower bounds rest on three things that every one of them holds to:
+
+- the seconds never fall as any of `inner_seconds`, `parameter_bytes`, `bytes_in` or `bytes_out`
+  grows, all else the same: what is costliest inside is costliest outside, and a part of a stage,
+  its boundaries left out, costs no more than the whole;
+- on m components they are at least an m-th of `inner_seconds`: devices share work at best equally;
+- nor do they grow by more than an m-th of what `inner_seconds` grow by.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from pipedream.graph.cluster import Link, ring_seconds
+from pipedream.optimizer.cuts.planning_graph import Floats, Ints
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of the cluster: bytes per second between its components, and how many components
+    of the next inner level one of them has (1 at the innermost); what carries a message between
+    two components, and what one step of an all-reduce.
+    """
+
+    bandwidth: float
+    inner_machines: int
+    link: Link
+    ring: Link
+
+
+@dataclass(frozen=True)
+class Work:
+    """Stages that begin at one cut, one column of each array for each end.
+
+    `inner_seconds[case, end]`: the best time on one component (C'), a row for each case that
+    `replicas` counts components for; `parameter_bytes`: W; `bytes_in` and `bytes_out`: what crosses
+    the cuts before and after (a_in, a_out).
+    """
+
+    inner_seconds: Floats
+    parameter_bytes: Floats
+    bytes_in: float
+    bytes_out: Floats
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Seconds per minibatch, by cause; arrays that broadcast against each other."""
+
+    compute: Floats
+    all_reduce: Floats
+    boundary: Floats
+
+
+class CostModel(Protocol):
+    """The cost of stages on `replicas` components of a level, `first` of their pipeline or not."""
+
+    @property
+    def name(self) -> str:
+        """What the user calls it."""
+        ...
+
+    def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms: ...
+
+    def seconds(self, terms: Terms) -> Floats:
+        """The time per minibatch that the terms make together."""
+        ...
+
+    def limit(self, terms: Terms) -> str:
+        """Which term sets the time of a single stage: `compute`, `all-reduce` or `boundary`."""
+        ...
+
+
+def overhead(model: CostModel, parameter_bytes: Floats, level: Level, replicas: Ints) -> Floats:
+    """[case, end]: seconds of stages with nothing to compute inside and no boundaries."""
+    idle = np.zeros_like(parameter_bytes)
+    work = Work(idle[None], parameter_bytes, 0.0, idle)
+    ways = (model.terms(work, level, replicas, first) for first in (True, False))
+    return np.minimum(*map(model.seconds, ways))
+
+
+@dataclass(frozen=True)
+class Paper:
+    """PipeDream, SOSP 2019, section 3.1; seeds/004, section 4.2.
+
+    Stage: max(C', 2(m-1)W/B)/m. Boundary before every stage but the first of its pipeline: 2a/B,
+    divided by the activation compression ratio where one is given. Its recurrence
+    A(j, m) = min max(A(i, m - m'), 2a_i/B, T(i+1 -> j, m')) hands out all m machines, and T asks
+    for the time of the level below on all of that level's machines: every machine is used, unless
+    the planner is told that it may use fewer.
+    """
+
+    compression: float | None = None
+    name: str = "paper"
+
+    def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms:
+        reduced = 2 * (replicas - 1) * work.parameter_bytes / level.bandwidth
+        sent = 0.0 if first else 2 * work.bytes_in / level.bandwidth / (self.compression or 1.0)
+        return Terms(
+            compute=work.inner_seconds / replicas,
+            all_reduce=reduced / replicas,
+            boundary=np.array([sent]),
+        )
+
+    def seconds(self, terms: Terms) -> Floats:
+        return np.maximum(np.maximum(terms.compute, terms.all_reduce), terms.boundary)
+
+    def limit(self, terms: Terms) -> str:
+        return _largest(compute=terms.compute, all_reduce=terms.all_reduce, boundary=terms.boundary)
+
+
+@dataclass(frozen=True)
+class Released:
+    """What the released optimizer means to compute (design: "Numbers that must agree").
+
+    The first stage of a pipeline: (C' + 4(m-1)W/(B m)/q)/m, with q the machines of the next inner
+    level. Every later stage: max of (C' + 4(m-1)W/(B m))/m, 2 a_in/(B m) and 2 a_out/(B m), the two
+    boundary terms divided by the activation compression ratio and absent when none is given.
+    """
+
+    compression: float | None = None
+    name: str = "released"
+
+    def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms:
+        reduced = 4 * (replicas - 1) * work.parameter_bytes / (level.bandwidth * replicas)
+        compute = work.inner_seconds / replicas
+        if first:
+            return Terms(compute, reduced / level.inner_machines / replicas, np.zeros(1))
+        if self.compression is None:
+            return Terms(compute, reduced / replicas, np.zeros(1))
+        crossing = np.maximum(work.bytes_in, work.bytes_out)
+        sent = 2 * crossing / (level.bandwidth * replicas) / self.compression
+        return Terms(compute, reduced / replicas, sent)
+
+    def seconds(self, terms: Terms) -> Floats:
+        return np.maximum(terms.compute + terms.all_reduce, terms.boundary)
+
+    def limit(self, terms: Terms) -> str:
+        return _sum_or_boundary(terms)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Latency plus bytes over bandwidth, or what was measured, and what the runtime overlaps.
+
+    Stage: (C' + ring(W, m))/m, where C' has the updates, calls and reading that were measured, and
+    ring(W, m) = 2(m-1) step(W/m) is an all-reduce over m components, each step a message of an m-th
+    of the bytes, once for every m minibatches. It is added in full, an upper bound. The engine does
+    begin it in the last backward pass of a round (buckets.py); how much that hides is not in the
+    model. gloo adds up and copies on the worker's own processor, 75 to 88 % of the time of a sum of
+    0.3 to 64 MB on two processes of one core each; with NCCL, or cores to spare, all of that
+    backward pass may be hidden.
+    Boundary: (send(a_in) + send(a_out))/m, while the engine computes; the m components take turns,
+    and the link of each carries both directions at once, the gradients of what came in beside the
+    activations that go out. What crosses at an outer level passes through the links within, too.
+    Where a link keeps the ranks at its ends `busy` that share of its time is none of computing: it
+    is added to C', both ways, for what comes in and its gradient, and for what goes out.
+
+    A component is taken to add up all its weights for every minibatch it has done, though replicas
+    inside it share these: with replication at several levels the time is no less than it will be.
+    That a stage waits for a first message, or for a late one, is for the simulator to say.
+    """
+
+    compression: float | None = None
+    name: str = "measured"
+
+    def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms:
+        reduced = ring_seconds(level.ring, work.parameter_bytes, replicas)
+        ratio = self.compression or 1.0
+        into, out = (level.link.seconds(size / ratio) for size in (work.bytes_in, work.bytes_out))
+        taken = 2 * level.link.busy * (into + out)
+        return Terms(
+            (work.inner_seconds + taken) / replicas, reduced / replicas, (into + out) / replicas
+        )
+
+    def seconds(self, terms: Terms) -> Floats:
+        return np.maximum(terms.compute + terms.all_reduce, terms.boundary)
+
+    def limit(self, terms: Terms) -> str:
+        return _sum_or_boundary(terms)
+
+
+COST_MODELS: dict[str, type[Paper] | type[Released] | type[Measured]] = {
+    "paper": Paper,
+    "released": Released,
+    "measured": Measured,
+}
+
+
+def _sum_or_boundary(terms: Terms) -> str:
+    if terms.boundary.item() > (terms.compute + terms.all_reduce).item():
+        return "boundary"
+    return _largest(compute=terms.compute, all_reduce=terms.all_reduce)
+
+
+def _largest(**terms: Floats) -> str:
+    return max(terms, key=lambda name: terms[name].item()).replace("_", "-")

@@ -1,0 +1,98 @@
+"""The antichain DAG: every way to cut a model in two (PipeDream, SOSP 2019, 3.1; seeds/004).
+
+A state is a *downset*: a set of nodes that holds the producers of each of its nodes, so that it can
+be what the first k stages compute. Its frontier, those of its nodes that none of the others reads,
+is an *antichain*, and determines it. The *augmented* antichain adds the earlier nodes that are yet
+to be read: with it, all that crosses the cut. An edge of the DAG adds one node.
+
+Sets of nodes are bits of an int, node 0 lowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipedream.optimizer.cuts.planning_graph import PlanningGraph
+
+
+@dataclass(frozen=True)
+class AntichainDag:
+    """All downsets of a graph, the empty one first and the whole graph last.
+
+    They are in topological order: by number of nodes, so that a downset stands before all those
+    that contain it.
+    """
+
+    graph: PlanningGraph
+    downsets: tuple[int, ...]
+
+    @staticmethod
+    def of(graph: PlanningGraph, limit: int) -> AntichainDag | None:
+        """Walks the DAG from the empty set, over all sources; None if it has more than `limit`."""
+        found: list[int] = []
+        generation = {0: ready(graph, 0)}
+        while generation:
+            found += sorted(generation)
+            if len(found) > limit:
+                return None
+            generation = dict(
+                following
+                for downset, nodes in generation.items()
+                for following in _following(graph, downset, nodes)
+            )
+        return AntichainDag(graph, tuple(found))
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """(state, next state), as positions in `downsets`."""
+        position = {downset: index for index, downset in enumerate(self.downsets)}
+        return tuple(
+            (index, position[downset | 1 << node])
+            for index, downset in enumerate(self.downsets)
+            for node in bits(ready(self.graph, downset))
+        )
+
+    def antichain(self, state: int) -> tuple[str, ...]:
+        """The frontier: nodes of the downset with no consumer in it."""
+        downset, readers = self.downsets[state], self.graph.consumer_masks
+        return tuple(self.graph.names[n] for n in bits(downset) if not readers[n] & downset)
+
+    def augmented_antichain(self, state: int) -> tuple[str, ...]:
+        """The frontier and the earlier nodes that some consumer outside the downset still reads."""
+        downset, readers = self.downsets[state], self.graph.consumer_masks
+        return tuple(
+            self.graph.names[n]
+            for n in bits(downset)
+            if not readers[n] & downset or readers[n] & ~downset
+        )
+
+
+def bits(mask: int) -> Iterator[int]:
+    """The positions of the ones, lowest first."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+def ready(graph: PlanningGraph, downset: int) -> int:
+    """The nodes outside `downset` whose producers are all in it."""
+    inside = (not inputs & ~downset for inputs in graph.producer_masks)
+    return sum(1 << node for node, fits in enumerate(inside) if fits) & ~downset
+
+
+def ready_after(graph: PlanningGraph, downset: int, nodes: int, node: int) -> int:
+    """`ready` once `node` has joined `downset`, whose ready nodes were `nodes`."""
+    outside = ~(downset | 1 << node)
+    nodes ^= 1 << node
+    for reader in graph.consumers[node]:
+        if not graph.producer_masks[reader] & outside:
+            nodes |= 1 << reader
+    return nodes
+
+
+def _following(graph: PlanningGraph, downset: int, nodes: int) -> Iterator[tuple[int, int]]:
+    for node in bits(nodes):
+        yield downset | 1 << node, ready_after(graph, downset, nodes, node)

@@ -1,0 +1,160 @@
+"""What lies before and across each cut of a family of downsets, and between two nested ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipedream.optimizer.cuts.planning_graph import Floats, Ints, PlanningGraph
+
+States: TypeAlias = slice | Ints
+
+
+class Cuts:
+    """The states of a search: downsets of `graph`, each after all those it contains.
+
+    The first is empty, the last the whole graph. A stage is the difference of two nested ones;
+    `start` and `end` below are their positions. Arrays have one entry for each state.
+    """
+
+    def __init__(self, graph: PlanningGraph, downsets: Sequence[int]) -> None:
+        assert downsets[0] == 0
+        assert downsets[-1] == (1 << len(graph)) - 1
+        self.graph = graph
+        self.downsets = downsets
+        width = -(-len(graph) // 64) * 8
+        packed = b"".join(downset.to_bytes(width, "little") for downset in downsets)
+        self._bytes = np.frombuffer(packed, dtype=np.uint8).reshape(len(downsets), width)
+        self.words: NDArray[np.uint64] = self._bytes.view("<u8")
+        self._last_read: tuple[int, Floats] = (-1, np.empty(0))
+        self._last_given: tuple[int, Floats] = (-1, np.empty(0))
+
+    def __len__(self) -> int:
+        return len(self.downsets)
+
+    @cached_property
+    def seconds(self) -> Floats:
+        """Forward, backward and update of all nodes before the cut, on one worker."""
+        return self.sum(self.graph.work_seconds)
+
+    def beside(self, start: int) -> Floats:
+        """For each state what a stage from `start` to it takes beside its nodes."""
+        return self._first_beside if start == 0 else self._later_beside
+
+    @cached_property
+    def _first_beside(self) -> Floats:
+        return np.full(len(self), self.graph.call + self.graph.reading)
+
+    @cached_property
+    def _later_beside(self) -> Floats:
+        beside = np.full(len(self), self.graph.call)
+        beside[-1] += self.graph.reading
+        return beside
+
+    @cached_property
+    def working(self) -> Floats:
+        """How many nodes before the cut take any time."""
+        return self.sum((self.graph.compute_seconds > 0).astype(np.float64))
+
+    @cached_property
+    def parameter_bytes(self) -> Floats:
+        return self.sum(self.graph.parameter_bytes)
+
+    @cached_property
+    def forward_seconds(self) -> Floats:
+        return self.sum(self.graph.forward_seconds)
+
+    @cached_property
+    def bytes_across(self) -> Floats:
+        """Bytes of the tensors alive across the cut, each once however many read it."""
+        live = self.words & self._read_after
+        return _sum(live.view(np.uint8), self.graph.output_bytes)
+
+    @cached_property
+    def _read_after(self) -> NDArray[np.uint64]:
+        """[state, word]: the nodes, as bits, that some node after the cut reads."""
+        masks = self.graph.producer_masks
+        width = self.words.shape[1] * 8
+        found = np.zeros_like(self.words)
+        for place, column in enumerate(self._bytes.T):
+            eight = b"".join(mask.to_bytes(width, "little") for mask in masks[8 * place :][:8])
+            read = np.frombuffer(eight, dtype="<u8").reshape(-1, width // 8)
+            words = np.flatnonzero(read.any(axis=0))
+            if len(words):
+                found[:, words] |= _by_byte(np.bitwise_or, read[:, words])[~column]
+        return found
+
+    @cached_property
+    def _holds(self) -> NDArray[np.bool_]:
+        """[node, state]: before the cut."""
+        count = len(self.graph)
+        holds = np.unpackbits(self._bytes, axis=1, count=count, bitorder="little")
+        return holds.T.astype(np.bool_)
+
+    def sum(self, values: Floats) -> Floats:
+        """For each state the sum of `values` over the nodes before it."""
+        return _sum(self._bytes, values)
+
+    def after(self, start: int, end: int) -> States:
+        """The states up to `end` that hold all of `start` and more; a slice where none does not."""
+        here = self.words[start]
+        nested = ((self.words[start + 1 : end + 1] & here) == here).all(axis=1)
+        return slice(start + 1, end + 1) if nested.all() else np.flatnonzero(nested) + start + 1
+
+    def nodes(self, start: int, end: int) -> tuple[int, ...]:
+        """The nodes of a stage, in topological order."""
+        return tuple(np.flatnonzero(self._holds[:, end] & ~self._holds[:, start]).tolist())
+
+    def bytes_read(self, start: int) -> Floats:
+        """For each state that the stage from `start` may end at: what it reads from before."""
+        if self._last_read[0] != start:  # a search asks many times in a row
+            self._last_read = (start, self._bytes_read(start))
+        return self._last_read[1]
+
+    def _bytes_read(self, start: int) -> Floats:
+        total = np.zeros(len(self))
+        after = self._read_after[start].view(np.uint8)
+        live = np.unpackbits(after, count=len(self.graph), bitorder="little")
+        for node in np.flatnonzero(live & self._holds[:, start]):
+            readers = [n for n in self.graph.consumers[node] if not self._holds[n, start]]
+            total[self._holds[readers].any(axis=0)] += self.graph.output_bytes[node]
+        return total
+
+    def bytes_given(self, start: int) -> Floats:
+        """For each state that the stage from `start` may end at: the model's inputs it reads."""
+        if self._last_given[0] != start:
+            self._last_given = (start, self._bytes_given(start))
+        return self._last_given[1]
+
+    def _bytes_given(self, start: int) -> Floats:
+        total = np.zeros(len(self))
+        for size, consumers in self.graph.given:
+            readers = [n for n in consumers if not self._holds[n, start]]
+            if readers:
+                total[self._holds[readers].any(axis=0)] += size
+        return total
+
+
+def _sum(sets: NDArray[np.uint8], values: Floats) -> Floats:
+    """For each set, a row of bits, the sum of the values of its members.
+
+    Eight at a time, and in the same order in every row, so that no set has less than one inside it.
+    """
+    total = np.zeros(len(sets))
+    for place, column in enumerate(sets.T):
+        eight = values[8 * place :][:8]
+        if eight.any():
+            total += _by_byte(np.add, eight)[column]
+    return total
+
+
+def _by_byte(join: np.ufunc, eight: NDArray[Any]) -> NDArray[Any]:
+    """[byte, ...]: what `join` makes of those among up to eight values whose bits are set."""
+    table = np.zeros((1, *eight.shape[1:]), eight.dtype)
+    for value in eight:
+        table = np.concatenate([table, join(table, value)])
+    return np.concatenate([table] * (256 // len(table)))

@@ -1,0 +1,70 @@
+"""Where the downsets are too many to enumerate: a few thousand that are worth cutting at."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+
+from pipedream.optimizer.cuts.downsets import Cuts
+from pipedream.optimizer.cuts.frontier import Bins
+from pipedream.optimizer.cuts.planning_graph import Floats, Ints, PlanningGraph
+from pipedream.optimizer.cuts.topological_orders import depth_first, fewest_bytes, growth
+
+
+def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
+    """Downsets (as AntichainDag's: the empty one first, the whole graph last), about `limit`.
+
+    The prefixes of three topological orders (the file's, depth first, the one that keeps the fewest
+    bytes alive). A plan over these is valid, but a better one may cut elsewhere. Where they are
+    more than `limit`, the lightest is kept in each of as many equal shares of the compute time.
+    """
+    found = dict(prefix for order in orders(graph) for prefix in _walk(graph, order))
+    if len(found) > limit:
+        seconds, live = np.array(list(found.values())).T
+        chosen = list(found)
+        found = {chosen[index]: found[chosen[index]] for index in _lightest(seconds, live, limit)}
+    return in_order({0, (1 << len(graph)) - 1, *found})
+
+
+def _walk(graph: PlanningGraph, order: Sequence[int]) -> Iterator[tuple[int, tuple[float, float]]]:
+    """Every prefix of the order, its compute time, and the output bytes that are still awaited."""
+    downset, seconds, live = 0, 0.0, 0.0
+    for node in order:
+        live += growth(graph, downset, node)
+        seconds += graph.compute_seconds[node]
+        downset |= 1 << node
+        yield downset, (seconds, live)
+
+
+def likely_cuts(graph: PlanningGraph, bins: Bins, limit: int) -> tuple[int, ...]:
+    """`prefixes`, and twice as many of the lightest cuts of all, spread evenly over the compute."""
+    of_all = {downset for downset in bins.merged(2 * limit // 3).lightest if downset is not None}
+    return in_order({*of_all, *prefixes(graph, max(1, limit - len(of_all)))})
+
+
+def in_order(downsets: Collection[int]) -> tuple[int, ...]:
+    """Each after all those that it contains."""
+    return tuple(sorted(downsets, key=lambda downset: (downset.bit_count(), downset)))
+
+
+def orders(graph: PlanningGraph) -> list[list[int]]:
+    """Topological orders: the file's, depth first, the one that keeps the fewest bytes alive."""
+    return [list(range(len(graph))), depth_first(graph), fewest_bytes(graph)]
+
+
+def lightest(cuts: Cuts, count: int, among: Ints | None = None) -> list[int]:
+    """The positions, in order, of the cuts of fewest bytes in each of `count` equal shares of the
+    compute time, and of the ends. `among`: which of the others there are to choose from.
+    """
+    among = np.arange(1, len(cuts) - 1) if among is None else among
+    inner = among[_lightest(cuts.seconds[among], cuts.bytes_across[among], count)]
+    return [0, *sorted(inner.tolist()), len(cuts) - 1]
+
+
+def _lightest(seconds: Floats, live: Floats, count: int) -> Ints:
+    """The places of what is least in `live`, one for each of `count` equal shares of `seconds`."""
+    total = max(seconds.max(initial=0.0), 1e-300)
+    share = np.minimum(np.floor(seconds / total * count), count - 1)
+    by_bytes = np.lexsort((live, share))
+    return by_bytes[np.flatnonzero(np.diff(share[by_bytes], prepend=-1))]

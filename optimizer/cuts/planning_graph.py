@@ -1,0 +1,154 @@
+"""The part of a model graph that is planned: its working nodes, as bits and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipedream.graph.model import Graph, Node
+from pipedream.graph.profile import Footprint
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class PlanningGraph:
+    """The nodes that a plan divides, numbered in topological order.
+
+    Sources called `Input` cost nothing and are left out: they go to the first stage. A
+    `__getitem__` that nothing consumes is left out too and goes where its producer goes (`follows`
+    names the working node, None for one that hangs on an input). `footprints`, where there are
+    any, say what each node keeps in memory; without them, its outputs. `update`: what a minibatch
+    spends on updating a byte of parameters; `call`: what it takes in every stage, whatever its
+    nodes; `reading`: and in the first stage and the last one, which read it.
+    """
+
+    graph: Graph
+    names: tuple[str, ...]
+    follows: Mapping[str, str | None]
+    footprints: Mapping[str, Footprint] | None = None
+    update: float = 0.0
+    call: float = 0.0
+    reading: float = 0.0
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        footprints: Mapping[str, Footprint] | None = None,
+        update: float = 0.0,
+        call: float = 0.0,
+        reading: float = 0.0,
+    ) -> PlanningGraph:
+        inputs = {
+            name
+            for name, node in graph.nodes.items()
+            if node.is_input and not graph.predecessors[name]
+        }
+        unread: set[str] = set()
+        for name in reversed(graph.order):
+            consumed = not unread.issuperset(graph.successors[name])
+            if _is_getitem(graph.nodes[name]) and name not in inputs and not consumed:
+                unread.add(name)
+        names = tuple(name for name in graph.order if name not in inputs | unread)
+        follows: dict[str, str | None] = dict.fromkeys(inputs)
+        for name in graph.order:
+            if name in unread:
+                producer = graph.predecessors[name][0] if graph.predecessors[name] else None
+                follows[name] = producer if producer is None else follows.get(producer, producer)
+        return PlanningGraph(graph, names, follows, footprints, update, call, reading)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self.names)}
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """The working nodes that read each node's output."""
+        return tuple(self._neighbours(self.graph.successors[name]) for name in self.names)
+
+    @cached_property
+    def producers(self) -> tuple[tuple[int, ...], ...]:
+        """The working nodes whose output each node reads."""
+        return tuple(self._neighbours(self.graph.predecessors[name]) for name in self.names)
+
+    @cached_property
+    def consumer_masks(self) -> tuple[int, ...]:
+        """`consumers` as bits, node 0 lowest."""
+        return tuple(sum(1 << node for node in nodes) for nodes in self.consumers)
+
+    @cached_property
+    def producer_masks(self) -> tuple[int, ...]:
+        """`producers` as bits, node 0 lowest."""
+        return tuple(sum(1 << node for node in nodes) for nodes in self.producers)
+
+    def _neighbours(self, names: Sequence[str]) -> tuple[int, ...]:
+        return tuple(sorted(self.position[name] for name in names if name in self.position))
+
+    @cached_property
+    def compute_seconds(self) -> Floats:
+        """Forward plus backward of each node, one minibatch on one worker."""
+        return np.array([self.graph.nodes[name].compute_seconds for name in self.names])
+
+    @cached_property
+    def work_seconds(self) -> Floats:
+        """And what the node's parameters take to be updated."""
+        return self.compute_seconds + self.parameter_bytes * self.update
+
+    @cached_property
+    def parameter_bytes(self) -> Floats:
+        return np.array([self.graph.nodes[name].parameter_bytes for name in self.names])
+
+    @cached_property
+    def output_bytes(self) -> Floats:
+        return np.array([self.graph.nodes[name].output_bytes for name in self.names])
+
+    @cached_property
+    def forward_seconds(self) -> Floats:
+        return np.array([self.graph.nodes[name].forward_seconds for name in self.names])
+
+    @cached_property
+    def saved_bytes(self) -> Floats:
+        """What of each node's making is kept for the backward pass.
+
+        A loss is taken to save as much as it reads: the model's outputs once more.
+        """
+        if self.footprints is None:
+            return self.output_bytes
+        saved = np.array([self.footprints[name].saved for name in self.names])
+        returned = np.array([not readers for readers in self.consumers])
+        return saved + np.where(returned, self.output_bytes, 0.0)
+
+    @cached_property
+    def workspace_bytes(self) -> Floats:
+        """What each node's backward pass needs beside that: at least its parameters' gradients."""
+        if self.footprints is None:
+            return self.parameter_bytes
+        return np.array([self.footprints[name].workspace for name in self.names])
+
+    @cached_property
+    def given(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
+        """For each input of the model: its bytes, and the nodes that read it."""
+        return tuple(
+            (footprint.given, self._neighbours(self.graph.successors[name]))
+            for name, footprint in (self.footprints or {}).items()
+            if footprint.given and name in self.follows
+        )
+
+    def stage_of(self, stages: Sequence[Sequence[int]]) -> dict[str, int]:
+        """The stage of every node of the graph, given the working nodes of each stage."""
+        found = {self.names[node]: stage for stage, nodes in enumerate(stages) for node in nodes}
+        for name, leader in self.follows.items():
+            found[name] = 0 if leader is None else found[leader]
+        return found
+
+
+def _is_getitem(node: Node) -> bool:
+    return node.description.startswith("__getitem__")

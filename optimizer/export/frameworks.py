@@ -1,0 +1,140 @@
+"""A plan for other frameworks: one JSON file for each, with what that framework asks for.
+
+| framework | file | holds |
+|---|---|---|
+| torch | export-torch.json | the operators of each stage; runtime/pipelining.py makes of it a
+  `split_policy` for torch.distributed.pipelining.pipeline |
+| torchtitan | export-torchtitan.json | fields of its ParallelismConfig |
+| DeepSpeed | export-deepspeed.json | the modules in order, and `parts`: where each stage begins |
+| Megatron | export-megatron.json | its options, among them the pipeline layout |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.model import Graph
+from pipedream.graph.plan import Plan
+from pipedream.graph.profile import Profile
+from pipedream.optimizer.export.module_split import Layering, split_modules, uneven
+
+
+@dataclass(frozen=True)
+class Export:
+    """What goes into the file, and what a user has to know of it, a line for each."""
+
+    content: Mapping[str, Any]
+    notes: tuple[str, ...]
+
+
+def export(framework: str, plan: Plan, graph: Graph, profile: Profile) -> Export:
+    """The plan for one of `FRAMEWORKS`; `profile` is that of `graph`.
+
+    Raises UserError, naming the framework, where it cannot express the plan.
+    """
+    try:
+        return FRAMEWORKS[framework](plan, graph, profile)
+    except UserError as error:
+        raise UserError(f"--export {framework}: {error.format_message()}") from error
+
+
+def write_export(export: Export, path: Path) -> None:
+    path.write_text(json.dumps(export.content, indent=1) + "\n", encoding="utf-8")
+
+
+def _torch(plan: Plan, graph: Graph, profile: Profile) -> Export:
+    """Every plan can be expressed: operators are put in the order of the stages first."""
+    calls = profile.node
+    stages = [
+        [
+            tensor.name
+            for name in stage.nodes
+            if not graph.nodes[name].is_input
+            for tensor in calls[name].outputs
+        ]
+        for stage in plan.stages
+    ]
+    content = {
+        "format": "pipedream-torch-split/1",
+        "model": profile.model,
+        "torch": profile.machine.torch,
+        "stages": stages,
+    }
+    return Export(content, tuple(uneven(plan)))
+
+
+def _torchtitan(plan: Plan, graph: Graph, profile: Profile) -> Export:
+    split = split_modules(plan, graph, profile.node)
+    deep = [name for stage in split.stages for name in stage if name.count(".") > 1]
+    notes = list(split.notes)
+    if deep:
+        notes.append(
+            f"its splitter knows children of the model and entries of their lists, not {deep[0]}"
+        )
+    content = {
+        "module_fqns_per_model_part": split.stages,
+        "pipeline_parallel_degree": len(split.stages),
+    }
+    return Export(content, tuple(notes))
+
+
+def _deepspeed(plan: Plan, graph: Graph, profile: Profile) -> Export:
+    split = split_modules(plan, graph, profile.node)
+    content = {
+        "layers": [name for stage in split.stages for name in stage],
+        "parts": [0, *accumulate(len(stage) for stage in split.stages)],
+    }
+    return Export(content, split.notes)
+
+
+def _megatron(plan: Plan, graph: Graph, profile: Profile) -> Export:
+    """`E` for all before the transformer layers, `t` for each of these, `L` for all after them."""
+    split = split_modules(plan, graph, profile.node, _letters)
+    letters = [[name[0] for name in stage] for stage in split.stages]
+    flat = [letter for stage in letters for letter in stage]
+    for letter, what in (("E", "before"), ("L", "after")):
+        if letter not in flat:
+            raise UserError(
+                f"there is no module {what} the list of layers; it takes one for {letter}"
+            )
+    content = {
+        "pipeline_model_parallel_layout": "|".join("".join(stage) for stage in letters),
+        "pipeline_model_parallel_size": len(letters),
+        "num_layers": flat.count("t"),
+    }
+    return Export(content, split.notes)
+
+
+def _letters(layering: Layering) -> Mapping[str, str]:
+    """A name for each module: E, t and its own, or L."""
+    if len(layering.lists) != 1:
+        found = ", ".join(layering.lists) or "none"
+        raise UserError(f"it lays out one list of transformer layers; this model's lists: {found}")
+    inside = f"{layering.lists[0]}." if layering.lists[0] else ""
+    units = layering.units
+    layers = [
+        place
+        for place, unit in enumerate(units)
+        if unit.startswith(inside) and unit.removeprefix(inside).isdigit()
+    ]
+    first, last = layers[0], layers[-1]
+    if len(layers) != last - first + 1:
+        raise UserError("other modules stand between the layers of the list")
+    return {
+        unit: "E" if place < first else "L" if place > last else f"t {unit}"
+        for place, unit in enumerate(units)
+    }
+
+
+FRAMEWORKS: Mapping[str, Callable[[Plan, Graph, Profile], Export]] = {
+    "torch": _torch,
+    "torchtitan": _torchtitan,
+    "deepspeed": _deepspeed,
+    "megatron": _megatron,
+}

@@ -1,0 +1,61 @@
+"""How many minibatches a plan keeps in flight: so many that it keeps the pace that it promises."""
+
+from __future__ import annotations
+
+from math import lcm
+
+from pipedream.graph.plan import Plan
+from pipedream.optimizer.cost.network import Network
+from pipedream.optimizer.simulate.workload import StageWork, Workload
+from pipedream.schedule.in_flight import Pace, useful_room
+from pipedream.schedule.policy import Policy
+
+_LEEWAY = 1.05
+"""How much slower a pace may be that takes fewer in flight: where workers have equal shares of the
+work, a message of next to nothing would otherwise cost every stage one more."""
+
+_MOST_PAIRS = 64
+"""Of the pairs of replicas that exchange messages, so many are looked at for each link."""
+
+
+def room_for(plan: Plan, workload: Workload, policy: Policy) -> tuple[int, ...]:
+    """For each stage, with the times of `workload`, messages and all-reduces that find the network
+    idle, and a minibatch done about as often as the cost model has it, or as the workers can.
+    """
+    works = [
+        work.at(min(plan.cluster.device(rank).speed for rank in stage.ranks))
+        for work, stage in zip(workload.stages, plan.stages, strict=True)
+    ]
+    update = [_update(plan, policy, stage, work) for stage, work in enumerate(works)]
+    busy = [
+        (work.forward_seconds + work.backward_seconds + seconds) / replicas
+        for work, seconds, replicas in zip(works, update, plan.replicas, strict=True)
+    ]
+    pace = Pace(
+        period=_LEEWAY * max(plan.predicted.seconds_per_minibatch, *busy),
+        forward=[work.forward_seconds for work in works],
+        backward=[work.backward_seconds for work in works],
+        update=update,
+        there={
+            link: _message(plan, link, amount) for link, amount in workload.forward_bytes.items()
+        },
+        back={
+            link: _message(plan, link, amount) for link, amount in workload.backward_bytes.items()
+        },
+    )
+    return useful_room(plan.replicas, pace, list(workload.forward_bytes), policy.in_step)
+
+
+def _update(plan: Plan, policy: Policy, stage: int, work: StageWork) -> float:
+    """Seconds of the all-reduce and the update, shared among a worker's minibatches of a round."""
+    ranks = plan.stages[stage].ranks
+    reducing = Network(plan.cluster).all_reduce(0.0, ranks, work.parameter_bytes)
+    return (reducing + work.update_seconds) * len(ranks) / policy.round_size(stage)
+
+
+def _message(plan: Plan, link: tuple[int, int], amount: float) -> float:
+    """Seconds of the slowest message of so many bytes on the link, either way."""
+    sources, targets = (plan.stages[stage].ranks for stage in link)
+    count = min(lcm(len(sources), len(targets)), _MOST_PAIRS)
+    pairs = {(sources[b % len(sources)], targets[b % len(targets)]) for b in range(count)}
+    return max(Network(plan.cluster).send(0.0, *pair, amount) for pair in pairs)

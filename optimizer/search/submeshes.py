@@ -1,0 +1,88 @@
+"""The pieces of a cluster that a stage of one flat pipeline may have (Alpa; seeds/002, part 3).
+
+A submesh is some devices of one machine, or some whole machines of one component of the next level,
+and so on outwards: Alpa's (1, 1) to (1, M) and (2, M) to (N, M), for any number of levels. The
+stages of a pipeline fill the cluster in the order of its devices, so that a submesh is two numbers:
+where it begins, and its size. Machines of several kinds may be filled in any order (moves.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+from pipedream.optimizer.search.hierarchical import NestedStage, Share
+
+
+class Submesh(NamedTuple):
+    """`size` devices from number `begin` on; `entry` as in `Mesh.entry`."""
+
+    begin: int
+    size: int
+    entry: int
+
+
+class Mesh:
+    """The devices of a cluster of so many `machines` at each level, innermost first."""
+
+    def __init__(self, machines: Sequence[int]) -> None:
+        self.machines = tuple(machines)
+        self.within = tuple(prod(machines[:level]) for level in range(len(machines) + 1))
+
+    @property
+    def devices(self) -> int:
+        return self.within[-1]
+
+    def entry(self, begin: int) -> int:
+        """The level (1 innermost) that joins a stage from `begin` on to the stage before it.
+
+        0 for the stage that begins the pipeline.
+        """
+        levels = range(1, len(self.within))
+        return next((level for level in levels if begin % self.within[level]), 0)
+
+    def submeshes(self, begin: int, straight: bool = False) -> Iterator[Submesh]:
+        """All that begin at this device; of one device only if `straight`."""
+        entry = self.entry(begin)
+        yield Submesh(begin, 1, entry)
+        for level, count in enumerate(self.machines):
+            if straight or begin % self.within[level]:
+                return
+            taken = begin // self.within[level] % count
+            for replicas in range(2, count - taken + 1):
+                yield Submesh(begin, replicas * self.within[level], entry)
+
+    def shape(self, size: int) -> tuple[int, ...]:
+        """How many components of each level a submesh of this size spans, innermost first."""
+        return tuple(
+            max(1, min(size // self.within[level], count))
+            for level, count in enumerate(self.machines)
+        )
+
+    def offset(self, begin: int, level: int) -> int:
+        """The number of the component of `level - 1` that the device is in, within its own."""
+        return begin // self.within[level - 1] % self.machines[level - 1]
+
+    def spans(self, size: int) -> int:
+        """The outermost level of which a submesh of this size has several components, 0 if none."""
+        shape = self.shape(size)
+        return max((level for level, count in enumerate(shape, start=1) if count > 1), default=0)
+
+
+def nested_stage(
+    mesh: Mesh, start: int, end: int, submesh: Submesh, order: Sequence[int] = ()
+) -> NestedStage:
+    """The stage between two cuts as shares of every level, each with the stage's own cuts.
+
+    `order`: which components of the outermost level are counted first, second and so on; as they
+    are numbered unless given.
+    """
+    shape, outermost = mesh.shape(submesh.size), len(mesh.machines)
+    shares = []
+    for level, replicas in enumerate(shape, start=1):
+        offset = mesh.offset(submesh.begin, level)
+        chosen = tuple(order[offset : offset + replicas]) if level == outermost else ()
+        first = level != submesh.entry
+        shares.append(Share(level, start, end, offset, replicas, first, chosen))
+    return NestedStage(tuple(shares))

@@ -1,0 +1,368 @@
+"""Times the schedule that pd-train executes, action by action, on a cluster.
+
+Each rank does its list of actions in order, as the engine does: passes and updates take their
+time, a send takes none of the rank's, a receive waits for the message, an all-reduce for all
+replicas of the stage and then for the network. Messages queue where they share a link; those of a
+rank to itself take no time. Of a backward pass in two halves each takes half the time.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil, lcm
+
+from pipedream.graph.choices import MICROBATCHES
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.model import Graph
+from pipedream.graph.plan import Plan, Simulated
+from pipedream.graph.profile import TrainingOverheads
+from pipedream.graph.timeline import Event
+from pipedream.optimizer.cost.network import Network
+from pipedream.optimizer.simulate.long_rounds import lengthened, rounds_to_play
+from pipedream.optimizer.simulate.workload import UPDATE_RATE, Workload
+from pipedream.schedule.action import Action, Kind, Worker
+from pipedream.schedule.policy import Policy, policy
+from pipedream.schedule.schedule import Schedule, schedule
+from pipedream.schedule.spec import Pipeline
+from pipedream.schedule.versions import Versions
+
+MOST_MOVES = 2_000_000
+"""Workers times minibatches of the largest simulation: some five seconds."""
+
+QUICK_MOVES = 100_000
+"""And of one that nobody asked for: a quarter of a second."""
+
+_SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """How a schedule went.
+
+    `seconds_per_minibatch` in the steady state, filling and draining of the pipeline left out.
+    `bubble`: the share of the workers' time, then, in which they neither compute nor update.
+    `steady_from`: the first minibatch of that state. `memory`: for each rank the bytes it holds
+    from which second on, as `Held` has it.
+    """
+
+    seconds_per_minibatch: float
+    bubble: float
+    steady_from: int
+    events: Mapping[int, Sequence[Event]]
+    memory: Mapping[int, Sequence[tuple[float, float]]]
+
+    def noted_in(self, plan: Plan) -> Plan:
+        """`plan` with the figures of this simulation of it."""
+        figures = Simulated(seconds_per_minibatch=self.seconds_per_minibatch, bubble=self.bubble)
+        predicted = plan.predicted.model_copy(update={"simulated": figures})
+        return plan.model_copy(update={"predicted": predicted})
+
+
+def simulate_plan(
+    plan: Plan,
+    graph: Graph,
+    update_rate: float = UPDATE_RATE,
+    overheads: TrainingOverheads | None = None,
+    most_moves: int = MOST_MOVES,
+) -> Simulation | None:
+    """Simulates `plan` with the times of `graph`; None where that takes more than `most_moves`.
+
+    Rounds have as many microbatches as the plan was made for: where those of flush are very many,
+    as `long_rounds` has it.
+    """
+    microbatches = plan.predicted.microbatches or MICROBATCHES
+    rules = policy(plan.schedule, plan.replicas, microbatches, room=plan.room)
+    workload = Workload.of(plan, rules, graph, update_rate, overheads)
+    ranks = [stage.ranks for stage in plan.stages]
+    links = tuple(workload.forward_bytes)
+    span = Span.of(rules)
+    long = plan.schedule == "flush" and span.minibatches * plan.workers > QUICK_MOVES
+    for length in rounds_to_play(plan.replicas, microbatches) if long else [microbatches]:
+        span = Span.of(replace(rules, microbatches=length))
+        if span.minibatches * plan.workers > most_moves:
+            return None
+        made = schedule(
+            plan.schedule, plan.replicas, links, span.minibatches, length, room=plan.room
+        )
+        played = simulate(made, workload, plan.cluster, ranks, span)
+        if length == microbatches:
+            return played
+        whole = lengthened(played, span, plan.replicas, length, microbatches)
+        if whole is not None:
+            return whole
+    return None
+
+
+@dataclass(frozen=True)
+class Span:
+    """How many minibatches are run, and which of them are the steady state: those from `first` to
+    `last`, counted from 0, `last` not among them.
+    """
+
+    minibatches: int
+    first: int
+    last: int
+
+    @staticmethod
+    def of(rules: Policy) -> Span:
+        """Long enough to fill the pipeline twice, then run twice as long, then drain.
+
+        With flush and gpipe every round fills and drains. The steady state holds whole turns of all
+        replicas together, so that each gets its share, unless a turn is much longer than the
+        pipeline; and whole rounds.
+        """
+        replicas, microbatches = rules.replicas, rules.microbatches
+        workers = sum(replicas)
+        turn = lcm(*replicas)
+        turn = turn if turn <= 4 * workers else max(replicas)
+        if rules.same_everywhere:
+            turn = lcm(microbatches, turn)
+        if rules.drains:
+            return Span(3 * turn, turn, 3 * turn)
+        fill = turn * ceil(max(workers, rules.in_flight(0) * replicas[0]) / turn)
+        return Span(5 * fill, 2 * fill, 4 * fill)
+
+
+def simulate(
+    made: Schedule,
+    workload: Workload,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    span: Span,
+) -> Simulation:
+    """Runs `made`, whose worker (s, r) is `ranks[s][r]` of the cluster."""
+    actions = {
+        ranks[stage][replica]: made.actions((stage, replica)) for stage, replica in made.workers
+    }
+    return simulate_ranks(made, actions, workload, cluster, ranks, span)
+
+
+def simulate_ranks(
+    made: Pipeline,
+    actions: Mapping[int, Sequence[Action]],
+    workload: Workload,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    span: Span,
+) -> Simulation:
+    """Likewise, where each rank does these actions, be they of one worker or of several."""
+    run = _Run(made, actions, workload, cluster, ranks)
+    run.finish()
+    done = run.completed
+    window = done[span.last - 1] - done[span.first - 1]
+    period = window / (span.last - span.first)
+    busy = sum(
+        (work.forward_seconds + work.backward_seconds) / made.replicas[stage]
+        + work.update_seconds / made.round_size(stage)
+        for (stage, _), work in run.works.items()
+    )
+    bubble = 1 - busy / (len(actions) * period) if period else 0.0
+    return Simulation(
+        seconds_per_minibatch=period,
+        bubble=max(0.0, bubble),
+        steady_from=span.first,
+        events={rank: place.events for rank, place in run.places.items()},
+        memory={rank: place.memory for rank, place in run.places.items()},
+    )
+
+
+@dataclass
+class _Place:
+    """Where one rank stands; `number` settles who of those that are ready goes first, `states` are
+    those of its workers.
+    """
+
+    number: int
+    actions: Sequence[Action]
+    states: list[_State] = field(default_factory=list)
+    position: int = 0
+    events: list[Event] = field(default_factory=list)
+    memory: list[tuple[float, float]] = field(default_factory=list)
+
+
+@dataclass
+class _State:
+    """What one worker has; `gradients`: whether it holds any that no update has used, `held`: the
+    bytes that all of it comes to.
+    """
+
+    place: _Place
+    versions: Versions
+    in_flight: int = 0
+    gradients: bool = False
+    held: float = 0.0
+
+
+class _Run:
+    """The ranks in the order of time: `turns` holds when each is ready for its next action.
+
+    A rank that waits for others has no turn until they give it one.
+    """
+
+    def __init__(
+        self,
+        made: Pipeline,
+        actions: Mapping[int, Sequence[Action]],
+        workload: Workload,
+        cluster: Cluster,
+        ranks: Sequence[Sequence[int]],
+    ) -> None:
+        self.pipeline = made
+        self.workload = workload
+        self.ranks = ranks
+        self.network = Network(cluster)
+        self.works = {
+            worker: workload.stages[worker[0]].at(cluster.device(self.rank(worker)).speed)
+            for worker in made.workers
+        }
+        self.places = {
+            rank: _Place(number, listed) for number, (rank, listed) in enumerate(actions.items())
+        }
+        self.states: dict[Worker, _State] = {}
+        for worker in made.workers:
+            place = self.places[self.rank(worker)]
+            own = [a for a in place.actions if (a.stage, a.replica) == worker]
+            self.states[worker] = _State(place, Versions(own))
+            place.states.append(self.states[worker])
+        self.turns = [(0.0, place.number, place) for place in self.places.values()]
+        self.arrivals: dict[tuple[Worker, Worker, Kind, int], float] = {}
+        self.waiting: dict[tuple[Worker, Worker, Kind, int], float] = {}
+        self.gathering: dict[tuple[int, int], dict[Worker, float]] = {}
+        self.passes_over = [0.0] * made.minibatches
+        self.perform = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.UPDATE: self._update,
+            Kind.SEND_ACTIVATION: self._send,
+            Kind.SEND_GRADIENT: self._send,
+            Kind.RECV_ACTIVATION: self._receive,
+            Kind.RECV_GRADIENT: self._receive,
+            Kind.ALL_REDUCE: self._all_reduce,
+        }
+
+    def rank(self, worker: Worker) -> int:
+        return self.ranks[worker[0]][worker[1]]
+
+    def finish(self) -> None:
+        heapq.heapify(self.turns)
+        for worker in self.states:
+            self._hold(worker, 0.0)
+        while self.turns:
+            now, _, place = heapq.heappop(self.turns)
+            if place.position < len(place.actions):
+                action = place.actions[place.position]
+                self.perform[action.kind](now, (action.stage, action.replica))
+            else:
+                place.memory.append((now, sum(state.held for state in place.states)))
+        assert all(p.position == len(p.actions) for p in self.places.values()), "deadlock"
+
+    @property
+    def completed(self) -> list[float]:
+        """When each minibatch and all before it have gone backward everywhere."""
+        done, latest = [], 0.0
+        for over in self.passes_over:
+            latest = max(latest, over)
+            done.append(latest)
+        return done
+
+    def _done(self, worker: Worker, begin: float, end: float) -> None:
+        """The rank of `worker` has done its action from `begin` to `end`, and goes on."""
+        place = self.states[worker].place
+        place.events.append(Event(place.actions[place.position], begin, end))
+        place.position += 1
+        heapq.heappush(self.turns, (end, place.number, place))
+
+    def _action(self, worker: Worker) -> Action:
+        place = self.states[worker].place
+        return place.actions[place.position]
+
+    def _forward(self, now: float, worker: Worker) -> None:
+        self.states[worker].in_flight += 1
+        self._hold(worker, now)
+        self._done(worker, now, now + self.works[worker].forward_seconds)
+
+    def _backward(self, now: float, worker: Worker) -> None:
+        self._end_backward(now, now + self.works[worker].backward_seconds, worker)
+
+    def _backward_input(self, now: float, worker: Worker) -> None:
+        end = now + self.works[worker].backward_seconds / 2
+        self._hold(worker, now, backward=True)
+        self._hold(worker, end)
+        self._done(worker, now, end)
+
+    def _backward_weight(self, now: float, worker: Worker) -> None:
+        self._end_backward(now, now + self.works[worker].backward_seconds / 2, worker)
+
+    def _end_backward(self, now: float, end: float, worker: Worker) -> None:
+        """All of the backward pass, or its second half, from `now` to `end`."""
+        action, state = self._action(worker), self.states[worker]
+        self._hold(worker, now, backward=True)
+        state.in_flight -= 1
+        state.versions.gone_backward(action.version)
+        state.gradients = True
+        self._hold(worker, end)
+        self.passes_over[action.minibatch] = max(self.passes_over[action.minibatch], end)
+        self._done(worker, now, end)
+
+    def _update(self, now: float, worker: Worker) -> None:
+        state, end = self.states[worker], now + self.works[worker].update_seconds
+        state.versions.updated()
+        self._hold(worker, now)
+        state.gradients = False
+        self._hold(worker, end)
+        self._done(worker, now, end)
+
+    def _send(self, now: float, worker: Worker) -> None:
+        action = self._action(worker)
+        assert action.peer is not None
+        forwards = action.kind is Kind.SEND_ACTIVATION
+        link = (worker[0], action.peer[0]) if forwards else (action.peer[0], worker[0])
+        amount = (self.workload.forward_bytes if forwards else self.workload.backward_bytes)[link]
+        here, there = self.rank(worker), self.rank(action.peer)
+        arrival = now if here == there else self.network.send(now, here, there, amount)
+        received = Kind.RECV_ACTIVATION if forwards else Kind.RECV_GRADIENT
+        message = worker, action.peer, received, action.minibatch
+        self._done(worker, now, now)
+        if message in self.waiting:
+            self._done(action.peer, self.waiting.pop(message), arrival)
+        else:
+            self.arrivals[message] = arrival
+
+    def _receive(self, now: float, worker: Worker) -> None:
+        action = self._action(worker)
+        assert action.peer is not None
+        message = action.peer, worker, action.kind, action.minibatch
+        if message in self.arrivals:
+            self._done(worker, now, max(now, self.arrivals.pop(message)))
+        else:
+            self.waiting[message] = now
+
+    def _all_reduce(self, now: float, worker: Worker) -> None:
+        """The last replica to come lets all go on, once the network has done its part."""
+        stage = worker[0]
+        key = stage, self._action(worker).minibatch
+        here = self.gathering.setdefault(key, {})
+        here[worker] = now
+        if len(here) < self.pipeline.replicas[stage]:
+            return
+        amount = self.workload.stages[stage].parameter_bytes
+        end = self.network.all_reduce(now, self.ranks[stage], amount)
+        for each, since in self.gathering.pop(key).items():
+            self._done(each, since, end)
+
+    def _hold(self, worker: Worker, now: float, backward: bool = False) -> None:
+        """Writes down what its rank holds from now on; `backward`: `worker` is in such a pass."""
+        state, held = self.states[worker], self.works[worker].held
+        older = len(state.versions.alive) - 1
+        amount = held.always + older * held.version + state.in_flight * held.minibatch
+        if backward:
+            amount += held.backward
+        elif state.gradients:
+            amount += held.gradients
+        state.held, place = amount, state.place
+        beside = sum(each.held for each in place.states) if len(place.states) > 1 else amount
+        place.memory.append((now, beside))

@@ -1,0 +1,104 @@
+"""The levels of the machines that the ranks are on, and who is measured with whom. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+from pipedream.graph.errors import UserError
+
+_NAMES = ("device", "machine")
+_MOST_PAIRS = 8
+_MOST_GROUPS = 4
+
+Ranks = tuple[int, ...]
+_Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class Level:
+    """`count` components; ranks in the same place of two that stand side by side are `stride`
+    apart. `size`: of the whole cluster.
+    """
+
+    name: str
+    count: int
+    stride: int
+    size: int
+
+    @property
+    def groups(self) -> list[Ranks]:
+        """Ranks that differ at this level alone: some, from all over the cluster."""
+        return _spread(self._all_groups(), _MOST_GROUPS)
+
+    @property
+    def pairs(self) -> list[Ranks]:
+        """Two of them that stand side by side: some, from all over the cluster."""
+        pairs = [pair for group in self._all_groups() for pair in pairwise(group)]
+        return _spread(pairs, _MOST_PAIRS)
+
+    def _all_groups(self) -> list[Ranks]:
+        firsts = [rank for rank in range(self.size) if rank // self.stride % self.count == 0]
+        reach = self.count * self.stride
+        return [tuple(range(first, first + reach, self.stride)) for first in firsts]
+
+
+def levels(machines: Sequence[int]) -> list[Level]:
+    """Innermost first, of so many components each: `--machines`."""
+    size = math.prod(machines)
+    return [
+        Level(_name(index), count, math.prod(machines[:index]), size)
+        for index, count in enumerate(machines)
+    ]
+
+
+def levels_of(hosts: Sequence[str]) -> list[Level]:
+    """What the name of each rank's host tells: the devices of a host, then the hosts.
+
+    One level where all ranks are on one host, or each on its own. Raises UserError where hosts have
+    different numbers of ranks, or the ranks of a host do not follow one another.
+    """
+    names = list(dict.fromkeys(hosts))
+    each = len(hosts) // len(names)
+    if list(hosts) != [name for name in names for _ in range(each)]:
+        found = ", ".join(f"{hosts.count(name)} on {name}" for name in names)
+        raise UserError(
+            f"--network: the ranks do not fill their hosts evenly, one after the other ({found}): "
+            "start as many on each, or say with --machines which belong together"
+        )
+    if len(names) > 1 and each == 1:
+        return [Level("machine", len(names), 1, len(hosts))]
+    return levels((each, len(names)) if len(names) > 1 else (each,))
+
+
+def parse_machines(text: str, ranks: int) -> tuple[int, ...]:
+    """`2,2` for 4 ranks. Raises UserError."""
+    try:
+        counts = tuple(int(count) for count in text.split(","))
+    except ValueError:
+        raise UserError(f"--machines {text}: give whole numbers, as 4,2") from None
+    if min(counts) < 2:
+        raise UserError(
+            f"--machines {text}: between fewer than 2 components there is nothing to measure: "
+            "leave that level out"
+        )
+    if math.prod(counts) != ranks:
+        raise UserError(
+            f"--machines {text}: that is {math.prod(counts)} devices, and {ranks} ranks were "
+            "started: one for each device is needed"
+        )
+    return counts
+
+
+def _name(index: int) -> str:
+    return _NAMES[index] if index < len(_NAMES) else f"level{index + 1}"
+
+
+def _spread(items: Sequence[_Item], most: int) -> list[_Item]:
+    """At most so many of the items, the first and the last among them, evenly apart."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]

@@ -1,0 +1,257 @@
+"""How long messages and sums between ranks take, by their size, for each level of the machines.
+
+One pair of ranks, or one group, is measured while all others wait: what a link can do, not what is
+left of it when others use it, which is for the simulator to say.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+
+import numpy as np
+import torch.distributed as dist
+
+from pipedream.graph.cluster import Cluster, Link
+from pipedream.profiler.network.interference import busy
+from pipedream.profiler.network.levels import Level, Ranks
+from pipedream.profiler.network.link_fit import Fit, fit_link
+from pipedream.profiler.network.options import Effort
+from pipedream.profiler.network.wire import Wait, Wire
+
+_TIMED_BYTES = 4e6
+_FEWEST, _MOST = 2, 64
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One kind of message at one level: for each of `sizes`, the seconds that it takes.
+
+    `seconds` is the median over pairs or groups of ranks of the median over repeats. `spread`: half
+    of the repeats are within that share of the median. `slowest`: how many times as long the
+    slowest pair or group takes, at the size where that is most. `busy`: the share of that time in
+    which the ranks at its ends cannot compute.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    spread: tuple[float, ...]
+    slowest: float
+    fit: Fit
+    busy: float = 0.0
+
+    @property
+    def link(self) -> Link:
+        """What the cluster file says."""
+        return self.fit.link.model_copy(update={"busy": round(self.busy, 2)})
+
+    @staticmethod
+    def of(sizes: Sequence[int], samples: Sequence[Sequence[Sequence[float]]]) -> Timed:
+        """`samples[pair][size]` are the repeats of one pair or group."""
+        medians = np.array([[np.median(repeats) for repeats in one] for one in samples])
+        widths = np.array([[_width(repeats) for repeats in one] for one in samples])
+        seconds = np.median(medians, axis=0)
+        return Timed(
+            sizes=tuple(sizes),
+            seconds=tuple(seconds.tolist()),
+            spread=tuple(np.median(widths, axis=0).tolist()),
+            slowest=float((medians / seconds).max()),
+            fit=fit_link(sizes, seconds.tolist()),
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found at a level."""
+
+    level: Level
+    send: Timed
+    all_reduce: Timed
+
+
+def cluster(found: Sequence[Measured]) -> Cluster:
+    """What pd-optimize takes."""
+    return Cluster(
+        machines=tuple(each.level.count for each in found),
+        names=tuple(each.level.name for each in found),
+        bandwidth=tuple(each.send.fit.line.bandwidth or 0.0 for each in found),
+        latency=tuple(each.send.fit.line.latency for each in found),
+        send=tuple(each.send.link for each in found),
+        all_reduce=tuple(each.all_reduce.link for each in found),
+    )
+
+
+def measure(
+    level: Level, wire: Wire, effort: Effort, step: Callable[[str], None] = lambda what: None
+) -> Measured:
+    """Called by all ranks at once, which all learn what was found. Raises Lost.
+
+    `step` hears what is being measured.
+    """
+    send, sums = [], []
+    for pair in level.pairs:
+        step(f"{level.name}: messages from rank {pair[0]} to {pair[1]}")
+        send.append(_messages(wire, pair, effort))
+    for group in level.groups:
+        step(f"{level.name}: sums over ranks {', '.join(map(str, group))}")
+        sums.append(_sums(wire, group, effort))
+    step(f"{level.name}: compute beside messages and sums")
+    return Measured(
+        level,
+        _beside(wire, level.pairs[0], effort, Timed.of(effort.sizes, send), _passing),
+        _beside(wire, level.groups[0], effort, Timed.of(effort.sizes, sums), _summing),
+    )
+
+
+def _beside(
+    wire: Wire,
+    ranks: Ranks,
+    effort: Effort,
+    timed: Timed,
+    begin: Callable[[Wire, Ranks, int], Callable[[], Wait | None]],
+) -> Timed:
+    def seconds(size: float) -> float:
+        return float(timed.fit.link.seconds(size))
+
+    share = busy(wire, ranks, effort, seconds, lambda size: begin(wire, ranks, size))
+    return replace(timed, busy=share)
+
+
+def _passing(wire: Wire, pair: Ranks, size: int) -> Callable[[], Wait | None]:
+    """What begins a message from the first to the second rank."""
+    source, target = pair
+    if dist.get_rank() == source:
+        tensor = wire.tensor(size)
+        return lambda: wire.send(tensor, target)
+    rooms = cycle([wire.room(size) for _ in range(4)])
+    return lambda: wire.post(next(rooms), source)
+
+
+def _summing(wire: Wire, group: Ranks, size: int) -> Callable[[], Wait | None]:
+    flats = cycle([wire.tensor(size) for _ in range(4)])
+    return lambda: wire.add_up(next(flats), group)
+
+
+def _messages(wire: Wire, pair: Ranks, effort: Effort) -> list[list[float]]:
+    """[size][repeat] -> seconds of a message.
+
+    A message takes what it adds to a stream of its like, and the way of the smallest, which is half
+    of a round trip, beyond what that adds to a stream itself.
+    """
+    sizes = effort.sizes
+    kinds = [_returning(wire, pair, sizes[0]), *(_streaming(wire, pair, size) for size in sizes)]
+    way, *streams = _repeated(wire, pair, effort, kinds)
+    there = float(np.median(way))
+    each = [
+        [max(whole - 2 * there, whole / 4) / _count(size) for whole in stream]
+        for size, stream in zip(sizes, streams, strict=True)
+    ]
+    latency = max(0.0, there - float(np.median(each[0])))
+    return [[latency + seconds for seconds in repeats] for repeats in each]
+
+
+def _sums(wire: Wire, group: Ranks, effort: Effort) -> list[list[float]]:
+    """[size][repeat] -> seconds of an all-reduce."""
+    return _repeated(wire, group, effort, [_adding(wire, group, size) for size in effort.sizes])
+
+
+def _repeated(
+    wire: Wire, ranks: Ranks, effort: Effort, kinds: Sequence[Callable[[], float]]
+) -> list[list[float]]:
+    """[kind][repeat]: what each gives on the first of the ranks; nothing happens on any other rank.
+
+    In turn, so that what disturbs for a while does not fall on one of them alone.
+    """
+    given = [[0.0] * len(kinds)] * effort.repeats
+    if dist.get_rank() in ranks:
+        rounds = range(effort.warmup + effort.repeats)
+        given = [[once() for once in kinds] for _ in rounds][effort.warmup :]
+    told = wire.tell([seconds for one in given for seconds in one], ranks[0])
+    return [told[kind :: len(kinds)] for kind in range(len(kinds))]
+
+
+def _adding(wire: Wire, group: Ranks, size: int) -> Callable[[], float]:
+    """Times so many all-reduces of a size, one after the other: the seconds of each."""
+    flat = wire.tensor(size) if dist.get_rank() in group else wire.tensor(0)
+
+    def once() -> float:
+        wire.add_up(flat[:1], group)()  # all are here
+        wire.finish()
+        begin = time.perf_counter()
+        for _ in range(_count(size)):
+            wire.add_up(flat, group)()
+        wire.finish()
+        return (time.perf_counter() - begin) / _count(size)
+
+    return once
+
+
+def _count(size: int) -> int:
+    """How many messages of a size are timed together."""
+    return max(_FEWEST, min(_MOST, int(_TIMED_BYTES / size)))
+
+
+def _returning(wire: Wire, pair: Ranks, size: int) -> Callable[[], float]:
+    """Times round trips between the two: half the seconds of one."""
+    here = dist.get_rank()
+    there = pair[1] if here == pair[0] else pair[0]
+    tensor, room = wire.tensor(size), wire.room(size)
+
+    def once() -> float:
+        begin = 0.0
+        for trip in range(_MOST + 1):
+            if trip == 1:  # after the first the other one is surely there
+                begin = time.perf_counter()
+            arrived = wire.post(room, there)
+            if here == pair[0]:
+                wire.send(tensor, there)
+            arrived()
+            wire.finish()
+            if here == pair[1]:
+                wire.send(tensor, there)
+        return (time.perf_counter() - begin) / _MOST / 2
+
+    return once
+
+
+def _streaming(wire: Wire, pair: Ranks, size: int) -> Callable[[], float]:
+    """Times so many messages of a size from the first to the second rank of the pair.
+
+    The first says how long it was from its first send until it heard that the last has arrived.
+    """
+    source, target = pair
+    here = dist.get_rank()
+    tensor, word = wire.tensor(size if here == source else 0), wire.tensor(4)
+    heard = wire.room(4)
+    rooms = [wire.room(size) for _ in range(_FEWEST)] if here == target else []
+
+    def send() -> float:
+        wire.post(heard, target)()
+        wire.finish()
+        begin = time.perf_counter()
+        done = wire.post(heard, target)
+        for _ in range(_count(size)):
+            wire.send(tensor, target)
+        done()
+        wire.finish()
+        return time.perf_counter() - begin
+
+    def receive() -> float:
+        arriving = [wire.post(rooms[n % len(rooms)], source) for n in range(_count(size))]
+        wire.send(word, source)
+        for arrived in arriving:
+            arrived()
+        wire.finish()
+        wire.send(word, source)
+        wire.finish()
+        return 1.0
+
+    return send if here == source else receive
+
+
+def _width(repeats: Sequence[float]) -> float:
+    """Half the distance between the quartiles, as a share of the median."""
+    low, middle, high = np.quantile(repeats, [0.25, 0.5, 0.75])
+    return float((high - low) / 2 / middle)

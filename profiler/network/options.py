@@ -1,0 +1,134 @@
+"""The options of `pd-profile --network`, and what of the others goes with it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipedream.comm.launcher import Place
+from pipedream.graph.errors import UserError
+from pipedream.graph.units import parse_bytes
+from pipedream.profiler.network.levels import parse_machines
+
+LARGEST = "64MB"
+_SMALLEST = 900  # bytes
+_FACTOR = 4
+_LEAST = _FACTOR**2 * _SMALLEST
+_OF_A_MODEL = {
+    "batch_size": "--batch-size",
+    "batch_sizes": "--batch-sizes",
+    "arguments": "--arg",
+    "inputs": "--input",
+}
+_OF_THE_NETWORK = {"machines": "--machines", "largest": "--largest"}
+NETWORK_OPTIONS = ("network", *_OF_THE_NETWORK)
+
+_WARMUP, _REPEATS = 3, 10
+"""Of each size of message, where nothing else was typed."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """The largest message in bytes, and how often each size is measured after how many times."""
+
+    largest: int
+    warmup: int
+    repeats: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """In bytes, four each: whole floats. The smallest first."""
+        sizes = [self.largest // 4 * 4]
+        while sizes[0] >= _FACTOR * _SMALLEST:
+            sizes.insert(0, sizes[0] // _FACTOR // 4 * 4)
+        return sizes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """`machines`: components of each level, innermost first; None: as the hosts of the ranks tell.
+    `device` is cpu or cuda.
+    """
+
+    output: Path
+    machines: tuple[int, ...] | None
+    device: str
+    threads: int
+    effort: Effort
+
+
+def with_network_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of `NETWORK_OPTIONS`."""
+    options = (
+        click.option(
+            "--network",
+            is_flag=True,
+            help="Measure messages and all-reduces between the ranks that torchrun or mpirun has"
+            " started, and write a cluster file for pd-optimize.",
+        ),
+        click.option(
+            "--machines",
+            metavar="N,N,...",
+            help="Components of each level, innermost first: 4,2 is 2 machines of 4 devices."
+            "  [default: the ranks of a host, then the hosts]",
+        ),
+        click.option(
+            "--largest", metavar="BYTES", help=f"The largest message.  [default: {LARGEST}]"
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def refuse_network_options(parameters: Mapping[str, Any]) -> None:
+    """Without --network. Raises UserError."""
+    for name, option in _OF_THE_NETWORK.items():
+        if parameters[name] is not None:
+            raise UserError(f"{option} goes with --network, which takes no MODEL")
+
+
+def asked(parameters: Mapping[str, Any], place: Place | None) -> Asked:
+    """From the command's parameters by name, for the ranks that were started. Raises UserError."""
+    if parameters["model"] is not None:
+        raise UserError(
+            f"--network measures no model: leave MODEL {parameters['model']!r} out; the cluster "
+            "file goes to the folder of -o"
+        )
+    for name, option in _OF_A_MODEL.items():
+        if parameters[name]:
+            raise UserError(f"{option} is of a MODEL, and --network measures none: leave it out")
+    device, machines = parameters["device"], parameters["machines"]
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"--device {device}: with --network write cpu, or cuda for a GPU each")
+    if place is None or place.world_size < 2:
+        found = "this is the only process" if place is None else "only one rank was started"
+        raise UserError(
+            f"--network measures between ranks, and {found}: start several, say torchrun "
+            "--standalone --nproc-per-node=2 --no-python pd-profile --network -o runs/network"
+        )
+    return Asked(
+        parameters["output"],
+        None if machines is None else parse_machines(machines, place.world_size),
+        device,
+        parameters["threads"],
+        Effort(
+            _largest(parameters["largest"]),
+            parameters["warmup"] or _WARMUP,
+            parameters["repeats"] or _REPEATS,
+        ),
+    )
+
+
+def _largest(text: str | None) -> int:
+    try:
+        largest = parse_bytes(text or LARGEST)
+    except ValueError as error:
+        raise UserError(f"--largest: {error}") from None
+    if not _LEAST <= largest <= 1e12:
+        raise UserError(f"--largest {text}: give from {_LEAST / 1000:g}kB, for three sizes, to 1TB")
+    return int(largest)

@@ -1,0 +1,172 @@
+"""What `pd-profile --network` prints and writes: tables, a picture, numbers, the cluster file."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from pipedream.graph.cluster_file import write_cluster
+from pipedream.graph.errors import UserError
+from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.profiler.network.link_fit import MOST_MISS
+from pipedream.profiler.network.measure import Measured, Timed, cluster
+from pipedream.profiler.network.options import Effort
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What was measured on, and with what."""
+
+    ranks: int
+    hosts: int
+    backend: str
+    device: str
+    torch: str
+    effort: Effort
+
+    def __str__(self) -> str:
+        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
+        return (
+            f"{self.ranks} ranks on {hosts}, {self.backend}, {self.device}, torch {self.torch}: "
+            f"median of {self.effort.repeats} after {self.effort.warmup} to warm up"
+        )
+
+
+def report(found: Sequence[Measured], provenance: Provenance, folder: Path) -> None:
+    """Writes the files and prints. Raises UserError where it cannot."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    console.print(sizes_table(found))
+    console.print(links_table(found))
+    console.print(f"Measured on {provenance}.", soft_wrap=True)
+    try:
+        notes = [f"Measured by pd-profile --network on {provenance}."]
+        write_cluster(cluster(found), folder / "cluster.yaml", notes)
+        _write_numbers(found, folder / "network.csv")
+        draw(found, folder / "network.png")
+    except OSError as error:
+        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
+    print(f"Written: {folder}/cluster.yaml, network.csv, network.png")
+    print(f"Next: pd-optimize GRAPH.txt --cluster {folder}/cluster.yaml")
+
+
+def sizes_table(found: Sequence[Measured]) -> Table:
+    """Median seconds by size."""
+    table = _table("What a message and an all-reduce take")
+    table.add_column("bytes", justify="right")
+    rows: list[list[str]] = []
+    for level, kind, timed in _kinds(found):
+        table.add_column(f"{level}\n{kind}", justify="right", no_wrap=True)
+        rows = rows or [[show_bytes(size)] for size in timed.sizes]
+        for row, seconds, spread in zip(rows, timed.seconds, timed.spread, strict=True):
+            row.append(f"{show_seconds(seconds)} ±{spread:.0%}")
+    for row in rows:
+        table.add_row(*row)
+    table.caption = "±: half the distance between the quartiles of the repeats."
+    return table
+
+
+def links_table(found: Sequence[Measured]) -> Table:
+    """Latency and bandwidth of each link, and how far they are from what was measured."""
+    table = _table("Latency plus bytes over bandwidth")
+    for heading in ("level", ""):
+        table.add_column(heading, no_wrap=True)
+    headings = ("latency", "bandwidth", "off by\nat most", "written\nas", "slowest", "busy")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for level, kind, timed in _kinds(found):
+        fit = timed.fit
+        table.add_row(
+            level,
+            kind,
+            show_seconds(fit.line.latency),
+            f"{show_bytes(fit.line.bandwidth or 0.0)}/s",
+            f"{fit.miss:.0%}",
+            "line" if fit.link == fit.line else "points",
+            f"{timed.slowest:.2f} x",
+            f"{timed.busy:.0%}",
+        )
+    table.caption = (
+        f"Points are written where a line is off by more than {MOST_MISS:.0%}. Slowest: the slowest"
+        " pair or group, beside the median. Busy: the share of the time in which ranks that compute"
+        " meanwhile cannot."
+    )
+    return table
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
+
+
+def _kinds(found: Sequence[Measured]) -> Iterator[tuple[str, str, Timed]]:
+    """The name of the level, what was measured, and the times."""
+    for each in found:
+        yield each.level.name, "send", each.send
+        yield each.level.name, f"all-reduce of {each.level.count}", each.all_reduce
+
+
+def _write_numbers(found: Sequence[Measured], path: Path) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["level", "kind", "bytes", "seconds", "spread", "line_seconds"])
+        for level, kind, timed in _kinds(found):
+            line = timed.fit.line.seconds(timed.sizes).tolist()
+            for numbers in zip(timed.sizes, timed.seconds, timed.spread, line, strict=True):
+                table.writerow([level, kind, *(f"{number:.6g}" for number in numbers)])
+
+
+def draw(found: Sequence[Measured], path: Path) -> None:
+    """Seconds against bytes, messages on the left and sums on the right, with the lines (PNG)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.0, 5.0), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    for colour, each in zip(_COLOURS, found, strict=False):
+        _draw(left, each.level.name, each.send, colour)
+        _draw(right, f"{each.level.name}, over {each.level.count}", each.all_reduce, colour)
+    left.set_title("one message", loc="left")
+    right.set_title("all-reduce", loc="left")
+    left.set_ylabel("time")
+    for axes in (left, right):
+        axes.set_xlabel("bytes")
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(lambda size, _: show_bytes(size))
+        axes.yaxis.set_major_formatter(lambda seconds, _: show_seconds(seconds))
+        axes.grid(color="#E5E5E5", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="upper left")
+    figure.savefig(path, dpi=110)
+
+
+def _draw(axes: Axes, name: str, timed: Timed, colour: str) -> None:
+    line = timed.fit.line
+    label = f"{show_seconds(line.latency)} + bytes / ({show_bytes(line.bandwidth or 0.0)}/s)"
+    sizes = np.geomspace(timed.sizes[0], timed.sizes[-1], 200)
+    axes.plot(sizes, line.seconds(sizes), color=colour, linewidth=1.2, label=f"{name}: {label}")
+    if timed.fit.link != line:
+        told = timed.fit.link.seconds(sizes)
+        axes.plot(sizes, told, color=colour, linewidth=1.0, linestyle=":", label="as written")
+    seconds = np.array(timed.seconds)
+    axes.errorbar(
+        timed.sizes,
+        seconds,
+        yerr=seconds * np.minimum(timed.spread, 0.95),
+        color=colour,
+        fmt="o",
+        markersize=4,
+        elinewidth=1,
+    )

@@ -1,0 +1,238 @@
+"""`pd-profile --batch-sizes`: one model at several batch sizes, and what that does to its times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.profile import BATCH_SIZES_TABLE, difference, folder_of, sizes_in
+from pipedream.graph.units import show_bytes, show_seconds
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from rich.table import Table
+
+    from pipedream.graph.model import Graph
+    from pipedream.graph.profile import Profile
+
+PICTURE = "batch_sizes.png"
+_OPTION = "--batch-sizes"
+_DPI = 120
+
+
+def parse_batch_sizes(text: str) -> list[int]:
+    """`1,2,4,8`, the smallest first. Raises UserError."""
+    try:
+        sizes = sorted(int(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"{_OPTION} {text}: give whole numbers, as 1,2,4,8") from None
+    if sizes[0] < 1:
+        raise UserError(f"{_OPTION} {text}: {sizes[0]} is no batch size: give 1 or more")
+    for size, following in pairwise(sizes):
+        if size == following:
+            raise UserError(f"{_OPTION} {text}: {size} is there twice: leave one of them out")
+    if len(sizes) < 2:
+        raise UserError(f"{_OPTION} {text}: one is no curve: give two or more, or --batch-size")
+    return sizes
+
+
+def check_folder(folder: Path, sizes: Sequence[int]) -> None:
+    """Raises UserError where profiles of other sizes would be taken for some of these."""
+    for size in sizes_in(folder):
+        if size not in sizes:
+            raise UserError(
+                f"-o {folder}: batch-{size} is there from before, and is none of {_OPTION}: delete"
+                " it, or name another folder"
+            )
+
+
+def profile_sizes(
+    sizes: Sequence[int],
+    folder: Path,
+    measured: Callable[[int], tuple[Graph, Profile]],
+    write: Callable[[Graph, Profile, Path], str],
+) -> None:
+    """Profiles at each size into a folder of its own, then writes and prints how they compare.
+
+    `measured` gives the profile at a size, `write` writes one and says which files. Raises
+    UserError where the model cannot be profiled at a size, or has another structure there.
+    """
+    made: list[tuple[Graph, Profile]] = []
+    for size in sizes:
+        try:
+            made.append(measured(size))
+        except UserError as error:
+            raise UserError(f"at batch size {size}: {error.message}") from error
+        _check_alike(made)
+        click.echo(f"Written: {write(*made[-1], folder_of(folder, size))}")
+    profiles = [profile for _, profile in made]
+    frame = batch_sizes_frame(profiles)
+    title = f"{profiles[0].model} at {len(sizes)} batch sizes"
+    try:
+        frame.to_csv(folder / BATCH_SIZES_TABLE, index=False)
+        draw_batch_sizes(frame, title, folder / PICTURE)
+    except OSError as error:
+        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
+    _print(batch_sizes_table(frame, title))
+    click.echo(f"Written: {folder}/{BATCH_SIZES_TABLE}, {PICTURE}")
+
+
+def _check_alike(made: Sequence[tuple[Graph, Profile]]) -> None:
+    """Raises UserError unless the last differs from the first in the number of examples alone."""
+    (first, least), (graph, last) = made[0], made[-1]
+    found = difference(first, least.batch_size, graph, last.batch_size)
+    if found is not None:
+        raise UserError(
+            f"{_OPTION}: the model has another structure at batch size {last.batch_size}: {found};"
+            " write it for any batch size, or profile this one alone"
+        )
+    if len(made) > 1 and _given(least) == _given(last):
+        raise UserError(
+            f"{_OPTION}: {last.model} gives inputs of the same shape at {least.batch_size} and"
+            f" {last.batch_size}: let its factory take batch_size, or describe them with --input"
+        )
+
+
+def _given(profile: Profile) -> list[tuple[int, ...]]:
+    """Shapes of what the model is called with."""
+    sources = (node for node in profile.nodes if node.op.startswith("Input") and not node.inputs)
+    return [tensor.shape for node in sources for tensor in node.outputs]
+
+
+def batch_sizes_frame(profiles: Iterable[Profile]) -> pd.DataFrame:
+    """A row for each batch size: seconds, bytes, and the speed-up over the first.
+
+    Seconds are those of the whole model on one worker: of its nodes, and of a call as the profile
+    fitted it. Bytes are None where one of the nodes has none.
+    """
+    import pandas as pd
+
+    frame = pd.DataFrame(_row(profile) for profile in profiles)
+    frame["speedup"] = frame["examples_per_second"] / frame["examples_per_second"].iloc[0]
+    return frame
+
+
+def _row(profile: Profile) -> dict[str, float | None]:
+    size, totals = profile.batch_size, profile.totals
+    calls = [
+        0.0 if fit is None else fit.call_seconds for fit in (profile.forward, profile.backward)
+    ]
+    forward, backward = totals.forward_seconds + calls[0], totals.backward_seconds + calls[1]
+    known = [node.saved_bytes for node in profile.nodes if node.saved_bytes is not None]
+    saved = sum(known) if len(known) == len(profile.nodes) else None
+    return {
+        "batch_size": size,
+        "forward_seconds": forward,
+        "backward_seconds": backward,
+        "forward_seconds_per_example": forward / size,
+        "backward_seconds_per_example": backward / size,
+        "seconds_per_example": (forward + backward) / size,
+        "examples_per_second": size / (forward + backward) if forward + backward else None,
+        "saved_bytes": saved,
+        "saved_bytes_per_example": None if saved is None else saved / size,
+    }
+
+
+def batch_sizes_table(frame: pd.DataFrame, title: str) -> Table:
+    """The frame for people."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(
+        title=title,
+        caption="Saved: what the backward pass needs. Speed-up: examples per second, over those of"
+        " the first row.",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+    )
+    for heading in ("batch\nsize", "forward", "backward", "per\nexample", "examples\nper second"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for heading in ("saved", "saved per\nexample", "speed-up"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in frame.to_dict("records"):
+        saved = (row["saved_bytes"], row["saved_bytes_per_example"])
+        table.add_row(
+            str(row["batch_size"]),
+            *(show_seconds(row[f"{name}_seconds"]) for name in ("forward", "backward")),
+            show_seconds(row["seconds_per_example"]),
+            f"{row['examples_per_second']:.4g}",
+            *("-" if size is None or size != size else show_bytes(size) for size in saved),
+            f"{row['speedup']:.2f}",
+        )
+    return table
+
+
+def _print(table: Table) -> None:
+    from pipedream.profiler.report.table import make_console
+
+    console = make_console()
+    console.print()
+    console.print(table)
+    console.print()
+
+
+def draw_batch_sizes(frame: pd.DataFrame, title: str, path: Path) -> None:
+    """Seconds per example, examples per second and saved bytes against the batch size (PNG).
+
+    The last is left out where it is not known.
+    """
+    from matplotlib.figure import Figure
+
+    saved = bool(frame["saved_bytes"].notna().all())
+    figure = Figure(figsize=(13.5 if saved else 9.0, 4.2), layout="constrained")
+    figure.suptitle(title, parse_math=False)
+    panels = list(figure.subplots(1, 3 if saved else 2, squeeze=False)[0])
+    _draw_times(panels[0], frame)
+    _draw_line(panels[1], frame, "examples_per_second", "examples per second", "#009E73")
+    if saved:
+        _draw_line(panels[2], frame, "saved_bytes", "saved for backward", "#7A3300", unit="B")
+    for axes in panels:
+        _scale(axes, list(frame["batch_size"]))
+    figure.savefig(path, dpi=_DPI)
+
+
+def _draw_times(axes: Axes, frame: pd.DataFrame) -> None:
+    """Okabe and Ito's colours, as in layers.png."""
+    from matplotlib.ticker import EngFormatter
+
+    lines: Mapping[str, tuple[str, dict[str, Any]]] = {
+        "seconds": ("both", {"color": "#333333", "linestyle": "--"}),
+        "backward_seconds": ("backward", {"color": "#0072B2"}),
+        "forward_seconds": ("forward", {"color": "#56B4E9"}),
+    }
+    for name, (label, style) in lines.items():
+        values = frame[f"{name}_per_example"]
+        axes.plot(frame["batch_size"], values, marker="o", markersize=4, label=label, **style)
+    axes.set_title("time per example", loc="left", fontsize=10)
+    axes.yaxis.set_major_formatter(EngFormatter("s"))
+    axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_line(
+    axes: Axes, frame: pd.DataFrame, column: str, title: str, colour: str, unit: str = ""
+) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axes.plot(frame["batch_size"], frame[column], marker="o", markersize=4, color=colour)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.yaxis.set_major_formatter(EngFormatter(unit))
+
+
+def _scale(axes: Axes, sizes: Sequence[int]) -> None:
+    """Sizes on a logarithmic scale, each named where it was measured; from nothing upwards."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.minorticks_off()
+    axes.set_xlabel("batch size")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,126 @@
+"""What differs between two profiles, node by node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import pandas as pd
+
+from pipedream.graph.profile import Profile
+from pipedream.profiler.report.layers import layers_frame
+from pipedream.profiler.report.quantity import QUANTITIES
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    Numbers: TypeAlias = pd.Series[float]
+    Flags: TypeAlias = pd.Series[bool]
+
+_SAME = 0.01
+"""Sizes per example differ by less between batch sizes, since some parts do not grow with it."""
+
+
+@dataclass(frozen=True)
+class Diff:
+    """Profile `b` beside profile `a`.
+
+    Nodes of the two are the same where they are calls of the same operator by the same module, and
+    as many such come before them. Where the batch sizes differ, changes are per example, but for
+    what does not grow with the batch.
+    """
+
+    a: Profile
+    b: Profile
+
+    @property
+    def per_example(self) -> bool:
+        return self.a.batch_size != self.b.batch_size
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """A row for each node of either: those of `a` in their order, then those of `b` alone.
+
+        The columns are those of `layers_frame`, ending in `_a` and `_b`; NaN where a node is not
+        there. The index is module, op and occurrence: which it is of such nodes, from 1.
+        """
+        a, b = _by_call(self.a), _by_call(self.b)
+        calls = a.index.append(b.index.difference(a.index, sort=False))
+        return a.reindex(calls).add_suffix("_a").join(b.reindex(calls).add_suffix("_b"))
+
+    def table(self) -> pd.DataFrame:
+        """`frame` with what `change` and `differs` say of each quantity: columns that end in
+        `_change`, or `_change_per_example`, and in `_differs`.
+        """
+        columns: dict[str, Numbers | Flags] = {}
+        for name, quantity in QUANTITIES.items():
+            per = "_per_example" if self.per_example and quantity.grows else ""
+            columns[f"{quantity.column}_change{per}"] = self.change(name)
+            columns[f"{quantity.column}_differs"] = self.differs(name)
+        return self.frame.assign(**columns).reset_index()
+
+    @property
+    def only_in_a(self) -> Flags:
+        return self.frame["id_b"].isna()
+
+    @property
+    def only_in_b(self) -> Flags:
+        return self.frame["id_a"].isna()
+
+    def values(self, column: str) -> tuple[Numbers, Numbers]:
+        """A column of `a` and of `b`, for a minibatch: 0 where a node is not there, NaN where it
+        was not measured.
+        """
+        a = self.frame[f"{column}_a"].mask(self.only_in_b, 0.0)
+        b = self.frame[f"{column}_b"].mask(self.only_in_a, 0.0)
+        return a, b
+
+    def per(self, name: str) -> tuple[Numbers, Numbers]:
+        """A quantity of `a` and of `b` as it is compared: for an example, where `per_example`."""
+        return self._per(name, *self.values(QUANTITIES[name].column))
+
+    def change(self, name: str) -> Numbers:
+        """How much a quantity grows from `a` to `b`."""
+        a, b = self.per(name)
+        return b - a
+
+    def differs(self, name: str) -> Flags:
+        """Whether a size changed, or a time by more than its spread explains: the quartiles of `a`
+        and those of `b`, summed over the passes, leave a gap.
+        """
+        quantity = QUANTITIES[name]
+        if not quantity.passes:
+            least = self.per(name)[0] * _SAME if self.per_example and quantity.grows else 0.0
+            return self.change(name).abs() > least
+        lower_a, lower_b = self._quartile(name, "lower")
+        upper_a, upper_b = self._quartile(name, "upper")
+        return (lower_b > upper_a) | (upper_b < lower_a)
+
+    def _quartile(self, name: str, which: str) -> tuple[Numbers, Numbers]:
+        first, *more = (self.values(f"{part}_{which}_seconds") for part in QUANTITIES[name].passes)
+        a, b = first
+        for here, there in more:
+            a, b = a + here, b + there
+        return self._per(name, a, b)
+
+    def _per(self, name: str, a: Numbers, b: Numbers) -> tuple[Numbers, Numbers]:
+        if self.per_example and QUANTITIES[name].grows:
+            return a / self.a.batch_size, b / self.b.batch_size
+        return a, b
+
+
+def _by_call(profile: Profile) -> pd.DataFrame:
+    frame = layers_frame(profile)
+    frame["occurrence"] = frame.groupby(["module", "op"]).cumcount() + 1
+    return frame.set_index(["module", "op", "occurrence"])
+
+
+def differing_settings(a: Profile, b: Profile) -> dict[str, tuple[object, object]]:
+    """In what else than their nodes two profiles differ: machine and versions, then batch size,
+    model and repeats.
+    """
+    here, there = a.machine.model_dump(), b.machine.model_dump()
+    for field in ("batch_size", "model", "args", "repeats", "warmup"):
+        here[field], there[field] = getattr(a, field), getattr(b, field)
+    return {name: (here[name], there[name]) for name in here if here[name] != there[name]}

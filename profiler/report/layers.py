@@ -1,0 +1,56 @@
+"""A profile as a table: a row for each node, in the order of execution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from pipedream.graph.profile import Profile, ProfiledNode
+
+COLUMNS: Mapping[str, Callable[[ProfiledNode], Any]] = {
+    "id": lambda node: node.id,
+    "module": lambda node: node.module,
+    "op": lambda node: node.op,
+    "description": lambda node: node.description,
+    "seconds": lambda node: node.forward_seconds.median + node.backward_seconds.median,
+    "forward_seconds": lambda node: node.forward_seconds.median,
+    "forward_lower_seconds": lambda node: node.forward_seconds.lower,
+    "forward_upper_seconds": lambda node: node.forward_seconds.upper,
+    "backward_seconds": lambda node: node.backward_seconds.median,
+    "backward_lower_seconds": lambda node: node.backward_seconds.lower,
+    "backward_upper_seconds": lambda node: node.backward_seconds.upper,
+    "output_bytes": lambda node: sum(tensor.bytes for tensor in node.outputs),
+    "saved_bytes": lambda node: node.saved_bytes,
+    "workspace_bytes": lambda node: node.workspace_bytes,
+    "parameter_bytes": lambda node: node.parameter_bytes,
+}
+"""Seconds and bytes for one minibatch, as in profile.json; lower and upper are quartiles."""
+
+
+def layers_frame(profile: Profile) -> pd.DataFrame:
+    """The columns of `COLUMNS`, then `share`, of forward plus backward time of all nodes.
+
+    What the profile does not know is NaN.
+    """
+    frame = pd.DataFrame(
+        {name: [value(node) for node in profile.nodes] for name, value in COLUMNS.items()}
+    )
+    for name in frame.columns[frame.columns.str.endswith("_bytes")]:
+        frame[name] = pd.to_numeric(frame[name])  # of nothing but None it makes NaN
+    frame["share"] = frame["seconds"] / (frame["seconds"].sum() or 1.0)
+    return frame
+
+
+def layer_names(frame: pd.DataFrame) -> list[str]:
+    """What each row is called for people: `layer1.0.conv1: Conv2d`, or `Input0` of no module."""
+    return [
+        f"{module}: {op}" if module else op
+        for module, op in zip(frame["module"], frame["op"], strict=True)
+    ]
+
+
+def write_layers(frame: pd.DataFrame, path: Path) -> None:
+    frame.to_csv(path, index=False)

@@ -1,0 +1,98 @@
+"""What pd-profile prints of a profile: its nodes in the order that is asked for, and the sums."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.profile import Fitted, Profile
+from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.profiler.report.layers import layer_names, layers_frame
+from pipedream.profiler.report.quantity import QUANTITIES
+from pipedream.profiler.report.table import how_many, make_console, make_table
+from pipedream.profiler.timing.statistics import Spread
+
+_SPARE = ("workspace", "time", "saved", "parameters", "activations", "backward", "forward")
+"""Which quantities are left out first where there is no room for all."""
+
+
+def print_report(profile: Profile, sort: str = "time", top: int | None = None) -> None:
+    """Prints the nodes with most of `sort`, then the totals; `top` as in `how_many`.
+
+    `sort` is of `quantity.ORDERS`. Raises UserError where the profile does not know it.
+    """
+    console = make_console()
+    console.print(_table(profile, sort, how_many(sort, top), console.width))
+    console.print()
+    console.print(_summary(profile), soft_wrap=True)
+
+
+def _table(profile: Profile, sort: str, top: int | None, width: int) -> Table:
+    frame = layers_frame(profile)
+    by = QUANTITIES["time" if sort == "order" else sort]
+    if frame[by.column].isna().any():
+        raise UserError(
+            f"--sort {sort}: an older pd-profile made this profile and did not measure it: run"
+            " pd-profile again, or sort by another"
+        )
+    frame["share"] = frame[by.column] / (frame[by.column].sum() or 1.0)
+    if sort != "order":
+        frame = frame.sort_values(by.column, ascending=False, kind="stable")
+    frame = frame.head(top or len(frame))
+    numbers = {
+        quantity.heading: [quantity.show(value) for value in frame[quantity.column]]
+        for quantity in QUANTITIES.values()
+        if frame[quantity.column].notna().all()
+    }
+    numbers["share"] = [f"{share:.1%}" for share in frame["share"]]
+    return make_table(
+        _title(profile, sort, len(frame)),
+        {"node": list(frame["id"]), "layer": layer_names(frame)},
+        numbers,
+        width,
+        spare=[QUANTITIES[name].heading for name in _SPARE if name != sort or sort == "time"],
+    )
+
+
+def _title(profile: Profile, sort: str, rows: int) -> str:
+    count = len(profile.nodes)
+    if sort == "order":
+        which = f"{count} nodes in their order" + (f", the first {rows}" if rows < count else "")
+    else:
+        which = f"heaviest of {count} nodes by {sort}"
+    return f"{profile.model}, batch {profile.batch_size}: {which}"
+
+
+def _summary(profile: Profile) -> str:
+    totals, machine = profile.totals, profile.machine
+    threads = "1 thread" if machine.threads == 1 else f"{machine.threads} threads"
+    where = machine.device_name + (f", {threads}" if machine.device == "cpu" else "")
+    lines = [
+        f"All nodes: forward {show_seconds(totals.forward_seconds)}, "
+        f"backward {show_seconds(totals.backward_seconds)} for a minibatch of "
+        f"{profile.batch_size}; parameters {show_bytes(totals.parameter_bytes)}."
+    ]
+    if profile.loss is not None:
+        both = profile.loss.forward_seconds.median + profile.loss.backward_seconds.median
+        lines.append(f"The loss takes {show_seconds(both)} of that, in the last node.")
+    if machine.workers > 1:
+        where += f", {machine.workers} workers at once"
+    lines.append(
+        f"Measured on {where}: median of {profile.repeats} after {profile.warmup} to warm up."
+    )
+    if len(profile.pass_seconds) > 1:
+        spread = Spread.of(profile.pass_seconds)
+        lines.append(
+            f"Passes of the whole model took {show_seconds(spread.median)}, half of them between"
+            f" {show_seconds(spread.lower)} and {show_seconds(spread.upper)}."
+        )
+    if profile.forward is not None and profile.backward is not None:
+        lines.append(
+            f"{len(profile.stretches)} stretches timed as a whole are off from their sums by"
+            f" {_off(profile.forward)} forward, {_off(profile.backward)} backward (median, worst)."
+        )
+    return "\n".join(lines)
+
+
+def _off(fitted: Fitted) -> str:
+    return f"{fitted.typical_error:.1%}, {fitted.worst_error:.1%}"

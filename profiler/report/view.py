@@ -1,0 +1,107 @@
+"""`pd-profile --show` and `--diff`: profiles that were measured before, looked at again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipedream.graph.errors import UserError
+from pipedream.profiler.report.quantity import ORDERS
+
+VIEW_OPTIONS = ("show", "diff", "sort", "top")
+_GOES_WITH = {"show": ("show", "sort", "top"), "diff": ("diff", "sort", "top", "output")}
+
+
+def with_view_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options of `VIEW_OPTIONS`."""
+    options = (
+        click.option(
+            "--show",
+            type=click.Path(path_type=Path),
+            metavar="PROFILE",
+            help="Print the table of a profile: its folder or its profile.json.",
+        ),
+        click.option(
+            "--diff",
+            nargs=2,
+            type=click.Path(path_type=Path),
+            metavar="A B",
+            help="Print what differs between two profiles, and with -o FILE.csv write it, too.",
+        ),
+        click.option(
+            "--sort",
+            type=click.Choice(ORDERS),
+            default="time",
+            show_default=True,
+            help="What the table is sorted by; order is that of execution.",
+        ),
+        click.option(
+            "--top",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Rows of the table, 0 for all.  [default: 10; all for --sort order]",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def viewed(context: click.Context) -> bool:
+    """Does what --show or --diff ask for; False if neither is given. Raises UserError."""
+    asked = context.params
+    given = [name for name in ("show", "diff") if asked[name] is not None]
+    if not given:
+        return False
+    _refuse_others(context, given[0])
+    if asked["show"] is not None:
+        _show(asked["show"], asked["sort"], asked["top"])
+    else:
+        a, b = asked["diff"]
+        _diff(a, b, asked["output"], asked["sort"], asked["top"])
+    return True
+
+
+def _refuse_others(context: click.Context, view: str) -> None:
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if typed and name not in _GOES_WITH[view]:
+            other = parameter.opts[0] if parameter.param_type_name == "option" else "MODEL"
+            raise UserError(f"--{view} measures nothing: leave {other} out")
+
+
+def _show(path: Path, sort: str, top: int | None) -> None:
+    from pipedream.graph.profile import read_profile
+    from pipedream.profiler.report.summary import print_report
+
+    print_report(read_profile(_file(path)), sort, top)
+
+
+def _diff(a: Path, b: Path, output: Path | None, sort: str, top: int | None) -> None:
+    from pipedream.graph.profile import read_profile
+    from pipedream.profiler.report.diff import Diff
+    from pipedream.profiler.report.diff_report import print_diff
+
+    if output is not None and (output.is_dir() or output.suffix != ".csv"):
+        raise UserError(f"-o {output}: with --diff this is a file: write {output / 'diff.csv'}")
+    diff = Diff(read_profile(_file(a)), read_profile(_file(b)))
+    print_diff(diff, sort, top)
+    if output is not None:
+        try:
+            diff.table().to_csv(output, index=False)
+        except OSError as error:
+            why = error.strerror or error  # pandas' own, of a folder that is not there, has no code
+            raise UserError(f"-o {output}: cannot be written: {why}") from error
+        click.echo(f"Written: {output}")
+
+
+def _file(path: Path) -> Path:
+    if path.is_dir():
+        return path / "profile.json"
+    if path.exists() and path.suffix != ".json":
+        raise UserError(f"{path}: name a folder that pd-profile wrote, or the profile.json in it")
+    return path

@@ -1,0 +1,230 @@
+"""How long each node takes in training: whole passes of the model, and passes of stretches of it.
+
+One repeat is a pass of the whole model, in which each node is timed, and then one of the same nodes
+in two, four or one stretch, timed as a whole and without marks, as stages run. The sums over the
+first are fitted to the second: neighbours in time, so that a machine that is slower for a minute
+is as slow in both.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from pipedream.capture.export import Captured
+from pipedream.capture.node_modules import pieces_kept
+from pipedream.profiler.timing.fit import Compared, Fit
+from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
+from pipedream.profiler.timing.statistics import (
+    Patience,
+    Repeats,
+    Spread,
+    Timing,
+    no_garbage_collection,
+)
+from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
+from pipedream.profiler.timing.stretches import stretches
+from pipedream.profiler.timing.times import StretchTimes, Times
+
+Seconds: TypeAlias = Mapping[str, float]
+"""Of each node, and of the loss."""
+
+_DIVISIONS = (2, 4, 1)
+_RECOMPUTED = 3
+"""Every so many repeats the forward pass is done once more, keeping nothing for a backward pass."""
+
+
+def time_in_training(
+    captured: Captured,
+    inputs: Sequence[Tensor],
+    patience: Patience,
+    device: torch.device,
+    loss: Loss | None = None,
+    progress: Callable[[float], None] = lambda part: None,
+) -> Times:
+    """Times the nodes of `captured` in passes on `inputs` (as `captured.inputs`).
+
+    With a `loss` the backward pass begins there, else with random gradients of what the model
+    returns. `progress` hears how much is done, from 0 to 1. Buffers are left as they were.
+    """
+    with pieces_kept(captured), no_garbage_collection(), torch.enable_grad():
+        bench = _Bench(captured, inputs, device, loss)
+        repeats = Repeats(patience)
+        while repeats.warm(bench.warm_up()):
+            pass
+        bench.divide()
+        for number in count():
+            more = repeats.go_on(bench.repeat(number))
+            progress(repeats.part)
+            if not more:
+                break
+    return bench.times(repeats)
+
+
+def passes(
+    captured: Captured, inputs: Sequence[Tensor], device: torch.device
+) -> Callable[[], object]:
+    """What does a pass of the whole model, forward and backward, and times nothing."""
+    whole = Stretch(captured, captured.working, stopwatch(device), device, marked=False)
+    values = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
+    return lambda: whole.run(values)
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Some nodes in one stretch; `noted`: forward and backward, summed over them and measured."""
+
+    nodes: Sequence[str]
+    stretch: Stretch
+    noted: list[tuple[Compared, Compared]] = field(default_factory=list)
+
+    @property
+    def medians(self) -> tuple[Compared, Compared]:
+        forward, backward = zip(*self.noted, strict=True)
+        return Compared.median(forward), Compared.median(backward)
+
+
+class _Bench:
+    """The model as one stretch and as several, and what they took so far."""
+
+    def __init__(
+        self,
+        captured: Captured,
+        inputs: Sequence[Tensor],
+        device: torch.device,
+        loss: Loss | None,
+    ) -> None:
+        self.captured, self.device, self.loss = captured, device, loss
+        self.inputs = {
+            name: value.to(device) for name, value in zip(captured.inputs, inputs, strict=True)
+        }
+        self.nodes = captured.working
+        self.watch: Stopwatch[Any] = stopwatch(device)
+        self.whole = self._stretch(self.nodes, marked=True)
+        self.held = _shares(captured, self.nodes, lambda parameter: True)
+        self.learned = _shares(captured, self.nodes, lambda parameter: parameter.requires_grad)
+        self.turns: list[tuple[Seconds, Seconds]] = []
+        self.recomputed: list[Seconds] = []
+        self.divisions: list[list[_Together]] = []
+
+    def _stretch(self, nodes: Sequence[str], marked: bool) -> Stretch:
+        return Stretch(self.captured, nodes, self.watch, self.device, marked)
+
+    def _by_node(self, turn: Turn) -> tuple[Seconds, Seconds]:
+        """Calling a stretch takes longer the more parameters it holds: a share for each."""
+        passes = (turn.forward, self.held), (turn.backward, self.learned)
+        forward, backward = (
+            {
+                name: passed.nodes.get(name, 0.0) + passed.call * share.get(name, 0.0)
+                for name in (*self.nodes, LOSS)
+            }
+            for passed, share in passes
+        )
+        return forward, backward
+
+    def warm_up(self) -> float:
+        """One pass; its seconds."""
+        turn = self.whole.run(self.inputs, self.loss)
+        forward, backward = self._by_node(turn)
+        self.seconds = {name: forward[name] + backward[name] for name in self.nodes}
+        return turn.forward.seconds + turn.backward.seconds
+
+    def divide(self) -> None:
+        """By what the nodes took in the warm-up."""
+        self.divisions = [
+            [
+                _Together(nodes, self._stretch(nodes, marked=False))
+                for nodes in stretches(self.captured.graph, self.nodes, self.seconds, count)
+            ]
+            for count in _DIVISIONS
+        ]
+
+    def repeat(self, number: int) -> float:
+        """One pass of the whole model and one of its stretches; the seconds of the former."""
+        turn = self.whole.run(self.inputs, self.loss)
+        both = self._by_node(turn)
+        self.turns.append(both)
+        if number % _RECOMPUTED == 0:
+            with torch.no_grad():
+                again = self.whole.run(self.inputs, self.loss)
+            self.recomputed.append(self._by_node(again)[0])
+        values = dict(self.inputs)
+        division = self.divisions[number % len(self.divisions)]
+        for together in division:
+            loss = self.loss if together is division[-1] else None
+            alone = together.stretch.run(values, loss)
+            values.update(alone.values)
+            names = [*together.nodes, *([LOSS] if loss else [])]
+            forward, backward = (sum(seconds[n] for n in names) for seconds in both)
+            together.noted.append(
+                (
+                    Compared(forward, alone.forward.seconds),
+                    Compared(backward, alone.backward.seconds),
+                )
+            )
+        return turn.forward.seconds + turn.backward.seconds
+
+    def times(self, repeats: Repeats) -> Times:
+        measured = [each for division in self.divisions for each in division if each.noted]
+        forward = Fit.of([each.medians[0] for each in measured])
+        backward = Fit.of([each.medians[1] for each in measured])
+
+        there, back = (_evened(passes) for passes in zip(*self.turns, strict=True))
+        again = _evened(self.recomputed)
+
+        def timing(name: str) -> Timing:
+            return Timing(
+                _spread([seconds[name] for seconds in there], forward.factor),
+                _spread([seconds[name] for seconds in back], backward.factor),
+                _spread([seconds[name] for seconds in again], forward.factor),
+            )
+
+        nodes = {name: timing(name) for name in self.nodes}
+        nothing = Timing.nothing()
+        return Times(
+            {name: nodes.get(name, nothing) for name in self.captured.graph.nodes},
+            timing(LOSS) if self.loss is not None else None,
+            tuple(StretchTimes(each.nodes, *each.medians) for each in measured),
+            forward,
+            backward,
+            len(repeats.warming),
+            len(repeats.noted),
+            repeats.noted,
+        )
+
+
+def _shares(
+    captured: Captured, nodes: Sequence[str], counts: Callable[[nn.Parameter], bool]
+) -> Mapping[str, float]:
+    """Of each node in the parameters that count, as many times as they are read."""
+    parameter = captured.module.get_parameter
+    held = {n: sum(counts(parameter(p)) for p in captured.parameters[n]) for n in nodes}
+    return {name: count / (sum(held.values()) or 1) for name, count in held.items()}
+
+
+def _evened(passes: Sequence[Seconds]) -> Sequence[Seconds]:
+    """The nodes' seconds were every pass as long as the median one, to which their medians add up.
+
+    What makes a whole pass slower says nothing of a node. And what falls from outside on one node
+    now, now on another, is in every pass and in the median of no node: all get a share of it.
+    """
+    totals = [sum(seconds.values()) for seconds in passes]
+    middle = statistics.median(totals)
+    if not all(totals):
+        return passes
+    shares = [
+        {name: spent / total for name, spent in seconds.items()}
+        for seconds, total in zip(passes, totals, strict=True)
+    ]
+    known = sum(statistics.median(share[name] for share in shares) for name in shares[0])
+    return [{name: middle / known * part for name, part in share.items()} for share in shares]
+
+
+def _spread(seconds: Sequence[float], factor: float) -> Spread:
+    return Spread.of([factor * each for each in seconds])

@@ -1,0 +1,146 @@
+"""How long each node takes by itself, where the whole model does not fit: node by node."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+
+from pipedream.capture.export import Captured
+from pipedream.capture.node_modules import Piece, pieces, pieces_kept
+from pipedream.capture.segment import Segment
+from pipedream.profiler.timing.fit import Fit
+from pipedream.profiler.timing.random_gradients import Noise
+from pipedream.profiler.timing.statistics import (
+    Patience,
+    Repeats,
+    Spread,
+    Timing,
+    no_garbage_collection,
+)
+from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
+from pipedream.profiler.timing.times import Times
+
+
+def time_one_by_one(
+    captured: Captured,
+    inputs: Sequence[Tensor],
+    patience: Patience,
+    device: torch.device,
+    progress: Callable[[float], None] = lambda part: None,
+) -> Times:
+    """Times every node of `captured` on the values that `inputs` (as `captured.inputs`) give it.
+
+    The model is walked through again and again, each node forward and at once backward, so that a
+    busy moment of the machine hits one repeat of many nodes instead of all repeats of one; of the
+    values there are only those that are still to be read. They are the model's own: an embedding
+    looks up real tokens. Inputs take no time. `progress` hears how much is done, from 0 to 1.
+    Buffers are left as they were.
+    """
+    turns: list[Mapping[str, tuple[float, float]]] = []
+    repeats = Repeats(patience)
+    with pieces_kept(captured), no_garbage_collection(), torch.enable_grad():
+        walk = _Walk(captured, inputs, device)
+        while repeats.warm(_sum(walk.run())):
+            pass
+        more = True
+        while more:
+            turns.append(walk.run())
+            more = repeats.go_on(_sum(turns[-1]))
+            progress(repeats.part)
+    none = (0.0, 0.0)
+    nodes = {
+        node: Timing(
+            Spread.of([turn.get(node, none)[0] for turn in turns]),
+            Spread.of([turn.get(node, none)[1] for turn in turns]),
+        )
+        for node in captured.graph.nodes
+    }
+    fit = Fit()
+    return Times(nodes, None, (), fit, fit, len(repeats.warming), len(repeats.noted))
+
+
+def _sum(turn: Mapping[str, tuple[float, float]]) -> float:
+    return sum(forward + backward for forward, backward in turn.values())
+
+
+Marks: TypeAlias = tuple[tuple[Any, Any], tuple[Any, Any]]
+"""Start and end, forward and backward."""
+
+
+class _Walk:
+    """The model node by node, each followed at once by its backward pass."""
+
+    def __init__(self, captured: Captured, inputs: Sequence[Tensor], device: torch.device) -> None:
+        self.captured = captured
+        self.watch: Stopwatch[Any] = stopwatch(device)
+        self.inputs = [value.to(device) for value in inputs]
+        self.pieces = pieces(captured, device)
+        self.readers = Counter(name for piece in self.pieces for name in piece.segment.inputs)
+        self.noise = Noise(device)
+        self.nothing = _nothing()
+        self.scalar = torch.ones(1, device=device)
+
+    def run(self) -> dict[str, tuple[float, float]]:
+        """Seconds forward and backward of every node in one walk."""
+        values = dict(zip(self.captured.inputs, self.inputs, strict=True))
+        left = self.readers.copy()
+        marks: dict[str, Marks] = {}
+        floors: list[Marks] = []
+        for piece in self.pieces:
+            outputs, marks[piece.node] = step(piece, values, self.watch, self.noise)
+            values.update(zip(piece.segment.outputs, outputs, strict=True))
+            for name in piece.segment.inputs:
+                left[name] -= 1
+                if not left[name]:
+                    del values[name]
+            floors.append(step(self.nothing, {"x": self.scalar}, self.watch, self.noise)[1])
+        # Read only now: a GPU waited for after each node would idle until the next one begins.
+        return self._seconds(marks, floors)
+
+    def _seconds(
+        self, marks: Mapping[str, Marks], floors: Sequence[Marks]
+    ) -> dict[str, tuple[float, float]]:
+        """Less what doing nothing takes: a stage pays that once, here it is paid at every node."""
+        forwards, backwards = zip(*(seconds_of(each, self.watch) for each in floors), strict=True)
+        forward_floor, backward_floor = statistics.median(forwards), statistics.median(backwards)
+        return {
+            node: (max(forward - forward_floor, 0.0), max(backward - backward_floor, 0.0))
+            for node, each in marks.items()
+            for forward, backward in [seconds_of(each, self.watch)]
+        }
+
+
+def step(
+    piece: Piece, values: Mapping[str, Tensor], watch: Stopwatch[Any], noise: Noise
+) -> tuple[list[Tensor], Marks]:
+    """A forward pass of a piece on its inputs among `values`, and at once its backward pass."""
+    inputs = piece.inputs(values)
+    start = watch.mark()
+    outputs = piece.segment.module(*inputs)
+    forward = (start, watch.mark())
+    backward = (start, start)
+    given, wanted = piece.ends(inputs, outputs)
+    if given and wanted:
+        gradients = [noise.like(value) for value in given]
+        start = watch.mark()
+        torch.autograd.grad(given, wanted, gradients, allow_unused=True)
+        backward = (start, watch.mark())
+    return [value.detach() for value in outputs], (forward, backward)
+
+
+def seconds_of(marks: Marks, watch: Stopwatch[Any]) -> tuple[float, float]:
+    forward, backward = marks
+    return watch.seconds(*forward), watch.seconds(*backward)
+
+
+def _nothing() -> Piece:
+    """A piece of no node: what it takes is not the model's, yet every node's time contains it."""
+    graph = fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    part = Segment(fx.GraphModule({}, graph), ("x",), ("x",))
+    return Piece("", part, (True,), ())

@@ -1,0 +1,153 @@
+"""Times and footprints of a model without memory: one node is real at a time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipedream.capture.export import Captured
+from pipedream.capture.fake_tensors import made_up, real_piece
+from pipedream.capture.node_modules import Piece
+from pipedream.profiler.memory import Footprint, Meter, address, metered
+from pipedream.profiler.timing.fit import Fit
+from pipedream.profiler.timing.per_node import seconds_of, step
+from pipedream.profiler.timing.random_gradients import Noise
+from pipedream.profiler.timing.statistics import (
+    Patience,
+    Repeats,
+    Spread,
+    Timing,
+    no_garbage_collection,
+)
+from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
+from pipedream.profiler.timing.times import Times
+
+_REPEATS = 10
+_SECONDS = 5.0  # for a node, at most
+
+
+def time_singly(
+    captured: Captured,
+    inputs: Sequence[Tensor],
+    patience: Patience,
+    device: torch.device,
+    progress: Callable[[float], None] = lambda part: None,
+) -> Times:
+    """As `time_one_by_one`, but of each node all repeats before the next has memory.
+
+    What a node reads is made up, but for `inputs` (as `captured.inputs`).
+    """
+    watch: Stopwatch[Any] = stopwatch(device)
+    noise = Noise(device)
+    asked = Patience(patience.warmup, patience.repeats, min(patience.seconds, _SECONDS))
+    nodes = dict.fromkeys(captured.graph.nodes, Timing.nothing())
+    counts: list[Repeats] = []
+    with no_garbage_collection(), torch.enable_grad():
+        for part, piece, values in _real(captured, inputs, device):
+            repeats, turns = Repeats(asked), []
+
+            def turn(piece: Piece = piece, values: Mapping[str, Tensor] = values) -> list[float]:
+                _, marks = step(piece, values, watch, noise)
+                return list(seconds_of(marks, watch))
+
+            while repeats.warm(sum(turn())):
+                pass
+            more = True
+            while more:
+                turns.append(turn())
+                enough = asked.repeats is None and len(turns) >= _REPEATS
+                more = repeats.go_on(sum(turns[-1])) and not enough
+            nodes[piece.node] = Timing(
+                *(Spread.of([each[way] for each in turns]) for way in (0, 1))
+            )
+            counts.append(repeats)
+            progress(part)
+    fewest = min(len(each.noted) for each in counts)
+    return Times(nodes, None, (), Fit(), Fit(), len(counts[0].warming), fewest)
+
+
+def footprints_singly(
+    captured: Captured, inputs: Sequence[Tensor], device: torch.device
+) -> dict[str, Footprint]:
+    """As `footprints`."""
+    books = _Books(captured)
+    with torch.enable_grad(), metered(device) as meter:
+        for _, piece, values in _real(captured, inputs, device):
+            books.enter(piece, values, meter)
+    peaks = meter.peaks()
+    return {node: Footprint(books.saved[node], peaks.get(node, 0)) for node in captured.graph.nodes}
+
+
+class _Books:
+    """What is saved of a value is of the node that makes it, and counts once.
+
+    A view is no value of its own: `first` has the value whose memory it lies in.
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.saved: Counter[str] = Counter()
+        self.booked: set[str] = set()
+        self.first: dict[str, str] = {}
+
+    def enter(self, piece: Piece, values: Mapping[str, Tensor], meter: Meter) -> None:
+        packed: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            packed[address(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        given = piece.inputs(values)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = piece.segment.module(*given)
+        own = {address(tensor) for tensor in piece.held}
+        names: dict[int, str] = {}
+        for name, tensor in zip(piece.segment.inputs, given, strict=True):
+            names.setdefault(address(tensor), self.first.get(name, name))
+        for name, tensor in zip(piece.segment.outputs, outputs, strict=True):
+            self.first[name] = names.setdefault(address(tensor), name)
+        for place, size in packed.items():
+            known = names.get(place)
+            if place not in own and known not in self.booked:
+                maker = self.captured.values[known].node if known else piece.node
+                self.saved[maker] += size
+                self.booked |= {known} if known else set()
+        begin, wanted = piece.ends(given, outputs)
+        if begin and wanted:
+            with meter.over(piece.node):
+                gradients = [torch.ones_like(value) for value in begin]
+                torch.autograd.grad(begin, wanted, gradients, allow_unused=True)
+
+
+def _real(
+    captured: Captured, inputs: Sequence[Tensor], device: torch.device
+) -> Iterator[tuple[float, Piece, Mapping[str, Tensor]]]:
+    """Each node while it has memory, with what it reads; the part of all nodes so far."""
+    own = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
+    working = captured.working
+    for index, node in enumerate(working, start=1):
+        with _piece(captured, node, device, own) as (piece, values):
+            yield index / len(working), piece, values
+
+
+@contextmanager
+def _piece(
+    captured: Captured, node: str, device: torch.device, own: Mapping[str, Tensor]
+) -> Iterator[tuple[Piece, Mapping[str, Tensor]]]:
+    with real_piece(captured, node, device) as piece:
+        known = captured.values
+        yield (
+            piece,
+            {
+                name: own[name]
+                if name in own
+                else made_up(known[name].shape, known[name].dtype, device)
+                for name in piece.segment.inputs
+            },
+        )

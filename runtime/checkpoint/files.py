@@ -1,0 +1,349 @@
+"""Checkpoints: parameters, buffers and optimizer state, keyed by their names in the model.
+
+    checkpoints/latest -> epoch-0003            the newest one
+    checkpoints/epoch-0003/                     epoch-0003-000120: and 120 minibatches of the next
+        model-00001-of-00002.safetensors        one for each stage, by its first replica
+        model.safetensors.index.json            which tensor is in which file, as Hugging Face's
+        optimizer/                              the same again, with PARAMETER/STATE -> tensor
+        state.json
+
+Stages appear in file names only: a run goes on under another plan, and the plain model loads them.
+A checkpoint is written beside, as `epoch-0003.partial`, and renamed when it is whole.
+
+torch.distributed.checkpoint writes and reads the tensors, in its safetensors format. Its own format
+has an index that is a pickle; here each stage saves by itself, and the index is JSON. Nothing is
+ever unpickled.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError, safe_open
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+
+from pipedream.graph.errors import UserError, read_artifact
+from pipedream.runtime.engine.training_segment import Position
+
+_INDEX = "model.safetensors.index.json"
+_LATEST = "latest"
+
+# Said of every save and load by one process for itself, which is what happens here.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+
+
+class State(BaseModel):
+    """state.json: the position of the data, and what of the training is no tensor.
+
+    `epoch` whole epochs and `minibatch` minibatches of the next one are behind it. `training` is
+    what the run needs to go on beside the tensors: such as the state of a learning rate scheduler.
+    `details` is what the run wants to be known by.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["pipedream-checkpoint/1"] = "pipedream-checkpoint/1"
+    epoch: int = Field(ge=0)
+    minibatch: int = Field(default=0, ge=0)
+    training: dict[str, Any] = {}
+    details: dict[str, str | int | float] = {}
+
+    @property
+    def position(self) -> Position:
+        return Position(self.epoch, self.minibatch)
+
+
+class _IndexMetadata(BaseModel):
+    total_size: int
+
+
+class _Index(BaseModel):
+    """A `.safetensors.index.json`; files are names of neighbours, never paths."""
+
+    metadata: _IndexMetadata
+    weight_map: dict[str, str]
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes the file of one stage. The index is of all stages: `publish` writes it."""
+
+    def __init__(self, folder: Path, names: Iterable[str], stage: int, stages: int) -> None:
+        # The greatest number says how many files there are; nothing has an empty name.
+        files = {**dict.fromkeys(names, stage + 1), "": stages}
+        super().__init__(str(folder), fqn_to_index_mapping=files)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        pass
+
+
+def write_stage(
+    folder: Path,
+    position: Position,
+    stage: int,
+    stages: int,
+    model: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, torch.Tensor],
+) -> None:
+    """Writes the part of one stage, to disk. `publish` follows when all have done so.
+
+    `model` has parameters and buffers; the keys of `optimizer` are `PARAMETER/STATE`. All tensors
+    are as `copied` gives them. Raises UserError if the disk refuses.
+    """
+    partial = _partial(folder, position)
+    for part, tensors in zip(_parts(partial), (model, optimizer), strict=True):
+        path = part / _file(stage, stages)
+        with _writing(path):
+            part.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)  # from a run that was stopped while it wrote
+            writer = _Writer(part, tensors, stage, stages)
+            save(dict(tensors), storage_writer=writer, no_dist=True)
+
+
+def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies on the CPU, which share memory with nothing: training may go on meanwhile."""
+    return {
+        name: torch.empty_like(tensor, device="cpu", memory_format=torch.contiguous_format).copy_(
+            tensor.detach()
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def publish(
+    folder: Path,
+    position: Position,
+    stages: int,
+    training: Mapping[str, Any] | None = None,
+    details: Mapping[str, str | int | float] | None = None,
+) -> Path:
+    """Makes the checkpoint valid, all at once; its folder. Raises UserError if the disk refuses.
+
+    To be called once, after all stages have written. Takes the place of an older checkpoint of the
+    same position. What was written of earlier positions, and never published, goes.
+    """
+    partial, final = _partial(folder, position), folder / str(position)
+    wanted = {_file(stage, stages) for stage in range(stages)}
+    state = State(
+        epoch=position.epoch,
+        minibatch=position.minibatch,
+        training=dict(training or {}),
+        details=dict(details or {}),
+    )
+    with _writing(final):
+        for part in _parts(partial):
+            for path in part.glob("*.safetensors"):
+                if path.name not in wanted:
+                    path.unlink()  # from a run that was stopped while it wrote
+            files = sorted(part.glob("*.safetensors"))
+            _write_text(part / _INDEX, _index(files).model_dump_json(indent=1))
+        _write_text(partial / "state.json", state.model_dump_json(indent=1))
+        for part in _parts(partial):
+            _to_disk(part)
+        _discard(final)
+        partial.rename(final)
+        _point(folder / _LATEST, final.name)
+        _to_disk(folder)
+    for path in folder.glob("epoch-*.partial"):  # from a run that was stopped while it wrote
+        before = Position.of(path.name.removesuffix(".partial"))
+        if before is not None and before < position:
+            shutil.rmtree(path, ignore_errors=True)
+    return final
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Deletes all checkpoints but the newest `count`. Raises UserError if the disk refuses."""
+    for path in _whole(folder)[:-count]:
+        with _writing(path):
+            _discard(path)
+    for path in folder.glob("epoch-*.old"):  # from a run that was stopped while it deleted
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def latest(folder: Path) -> Path | None:
+    """The checkpoint in `folder` that is furthest on, if there is any."""
+    found = _whole(folder)
+    return found[-1] if found else None
+
+
+def read_state(path: Path) -> State:
+    """Raises UserError that names file and field."""
+    return read_artifact(path / "state.json", State)
+
+
+def load_model(path: Path, into: Mapping[str, torch.Tensor]) -> None:
+    """Fills the tensors, each by its name; shapes and types have to be the same.
+
+    Raises UserError of one line that names the file, and the tensor that is missing or differs.
+    """
+    part = _Part(path)
+    for name, tensor in into.items():
+        part.check(name, tensor)
+    part.load(into)
+
+
+def load_optimizer(path: Path, parameters: Iterable[str]) -> dict[str, torch.Tensor]:
+    """What the optimizer knew of these parameters, as `PARAMETER/STATE`. Raises UserError."""
+    names, part = set(parameters), _Part(path / "optimizer")
+    return part.loaded(key for key in part.files if key.rpartition("/")[0] in names)
+
+
+def load_all(path: Path) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, for the plain model. Raises UserError."""
+    part = _Part(path)
+    return part.loaded(part.files)
+
+
+class _Part:
+    """The tensors of the model, or those of the optimizer: `files` has the file of each.
+
+    Raises UserError where a file of the index is missing or broken.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.index = path, path / _INDEX
+        self.files = read_artifact(self.index, _Index).weight_map
+        names: dict[str, set[str]] = {}
+        for file in set(self.files.values()):
+            if Path(file).name != file:
+                raise UserError(f"{self.index}: {file!r} is not the name of a file beside it")
+            with _reading(path / file) as tensors:
+                names[file] = set(tensors.keys())
+        for name, file in self.files.items():
+            if name not in names[file]:
+                raise UserError(f"{path / file}: there is no {name} in it")
+        self.reader = HuggingFaceStorageReader(str(path))
+        self.known = {
+            name: known
+            for name, known in self.reader.read_metadata().state_dict_metadata.items()
+            if isinstance(known, TensorStorageMetadata)
+        }
+
+    def check(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self.files:
+            raise UserError(f"{self.index}: there is no {name} in it; is it of another model?")
+        found = _describe(self.known[name].size, self.known[name].properties.dtype)
+        wanted = _describe(tensor.shape, tensor.dtype)
+        if found != wanted:
+            file = self.path / self.files[name]
+            raise UserError(f"{file}: {name} is {found}, in the model it is {wanted}")
+
+    def load(self, into: Mapping[str, torch.Tensor]) -> None:
+        if into:
+            load(dict(into), storage_reader=self.reader, no_dist=True)
+
+    def loaded(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        tensors = {
+            name: torch.empty(self.known[name].size, dtype=self.known[name].properties.dtype)
+            for name in names
+        }
+        self.load(tensors)
+        return tensors
+
+
+def _whole(folder: Path) -> list[Path]:
+    """The whole checkpoints, the newest last. A run writes them in this order."""
+    found = {path: Position.of(path.name) for path in folder.glob("epoch-*")}
+    whole = {path: position for path, position in found.items() if position is not None}
+    return sorted(whole, key=whole.__getitem__)
+
+
+def _partial(folder: Path, position: Position) -> Path:
+    return folder / f"{position}.partial"
+
+
+def _parts(path: Path) -> tuple[Path, Path]:
+    return path, path / "optimizer"
+
+
+def _file(stage: int, stages: int) -> str:
+    """As torch.distributed.checkpoint and Hugging Face name it."""
+    return f"model-{stage + 1:05}-of-{stages:05}.safetensors"
+
+
+def _index(files: Iterable[Path]) -> _Index:
+    """Where each tensor is; of those that several stages hold (tied weights) the first counts."""
+    weight_map: dict[str, str] = {}
+    size = 0
+    for file in files:
+        with _reading(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                if name not in weight_map:
+                    weight_map[name] = file.name
+                    size += tensors.get_tensor(name).nbytes
+    return _Index(metadata=_IndexMetadata(total_size=size), weight_map=weight_map)
+
+
+def _point(link: Path, name: str) -> None:
+    """Has the link point at its neighbour of that name, without a moment in which it does not."""
+    fresh = link.with_name(f"{link.name}.partial")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(name)
+    fresh.replace(link)
+
+
+def _discard(path: Path) -> None:
+    """Deletes a checkpoint. At no moment is a part of it taken for a whole one."""
+    if path.exists():
+        doomed = path.with_name(f"{path.name}.old")
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            yield tensors
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be read as safetensors: {reason}") from error
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as error:
+        (failure,) = (wrapped[0] for wrapped in error.failures.values())
+        if not isinstance(failure, OSError):
+            raise
+        raise UserError(f"{path}: cannot be written: {failure.strerror}") from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{path}: cannot be written: {reason}") from error
+
+
+def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
+    sizes = " x ".join(map(str, shape)) or "one number"
+    return f"{sizes} of {str(dtype).removeprefix('torch.')}"
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text + "\n", encoding="utf-8")
+    _to_disk(path)
+
+
+def _to_disk(path: Path) -> None:
+    """Waits until a file, or the entries of a folder, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

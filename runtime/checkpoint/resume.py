@@ -1,0 +1,70 @@
+"""Where a run goes on: the newest checkpoint, loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from pipedream.graph.errors import UserError, worded
+from pipedream.runtime.checkpoint import files as checkpoint
+from pipedream.runtime.engine.training_segment import Position
+from pipedream.runtime.job import Job
+from pipedream.runtime.local_stage import Rank
+from pipedream.runtime.optim.optimizers import restore_state
+from pipedream.runtime.optim.stepping import Stepping
+
+
+def resume(rank: Rank, stepping: Stepping) -> Position:
+    """Loads this rank's part of the newest checkpoint; how far it is.
+
+    Raises UserError where there is none, it has nothing left to do, or is of another optimizer.
+    """
+    path = checkpoint.latest(rank.job.checkpoints)
+    if path is None:
+        raise UserError(f"--resume: there is no checkpoint in {rank.job.checkpoints}")
+    saved = checkpoint.read_state(path)
+    _check(rank.job, path, saved)
+    _check_place(rank, path, saved)
+    with torch.no_grad():
+        checkpoint.load_model(path, {**rank.parameters, **rank.buffers})
+    known = checkpoint.load_optimizer(path, rank.parameters)
+    restore_state(rank.optimizer, rank.parameters, known)
+    try:
+        stepping.restore(saved.training)
+    except ValidationError as error:
+        field = ".".join(map(str, error.errors()[0]["loc"]))
+        raise UserError(
+            f"{path / 'state.json'}: training.{field}: {worded(error.errors()[0])}"
+        ) from error
+    return saved.position
+
+
+def _check(job: Job, path: Path, saved: checkpoint.State) -> None:
+    optimizer = job.optimizer.names
+    if saved.epoch >= job.epochs and not job.restarted:
+        raise UserError(
+            f"--resume: {path} has all {job.epochs} epochs behind it; ask for more with --epochs"
+        )
+    if saved.details.get("optimizer", optimizer) != optimizer:
+        raise UserError(
+            f"--resume: {path} is of a run with optimizer {saved.details['optimizer']}, "
+            f"and the config says {optimizer}"
+        )
+
+
+def _check_place(rank: Rank, path: Path, saved: checkpoint.State) -> None:
+    """Inside an epoch minibatches are counted: they have to be the same ones."""
+    size, minibatches = rank.job.config.batch_size, rank.examples.minibatches
+    before = saved.details.get("batch_size", size)
+    if saved.minibatch and before != size:
+        raise UserError(
+            f"--resume: {path} is inside an epoch of minibatches of {before}, and the config says "
+            f"batch_size: {size}: go on with {before} to the end of the epoch"
+        )
+    if saved.minibatch >= max(minibatches, 1):
+        raise UserError(
+            f"--resume: {path} has {saved.minibatch} minibatches of an epoch behind it, and the "
+            f"data give {minibatches}: go on with the data with which it began"
+        )

@@ -1,0 +1,104 @@
+"""Saves beside the training: the tensors are copied, training goes on, a thread writes them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from pipedream.comm.transport import PeerLost
+from pipedream.runtime.checkpoint import files as checkpoint
+from pipedream.runtime.engine.training_segment import Position
+
+_SECONDS_BETWEEN_LOOKS = 0.02
+
+
+@dataclass
+class Saver:
+    """The saves of one rank, one at a time: the next begins when the last is done.
+
+    Every stage's first replica writes its part (`writes`) and says so in the store. Rank 0
+    (`publishes`) waits for all parts, and until the run's records have come as far (`recorded`),
+    for a run that goes on from here tells nothing again of what was before. It makes the checkpoint
+    valid and deletes all but the newest `keep`. What goes wrong in the thread is raised by the next
+    `begin` or `end`: UserError where the disk refuses, PeerLost where a stage is not done within
+    `timeout` seconds.
+    """
+
+    folder: Path
+    stage: int
+    stages: int
+    store: Store
+    writes: bool
+    publishes: bool
+    timeout: float
+    keep: int | None = None
+    details: Mapping[str, str | int | float] | None = None
+    recorded: Callable[[Position], bool] = lambda position: True
+
+    def __post_init__(self) -> None:
+        self.thread: threading.Thread | None = None
+        self.failure: BaseException | None = None
+
+    def begin(
+        self,
+        position: Position,
+        model: Mapping[str, torch.Tensor],
+        optimizer: Callable[[], Mapping[str, torch.Tensor]],
+        training: Mapping[str, Any],
+    ) -> None:
+        """Saves what the tensors are now, at a moment when nothing is in flight on this rank."""
+        self.end()
+        if self.writes or self.publishes:
+            parts = (model, optimizer()) if self.writes else ()
+            state = [checkpoint.copied(part) for part in parts]
+            self.thread = threading.Thread(
+                target=self._save, args=(position, state, dict(training)), name="save", daemon=True
+            )
+            self.thread.start()
+
+    def end(self) -> None:
+        """Waits until the last save is done."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.failure is not None:
+            raise self.failure
+
+    def _save(
+        self,
+        position: Position,
+        state: Sequence[Mapping[str, torch.Tensor]],
+        training: Mapping[str, Any],
+    ) -> None:
+        try:
+            if self.writes:
+                checkpoint.write_stage(self.folder, position, self.stage, self.stages, *state)
+                self.store.set(self._key(position, self.stage), "written")
+            if self.publishes:
+                self._publish(position, training)
+        except BaseException as error:
+            self.failure = error
+
+    def _publish(self, position: Position, training: Mapping[str, Any]) -> None:
+        keys = [self._key(position, stage) for stage in range(self.stages)]
+        deadline = time.monotonic() + self.timeout
+        # Not `wait`: it would keep all other threads from the store.
+        while not (self.recorded(position) and self.store.check(keys)):
+            if time.monotonic() > deadline:
+                raise PeerLost(f"not all stages have saved {position}")
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        for key in keys:
+            self.store.delete_key(key)
+        checkpoint.publish(self.folder, position, self.stages, training, self.details)
+        if self.keep is not None:
+            checkpoint.keep_newest(self.folder, self.keep)
+
+    def _key(self, position: Position, stage: int) -> str:
+        return f"saved/{position}/{stage}"

@@ -1,0 +1,114 @@
+"""Which examples an epoch has, in which order: the same on every rank, and in a resumed run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data.distributed import DistributedSampler
+
+from pipedream.capture.sources.load import accepts, blaming, call, load_function
+from pipedream.capture.sources.minibatch import Dataset
+from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import Factory, RunConfig
+from pipedream.runtime.data.sizes import Sizes
+
+
+class Order:
+    """By the seed and the number of the epoch alone. `order(number)` gives indices of examples.
+
+    Without a sampler all examples in a random order. A sampler is made anew for each epoch, with
+    the training set as `dataset` or `data_source` and a seeded `generator`, where it takes them,
+    and told the epoch with `set_epoch`, where it has that; whatever it draws from the random
+    numbers of torch, numpy or Python is seeded, too. Raises UserError where it gives another order
+    when asked again.
+    """
+
+    def __init__(self, dataset: Dataset, config: RunConfig, directory: Path) -> None:
+        self.dataset, self.config, self.directory = dataset, config, directory
+        first = self(0)
+        if config.sampler is not None and self(0) != first:
+            raise UserError(
+                f"sampler {config.sampler.source}: it gives another order when it is made again, "
+                "so ranks would disagree: draw from the generator it is given, or from torch's, "
+                "numpy's or Python's own random numbers"
+            )
+        self.sizes = self._sizes(len(first))
+
+    def __call__(self, epoch: int) -> list[int]:
+        sampler, seed = self.config.sampler, _seed(self.config.seed, epoch)
+        if sampler is None:
+            return shuffled(len(self.dataset), self.config.seed, epoch)
+        generator = torch.Generator().manual_seed(seed)
+        states = random.getstate(), np.random.get_state()
+        try:
+            with torch.random.fork_rng(devices=[]), blaming(f"sampler {sampler.source}"):
+                torch.manual_seed(seed)
+                random.seed(seed)
+                np.random.seed(seed % 2**32)
+                made = self._make(sampler, generator)
+                if hasattr(made, "set_epoch"):
+                    made.set_epoch(epoch)
+                return self._checked(list(made), epoch)
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+    def _make(self, sampler: Factory, generator: torch.Generator) -> Iterable[Any]:
+        source = f"sampler {sampler.source}"
+        factory = load_function(sampler.source, self.directory)
+        # A pipeline reads its data as one: its ranks know themselves which minibatches are theirs.
+        given = {
+            "dataset": self.dataset,
+            "data_source": self.dataset,
+            "generator": generator,
+            "num_replicas": 1,
+            "rank": 0,
+        }
+        known = {name: value for name, value in given.items() if accepts(factory, name)}
+        made = call(source, factory, {**known, **sampler.args})
+        if isinstance(made, DistributedSampler) and made.num_replicas != 1:
+            raise UserError(
+                f"{source}: num_replicas is {made.num_replicas}: the ranks deal out the "
+                "minibatches themselves, so write 1"
+            )
+        if not isinstance(made, Iterable):
+            raise UserError(f"{source} gives a {type(made).__name__}, which gives no indices")
+        return made
+
+    def _checked(self, indices: Sequence[Any], epoch: int) -> list[int]:
+        assert self.config.sampler is not None
+        source, count = self.config.sampler.source, len(self.dataset)
+        for index in indices:
+            if not isinstance(index, (int, np.integer)) or not 0 <= index < count:
+                raise UserError(
+                    f"sampler {source}: gives {index!r}, which is no index of one of {count} "
+                    "examples"
+                )
+        sizes = self._sizes(len(indices))
+        expected = getattr(self, "sizes", sizes)
+        if (len(sizes), sizes.rest) != (len(expected), expected.rest):
+            only_rest = len(indices) // sizes.batch_size == expected.examples // sizes.batch_size
+            raise UserError(
+                f"sampler {source}: {len(indices)} examples in epoch {epoch}, "
+                f"{expected.examples} in the first: every epoch has to have as many minibatches "
+                "of the same sizes" + "; write drop_last: true" * only_rest
+            )
+        return [int(index) for index in indices]
+
+    def _sizes(self, examples: int) -> Sizes:
+        return Sizes(examples, self.config.batch_size, self.config.drop_last)
+
+
+def shuffled(count: int, seed: int, epoch: int) -> list[int]:
+    """The numbers below `count` in the order of that epoch."""
+    generator = torch.Generator().manual_seed(_seed(seed, epoch))
+    return torch.randperm(count, generator=generator).tolist()
+
+
+def _seed(seed: int, epoch: int) -> int:
+    return seed * 1_000_003 + epoch

@@ -1,0 +1,265 @@
+"""The minibatches of an epoch: which examples, in which order, the same on every rank.
+
+They are read ahead, beside the compute, by every rank that needs them.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from queue import Empty, Queue
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+from torch.utils.data import Dataset as TorchDataset
+
+from pipedream.capture.sources.minibatch import Dataset, minibatch
+from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import RunConfig
+from pipedream.runtime.data.order import shuffled
+from pipedream.runtime.data.sizes import Sizes
+from pipedream.runtime.supervise.launch import ASKING
+
+
+class DataLost(RuntimeError):
+    """A process that reads the data has died: none of ours, so it may do better another time."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples as the model takes them: each tensor [batch_size, ...].
+
+    With loss `output` the target is the last of the inputs, too.
+    """
+
+    inputs: tuple[Tensor, ...]
+    target: Any
+
+    @staticmethod
+    def of(dataset: Dataset, indices: Iterable[int], config: RunConfig) -> Batch:
+        """Raises UserError: see `minibatch`."""
+        dtype = getattr(torch, config.dtype)
+        inputs, target = minibatch(dataset, indices, dtype, config.data.source)
+        return Batch((*inputs, target) if config.loss == "output" else inputs, target)
+
+    def to(self, device: torch.device) -> Batch:
+        moved = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.to(device), (self.inputs, self.target)
+        )
+        return Batch(*moved)
+
+    def first(self, count: int) -> Batch:
+        """The first `count` of the examples."""
+        inputs, target = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor[:count].clone(), (self.inputs, self.target)
+        )
+        return Batch(inputs, target)
+
+    @property
+    def kind(self) -> str:
+        """Shape and type of every input of an example, for a person."""
+        return ", ".join(f"{list(x.shape[1:])} of {str(x.dtype)[6:]}" for x in self.inputs)
+
+
+class Epoch:
+    """One pass over a dataset in minibatches of equal size, but for the last.
+
+    The order depends on the seed and `number` alone, so every rank that needs a minibatch makes it
+    for itself: stages that read an input of the model, and the last stage for the target. With
+    `drop_last` the examples that do not fill a minibatch sit this epoch out; which ones changes
+    with the epoch.
+    `order` has the indices of its examples where they are not simply all, shuffled.
+    `kind` is what all minibatches have to be, if that is known: `Batch.kind`. `draws`: the dataset
+    draws from torch's random numbers.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        config: RunConfig,
+        number: int,
+        device: torch.device,
+        kind: str | None = None,
+        draws: bool = True,
+        order: Sequence[int] | None = None,
+    ) -> None:
+        self.dataset, self.config, self.number = dataset, config, number
+        self.device, self.kind, self.draws = device, kind, draws
+        self.order = shuffled(len(dataset), config.seed, number) if order is None else order
+
+    def __len__(self) -> int:
+        """The number of minibatches."""
+        return len(Sizes(len(self.order), self.config.batch_size, self.config.drop_last))
+
+    @contextmanager
+    def _random(self, minibatch: int) -> Iterator[None]:
+        """What the dataset draws in here depends on the minibatch alone, whoever reads it."""
+        key = (self.config.seed * 1_000_003 + self.number) * 1_000_003 + minibatch
+        random.seed(key)
+        np.random.seed(key % 2**32)
+        if not self.draws:
+            yield
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(key % 2**63)
+            yield
+
+    def batch(self, minibatch: int) -> Batch:
+        """On the CPU. Raises UserError where it is of another kind than the others."""
+        size = self.config.batch_size
+        chosen = self.order[minibatch * size : (minibatch + 1) * size]
+        with self._random(minibatch):
+            batch = Batch.of(self.dataset, chosen, self.config)
+        if batch.kind != (self.kind or batch.kind):
+            raise UserError(
+                f"{self.config.data.source}: the inputs of an example in minibatch {minibatch} are "
+                f"{batch.kind}, in the first {self.kind}: all have to have the same shape and type"
+            )
+        return batch
+
+
+class Reader:
+    """The minibatches that a rank will ask for, in that order, each read before it is asked for.
+
+    A thread reads them, or `data_workers` processes where the config names any. Where the dataset
+    draws from torch's random numbers it cannot be a thread, for the model draws from the same: then
+    each is read when it is asked for. A context manager.
+    """
+
+    def __init__(self, epoch: Epoch, minibatches: Sequence[int]) -> None:
+        self.last: tuple[int, Batch] | None = None
+        self.device, self.numbers = epoch.device, iter(minibatches)
+        listed, workers = _Listed(epoch, minibatches), epoch.config.data_workers
+        self.close: Callable[[], None] = lambda: None
+        if workers and minibatches:
+            self.coming: Iterator[Batch | BaseException] = _by_processes(listed, workers)
+        elif epoch.draws:
+            self.coming = iter(listed)
+        else:
+            ahead = _Ahead(listed)
+            self.coming, self.close = iter(ahead), ahead.close
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close()
+        if kind is None:  # else this process ends, and does not wait for those that may be stuck
+            self.coming = iter(())  # the processes end with the loader
+
+    def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]:
+        """The model's input tensors at these positions. Raises UserError if one is missing."""
+        wanted = list(which)
+        if not wanted:
+            return []
+        tensors = self._batch(minibatch).inputs
+        if max(wanted) >= len(tensors):
+            raise UserError(
+                f"the model takes {max(wanted) + 1} inputs and the data gives {len(tensors)}"
+            )
+        return [tensors[position] for position in wanted]
+
+    def target(self, minibatch: int) -> Any:
+        return self._batch(minibatch).target
+
+    def _batch(self, minibatch: int) -> Batch:
+        """The last one is kept: a stage may read the inputs and then the target."""
+        if self.last is None or self.last[0] != minibatch:
+            assert next(self.numbers) == minibatch, "minibatches are asked for in the order given"
+            batch = next(self.coming)
+            if isinstance(batch, BaseException):
+                raise batch
+            self.last = minibatch, batch.to(self.device)
+        return self.last[1]
+
+
+@dataclass(frozen=True)
+class _Listed(TorchDataset[Any]):
+    """Some minibatches of an epoch, on the CPU; in the place of one the error that it raised."""
+
+    epoch: Epoch
+    minibatches: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.minibatches)
+
+    def __getitem__(self, index: int) -> Batch | UserError:
+        if index >= len(self):
+            raise IndexError(index)
+        try:
+            return self.epoch.batch(self.minibatches[index])
+        except UserError as error:
+            return error
+
+
+def _by_processes(listed: _Listed, workers: int) -> Iterator[Batch | BaseException]:
+    """What that many processes make of `listed`, in its order. Raises DataLost."""
+    workers = min(workers, len(listed))
+    loader = DataLoader(listed, batch_size=None, num_workers=workers, worker_init_fn=_go_on)
+    loaded = iter(loader)
+    # Torch's handler raises wherever the main thread is when one dies, in a pass or a message. The
+    # loader looks for itself whether they live.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+    def checked() -> Iterator[Batch | BaseException]:
+        try:
+            yield from loaded
+        except (RuntimeError, OSError, EOFError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise DataLost(reason) from error
+
+    return checked()
+
+
+def _go_on(_worker: int) -> None:
+    """What asks the rank to stop comes to its data processes, too, and it needs them to drain."""
+    for number in ASKING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+class _Ahead:
+    """What a thread makes of `listed`, a little before it is asked for."""
+
+    def __init__(self, listed: _Listed, ahead: int = 2) -> None:
+        self.listed = listed
+        self.made: Queue[Batch | BaseException] = Queue(ahead)
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._make, name="data", daemon=True)
+        self.thread.start()
+
+    def _make(self) -> None:
+        for index in range(len(self.listed)):
+            if self.ended.is_set():
+                return
+            try:
+                self.made.put(self.listed[index])
+            except BaseException as error:  # raised where it is asked for
+                self.made.put(error)
+                return
+
+    def __iter__(self) -> Iterator[Batch | BaseException]:
+        while True:
+            yield self.made.get()
+
+    def close(self) -> None:
+        """The thread ends after what it reads now: not waited for, since that may never come."""
+        self.ended.set()
+        with suppress(Empty):
+            while True:
+                self.made.get_nowait()  # it may be waiting for room
+
+
+def in_order(dataset: Dataset, config: RunConfig, device: torch.device) -> Iterator[Batch]:
+    """All examples of a dataset once, as they come; the last minibatch may be smaller."""
+    size = config.batch_size
+    for begin in range(0, len(dataset), size):
+        batch = Batch.of(dataset, range(begin, min(begin + size, len(dataset))), config)
+        yield batch.to(device)

@@ -1,0 +1,72 @@
+"""The loop of one rank: does what its list of actions says, in that order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipedream.comm.transport import PeerLost, Transport
+from pipedream.graph.timeline import Event
+from pipedream.runtime.engine.action_stream import Course
+from pipedream.runtime.engine.executor import Executor, Minibatches
+from pipedream.schedule.action import RECEIVES, Action
+
+LOOK_AHEAD = 16
+"""How many actions ahead the receives are posted."""
+
+
+@dataclass
+class Engine:
+    """All stages of one rank: `executors[stage]` does the actions of its replica of that stage.
+
+    `before` and `after` hear of every action. Sends and receives of all of them go through the one
+    `transport`, in the order of the list.
+    """
+
+    executors: Mapping[int, Executor]
+    transport: Transport
+    after: Callable[[Action], None]
+    before: Callable[[Action], None] = lambda action: None
+    events: list[Event] = field(default_factory=list)
+
+    def run(self, course: Course, data: Minibatches) -> None:
+        """Performs one leg. Raises PeerLost, naming the action that could not be done."""
+        for executor in self.executors.values():
+            executor.begin(data)
+        self._perform(course)
+        self.transport.drain()
+        for executor in self.executors.values():
+            executor.end()
+
+    def _perform(self, course: Course) -> None:
+        perform = {stage: executor.table for stage, executor in self.executors.items()}
+        actions: Sequence[Action] = ()
+        position = posted = 0
+        while (settled := course.settle(position, LOOK_AHEAD)) > position:
+            if course.actions is not actions:
+                actions = self._follow(course)
+            for action in actions[posted:settled]:
+                self._post(action)
+            action, position, posted = actions[position], position + 1, settled
+            begin = time.perf_counter()
+            self.before(action)
+            try:
+                perform[action.stage][action.kind](action)
+            except PeerLost as error:
+                where = f"at {action}, minibatch {action.minibatch}"
+                raise PeerLost(f"{error} ({where})", error.peer) from error
+            self.events.append(Event(action, begin, time.perf_counter()))
+            self.after(action)
+
+    def _follow(self, course: Course) -> Sequence[Action]:
+        """The actions that the course has by now; the first of them may have been done."""
+        actions = course.actions
+        for stage, executor in self.executors.items():
+            own = [action for action in actions if action.stage == stage]
+            executor.follow(own, course.delays)
+        return actions
+
+    def _post(self, action: Action) -> None:
+        if action.kind in RECEIVES:
+            self.executors[action.stage].post(action)

@@ -1,0 +1,84 @@
+"""Random numbers that are the same under every plan: dropout draws by minibatch and operator.
+
+Before each operator that draws, the generator is seeded anew with the run's seed, the epoch, the
+minibatch, and the operator's place in the captured model. So it does not matter which rank runs
+the operator, what else runs there, whether it is done again (recomputation), or where a run was
+stopped and resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+
+import torch
+from torch import fx, nn
+
+from pipedream.capture.segment import Segment
+
+
+class Dice:
+    """What the numbers of one rank depend on; `seed` as in the run config."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed, self.device = seed, device
+        self.epoch, self.minibatch = 0, 0
+
+    def roll(self, place: int) -> None:
+        """Seeds the generator of the device for the operator at `place`."""
+        key = struct.pack("<4q", self.seed, self.epoch, self.minibatch, place)
+        number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+        if self.device.type == "cuda":
+            torch.cuda.default_generators[self.device.index or 0].manual_seed(number)
+        else:
+            torch.default_generator.manual_seed(number)
+
+
+class Roll(nn.Module):
+    """Stands before an operator that draws."""
+
+    def __init__(self, dice: Dice, place: int) -> None:
+        super().__init__()
+        self.dice, self.place = dice, place
+
+    def forward(self) -> None:
+        self.dice.roll(self.place)
+
+
+def places(captured: fx.GraphModule) -> dict[str, int]:
+    """Where each operator stands in the captured model, subgraphs included, by its path."""
+    return {path: place for place, path in enumerate(_paths(captured))}
+
+
+def seed_each(part: Segment, places: Mapping[str, int], dice: Dice) -> Segment:
+    """Has every operator of the segment that draws random numbers seed them first. In place."""
+    for prefix, module in part.module.named_modules():
+        if isinstance(module, fx.GraphModule):
+            for node in [node for node in module.graph.nodes if _draws(node)]:
+                place = places[_path(prefix, node)]
+                module.add_submodule(f"roll_{place}", Roll(dice, place))
+                with module.graph.inserting_before(node):
+                    module.graph.call_module(f"roll_{place}")
+            module.recompile()
+    return part
+
+
+def _paths(captured: fx.GraphModule) -> list[str]:
+    return [
+        _path(prefix, node)
+        for prefix, module in captured.named_modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    ]
+
+
+def _path(prefix: str, node: fx.Node) -> str:
+    return f"{prefix}.{node.name}" if prefix else node.name
+
+
+def _draws(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in target.tags

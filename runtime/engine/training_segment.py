@@ -1,0 +1,118 @@
+"""How far a run is, and the legs in which it goes on: a checkpoint stands between two of them.
+
+A leg is a run of consecutive minibatches of an epoch. Its schedule is a whole one: the pipeline is
+filled at its beginning and drained at its end, where no minibatch is in flight on any rank and each
+stage has one version of its weights. That version is what a checkpoint holds. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from math import lcm
+from typing import Any
+
+from pipedream.schedule.action import Action
+from pipedream.schedule.policy import Policy
+
+_NAME = re.compile(r"epoch-(\d{4,})(?:-(\d{6,}))?")
+
+
+@dataclass(frozen=True, order=True)
+class Position:
+    """What a run has behind it: whole epochs, and minibatches of the next one."""
+
+    epoch: int
+    minibatch: int = 0
+
+    def __str__(self) -> str:
+        """`epoch-0003`, or `epoch-0003-000120` with 120 minibatches of the fourth epoch."""
+        return f"epoch-{self.epoch:04}" + (f"-{self.minibatch:06}" if self.minibatch else "")
+
+    @staticmethod
+    def of(name: str) -> Position | None:
+        """The position that prints as `name`."""
+        match = _NAME.fullmatch(name)
+        return None if match is None else Position(int(match[1]), int(match[2] or 0))
+
+
+@dataclass(frozen=True)
+class Leg:
+    """Minibatches `begin` to `end` - 1 of an epoch."""
+
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+def legs(minibatches: int, every: int | None, begin: int = 0) -> Iterator[Leg]:
+    """Those of an epoch from `begin` on: they end at each multiple of `every`, and at its end."""
+    while begin < minibatches:
+        end = minibatches if every is None else min((begin // every + 1) * every, minibatches)
+        yield Leg(begin, end)
+        begin = end
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a rank stands, as `halt` asks: in `leg`, which begins at `position`, with its first
+    `touched` minibatches begun or done; or there between two legs, with nothing begun.
+    """
+
+    position: Position
+    leg: Leg | None = None
+    touched: int = 0
+
+    @property
+    def told(self) -> list[Any]:
+        """As JSON can hold it."""
+        leg = self.leg and (self.leg.begin, self.leg.end)
+        return [astuple(self.position), leg, self.touched]
+
+    @staticmethod
+    def of(told: Sequence[Any]) -> Standing:
+        """What was `told`."""
+        position, leg, touched = told
+        return Standing(Position(*position), leg and Leg(*leg), touched)
+
+
+def place_to_stop(standings: Sequence[Standing], policy: Policy) -> Position:
+    """Where ranks that stand so can all stop first, after whole updates.
+
+    A shorter leg differs from the longer one only in what is done once the first minibatch that it
+    lacks could have begun. That is when the minibatches a whole window before are over. So the
+    place lies a window ahead of all that has been touched.
+
+    The end of an epoch, with all its minibatches, is another place than the beginning of the next:
+    between them the held-out data are tried, by all ranks or by none.
+    """
+    first = max(standing.position for standing in standings)
+    begun = [s for s in standings if s.position == first and s.leg is not None]
+    if not begun:
+        return first
+    leg, touched = begun[0].leg, max(standing.touched for standing in begun)
+    assert leg is not None
+    end = min(leg.begin + whole_updates(touched + window(policy), policy), leg.end)
+    return Position(first.epoch, end)
+
+
+def window(policy: Policy) -> int:
+    """How many minibatches may be in the pipeline at the same time."""
+    return max(count * policy.in_flight(stage) for stage, count in enumerate(policy.replicas))
+
+
+def whole_updates(every: int, policy: Policy) -> int:
+    """`every` rounded up, so that every stage has made whole updates, on all replicas alike."""
+    sizes = (policy.round_size(stage) for stage in range(len(policy.replicas)))
+    unit = lcm(*sizes, *policy.replicas)
+    return -(-every // unit) * unit
+
+
+def shifted(actions: Sequence[Action], begin: int) -> Sequence[Action]:
+    """A leg's actions with the numbers that its minibatches have in the epoch."""
+    if not begin:
+        return actions
+    return [action._replace(minibatch=action.minibatch + begin) for action in actions]

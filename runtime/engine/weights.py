@@ -1,0 +1,152 @@
+"""Weights as versions: a forward pass uses one, an update makes the next, none changes in flight.
+
+This is weight stashing (PipeDream, SOSP 2019, section 3.3) without saving and restoring: the graph
+of a forward pass keeps the tensors of its version until its backward pass is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipedream.runtime.engine.prediction import Prediction
+
+
+@dataclass(eq=False)
+class Version:
+    """One version of a stage's parameters; `users` minibatches have yet to go backward on it.
+
+    `number` counts the updates from the start of the run; with `ahead` the tensors are what they
+    are expected to be so many updates later.
+    """
+
+    number: int
+    tensors: dict[str, torch.Tensor]
+    users: int = 0
+    ahead: int = 0
+
+
+class Weights:
+    """The parameters of one stage, the versions of them that are still needed, and their optimizer.
+
+    The optimizer always works on the newest version. Where a minibatch still needs that one, an
+    update first moves the parameters to other memory, that of a version nobody needs any more if
+    there is one, and leaves the old memory to the old version.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        updates: int = 0,
+        prediction: Prediction | None = None,
+    ) -> None:
+        """`updates`: how many the run has behind it."""
+        self.parameters = dict(parameters)
+        self.gradients: dict[str, torch.Tensor] = {}
+        self.spare: list[dict[str, torch.Tensor]] = []
+        self.older: list[Version] = []
+        self.current = Version(updates, self._snapshot())
+        self.prediction = prediction
+        self.expected: Mapping[int, int] = {}
+        self.peak_versions = 1
+
+    def begin(self) -> None:
+        """A leg begins: nothing is in flight."""
+        self.expected, self.current.users = {}, 0
+
+    def expect(self, uses: Mapping[int, int]) -> None:
+        """How many minibatches of the leg run on each version, those that are done among them.
+
+        A version is kept until all of them are done: 2BW and vertical sync begin on one that is
+        not the newest any more. To be told again where the leg becomes another.
+        """
+        for version in (self.current, *self.older):
+            if not version.ahead:
+                number = version.number
+                version.users += uses.get(number, 0) - self.expected.get(number, 0)
+                self._forget_unused(version)
+        self.expected = uses
+
+    def acquire(self, number: int, ahead: int = 0) -> Version:
+        """That version, for a forward pass; `release` it after the backward pass.
+
+        With `ahead`, which the newest version alone can be, as it is expected to be after so many
+        updates; not one of the uses of the version itself.
+        """
+        if ahead:
+            assert self.prediction is not None
+            assert number == self.current.number
+            memory = self.spare.pop() if self.spare else {}
+            found = Version(number, self.prediction.ahead(ahead, memory), users=1, ahead=ahead)
+            self.older.append(found)
+            self.peak_versions = max(self.peak_versions, 1 + len(self.older))
+            return found
+        (found,) = (v for v in (self.current, *self.older) if v.number == number and not v.ahead)
+        assert found.users > 0, f"version {number} is not expected to be used any more"
+        return found
+
+    def release(self, version: Version) -> None:
+        """After the backward pass."""
+        version.users -= 1
+        self._forget_unused(version)
+
+    def _forget_unused(self, version: Version) -> None:
+        if version.users == 0 and version is not self.current:
+            self.older.remove(version)
+            self.spare.append(version.tensors)
+
+    @contextmanager
+    def accumulating(self, version: Version) -> Iterator[None]:
+        """A backward pass in here adds its gradients to those of the round.
+
+        Autograd does so in place, parameter by parameter: never are there two whole sets.
+        """
+        for name, tensor in version.tensors.items():
+            tensor.grad = self.gradients.pop(name, None)
+        yield
+        for name, tensor in version.tensors.items():
+            if tensor.grad is not None:
+                self.gradients[name] = tensor.grad
+                tensor.grad = None
+
+    def update(self, step: Callable[[], None], divisor: int) -> None:
+        """Makes the next version from the mean of the round's gradients, a sum of `divisor`.
+
+        `step` changes the parameters by their gradients, which it leaves unset.
+        """
+        if self.current.users:
+            self.older.append(self.current)
+            self.peak_versions = max(self.peak_versions, 1 + len(self.older))
+            self._move()
+        for name, parameter in self.parameters.items():
+            gradient = self.gradients.get(name)
+            if gradient is not None and divisor > 1:
+                gradient.div_(divisor)
+            parameter.grad = gradient
+        step()
+        self.gradients = {}
+        number = self.current.number + 1
+        self.current = Version(number, self._snapshot(), self.expected.get(number, 0))
+
+    def _move(self) -> None:
+        """Gives the parameters memory of their own; their old memory stays with the old version."""
+        memory = self.spare.pop() if self.spare else {}
+        for name, parameter in self.parameters.items():
+            old = parameter.data
+            fresh = memory[name].detach() if name in memory else torch.empty_like(old)
+            parameter.data = fresh.copy_(old)
+
+    def _snapshot(self) -> dict[str, torch.Tensor]:
+        """Leaves of the autograd graph over the parameters' present memory.
+
+        `.data`, not `.detach()`: a later update of the same parameter object must not count as a
+        write into this version.
+        """
+        return {
+            name: parameter.data.requires_grad_(parameter.requires_grad)
+            for name, parameter in self.parameters.items()
+        }

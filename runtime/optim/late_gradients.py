@@ -1,0 +1,147 @@
+"""Corrections for weight stashing, whose gradients come late: three, alone or together.
+
+The gradient g that makes version t + 1 of a stage out of w(t) was found at an older version,
+w(t - d); `pipedream.runtime.optim.staleness` says what d is, the schedule knows. lr is the learning
+rate.
+
+rate_correction (PipeMare: Yang, Zhang, Li, Re, Aberger, De Sa, "PipeMare: Asynchronous Pipeline
+Parallel DNN Training", MLSys 2021, technique T1). While the weights change quickly a stage steps
+the more carefully the later its gradients are:
+
+    lr(k) = lr / D^p(k),   p(k) = 1 - min(k / K, 1)
+
+at its update k = 0, 1, ... of the run, with D = max(1, the greatest delay of the stage) and K the
+option's value. The paper's T2 corrects for forward and backward passes on different weights; with
+weight stashing they are the same, so there is nothing for it to do.
+
+weight_prediction (SpecTrain: Chen, Yang, Cheng, "Efficient and Robust Parallel DNN Training through
+Model Parallelism on Multi-GPU Platform", 2018; PipeOptim: Guan et al., 2023): in
+`pipedream.runtime.engine.prediction`.
+
+nesterov (Ajanthan, Ramasinghe, Zuo, Avraham, Long, "Nesterov Method for Asynchronous Pipeline
+Parallel Optimization", ICML 2025). Nesterov's method with the momentum m, its gradient discounted
+by 1 - m:
+
+    look(t) = w(t) + m (w(t) - w(t-1))
+    w(t+1)  = look(t) - lr (1 - m) grad f(look(t - d))
+
+With m near 1 the look-ahead goes about as far as the delayed steps will, and a single late gradient
+counts for little. The weights that are kept, trained on and saved are look(t), as is usual: with
+u(t+1) = m u(t) + (1 - m) g that is, where lr is constant,
+
+    look(t+1) = look(t) - lr (m u(t+1) + (1 - m) g)
+
+and so it is done where lr changes, too: torch's SGD with nesterov at lr (1 - m). The form that the
+paper trains with divides the same sum by Adam's root mean square: NAdam (Dozat 2016), as torch has
+it, with b = m and mu(t) = b (1 - 0.96^(t psi) / 2), psi = 0.004, a momentum that grows to b:
+
+    u(t) = b u(t-1) + (1 - b) g         v(t) = b2 v(t-1) + (1 - b2) g^2
+    n(t) = mu(t+1) u(t) / (1 - mu(1) ... mu(t+1)) + (1 - mu(t)) g / (1 - mu(1) ... mu(t))
+    w(t) = (1 - lr decay) w(t-1) - lr n(t) / (sqrt(v(t) / (1 - b2^t)) + eps)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import OptimizerConfig, RunConfig
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+_TORCH_RATE, _TORCH_DECAY = 1e-3, 0.01
+"""The learning rate of torch's Adam and AdamW where none is given, and the decay of AdamW."""
+
+_FORMS = {"SGD": "SGD", "Adam": "NAdam", "AdamW": "NAdam"}
+
+
+def nesterov_form(config: OptimizerConfig, momentum: float) -> OptimizerConfig:
+    """The optimizer that is the Nesterov form of this one. Raises UserError where there is none.
+
+    The form of SGD is to step at `nesterov_factor` times its rate.
+    """
+    if config.name not in _FORMS:
+        raise UserError(
+            "asynchronous: nesterov: there is such a form of SGD, Adam and AdamW, and the "
+            f"optimizer is {config.name}: choose one of them, or leave nesterov out"
+        )
+    if any(group.name is not None for group in config.groups):
+        raise UserError(
+            "asynchronous: nesterov: it is a form of one optimizer: take name out of the "
+            "optimizer's groups, or leave nesterov out"
+        )
+    groups = (
+        group.model_copy(update={"args": _form(config.name, config.args | group.args, momentum)})
+        for group in config.groups
+    )
+    return OptimizerConfig(
+        name=_FORMS[config.name],
+        args=_form(config.name, config.args, momentum),
+        groups=tuple(groups),
+    )
+
+
+def nesterov_factor(config: OptimizerConfig, momentum: float) -> float:
+    """What the rate of the Nesterov form is multiplied by: NAdam's step has its 1 - m in itself."""
+    return 1 - momentum if _FORMS[config.name] == "SGD" else 1.0
+
+
+def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
+    for refused in ("dampening", "amsgrad"):
+        if args.get(refused):
+            raise UserError(
+                f"asynchronous: nesterov: it has no {refused}: take that out of the optimizer's "
+                "args"
+            )
+    return _sgd(args, momentum) if name == "SGD" else _nadam(args, momentum, name == "AdamW")
+
+
+def _sgd(args: dict[str, Any], momentum: float) -> dict[str, Any]:
+    return args | {"momentum": momentum, "nesterov": True}
+
+
+def _nadam(args: dict[str, Any], momentum: float, decoupled: bool) -> dict[str, Any]:
+    """What is left open is as in the optimizer that was named, not as in NAdam."""
+    given = {name: value for name, value in args.items() if name not in ("amsgrad", "fused")}
+    whole = {"lr": _TORCH_RATE, "weight_decay": _TORCH_DECAY if decoupled else 0.0} | given
+    _, *rest = given.get("betas", (0.9, 0.999))
+    return whole | {"betas": [momentum, *rest], "decoupled_weight_decay": decoupled}
+
+
+def slowing(delay: int, update: int, updates: int) -> float:
+    """What PipeMare divides the learning rate of update `update` of the run by: D^p."""
+    exponent = 1 - min(update / updates, 1)
+    return float(max(1, delay) ** exponent)
+
+
+def rate_factor(config: RunConfig, delay: int, update: int) -> float:
+    """What all of it multiplies the learning rate by, at update `update` of a stage so late."""
+    wanted, factor = config.asynchronous, 1.0
+    if wanted.nesterov is not None:
+        factor *= nesterov_factor(config.optimizer, wanted.nesterov)
+    if wanted.rate_correction is not None:
+        factor /= slowing(delay, update, wanted.rate_correction)
+    return factor
+
+
+def scale_rate(optimizer: Optimizer, factor: Callable[[], float]) -> None:
+    """Has each step of `optimizer` go at its learning rate times `factor()`.
+
+    Between the steps the rate is the one that was set, so that a scheduler finds what it left.
+    """
+    rates: list[Any] = []
+
+    def scale(optimizer: Optimizer, *_: object) -> None:
+        now = factor()
+        rates[:] = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * now
+
+    def restore(optimizer: Optimizer, *_: object) -> None:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+    optimizer.register_step_pre_hook(scale)
+    optimizer.register_step_post_hook(restore)

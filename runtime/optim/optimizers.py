@@ -1,0 +1,136 @@
+"""The optimizer that a run config names, and its state by parameter name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import OptimizerConfig
+from pipedream.runtime.optim.parameter_groups import Group, groups
+
+_UNFIT = {
+    "LBFGS": (
+        "asks for the loss several times in a step, and a pipeline has gone on by then: write SGD, "
+        "AdamW"
+    ),
+    "SparseAdam": (
+        "takes sparse gradients only, and a stage's are dense, those of Embedding(sparse=True) "
+        "too: write Adam"
+    ),
+}
+
+
+class Together(Optimizer):
+    """Several optimizers as one, each with its own parameters.
+
+    Groups and state are those of its parts, for schedulers and checkpoints to find.
+    """
+
+    def __init__(self, parts: Sequence[Optimizer]) -> None:
+        common = set.intersection(*(set(part.defaults) for part in parts))
+        super().__init__(
+            [group for part in parts for group in part.param_groups],
+            {name: parts[0].defaults[name] for name in common},
+        )
+        self.parts = parts
+        for part in parts:
+            self.state.update(part.state)
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for part in self.parts:
+            part.step()
+
+
+def make_optimizer(
+    config: OptimizerConfig,
+    parameters: Mapping[str, nn.Parameter],
+    names: Iterable[str] | None = None,
+) -> Optimizer:
+    """A torch.optim optimizer over these parameters. Raises UserError for a wrong name or option.
+
+    They are all that the model has, or a stage's share of its `names`. Each group is an optimizer
+    by itself, which checks its arguments; one may be empty.
+    """
+    found = groups(config, parameters if names is None else names)
+    parts = [
+        _make(group, {name: p for name, p in parameters.items() if name in group.members})
+        for group in found
+    ]
+    return parts[0] if len(parts) == 1 else Together(parts)
+
+
+def _make(group: Group, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    config = group.optimizer
+    kind = getattr(torch.optim, config.name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
+        raise UserError(
+            f"optimizer {config.name!r}: torch.optim has no such class; write SGD, AdamW"
+        )
+    if config.name in _UNFIT:
+        raise UserError(f"optimizer {config.name} {_UNFIT[config.name]}")
+    if config.name == "Muon":
+        _check_matrices(parameters)
+    try:
+        return kind([{"params": list(parameters.values())}], **_fast(kind, config, parameters))
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"{group.option} {config.name} {config.args}: {problem}") from error
+
+
+def _check_matrices(parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if parameter.dim() != 2:
+            raise UserError(
+                f"optimizer Muon learns matrices, and {name} has {parameter.dim()} dimensions: "
+                f"give it and its like to another, groups: [{{match: [{name!r}], name: AdamW}}]"
+            )
+
+
+def _fast(
+    kind: type[Optimizer], config: OptimizerConfig, parameters: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """The arguments, with one kernel for a step where the class has it and they leave it open."""
+    open_to_it = config.args.keys().isdisjoint(("foreach", "fused", "capturable", "differentiable"))
+    fit = all(parameter.is_floating_point() for parameter in parameters.values())
+    fused = open_to_it and fit and "fused" in inspect.signature(kind).parameters
+    return {"fused": True} | config.args if fused else config.args
+
+
+def state_tensors(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    """What the optimizer remembers, as `PARAMETER/STATE` -> tensor; numbers as 0-d tensors."""
+    return {
+        f"{name}/{key}": value if isinstance(value, Tensor) else torch.tensor(value)
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
+    }
+
+
+def restore_state(
+    optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """Puts back what `state_tensors` gave, where Optimizer.load_state_dict would.
+
+    That is beside the parameter; the count of steps is there only where it is part of the kernel.
+    """
+    counts_beside = {
+        parameter: bool(group.get("fused") or group.get("capturable"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for key, tensor in tensors.items():
+        name, _, state = key.rpartition("/")
+        parameter = parameters[name]
+        remembered: dict[str, Any] = optimizer.state[parameter]
+        stays = state == "step" and not counts_beside[parameter]
+        remembered[state] = tensor if stays else tensor.to(parameter.device)

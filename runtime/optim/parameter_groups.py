@@ -1,0 +1,62 @@
+"""Which parameters an optimizer treats alike: the groups of a run config. Pure.
+
+A stage holds part of the model, and so some members of each group, or none. The groups are those of
+the whole model on every stage, in one order, so that what is said of the second is said everywhere
+of the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import GroupConfig, OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Group:
+    """The parameters `members` of the whole model and the optimizer they have, one without groups.
+
+    `option` is where the run config says so.
+    """
+
+    option: str
+    optimizer: OptimizerConfig
+    members: frozenset[str]
+
+
+def groups(config: OptimizerConfig, names: Iterable[str]) -> list[Group]:
+    """Those of the config, then the parameters that match none of them, if there are any.
+
+    `names` are all that the model has. Raises UserError where a pattern matches nothing, or a group
+    gets nothing.
+    """
+    known = list(names)
+    left, found = known, []
+    for number, given in enumerate(config.groups):
+        option = f"optimizer.groups.{number}"
+        for pattern in given.match:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise UserError(
+                    f"{option}: {pattern!r} matches no parameter of the model, such as "
+                    f"{', '.join(known[:3])}: a * stands for any letters"
+                )
+        mine = [name for name in left if any(fnmatchcase(name, each) for each in given.match)]
+        if not mine:
+            raise UserError(
+                f"{option}: the groups before it have all that it matches: move it before them"
+            )
+        found.append(Group(option, _optimizer(config, given), frozenset(mine)))
+        left = [name for name in left if name not in found[-1].members]
+    if left or not found:
+        rest = OptimizerConfig(name=config.name, args=config.args)
+        found.append(Group("optimizer", rest, frozenset(left)))
+    return found
+
+
+def _optimizer(config: OptimizerConfig, given: GroupConfig) -> OptimizerConfig:
+    if given.name is not None:
+        return OptimizerConfig(name=given.name, args=given.args)
+    return OptimizerConfig(name=config.name, args=config.args | given.args)

@@ -1,0 +1,169 @@
+"""The scheduler that a run config names: it moves the learning rate by updates, by epochs, or by a
+metric. Replicas and stages do the same steps with the same numbers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from numbers import Real
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from pydantic import TypeAdapter, ValidationError
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from pipedream.capture.sources.load import blaming, load_function
+from pipedream.graph.errors import UserError
+from pipedream.graph.run_config import SchedulerConfig
+
+_FUNCTIONS = ("lr_lambda", "scale_fn")
+"""The arguments of torch's schedulers that are functions, or lists of some."""
+
+
+class LearningRate:
+    """The steps of one scheduler, if there is one.
+
+    `metric` is what it looks at, if at anything. Its steps so far are `advances`, or `metrics`:
+    what it was told, None for what is no finite number.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig | None, optimizer: Optimizer, directory: Path
+    ) -> None:
+        self.config = config
+        self.scheduler = None if config is None else make_scheduler(config, optimizer, directory)
+        looks = self.scheduler is not None and _looks_at_a_metric(type(self.scheduler))
+        self.metric = (config.metric or "loss") if looks and config is not None else None
+        self.advances = 0
+        self.metrics: list[float | None] = []
+
+    def advance(self, what: str, times: int = 1) -> None:
+        """So many updates or epochs are over, as `what` says."""
+        if self.config is not None and self.config.every == what and self.metric is None:
+            self.advances += times
+            for _ in range(times):
+                self._step()
+
+    def see(self, metric: float) -> None:
+        """What the metric is now."""
+        known = metric if math.isfinite(metric) else None
+        self.metrics.append(known)
+        self._step(math.nan if known is None else known)
+
+    def restore(self, advances: int, metrics: Sequence[float | None]) -> None:
+        """Does all steps again: some schedulers have a state that is no JSON."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # no step of the optimizer came before
+            if self.metric is not None:
+                for metric in metrics:
+                    self.see(math.nan if metric is None else metric)
+            elif self.config is not None:
+                self.advance(self.config.every, advances)
+
+    def _step(self, *metric: float) -> None:
+        assert self.scheduler is not None
+        assert self.config is not None
+        with _explaining(self.config):
+            self.scheduler.step(*metric)  # type: ignore[arg-type]
+
+
+def make_scheduler(config: SchedulerConfig, optimizer: Optimizer, directory: Path) -> LRScheduler:
+    """The scheduler that the run config names; functions are looked for in `directory` first.
+
+    Raises UserError for a wrong name or option.
+    """
+    kind = getattr(lr_scheduler, config.name, None)
+    if not _is_scheduler(kind):
+        raise UserError(
+            f"scheduler {config.name!r}: torch.optim.lr_scheduler has no such class; write "
+            "CosineAnnealingLR, OneCycleLR"
+        )
+    _check_metric(config, kind)
+    args = {
+        name: _functions(config, name, value, directory) if name in _FUNCTIONS else value
+        for name, value in config.args.items()
+    }
+    if "schedulers" in args:
+        parts = _parts(config)
+        args["schedulers"] = [make_scheduler(part, optimizer, directory) for part in parts]
+    with _explaining(config):
+        return kind(optimizer=optimizer, **args)
+
+
+def _is_scheduler(kind: Any) -> TypeGuard[type[LRScheduler]]:
+    """Not what torch's own are made from, which has no rate to give."""
+    return (
+        isinstance(kind, type)
+        and issubclass(kind, LRScheduler)
+        and (kind.step, kind.get_lr) != (LRScheduler.step, LRScheduler.get_lr)
+    )
+
+
+def _looks_at_a_metric(kind: type[LRScheduler]) -> bool:
+    return "metrics" in inspect.signature(kind.step).parameters
+
+
+def _check_metric(config: SchedulerConfig, kind: type[LRScheduler]) -> None:
+    looks = _looks_at_a_metric(kind)
+    if config.metric is not None and not looks:
+        raise UserError(f"scheduler {config.name} looks at no metric: take metric out")
+    if config.every == "update" and looks:
+        raise UserError(
+            f"scheduler {config.name} looks at a metric, which an update has none of: take every "
+            "out"
+        )
+
+
+def _functions(config: SchedulerConfig, name: str, value: Any, directory: Path) -> Any:
+    """What `package.module:function` means, or each of a list of them."""
+    if isinstance(value, list):
+        return [_functions(config, name, each, directory) for each in value]
+    if not isinstance(value, str) or re.fullmatch(r"[\w.]+:[\w.]+", value) is None:
+        raise UserError(
+            f"scheduler {config.name}: {name}: write package.module:function, not {value!r}"
+        )
+    source = f"scheduler {config.name}: {name} {value}"
+    function = load_function(value, directory)
+
+    def checked(step: float) -> float:
+        with blaming(source):
+            factor = function(step)
+        if not isinstance(factor, Real):
+            raise UserError(f"{source} gives a {type(factor).__name__} for {step}, not a number")
+        return float(factor)
+
+    return checked
+
+
+def _parts(config: SchedulerConfig) -> list[SchedulerConfig]:
+    """Of SequentialLR and ChainedScheduler: a name and arguments each, in the config. UserError."""
+    try:
+        found = TypeAdapter(list[SchedulerConfig]).validate_python(config.args["schedulers"])
+    except ValidationError as error:
+        raise UserError(
+            f"scheduler {config.name}: schedulers: write a list, each with its name and args"
+        ) from error
+    if any("every" in part.model_fields_set for part in found):
+        raise UserError(
+            f"scheduler {config.name}: schedulers: all step as it does: take every out of them, "
+            "and write it beside its own name"
+        )
+    return found
+
+
+@contextmanager
+def _explaining(config: SchedulerConfig) -> Iterator[None]:
+    """Whatever torch's scheduler raises in here becomes a UserError that names it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"scheduler {config.name} {config.args}: {problem}") from error

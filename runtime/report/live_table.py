@@ -1,0 +1,316 @@
+"""What rank 0 shows while a run goes on, and metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.runtime.data.sizes import Sizes
+from pipedream.runtime.engine.training_segment import Position
+from pipedream.runtime.report.summary import Losses
+from pipedream.runtime.report.tensorboard import Board
+from pipedream.runtime.supervise.status import SECONDS_BETWEEN_TALES, Status, heard
+
+SECONDS_BETWEEN_LOOKS = 0.1
+SECONDS_BETWEEN_LINES = 30.0
+"""Where no terminal is, besides the line for each epoch."""
+
+_STUCK_SECONDS = 2.0
+
+
+class Display:
+    """The table by rank, the progress bar and metrics.jsonl of rank 0. A context manager.
+
+    `ranks[stage][replica]` is the rank of a worker; `minibatches` how many the run still
+    has to do after `first`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        sizes: Sizes,
+        minibatches: int,
+        ranks: Sequence[Sequence[int]],
+        board: Board | None,
+        first: Position,
+    ) -> None:
+        self.path, self.sizes, self.first = path, sizes, first
+        self.ranks, self.board = ranks, board
+        self.console = Console(stderr=True)
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.4f}"),
+            TextColumn("{task.fields[rate]:.0f} samples/s"),
+            TimeRemainingColumn(),
+        )
+        self.task = self.progress.add_task(
+            "training", total=minibatches, loss=float("nan"), rate=0.0
+        )
+        self.live = Live(self.progress, console=self.console, refresh_per_second=2)
+        self.begin = self.line_told = self.asked = time.perf_counter()
+        self.done = self.samples = 0
+        self.last_loss: float | None = None
+        self.loss_sum, self.losses = 0.0, 0
+        self.recorded = first
+        self.failure: UserError | None = None
+        self.statuses: Mapping[int, Status] = {}
+
+    @property
+    def rate(self) -> float:
+        """Samples per second since the run began."""
+        return self.samples / (time.perf_counter() - self.begin)
+
+    def __enter__(self) -> Display:
+        keep_before(self.path, self.first)
+        # Those of an epoch that is over are about to be tried again.
+        keep_until(
+            self.path.with_name("held_out.jsonl"), self.first.epoch - (not self.first.minibatch)
+        )
+        self.file: TextIO = self.path.open("a", encoding="utf-8")
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.console.is_terminal:
+            self.live.update(self.progress)
+            self.live.stop()
+        with suppress(OSError):  # a full disk has been told
+            self.file.close()
+        if self.board is not None:
+            self.board.close()
+
+    @contextmanager
+    def watching(self, losses: Losses) -> Iterator[None]:
+        """Shows and writes down the losses of an epoch as they come, beside the compute."""
+        ended = threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(SECONDS_BETWEEN_LOOKS) and self.failure is None:
+                self._look_or_note(losses)
+
+        thread = threading.Thread(target=watch, name="display", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def has_recorded(self, position: Position) -> bool:
+        """Whether metrics.jsonl has come as far. Raises UserError where it cannot be written."""
+        if self.failure is not None:
+            raise self.failure
+        return self.recorded >= position
+
+    def _look_or_note(self, losses: Losses) -> None:
+        try:
+            self._look(losses)
+        except OSError as error:
+            self.failure = UserError(f"{self.path}: cannot be written: {error.strerror}")
+            self.failure.__cause__ = error
+
+    def end_epoch(self, losses: Losses) -> None:
+        """Writes down what is left of an epoch; without a terminal it gets a line of its own.
+
+        Raises UserError where the disk refuses.
+        """
+        self._look_or_note(losses)
+        if self.failure is not None:
+            raise self.failure
+        self._ask(losses)
+        if not self.losses:  # asked to stop before the first minibatch
+            return
+        mean = self.loss_sum / self.losses
+        self.loss_sum, self.losses = 0.0, 0
+        if not self.console.is_terminal:
+            self._line(f"{_told(losses)}: mean loss {mean:.4f}, {self.rate:.0f} samples/s")
+
+    def held_out(self, epoch: int, step: int, found: Mapping[str, float]) -> None:
+        """Writes down how the held-out data went after an epoch; `step` counts its minibatches."""
+        with self.path.with_name("held_out.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"epoch": epoch, **found}) + "\n")
+        if self.board is not None:
+            for name, value in found.items():
+                self.board.add(name.replace("_", "-", 1).replace("_", " "), value, step)
+        text = f"epoch {epoch}: held-out loss {found['held_out_loss']:.4f}"
+        if "held_out_accuracy" in found:
+            text += f", accuracy {found['held_out_accuracy']:.1%}"
+        self._line(text)
+
+    def _look(self, losses: Losses) -> None:
+        now = time.perf_counter()
+        for minibatch, loss in losses.heard():
+            self.done += 1
+            self.samples += self.sizes.of(minibatch)
+            self.last_loss = loss
+            self.loss_sum += loss
+            self.losses += 1
+            seconds = round(now - self.begin, 4)
+            line = {"epoch": losses.epoch, "minibatch": minibatch, "loss": loss, "seconds": seconds}
+            self.file.write(json.dumps(line) + "\n")
+            if self.board is not None:
+                self.board.loss((losses.epoch - 1) * losses.minibatches + minibatch, loss)
+        self.file.flush()
+        whole = losses.next == losses.minibatches
+        self.recorded = Position(losses.epoch - (not whole), 0 if whole else losses.next)
+        if self.last_loss is not None:
+            self.progress.update(
+                self.task,
+                completed=self.done,
+                description=f"epoch {losses.epoch}",
+                loss=self.last_loss,
+                rate=self.rate,
+            )
+        if now - self.asked > SECONDS_BETWEEN_TALES:
+            self._ask(losses)
+            self._show(losses)
+
+    def _ask(self, losses: Losses) -> None:
+        """Brings what is known of the ranks up to date."""
+        self.asked = time.perf_counter()
+        everyone = [rank for members in self.ranks for rank in members]
+        self.statuses = heard(losses.store, everyone)
+        if self.board is not None:
+            step = (losses.epoch - 1) * losses.minibatches + losses.next
+            self.board.state(step, self.rate, self.statuses)
+
+    def _show(self, losses: Losses) -> None:
+        """The table in a terminal, and elsewhere now and then a line."""
+        if self.console.is_terminal:
+            most = max(1, self.console.height - 8)
+            self.live.update(Group(table(self.statuses, self.ranks, most), self.progress))
+        elif time.perf_counter() - self.line_told > SECONDS_BETWEEN_LINES and self.done:
+            self._line(
+                f"epoch {losses.epoch}: {losses.next} of {losses.minibatches} minibatches, "
+                f"loss {self.last_loss:.4f}, {self.rate:.0f} samples/s{in_words(self.statuses)}"
+            )
+
+    def _line(self, text: str) -> None:
+        self.line_told = time.perf_counter()
+        if self.console.is_terminal:
+            self.live.console.print(text, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _told(losses: Losses) -> str:
+    """Which losses have come: of an epoch, or a part of one where a run goes on or has stopped."""
+    whole = (losses.first, losses.next) == (0, losses.minibatches)
+    part = "" if whole else f", minibatches {losses.first} to {losses.next - 1}"
+    return f"epoch {losses.epoch}{part}"
+
+
+def keep_before(path: Path, position: Position) -> None:
+    """Drops from metrics.jsonl what a run has told that went further than its last checkpoint."""
+    kept = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            with suppress(json.JSONDecodeError):  # the last line of a run that was killed
+                told = json.loads(line)
+                if Position(told["epoch"] - 1, told["minibatch"]) < position:
+                    kept.append(line)
+    _replace(path, kept)
+
+
+def keep_until(path: Path, epoch: int) -> None:
+    """Takes out of held_out.jsonl what a run that goes on after `epoch` epochs will write again."""
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [
+            line for line in lines if line.endswith("\n") and json.loads(line)["epoch"] <= epoch
+        ]
+        _replace(path, kept)
+
+
+def _replace(path: Path, lines: Iterable[str]) -> None:
+    """At every moment the file is the old one or the new one, should the run be killed."""
+    fresh = path.with_name(f"{path.name}.partial")
+    fresh.write_text("".join(lines), encoding="utf-8")
+    fresh.replace(path)
+
+
+def table(statuses: Mapping[int, Status], ranks: Sequence[Sequence[int]], most: int) -> Table:
+    """A row for each rank; of more than `most` ranks, the first."""
+    rows = [
+        (rank, stage, replica)
+        for stage, members in enumerate(ranks)
+        for replica, rank in enumerate(members)
+    ]
+    left_out = len(rows) - most
+    # Fits 80 columns, and does not jump with what stands in it.
+    made = Table(
+        box=SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
+        caption=f"and {left_out} more" if left_out > 0 else None,
+        caption_justify="left",
+    )
+    headings = ("rank", "stage", "replica", "mini-\nbatch", "forward", "backward", "busy", "memory")
+    for heading in headings:
+        width = 8 if heading in ("forward", "backward", "memory") else None
+        made.add_column(heading, justify="right", no_wrap=True, min_width=width)
+    made.add_column("waits for", no_wrap=True, min_width=17)
+    for rank, stage, replica in rows[:most]:
+        cells = _cells(statuses[rank]) if rank in statuses else ["-"] * (len(headings) - 2)
+        made.add_row(*map(str, (rank, stage, replica)), *cells)
+    return made
+
+
+def _cells(status: Status) -> list[str]:
+    return [
+        "-" if status.minibatch is None else str(status.minibatch),
+        "-" if status.forward is None else show_seconds(status.forward),
+        "-" if status.backward is None else show_seconds(status.backward),
+        f"{status.busy:.0%}",
+        show_bytes(status.memory),
+        _waits(status),
+    ]
+
+
+def _waits(status: Status) -> str:
+    if status.waits_for is None:
+        return ""
+    if status.waiting > 0.5 and status.stuck > _STUCK_SECONDS:
+        return f"{status.waits_for} for {status.stuck:.0f} s"
+    return f"{status.waits_for} {status.waiting:.0%}"
+
+
+def in_words(statuses: Mapping[int, Status]) -> str:
+    """The busy share of each rank, and who waits longest for whom."""
+    if not statuses:
+        return ""
+    shown = sorted(statuses)[:8]
+    text = "; busy " + " ".join(f"{statuses[rank].busy:.0%}" for rank in shown)
+    text += " ..." if len(statuses) > len(shown) else ""
+    rank = max(statuses, key=lambda rank: statuses[rank].waiting)
+    waits = _waits(statuses[rank])
+    return text + (f"; rank {rank} waits for {waits}" if waits else "")

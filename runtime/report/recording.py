@@ -1,0 +1,117 @@
+"""When each action of a run was done: kept by each rank, brought together on rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pipedream.graph.timeline import Event, Timeline, draw, write_chrome
+from pipedream.runtime.report.clock import Clock
+from pipedream.runtime.report.trace import write_trace
+from pipedream.runtime.report.utilisation import in_flight, versions
+from pipedream.schedule.action import parse_action
+
+Told: TypeAlias = list[tuple[int, list[tuple[str, float, float]]]]
+"""For each epoch its number, and of each action its text, begin and end."""
+
+
+KEPT = 1_000
+"""Minibatches of the last epoch. Their events are some ten for each, on every rank."""
+
+
+class Recorder:
+    """The events of this rank: of every epoch, or of the end of the last one alone.
+
+    That end begins with a multiple of `unit` minibatches, where all stages have made whole updates.
+    """
+
+    def __init__(self, clock: Clock, every_epoch: bool, unit: int = 1) -> None:
+        self.clock, self.every_epoch, self.unit = clock, every_epoch, unit
+        self.epochs: dict[int, Sequence[Event]] = {}
+        self.crowded = 0
+
+    def first(self, minibatches: int) -> int:
+        """The first minibatch of an epoch of so many that is kept."""
+        return 0 if self.every_epoch else max(0, minibatches - KEPT) // self.unit * self.unit
+
+    def begin(self) -> None:
+        """An epoch begins: if not all are kept, the last one goes."""
+        self.crowded = 10 * KEPT
+        if not self.every_epoch:
+            self.epochs.clear()
+
+    def thin_out(self, events: list[Event]) -> None:
+        """Now and then forgets those that will not be kept, while the epoch goes on."""
+        if not self.every_epoch and len(events) > self.crowded:
+            oldest = self.first(events[-1].action.minibatch)
+            del events[: next(i for i, e in enumerate(events) if e.action.minibatch >= oldest)]
+            self.crowded = 2 * len(events) + 10 * KEPT
+
+    def add(self, epoch: int, events: Sequence[Event], minibatches: int) -> None:
+        """The events of an epoch of so many minibatches."""
+        first = self.first(minibatches)
+        self.epochs[epoch] = [event for event in events if event.action.minibatch >= first]
+
+    def told(self) -> Told:
+        """All of it, by the clock of rank 0; the clocks have been read for the last time."""
+        common = self.clock.common
+        return [
+            (epoch, [(str(e.action), common(e.begin), common(e.end)) for e in events])
+            for epoch, events in self.epochs.items()
+        ]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The events of all ranks for each epoch, in seconds from the first of them."""
+
+    epochs: Mapping[int, Timeline]
+
+    @staticmethod
+    def of(told: Sequence[Told]) -> Recording:
+        """From what the ranks told, in their order."""
+        begins = (begin for epochs in told for _, events in epochs for _, begin, _ in events[:1])
+        origin = min(begins, default=0.0)
+        found: dict[int, dict[int, Sequence[Event]]] = {}
+        for rank, epochs in enumerate(told):
+            for epoch, events in epochs:
+                found.setdefault(epoch, {})[rank] = [
+                    Event(parse_action(text), begin - origin, end - origin)
+                    for text, begin, end in events
+                ]
+        return Recording(found)
+
+    def write_last(self, folder: Path) -> None:
+        """timeline.csv, .json and .png: the end of the last epoch."""
+        last = self.epochs[max(self.epochs)] if self.epochs else {}
+        write_trace(last, folder / "timeline.csv")
+        write_chrome(last, folder / "timeline.json", _counters(last))
+        draw(last, folder / "timeline.png", f"{folder.name}: last epoch")
+
+    def write_all(self, path: Path) -> None:
+        """Every epoch, one after the other, as JSON for Perfetto."""
+        ranks = sorted({rank for epoch in self.epochs.values() for rank in epoch})
+        joined = {
+            rank: [e for epoch in self.epochs.values() for e in epoch[rank]] for rank in ranks
+        }
+        marks = {
+            f"epoch {number}": min(events[0].begin for events in epoch.values() if events)
+            for number, epoch in self.epochs.items()
+            if any(epoch.values())
+        }
+        counters: dict[str, dict[int, list[tuple[float, float]]]] = {}
+        for epoch in self.epochs.values():
+            for name, counted in _counters(epoch).items():
+                for rank, steps in counted.items():
+                    counters.setdefault(name, {}).setdefault(rank, []).extend(steps)
+        write_chrome(joined, path, counters, marks)
+
+
+def _counters(ranks: Timeline) -> dict[str, dict[int, list[tuple[float, float]]]]:
+    counted: dict[str, Any] = {"minibatches in flight": in_flight, "weight versions": versions}
+    return {
+        name: {rank: count(events) for rank, events in ranks.items()}
+        for name, count in counted.items()
+    }

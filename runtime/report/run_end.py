@@ -1,0 +1,172 @@
+"""The end of a run: every rank tells what it measured, rank 0 tries the model and writes it all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pipedream.capture.sources.load import load_config_model
+from pipedream.comm.store_messages import from_first, hear, tell
+from pipedream.graph.measured_run import MEASURED, Measured, write_measured
+from pipedream.graph.plan import Simulated
+from pipedream.runtime.checkpoint import files as checkpoint
+from pipedream.runtime.checkpoint.export import export
+from pipedream.runtime.checkpoint.plain_model import evaluate
+from pipedream.runtime.job import Job
+from pipedream.runtime.rank_context import Member
+from pipedream.runtime.report.recording import Recording
+from pipedream.runtime.report.stage_times import measured_ranks
+from pipedream.runtime.report.summary import write_summary
+from pipedream.runtime.report.utilisation import Shares, promised, shares, steady
+from pipedream.runtime.report.utilisation_table import print_shares
+
+
+def finish(member: Member) -> None:
+    """To be called by every rank after the last epoch.
+
+    Once rank 0 has saved no rank waits for it: it may try the model for longer than ranks wait for
+    each other.
+    """
+    rank, place = member.rank, member.rank.place
+    member.say("at the end of the run")
+    from_first(member.store, place, "saved", True)  # its last save may take long
+    member.clock.read()
+    tell(member.store, f"report/{place.rank}", [_report(member), member.recorder.told()])
+    if place.rank == 0:
+        heard = [hear(member.store, f"report/{r}") for r in range(place.world_size)]
+        reports = [report for report, _ in heard]
+        recording = Recording.of([told for _, told in heard])
+        spent = _shares(member, recording, reports)
+        also = ""
+        if recording.epochs:  # else there was nothing left to train
+            _write_recording(rank.job, recording, spent, reports)
+            also = "timeline.png, " + f"{MEASURED}, " * _write_measured(member, recording, spent)
+        summary = _summary(member, reports, spent) | _try_model(member)
+        also += "trace.json, " * rank.job.trace + "tensorboard, " * rank.job.tensorboard
+        write_summary(rank.job.run, summary, also)
+        if rank.job.export is not None:
+            _export(rank.job, rank.job.export)
+
+
+def _export(job: Job, target: Path) -> None:
+    path = checkpoint.latest(job.checkpoints)
+    assert path is not None
+    export(load_config_model(job.config, job.directory), path, target)
+    print(f"Written: {target}")
+
+
+def _report(member: Member) -> dict[str, Any]:
+    rank = member.rank
+    return {
+        "rank": rank.place.rank,
+        "stage": rank.stage,
+        "replica": rank.replica,
+        "peak_memory_bytes": member.memory.bytes,
+        "predicted_memory_bytes": _predicted_memory(rank.job, rank.stage),
+        "weight_versions": member.weights.peak_versions,
+        "in_flight": member.peak_in_flight,
+        "updates_left_out": member.stepping.skipped,
+        "clock_error_seconds": member.clock.error,
+    }
+
+
+def _predicted_memory(job: Job, stage: int) -> float | None:
+    """What the plan says that a rank needs; of another way to train it says nothing."""
+    counted = bool(job.plan.weight_prediction) == job.config.asynchronous.weight_prediction
+    held = job.plan.stages[stage].memory if job.as_planned and counted else None
+    return None if held is None else held.total
+
+
+def _simulated(job: Job) -> Simulated | None:
+    """What the simulation of the plan says; of another schedule it says nothing."""
+    return job.plan.predicted.simulated if job.as_planned else None
+
+
+def _shares(member: Member, recording: Recording, reports: list[dict[str, Any]]) -> Shares:
+    """What the ranks spent their time on; how busy each was is noted in its report."""
+    spent = shares(list(recording.epochs.values()), _steady(member))
+    for report in reports:
+        report["busy"] = round(spent.busy(report["rank"]), 4) if recording.epochs else None
+    return spent
+
+
+def _steady(member: Member) -> tuple[int, int] | None:
+    """The minibatches of an epoch that find the pipeline full, if there are any."""
+    minibatches = member.rank.examples.minibatches
+    known = member.recorder.first(minibatches)
+    return steady(member.rank.job.policy, minibatches, known)
+
+
+def _write_recording(
+    job: Job, recording: Recording, spent: Shares, reports: list[dict[str, Any]]
+) -> None:
+    recording.write_last(job.run)
+    if job.trace:
+        recording.write_all(job.run / "trace.json")
+        error = max(report["clock_error_seconds"] for report in reports)
+        hoped = promised(job.plan) if job.as_planned else {}
+        print_shares(spent, job.plan.process_ranks, hoped, _simulated(job), error)
+
+
+def _write_measured(member: Member, recording: Recording, spent: Shares) -> bool:
+    """measured.json; whether there is any: not of an epoch of one small minibatch."""
+    job, sizes = member.rank.job, member.rank.examples.sizes
+    whole = len(sizes) - bool(sizes.rest)
+    first, last = _steady(member) or (0, whole)
+    epochs = list(recording.epochs.values())
+    ranks = measured_ranks(epochs, range(first, min(last, whole)), job.plan)
+    if ranks:
+        seconds = spent.window / len(epochs) / (last - first)
+        measured = Measured(
+            device=job.device,
+            threads=torch.get_num_threads(),
+            batch_size=job.config.batch_size,
+            schedule=job.schedule,
+            seconds_per_minibatch=seconds if spent.steady else _seconds_per_minibatch(member),
+            ranks=ranks,
+            plan=job.plan,
+        )
+        write_measured(measured, job.run / MEASURED)
+    return bool(ranks)
+
+
+def _seconds_per_minibatch(member: Member) -> float:
+    """In the steady state, over all epochs."""
+    rank = member.rank
+    return member.pace.seconds_per_minibatch(len(rank.job.plan.process_ranks[rank.stage]))
+
+
+def _summary(member: Member, reports: list[dict[str, Any]], spent: Shares) -> dict[str, Any]:
+    rank, job, display = member.rank, member.rank.job, member.display
+    assert display is not None
+    seconds = _seconds_per_minibatch(member)
+    simulated = _simulated(job)
+    return {
+        "schedule": job.schedule,
+        "epochs": job.epochs,
+        "minibatches_per_epoch": rank.examples.minibatches,
+        "seconds_per_minibatch": seconds,
+        "predicted_seconds_per_minibatch": job.plan.predicted.seconds_per_minibatch,
+        "expected_seconds_per_minibatch": job.plan.predicted.expected_seconds_per_minibatch,
+        "simulated_seconds_per_minibatch": simulated and simulated.seconds_per_minibatch,
+        "bubble": round(spent.bubble, 4) if spent.seconds else None,
+        "simulated_bubble": simulated and simulated.bubble,
+        "samples_per_second": job.config.batch_size / seconds if seconds else 0.0,
+        "final_loss": display.last_loss,
+        "ranks": reports,
+    }
+
+
+def _try_model(member: Member) -> dict[str, Any]:
+    """How the held-out data went: the last time through the pipeline, or now on this worker."""
+    rank, job = member.rank, member.rank.job
+    if rank.trial is not None:
+        return dict(member.tried)
+    if not job.evaluate or rank.examples.held_out is None:
+        return {}
+    path = checkpoint.latest(job.checkpoints)
+    assert path is not None
+    model = load_config_model(job.config, job.directory)
+    return evaluate(model, path, rank.examples.held_out, job.config, rank.loss, rank.device)

@@ -1,0 +1,72 @@
+"""What the passes of each rank took, from the events of a run. Pure: no torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence, Set
+from statistics import quantiles
+
+from pipedream.graph.measured_run import MeasuredRank, Spread
+from pipedream.graph.plan import Plan
+from pipedream.graph.timeline import Event, Timeline
+from pipedream.schedule.action import BACKWARDS, RECEIVES, SENDS, Kind
+
+
+def measured_ranks(
+    epochs: Sequence[Timeline], counted: range, plan: Plan
+) -> tuple[MeasuredRank, ...]:
+    """Of all ranks of the plan, over the minibatches `counted` of each of the epochs.
+
+    Nothing where a rank has done none of these.
+    """
+    found = []
+    for stage, members in enumerate(plan.process_ranks):
+        for replica, rank in enumerate(members):
+            kept = [
+                [event for event in epoch[rank] if event.action.minibatch in counted]
+                for epoch in epochs
+            ]
+            forward, backward = _each(kept, {Kind.FORWARD}), _each(kept, BACKWARDS)
+            if not forward or not backward:
+                return ()
+            updates = _each(kept, {Kind.UPDATE})
+            measured = MeasuredRank(
+                rank=rank,
+                stage=stage,
+                replica=replica,
+                minibatches=len(backward),
+                forward=_spread(forward),
+                backward=_spread(backward),
+                updates=len(updates),
+                update=_some(updates),
+                all_reduce=_some(_each(kept, {Kind.ALL_REDUCE})),
+                sending=_some(_each(kept, SENDS)),
+                waiting=_some(_each(kept, RECEIVES)),
+            )
+            found.append(measured)
+    return tuple(sorted(found, key=lambda measured: measured.rank))
+
+
+def _each(epochs: Iterable[Iterable[Event]], kinds: Set[Kind]) -> list[float]:
+    """Seconds of the actions of these kinds for each minibatch, all of them together."""
+    found: list[float] = []
+    for events in epochs:
+        seconds: dict[int, float] = defaultdict(float)
+        for event in events:
+            if event.action.kind in kinds:
+                seconds[event.action.minibatch] += event.end - event.begin
+        found += seconds.values()
+    return found
+
+
+def _some(seconds: Sequence[float]) -> Spread | None:
+    return _spread(seconds) if seconds else None
+
+
+def _spread(seconds: Sequence[float]) -> Spread:
+    # Begin and end are both by the clock of rank 0: what took no time may take less, by rounding.
+    times = [max(0.0, each) for each in seconds]
+    if len(times) == 1:
+        return Spread(median=times[0], lower=times[0], upper=times[0])
+    lower, median, upper = quantiles(times, n=4, method="inclusive")
+    return Spread(median=median, lower=lower, upper=upper)

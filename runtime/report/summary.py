@@ -1,0 +1,125 @@
+"""What a run tells: the losses on their way to rank 0, summary.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.units import show_bytes, show_seconds
+
+
+class Losses:
+    """Brings the losses from the replicas of the last stage to rank 0, through the store.
+
+    A thread tells them, so that no pass waits for the store, or for a GPU to be done.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        epoch: int,
+        minibatches: int,
+        first: int = 0,
+        refuse_nan: bool = True,
+    ) -> None:
+        self.store, self.epoch, self.minibatches = store, epoch, minibatches
+        self.refuse_nan = refuse_nan
+        self.first = self.next = first
+        self.failure: BaseException | None = None
+        self.waiting: SimpleQueue[tuple[int, torch.Tensor] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=self._tell_all, name="losses", daemon=True)
+        self.thread.start()
+
+    def tell(self, minibatch: int, loss: torch.Tensor) -> None:
+        """Raises UserError where an earlier loss is no number any more: no later one would be."""
+        if self.failure is not None:
+            raise self.failure
+        self.waiting.put((minibatch, loss))
+
+    def end(self) -> None:
+        """All that was told is in the store. Raises as `tell` does."""
+        self.waiting.put(None)
+        self.thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def _tell_all(self) -> None:
+        while (told := self.waiting.get()) is not None:
+            try:
+                self._tell(*told)
+            except Exception as error:
+                self.failure = error
+                return
+
+    def _tell(self, minibatch: int, loss: torch.Tensor) -> None:
+        value = loss.item()
+        if not math.isfinite(value) and self.refuse_nan:
+            raise UserError(
+                f"the loss of minibatch {minibatch} in epoch {self.epoch} is {value}: choose a "
+                "smaller learning rate, look for nan in the data, or write nan: skip"
+            )
+        self.store.set(self._key(minibatch), repr(value))
+
+    def heard(self) -> list[tuple[int, float]]:
+        """The losses that came since the last call, in the order of the minibatches."""
+        found = []
+        while self.next < self.minibatches and self.store.check([self._key(self.next)]):
+            key = self._key(self.next)
+            found.append((self.next, float(self.store.get(key))))
+            self.store.delete_key(key)
+            self.next += 1
+        return found
+
+    def _key(self, minibatch: int) -> str:
+        return f"loss/{self.epoch}/{minibatch}"
+
+
+_SAID = {"planned": "predicted", "expected": "expected", "simulated": "simulated"}
+"""What stands beside the measured time of a minibatch, and what summary.json calls it."""
+
+
+def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None:
+    """summary.json in the run's folder, and its gist on standard output.
+
+    `also`: other files that have been written there.
+    """
+    (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    measured = summary["seconds_per_minibatch"]
+    said = [
+        f"{word} {show_seconds(seconds)}"
+        for word, key in _SAID.items()
+        if (seconds := summary.get(f"{key}_seconds_per_minibatch")) is not None
+    ]
+    lines = [
+        f"time per minibatch  {', '.join([show_seconds(measured), *said])}",
+        f"samples per second  {summary['samples_per_second']:.0f}",
+    ]
+    if summary["final_loss"] is not None:
+        lines.append(f"final loss          {summary['final_loss']:.4f}")
+    if "held_out_loss" in summary:
+        lines.append(f"held-out loss       {summary['held_out_loss']:.4f}")
+    if "held_out_accuracy" in summary:
+        lines.append(f"held-out accuracy   {summary['held_out_accuracy']:.1%}")
+    if left_out := max(rank["updates_left_out"] for rank in summary["ranks"]):
+        lines.append(f"updates left out    {left_out}: their gradients were no numbers")
+    lines += _memory_lines(summary["ranks"])
+    print("\n".join(lines))
+    print(f"Written: {run}/summary.json, metrics.jsonl, {also}checkpoints")
+
+
+def _memory_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The tensors of the rank that holds most."""
+    fullest = max(ranks, key=lambda rank: rank["peak_memory_bytes"])
+    planned = fullest["predicted_memory_bytes"]
+    more = f", planned {show_bytes(planned)}" if planned else ""
+    held = show_bytes(fullest["peak_memory_bytes"])
+    return [f"memory              {held} on rank {fullest['rank']}{more}"]

@@ -1,0 +1,75 @@
+"""The table of what the ranks did, beside what the plan promised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from pipedream.graph.plan import Simulated
+from pipedream.graph.units import show_seconds
+from pipedream.runtime.report.utilisation import Shares
+from pipedream.schedule.action import BACKWARDS, RECEIVES, SENDS, Kind
+
+_PIPED_WIDTH = 120
+
+_COLUMNS = {
+    "forward": (Kind.FORWARD,),
+    "backward": BACKWARDS,
+    "update": (Kind.UPDATE,),
+    "all-reduce": (Kind.ALL_REDUCE,),
+    "sending": SENDS,
+    "waiting": RECEIVES,
+}
+
+
+def print_shares(
+    shares: Shares,
+    ranks: Sequence[Sequence[int]],
+    hoped: Mapping[int, float],
+    simulated: Simulated | None,
+    clock_error: float,
+) -> None:
+    """A row for each rank, then the bubble as the cost model, the simulation and this run have it.
+
+    `ranks[stage][replica]` is the rank of a worker, `hoped` how busy each would be (`promised`), if
+    known. `clock_error`: by how many seconds the ranks' clocks may differ.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPED_WIDTH)
+    console.print(_table(shares, ranks, hoped))
+    told = [f"bubble              {shares.bubble:.1%}"]
+    if any(hoped.values()):
+        told.append(f"planned {max(0.0, 1 - sum(hoped.values()) / len(hoped)):.1%}")
+    if simulated is not None:
+        told.append(f"simulated {simulated.bubble:.1%}")
+    console.print(", ".join(told))
+    console.print(f"clocks of the ranks within {show_seconds(clock_error)} of each other")
+
+
+def _table(shares: Shares, ranks: Sequence[Sequence[int]], hoped: Mapping[int, float]) -> Table:
+    while_full = "while the pipeline was full" if shares.steady else "filling and draining included"
+    table = Table(
+        title=f"What each rank did, {while_full}",
+        caption="Busy: forward, backward and update. Planned: its passes as they were profiled, "
+        "over the planned time per minibatch.",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for heading in ("rank", "stage", "replica", *_COLUMNS, "rest", "busy", "planned"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for stage, members in enumerate(ranks):
+        for replica, rank in enumerate(members):
+            spent = [shares.share(rank, kinds) for kinds in _COLUMNS.values()]
+            rest = max(0.0, 1 - sum(spent))
+            table.add_row(
+                *(str(number) for number in (rank, stage, replica)),
+                *(f"{share:.1%}" for share in (*spent, rest)),
+                f"{shares.busy(rank):.1%}",
+                f"{hoped[rank]:.1%}" if hoped.get(rank) else "-",
+            )
+    return table

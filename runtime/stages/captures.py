@@ -1,0 +1,108 @@
+"""The model of a run, captured for each way in which it will be run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from pipedream.capture.export import Captured, capture
+from pipedream.capture.precision import lowered
+from pipedream.capture.sources.load import load_config_model
+from pipedream.comm.launcher import Place
+from pipedream.graph.errors import UserError
+from pipedream.runtime.data.examples import Examples
+from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.data.sizes import Sizes
+from pipedream.runtime.engine.evaluation import Stage, obstacle
+from pipedream.runtime.job import Job
+from pipedream.runtime.stages.partition import layouts
+from pipedream.runtime.stages.stage_module import capture_rest
+
+
+@dataclass(frozen=True)
+class Captures:
+    """`whole` minibatches, and the `rest` where the last one of an epoch is smaller.
+
+    `parameters` are the names of all that the model has, `persistent` those in its state_dict,
+    `buffers` those of all its buffers. `trial` is a rank's part in trying the held-out data, None
+    where that is not asked for or goes another way.
+    """
+
+    whole: Captured
+    rest: Captured | None
+    parameters: Sequence[str]
+    persistent: Set[str]
+    buffers: Set[str]
+    trial: Stage | None
+
+
+def capture_all(job: Job, examples: Examples, place: Place) -> Captures:
+    """The same on all ranks, but for `trial`. Raises UserError where the model does not go."""
+    model = load_config_model(job.config, job.directory)
+    first = examples.first()
+    with lowered(job.config.autocast, torch.device("cpu")):
+        whole = capture(model, first.inputs)
+        rest = _rest(job, examples, model, first, whole)
+    return Captures(
+        whole,
+        rest,
+        [name for name, _ in model.named_parameters()],
+        frozenset(model.state_dict()),
+        frozenset(name for name, _ in model.named_buffers()),
+        _trial(job, examples, place, model, first),
+    )
+
+
+def _rest(
+    job: Job, examples: Examples, model: nn.Module, first: Batch, whole: Captured
+) -> Captured | None:
+    sizes = examples.sizes
+    if not sizes.rest:
+        return None
+    layouts(whole, job.plan)  # first of all it has to be the model that was planned
+    try:
+        return capture_rest(model, first, sizes.rest, whole, job.plan)
+    except UserError as error:
+        raise UserError(
+            f"for the last minibatch of an epoch, {sizes.rest} in place of {sizes.batch_size} "
+            f"examples, {error}; write drop_last: true to leave them out, or a batch_size that "
+            f"divides {sizes.examples}"
+        ) from error
+
+
+def _trial(
+    job: Job, examples: Examples, place: Place, model: nn.Module, first: Batch
+) -> Stage | None:
+    if job.config.evaluate_every is None or not job.evaluate:
+        return None
+    if examples.held_out is None:
+        raise UserError(
+            f"evaluate_every: {job.config.data.source} gives no held-out data: leave it out"
+        )
+    captured, rest = capture(model, first.inputs, training=False), None
+    sizes = Sizes(len(examples.held_out), job.config.batch_size)
+    why = obstacle(captured, job.plan, examples.to_try().batch(0), examples.kind)
+    if why is None and sizes.rest:
+        try:
+            rest = capture_rest(model, first, sizes.rest, captured, job.plan, training=False)
+        except UserError as error:
+            why = f"for the last {sizes.rest} of {sizes.examples} examples {error}"
+    model.train()
+    if why is None:
+        return Stage.of(captured, rest, job.plan, job.worker(place.rank), sizes, examples.device)
+    scheduler = job.config.scheduler
+    if scheduler is not None and scheduler.needs_held_out:
+        raise UserError(
+            f"scheduler {scheduler.name}: metric: {scheduler.metric}: the held-out data do not go "
+            f"through the pipeline, {why}: write metric: loss"
+        )
+    if place.rank == 0:
+        print(
+            f"pd-train: the held-out data are tried after training, on one worker: {why}",
+            file=sys.stderr,
+        )
+    return None

@@ -1,0 +1,209 @@
+"""What each stage of a plan computes, and which tensors pass between stages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipedream.capture.export import Captured, Value
+from pipedream.capture.segment import Segment, segment
+from pipedream.graph.errors import UserError
+from pipedream.graph.model import Graph
+from pipedream.graph.plan import Plan, PlannedGraph
+
+_FREED = re.compile(r";  (\w+ = )+None$")
+"""How generated code drops what it no longer needs; of no interest to a reader."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors of one stage come from and go to.
+
+    `receives[s]` are the values that stage s sends here, `sends[t]` those that stage t reads, both
+    in the order of the message. `reads` are the inputs of the model that this stage reads, as
+    positions in `Captured.inputs`. A value of the model's output that an earlier stage makes
+    travels to the last stage, where the loss is.
+    """
+
+    stage: int
+    nodes: tuple[str, ...]
+    reads: Mapping[str, int]
+    receives: Mapping[int, tuple[Value, ...]]
+    sends: Mapping[int, tuple[Value, ...]]
+
+    def build(self, captured: Captured) -> Segment:
+        """The stage's own module; it gives all that is sent, and the model's outputs it makes."""
+        return segment(captured, frozenset(self.nodes), captured.outputs)
+
+    @cached_property
+    def sent(self) -> tuple[str, ...]:
+        """The values that other stages read."""
+        values = (value for values in self.sends.values() for value in values)
+        return tuple(dict.fromkeys(value.name for value in values))
+
+    @cached_property
+    def received_for_gradient(self) -> tuple[str, ...]:
+        """The values of other stages that want a gradient."""
+        received = (value for values in self.receives.values() for value in values)
+        return tuple(value.name for value in received if value.requires_grad)
+
+
+def layouts(captured: Captured, plan: Plan) -> tuple[Layout, ...]:
+    """The layout of every stage.
+
+    Raises UserError where the captured model is not the one that was planned.
+    """
+    stage_of = _stages(captured, plan)
+    readers = _readers(captured, stage_of, last=len(plan.stages) - 1)
+    made = {name: stage_of[value.node] for name, value in captured.values.items()}
+    inputs = {name: position for position, name in enumerate(captured.inputs)}
+
+    def between(source: int, target: int) -> tuple[Value, ...]:
+        return tuple(
+            captured.values[name]
+            for name, stages in readers.items()
+            if name not in inputs and made[name] == source and target in stages
+        )
+
+    stages = range(len(plan.stages))
+    return tuple(
+        Layout(
+            stage=stage,
+            nodes=tuple(node for node in captured.graph.order if stage_of[node] == stage),
+            reads={name: at for name, at in inputs.items() if stage in readers[name]},
+            receives=_present({source: between(source, stage) for source in range(stage)}),
+            sends=_present({target: between(stage, target) for target in stages[stage + 1 :]}),
+        )
+        for stage in stages
+    )
+
+
+def links(layouts: Sequence[Layout]) -> tuple[tuple[int, int], ...]:
+    """The pairs of stages that exchange tensors."""
+    return tuple((layout.stage, target) for layout in layouts for target in layout.sends)
+
+
+def tied(captured: Captured, layouts: Sequence[Layout]) -> dict[str, tuple[int, ...]]:
+    """The parameters that several stages hold, by their first name, with those stages."""
+    first: dict[int, str] = {}
+    holders: dict[str, dict[int, None]] = {}
+    for layout in layouts:
+        for node in layout.nodes:
+            for name in captured.parameters[node]:
+                parameter = captured.module.get_parameter(name)
+                holders.setdefault(first.setdefault(id(parameter), name), {})[layout.stage] = None
+    return {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
+
+
+def _present(messages: Mapping[int, tuple[Value, ...]]) -> dict[int, tuple[Value, ...]]:
+    return {stage: values for stage, values in messages.items() if values}
+
+
+def _stages(captured: Captured, plan: Plan) -> dict[str, int]:
+    """The stage of each captured node: the plan's, matched by topological position."""
+    difference = first_difference(plan.graph, captured.graph)
+    if difference is not None:
+        raise UserError(
+            f"this plan was made for another model: {difference}; run pd-profile and pd-optimize "
+            "on this one"
+        )
+    pairs = zip(captured.graph.order, plan.graph.nodes, strict=True)
+    return {name: plan.stage_of[planned.id] for name, planned in pairs}
+
+
+def first_difference(planned: PlannedGraph, graph: Graph) -> str | None:
+    """The first node in which the model differs from the one that was planned, for a person."""
+    if planned.fingerprint == graph.fingerprint:
+        return None
+    known = {node.id: position for position, node in enumerate(planned.nodes)}
+    position = {name: at for at, name in enumerate(graph.order)}
+    for name, node in zip(graph.order, planned.nodes, strict=False):
+        if graph.nodes[name].description != node.description:
+            found = graph.nodes[name].description
+            return f"{node.id} is {node.description!r} in the plan and {found!r} in the model"
+        inputs = sorted(position[source] for source in graph.predecessors[name])
+        if inputs != sorted(known[source] for source in node.inputs):
+            return f"{node.id} ({node.description}) has other inputs in the model"
+    if len(planned.nodes) > len(graph.nodes):
+        node = planned.nodes[len(graph.nodes)]
+        return f"{node.id} is {node.description!r} in the plan and the model has no more nodes"
+    if len(planned.nodes) < len(graph.nodes):
+        found = graph.nodes[graph.order[len(planned.nodes)]].description
+        return f"the plan has no more nodes where the model goes on with {found!r}"
+    return "its fingerprint is not that of its nodes"
+
+
+def _readers(captured: Captured, stage_of: Mapping[str, int], last: int) -> dict[str, set[int]]:
+    """For each value the stages that read it; the model's outputs are read by the last."""
+    readers: dict[str, set[int]] = {name: set() for name in captured.values}
+    for node in captured.module.graph.nodes:
+        owner = captured.owner.get(node.name)
+        if owner is None or node.op != "call_function":
+            continue
+        for source in node.all_input_nodes:
+            if source.name in readers:
+                readers[source.name].add(stage_of[owner])
+    for name in captured.outputs:
+        readers[name].add(last)
+    return readers
+
+
+def source_text(captured: Captured, plan: Plan, layout: Layout, piece: Segment) -> str:
+    """The stage as Python that a person can read: `stage0.py`. Nothing ever reads it back."""
+    stage = plan.stages[layout.stage]
+    head = [f"Stage {layout.stage} of {len(plan.stages)}, on ranks {_list(stage.ranks)}.", ""]
+    head += [f"reads input {at} of the model as {name}" for name, at in layout.reads.items()]
+    for source, values in layout.receives.items():
+        head += [f"receives {_describe(value)} from stage {source}" for value in values]
+    for target, values in layout.sends.items():
+        head += [f"sends {_describe(value)} to stage {target}" for value in values]
+    holds = [
+        f"        self.{name}: {tuple(parameter.shape)}, {_short(parameter.dtype)}"
+        for name, parameter in piece.module.named_parameters()
+    ]
+    return "\n".join(
+        [
+            '"""' + head[0],
+            *head[1:],
+            '"""',
+            "",
+            "import torch",
+            "from torch import device",
+            "",
+            "",
+            f"class Stage{layout.stage}(torch.nn.Module):",
+            '    """Parameters:',
+            "",
+            *holds,
+            '    """',
+            *_body(captured, piece),
+        ]
+    )
+
+
+def _body(captured: Captured, piece: Segment) -> list[str]:
+    """The generated forward, each graph node under a comment that names it."""
+    lines: list[str] = []
+    last = ""
+    for line in piece.module.code.strip("\n").splitlines():
+        match = re.match(r"\s+(\w+) = ", line)
+        owner = captured.owner.get(match[1], "") if match else ""
+        if owner and owner != last:
+            lines.append(f"        # {owner}: {captured.graph.nodes[owner].description}")
+            last = owner
+        lines.append(f"    {_FREED.sub('', line)}".rstrip())
+    return [*lines, ""]
+
+
+def _describe(value: Value) -> str:
+    return f"{value.name} {tuple(value.shape)} {_short(value.dtype)}"
+
+
+def _short(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

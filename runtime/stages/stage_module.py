@@ -1,0 +1,107 @@
+"""A stage as it runs minibatches of one size.
+
+A captured model is a sequence of operators on tensors of fixed shapes. Where the last minibatch of
+an epoch has fewer examples, the model is captured once more for that size, and each stage has a
+second form: the same nodes, parameters and buffers, other shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipedream.capture.export import Captured, OutSpec, capture, rebuild
+from pipedream.capture.freeze import freeze_constants
+from pipedream.capture.segment import Segment
+from pipedream.graph.errors import UserError
+from pipedream.graph.plan import Plan, PlannedGraph
+from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.stages.compile import Compute
+from pipedream.runtime.stages.partition import Layout, first_difference, layouts, links
+
+
+@dataclass(frozen=True)
+class Form:
+    """One stage for one size of minibatches; `compute` runs `piece`.
+
+    `outputs` are the names of the values that the model returns, in the structure `out_spec`.
+    """
+
+    layout: Layout
+    piece: Segment
+    compute: Compute
+    outputs: Sequence[str]
+    out_spec: OutSpec
+
+    @staticmethod
+    def of(
+        captured: Captured,
+        layout: Layout,
+        device: torch.device,
+        compute: Callable[[Captured, Segment], Compute],
+    ) -> Form:
+        """The stage of `layout`, which is of `captured`; `compute` may still change the piece."""
+        piece = freeze_constants(layout.build(captured).to(device), captured.owner)
+        made = compute(captured, piece)
+        return Form(layout, piece, made, captured.outputs, captured.out_spec)
+
+    def output(self, known: Mapping[str, torch.Tensor]) -> Any:
+        """What the model returns, of the values of the last stage by name."""
+        return rebuild([known[name] for name in self.outputs], self.out_spec)
+
+    def share(self, other: Form, buffers: Collection[str]) -> None:
+        """Has the two read and write the same buffers, of those that the model has: `buffers`."""
+        for name, buffer in other.piece.module.named_buffers(remove_duplicate=False):
+            if name in buffers:
+                path, _, own = name.rpartition(".")
+                setattr(self.piece.module.get_submodule(path), own, buffer)
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The form for each minibatch: `whole`, but for `rest` where it has the number `last`."""
+
+    whole: Form
+    rest: Form | None = None
+    last: int | None = None
+
+    def of(self, minibatch: int) -> Form:
+        return self.rest if self.rest is not None and minibatch == self.last else self.whole
+
+
+def capture_rest(
+    model: nn.Module,
+    batch: Batch,
+    rest: int,
+    whole: Captured,
+    plan: Plan,
+    training: bool = True,
+) -> Captured:
+    """The model captured for the first `rest` examples of `batch`, as `whole` is for all of it.
+
+    Raises UserError with the reason where the model does not take as few, or where its stages
+    would not be those of `whole`.
+    """
+    captured = capture(model, batch.first(rest).inputs, training=training)
+    difference = _difference(whole, captured, plan)
+    if difference is not None:
+        raise UserError(f"the model is another one: {difference}")
+    return captured
+
+
+def _difference(whole: Captured, other: Captured, plan: Plan) -> str | None:
+    """Where two captures do not have the same nodes, parameters and messages, for a person."""
+    difference = first_difference(PlannedGraph.of(whole.graph), other.graph)
+    if difference is not None:
+        return difference
+    for node, again in zip(whole.graph.order, other.graph.order, strict=True):
+        held = (whole.module_paths[node], *whole.parameters[node])
+        if held != (other.module_paths[again], *other.parameters[again]):
+            return f"{again} ({other.graph.nodes[again].description}) is of another module"
+    if links(layouts(whole, plan)) != links(layouts(other, plan)):
+        return "other stages exchange tensors"
+    return None

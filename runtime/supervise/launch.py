@@ -1,0 +1,389 @@
+"""How the workers of a run come to be where no launcher has started them: spawned and watched."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from types import FrameType
+
+from pipedream.comm.launcher import LOCALHOST, PORTS, RESTARTS, Place, speaks
+from pipedream.graph.errors import UserError
+from pipedream.runtime.supervise.heartbeat import Pulse
+
+USER_ERROR = 2
+"""Exit code of a worker that has already told the user, in one line, what is wrong."""
+
+STOPPED = 77
+"""Exit code of a worker of `spawn` that has saved and left because it was asked to. Not 130, as the
+run's own: a worker that SIGINT alone has reached ends with that, and has saved nothing."""
+
+PEER_LOST = 75
+"""Exit code of a worker that stops, quietly, only because another one is gone."""
+
+DATA_LOST = 76
+"""Exit code of a worker that has lost a process that reads its data."""
+
+ASKING = (signal.SIGINT, signal.SIGUSR1)
+"""For ranks that `spawn` did not start: Ctrl-C under torchrun, and what mpirun and srun pass on.
+SIGTERM is not one of them: torchrun ends with it the ranks that are left when one has died."""
+
+_LIFELINE = "PIPEDREAM_LIFELINE"
+_FLOOR = "PIPEDREAM_FLOOR"
+_PULSE = "PIPEDREAM_PULSE"
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 5.0
+_NOTICE_SECONDS = 0.5  # until a pulse that stands still has been seen to
+_CAUSE_SECONDS = 2.0  # torchrun looks every 0.1 s
+_SAVING = (*ASKING, signal.SIGTERM)  # Ctrl-C, and what cluster managers send
+
+
+def spawn(
+    command: Sequence[str],
+    workers: int,
+    timeout: float = math.inf,
+    restarts: int = 0,
+    with_fewer: bool = False,
+) -> int:
+    """Runs `command` once for each worker on this machine, as torchrun would; its exit code.
+
+    0 when all went well. When one worker dies, or has not stirred for `timeout` seconds, all others
+    are stopped and one line names the rank, the cause, and what it was doing (not if it is a user's
+    error, which that worker has told: 2). Then all are started again, `restarts` times at most;
+    after that one worker less, if `with_fewer`, again with as many restarts.
+    SIGINT, SIGTERM and SIGUSR1 stop all, the first one when those that train have saved; so does
+    SIGHUP at once. No
+    worker outlives this process, even if that is killed: see `die_with_parent`. Threads of each
+    worker: its share of the cores, unless OMP_NUM_THREADS says otherwise.
+    """
+    end: _End | None = None
+    with _catching_signals() as caught:
+        for begun, (count, how) in enumerate(_starts(workers, restarts, with_fewer)):
+            if end is not None:
+                _say(end, how)
+            end = _run(command, count, begun, timeout, caught)
+            if end.words is None:
+                return end.code
+            if end.final or caught:
+                break
+    assert end is not None
+    nobody = with_fewer and not end.final
+    _say(end, "no worker is left to plan for" if nobody else "all workers stopped")
+    return end.code
+
+
+def _starts(workers: int, restarts: int, with_fewer: bool) -> Iterator[tuple[int, str]]:
+    """The starts to be tried, one after the other: of how many workers, and in what words."""
+    for count in range(workers, 0, -1) if with_fewer else (workers,):
+        yield count, f"going on with {count} worker{'s' * (count > 1)}"
+        for restart in range(restarts):
+            yield count, f"restart {restart + 1} of {restarts}"
+
+
+def _say(end: _End, then: str) -> None:
+    print(f"pd-train: {end.words}; {then}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How the workers ended: exit code of the run, and in `words` what the user is to know.
+
+    `final` where starting them again would be of no use.
+    """
+
+    code: int
+    words: str | None = None
+    final: bool = False
+
+
+def _run(
+    command: Sequence[str], workers: int, attempt: int, timeout: float, caught: Sequence[int]
+) -> _End:
+    """Starts all workers once, and stops those that are left when one has ended badly."""
+    lifeline, held = os.pipe()
+    floor, memory, port = _open_floor(), Pulse.make(workers), _free_port()
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(workers):
+            place = Place(rank, workers, rank, workers, LOCALHOST, port)
+            try:
+                children.append(_start(command, place, attempt, (lifeline, floor, memory)))
+            except OSError as error:
+                return _End(1, f"rank {rank} cannot be started: {error.strerror}")
+        return _watch(children, caught, Pulse(memory), timeout)
+    finally:
+        _stop(children)
+        for descriptor in (lifeline, held, floor, memory):
+            os.close(descriptor)
+
+
+def _start(
+    command: Sequence[str], place: Place, attempt: int, descriptors: tuple[int, int, int]
+) -> subprocess.Popen[bytes]:
+    threads = max(1, _cores() // place.world_size)
+    lifeline, floor, pulse = descriptors
+    variables = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        **place.variables(),
+        RESTARTS: str(attempt),
+        _LIFELINE: str(lifeline),
+        _FLOOR: str(floor),
+        _PULSE: str(pulse),
+    }
+    # A process group of its own: Ctrl-C comes to the parent alone, which then stops every group.
+    return subprocess.Popen(
+        command,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        process_group=0,
+    )
+
+
+def _cores() -> int:
+    """The cores this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _watch(
+    children: Sequence[subprocess.Popen[bytes]],
+    caught: Sequence[int],
+    pulse: Pulse,
+    timeout: float,
+) -> _End:
+    """Waits until all are done or one has failed."""
+    stirred = _Stirring(pulse, len(children), timeout)
+    lost_since: float | None = None
+    while True:
+        codes = [child.poll() for child in children]
+        if caught and not _may_save(caught, pulse):
+            return _signalled(caught[-1])
+        failed = {rank: code for rank, code in enumerate(codes) if code and code != STOPPED}
+        causes = {rank: code for rank, code in failed.items() if code != PEER_LOST}
+        if causes:
+            return _failed(*next(iter(causes.items())), pulse)
+        still = stirred.still(rank for rank, code in enumerate(codes) if code is None)
+        if still is not None:
+            return _End(1, f"rank {still} has not stirred for {timeout:g} s{_at(pulse, still)}")
+        if failed:
+            # Whoever they have lost is about to be seen; if nobody dies, they are the news.
+            lost_since = lost_since or time.monotonic()
+            if None not in codes or time.monotonic() - lost_since > _GRACE_SECONDS:
+                silent = [rank for rank, code in enumerate(codes) if code is None]
+                return _cut_off(list(failed), silent, pulse)
+        elif None not in codes:
+            return _End(128 + (caught[0] if caught else signal.SIGINT) if STOPPED in codes else 0)
+        time.sleep(_POLL_SECONDS)
+
+
+def _may_save(caught: Sequence[int], pulse: Pulse) -> bool:
+    """Whether the workers are given time to save: at the first signal, if they train by then."""
+    if len(caught) > 1 or caught[0] not in _SAVING or not pulse.of(0).words:
+        return False
+    if not pulse.asked_to_stop:
+        pulse.ask_to_stop()
+        print(f"pd-train: {draining(caught[0])}", file=sys.stderr, flush=True)
+    return True
+
+
+def draining(number: int) -> str:
+    """What a run does at the first signal of that number, in words."""
+    again = "Ctrl-C again" if number == signal.SIGINT else "once more"
+    return f"{_got(number)}; draining the pipeline and saving; {again} to leave at once"
+
+
+class _Stirring:
+    """Since when each rank's pulse has stood still, once it has said what it does.
+
+    Before that it imports libraries, which may keep all of its threads waiting for seconds.
+    """
+
+    def __init__(self, pulse: Pulse, workers: int, timeout: float) -> None:
+        self.pulse = pulse
+        self.seconds = max(timeout - _NOTICE_SECONDS, timeout / 2)
+        self.seen = [(0, math.inf)] * workers
+
+    def still(self, ranks: Iterable[int]) -> int | None:
+        """The first of the ranks whose pulse has stood still for long enough."""
+        now = time.monotonic()
+        for rank in ranks:
+            count, since = self.seen[rank]
+            beat = self.pulse.of(rank)
+            if beat.count != count or not beat.words:
+                self.seen[rank] = (beat.count, now)
+            elif now - since > self.seconds:
+                return rank
+        return None
+
+
+def _at(pulse: Pulse, rank: int) -> str:
+    words = pulse.of(rank).words
+    return f" {words}" if words else ""
+
+
+def _failed(rank: int, code: int, pulse: Pulse) -> _End:
+    if code == USER_ERROR:
+        return _End(USER_ERROR)
+    how = f"failed with exit code {code}"
+    if code == DATA_LOST:
+        how = "lost a process that reads its data (data_workers)"
+    elif code < 0:
+        how = f"was killed by {_name(-code)}"
+    return _End(1, f"rank {rank} {how}{_at(pulse, rank)}")
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # most real-time signals have none
+        return f"signal {number}"
+
+
+def _cut_off(noticed: Sequence[int], silent: Sequence[int], pulse: Pulse) -> _End:
+    """Nobody has died: the one whom most have lost, or the only one that has not noticed anything,
+    or else the first that has lost somebody.
+    """
+    found = (pulse.of(rank).lost for rank in noticed)
+    lost = Counter(rank for rank in found if rank is not None)
+    ranked = lost.most_common(2)
+    if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]):
+        rank = ranked[0][0]
+    elif len(silent) == 1:
+        (rank,) = silent
+    else:
+        rank = noticed[0]
+        return _End(1, f"rank {rank} lost its connection to the others{_at(pulse, rank)}")
+    return _End(1, f"rank {rank} does not answer the others any more{_at(pulse, rank)}")
+
+
+def _signalled(number: int) -> _End:
+    return _End(128 + number, _got(number), final=True)
+
+
+def _got(number: int) -> str:
+    return "interrupted" if number == signal.SIGINT else f"got {_name(number)}"
+
+
+def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends all, asking first; what they started themselves goes with them."""
+    _signal(children, signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for child in children:
+        try:
+            child.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            break
+    _signal(children, signal.SIGKILL)
+    for child in children:
+        child.wait()
+
+
+def _signal(children: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for child in children:
+        # Nobody is left in the group: Linux says no such process, macOS not permitted.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, number)
+
+
+@contextmanager
+def _catching_signals() -> Iterator[Sequence[int]]:
+    """Collects the signals that ask this process to stop, instead of stopping."""
+    caught: list[int] = []
+
+    def catch(number: int, _frame: FrameType | None) -> None:
+        caught.append(number)
+
+    asked = (*_SAVING, signal.SIGHUP)
+    before = [signal.signal(number, catch) for number in asked]
+    try:
+        yield caught
+    finally:
+        for number, handler in zip(asked, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    """One that nobody has. Not of those that the system gives out: while the workers import their
+    libraries some connection of another program might be given it.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOCALHOST, port))
+            return port
+    raise UserError(f"no port from {PORTS[0]} to {PORTS[-1]} is free for the workers to meet at")
+
+
+def die_with_parent() -> bool:
+    """Ends this worker, and what it started, as soon as the process that spawned it is gone.
+
+    The parent holds the writing end of a pipe and never writes: reading returns when it has died,
+    however that came. In a process that `spawn` did not start it does nothing and gives False.
+    """
+    lifeline = os.environ.pop(_LIFELINE, None)
+    if lifeline is None:
+        return False
+    descriptor = int(lifeline)
+    os.set_inheritable(descriptor, False)
+
+    def watch() -> None:
+        os.read(descriptor, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    return True
+
+
+def code_of_stopped() -> int:
+    """Exit code of a worker that `spawn` did not start and that has saved and left, as asked.
+
+    torchrun takes all but 0 for a failure and would start it again.
+    """
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + signal.SIGINT
+
+
+def begin_pulse(rank: int) -> Pulse | None:
+    """Begins to show the launcher that this worker is alive. None if `spawn` did not start it."""
+    descriptor = os.environ.pop(_PULSE, None)
+    if descriptor is None:
+        return None
+    os.set_inheritable(int(descriptor), False)
+    pulse = Pulse(int(descriptor))
+    pulse.keep_beating(rank)
+    return pulse
+
+
+def let_the_cause_show() -> None:
+    """Waits a little, so that the launcher sees first who has died, and last who only noticed."""
+    time.sleep(_CAUSE_SECONDS)
+
+
+def _open_floor() -> int:
+    """The reading end of a pipe that holds one byte: who takes it has the floor."""
+    reading, writing = os.pipe()
+    os.write(writing, b"!")
+    os.close(writing)
+    return reading
+
+
+def has_the_floor() -> bool:
+    """Whether this worker is the one that tells the user of an error that all may have.
+
+    Of the workers of `spawn` the first that asks, once; elsewhere see `speaks`.
+    """
+    floor = os.environ.pop(_FLOOR, None)
+    if floor is not None:
+        return os.read(int(floor), 1) == b"!"
+    return speaks()

@@ -1,0 +1,70 @@
+"""Fewer workers than the plan has: pd-optimize is asked again, for those that are left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+from torch._C._distributed_c10d import Store
+
+from pipedream.comm.launcher import Place
+from pipedream.comm.store_messages import from_first
+from pipedream.graph.errors import UserError
+from pipedream.graph.plan import Plan, moved, read_plan
+from pipedream.graph.units import show_seconds
+from pipedream.runtime.job import Job
+
+
+def replanned(job: Job, place: Place, store: Store) -> tuple[Job, Place]:
+    """The job under a plan for the workers that there are, and this one's place among those that
+    the plan uses: they are the first.
+
+    Rank 0 plans and tells the others; the plan is in the run folder, `plan-3` for 3 workers. All
+    ranks raise UserError where there is none: nothing fits into the memory of so few, for example.
+    """
+    told = from_first(store, place, "plan", _planned(job, place) if place.rank == 0 else None)
+    if "error" in told:
+        raise UserError(told["error"])
+    plan = Plan.model_validate_json(told["plan"])
+    found = replace(job, plan=plan)
+    found.check_microbatches()
+    here = min(place.local_world_size, plan.workers)
+    return found, replace(place, world_size=plan.workers, local_world_size=here)
+
+
+def _planned(job: Job, place: Place) -> dict[str, str]:
+    try:
+        return {"plan": _plan(job, place.world_size).model_dump_json()}
+    except UserError as error:
+        return {"error": error.message}
+
+
+def _plan(job: Job, workers: int) -> Plan:
+    """Made by pd-optimize as a process of its own. Raises UserError."""
+    assert job.replan is not None
+    graph, folder = job.replan.with_name("graph.txt"), job.run / f"plan-{workers}"
+    command = [sys.executable, "-P", "-m", "pipedream.optimizer.cli.command", str(graph)]
+    command += ["--like", str(job.replan), "--workers", str(workers), "-o", str(folder)]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        *_, last = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        why = last.removeprefix("pd-optimize: ")
+        raise UserError(f"--replan for {workers} of {job.plan.workers} workers: {why}")
+    path = folder / "plan.json"
+    plan = read_plan(path)
+    idle = f", {workers - plan.workers} idle" if plan.workers < workers else ""
+    print(
+        f"pd-train: planned again for {workers} of {job.plan.workers} workers: {_words(plan)} per "
+        f"minibatch{idle}, before {_words(job.plan)}; {path}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return moved(plan, folder, job.run)
+
+
+def _words(plan: Plan) -> str:
+    replicas = " + ".join(map(str, plan.replicas))
+    return f"{replicas} at {show_seconds(plan.predicted.seconds_per_minibatch)}"

@@ -1,0 +1,133 @@
+"""What each rank is doing now: each looks at itself from a thread and tells rank 0.
+
+The engine knows nothing of it: it keeps its events, and says which action is under way.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from torch._C._distributed_c10d import Store
+
+from pipedream.graph.timeline import Action, Event
+from pipedream.runtime.report.utilisation import BUSY
+from pipedream.schedule.action import BACKWARDS, RECEIVES, Kind
+
+SECONDS_BETWEEN_TALES = 0.5
+RECENT_SECONDS = 5.0
+_RECENT_PASSES = 10
+_MOST_EVENTS = 2_000
+"""That are looked through each time, so that very short actions do not make it long."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """One rank, in the seconds just gone.
+
+    `minibatch` of its newest pass; `forward` and `backward` seconds of a pass; `busy` and `waiting`
+    shares of its time; `waits_for` whom it waited longest for, in words, if for anyone; `stuck` for
+    how many seconds it has been at the same action; `memory` bytes of its tensors.
+    """
+
+    minibatch: int | None
+    forward: float | None
+    backward: float | None
+    busy: float
+    waiting: float
+    waits_for: str | None
+    stuck: float
+    memory: int
+
+
+def look(
+    events: Sequence[Event],
+    under_way: Action | None,
+    ranks: Sequence[Sequence[int]],
+    begin: float,
+    now: float,
+    memory: int,
+) -> Status:
+    """The state of a rank that has done `events` since `begin`, and is at `under_way`."""
+    recent = list(events[-_MOST_EVENTS:])
+    more = len(events) > len(recent)
+    since = recent[-1].end if recent else begin
+    if under_way is not None:
+        recent.append(Event(under_way, since, now))
+    start = max(begin, now - RECENT_SECONDS)
+    if more:
+        start = max(start, recent[0].begin)
+    spent: dict[str, float] = {}
+    waits: dict[str, float] = {}
+    for event in recent:
+        seconds = event.end - max(event.begin, start)
+        if seconds > 0:
+            spent[event.action.kind] = spent.get(event.action.kind, 0.0) + seconds
+            whom = _awaited(event.action, ranks)
+            if whom is not None:
+                waits[whom] = waits.get(whom, 0.0) + seconds
+    window = max(now - start, 1e-9)
+    passes = [event for event in recent if event.action.kind in BACKWARDS | {Kind.FORWARD}]
+    return Status(
+        minibatch=passes[-1].action.minibatch if passes else None,
+        forward=_usual(events, Kind.FORWARD),
+        backward=_usual(events, Kind.BACKWARD),
+        busy=sum(spent.get(kind, 0.0) for kind in BUSY) / window,
+        waiting=sum(waits.values()) / window,
+        waits_for=max(waits, key=waits.__getitem__) if waits else None,
+        stuck=0.0 if under_way is None else now - since,
+        memory=memory,
+    )
+
+
+def _awaited(action: Action, ranks: Sequence[Sequence[int]]) -> str | None:
+    """Whom the action waits for."""
+    if action.kind in RECEIVES and action.peer is not None:
+        stage, replica = action.peer
+        return f"rank {ranks[stage][replica]}"
+    return "its replicas" if action.kind == Kind.ALL_REDUCE else None
+
+
+def _usual(events: Sequence[Event], kind: Kind) -> float | None:
+    """The median of the last few passes of that kind."""
+    found = [e.end - e.begin for e in events[-10 * _RECENT_PASSES :] if e.action.kind == kind]
+    return median(found[-_RECENT_PASSES:]) if found else None
+
+
+@contextmanager
+def telling(store: Store, rank: int, status: Callable[[], Status]) -> Iterator[None]:
+    """Tells rank 0 a few times what `status` finds, beside the compute, and once at the end."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        store.set(_key(rank), json.dumps(asdict(status())))
+
+    def tell_on() -> None:
+        while not ended.wait(SECONDS_BETWEEN_TALES):
+            try:
+                tell()
+            except RuntimeError:  # the store is gone: the engine will say so
+                return
+
+    thread = threading.Thread(target=tell_on, name="live", daemon=True)
+    thread.start()
+    try:
+        yield
+        tell()
+    finally:
+        ended.set()
+        thread.join()
+
+
+def heard(store: Store, ranks: Sequence[int]) -> dict[int, Status]:
+    """What the ranks told last, of those that have told anything."""
+    told = (rank for rank in ranks if store.check([_key(rank)]))
+    return {rank: Status(**json.loads(store.get(_key(rank)))) for rank in told}
+
+
+def _key(rank: int) -> str:
+    return f"live/{rank}"

@@ -1,0 +1,161 @@
+"""Ranks that no launcher of ours watches watch one another: what `pulse` is for `pd-train` alone.
+
+Under torchrun and mpirun nobody sees that a rank was stopped: it neither dies nor answers. So each
+rank tells the store every second what it does, and looks at its neighbour, the one before it in a
+ring. Who sees that one stand still leaves word for all. Only own time counts: a rank that was
+stopped itself, and goes on, has not seen the others stand still meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from torch._C._distributed_c10d import Store
+
+from pipedream.comm.launcher import Place
+from pipedream.comm.transport import PeerLost
+from pipedream.runtime.supervise.launch import PEER_LOST
+
+_LOST = "watch/lost"
+_LONGEST_BEAT = 1.0
+_BEATS = 20  # to a timeout, at least
+_EARLIER = 10  # beats; gloo gives up after the timeout, and knows less
+_UNTIL_ALL_HAVE_HEARD = 4  # beats
+
+
+@dataclass
+class Watch:
+    """Calls `lost` with a line, from a thread, when a rank has not stirred for nearly `timeout` s.
+
+    `store`: a connection of its own, for who waits there keeps all others from it. The rank that
+    keeps the store (`host`, None where the launcher does) is known by its silence.
+    """
+
+    store: Store
+    rank: int
+    ranks: int
+    timeout: float
+    host: int | None
+    lost: Callable[[str], None]
+
+    @staticmethod
+    def of(store: Store, place: Place, timeout: float) -> Watch | None:
+        """Of this process, which ends when another is lost; None where there is no other."""
+
+        def leave(line: str) -> None:
+            print(f"pd-train: rank {place.rank}: {line}", file=sys.stderr, flush=True)
+            time.sleep(_UNTIL_ALL_HAVE_HEARD * _beat(timeout))
+            os._exit(PEER_LOST)
+
+        if place.world_size == 1:
+            return None
+        host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
+        own: Store = store.clone()  # type: ignore[attr-defined]
+        return Watch(own, place.rank, place.world_size, timeout, host, leave)
+
+    def __post_init__(self) -> None:
+        self.seconds = _beat(self.timeout)
+        self.most = self.timeout - _EARLIER * self.seconds
+        self.neighbour = (self.rank - 1) % self.ranks
+        self.words, self.silence, self.told = "", 0.0, False
+        self.heard: dict[int, str] = {}  # what others do, in words; empty before and after training
+        self.ended = threading.Event()
+        self.talking = threading.Thread(target=self._talk, name="watch", daemon=True)
+        self.talking.start()
+        if self.host not in (None, self.rank):
+            threading.Thread(target=self._listen, name="silence", daemon=True).start()
+
+    def say(self, words: str) -> None:
+        """What this rank does from now on."""
+        first, self.words = not self.words, words
+        if first:  # at once: until then it counts as not yet at work
+            self._show(0)
+
+    def end(self) -> None:
+        """Nobody needs this rank any more."""
+        self.words = ""
+        self.ended.set()
+        self.talking.join(self.seconds)
+
+    def explained(self, error: PeerLost) -> str:
+        """The error with what the lost one did when it was last heard of.
+
+        Does not return where a thread has just said more, and is about to end this process.
+        """
+        while self.told:
+            time.sleep(self.seconds)
+        words = None
+        if error.peer is not None:
+            with suppress(RuntimeError):  # the store may be gone, too
+                self._ask(error.peer)
+            words = self.heard.get(error.peer)
+        return f"{error}; rank {error.peer} was last heard of {words}" if words else str(error)
+
+    def _talk(self) -> None:
+        before, still, beats, last, passed = b"", 0.0, 0, False, self._clock()
+        while not last:
+            last = self.ended.wait(self.seconds)
+            beats += 1
+            try:
+                self._show(beats)
+                if self.host is not None:
+                    self._ask(self.host)
+                found = self._ask(self.neighbour)
+                own = next(passed)
+                still = still + own if found == before and self.heard[self.neighbour] else 0.0
+                if still > self.most:
+                    self.store.set(_LOST, self._line(self.neighbour))
+                if self.store.check([_LOST]) and not last:
+                    self._tell(self.store.get(_LOST).decode())
+            except RuntimeError:  # the store is gone; who needs it will say so
+                return
+            before, self.silence = found, 0.0
+
+    def _show(self, beats: int) -> None:
+        self.store.set(_key(self.rank), json.dumps([beats, self.words]))
+
+    def _clock(self) -> Iterator[float]:
+        """Seconds since the last look at it, as far as this rank was there."""
+        since = time.monotonic()
+        while True:
+            now = time.monotonic()
+            yield min(now - since, 2 * self.seconds)
+            since = now
+
+    def _ask(self, rank: int) -> bytes:
+        found = self.store.get(_key(rank)) if self.store.check([_key(rank)]) else b'[0, ""]'
+        self.heard[rank] = json.loads(found)[1]
+        return found
+
+    def _listen(self) -> None:
+        """To the store: where nothing comes from it any more, its host stands still."""
+        assert self.host is not None
+        passed = self._clock()
+        while self.talking.is_alive() and not self.ended.wait(self.seconds):
+            self.silence += next(passed)
+            if self.silence > self.most:
+                self._tell(self._line(self.host))
+
+    def _tell(self, line: str) -> None:
+        self.told = True
+        self.lost(line)
+
+    def _line(self, rank: int) -> str:
+        words = self.heard.get(rank, "")
+        return f"rank {rank} has not stirred for {self.timeout:g} s {words}".strip()
+
+
+def _beat(timeout: float) -> float:
+    """Seconds from one to the next."""
+    return min(_LONGEST_BEAT, timeout / _BEATS)
+
+
+def _key(rank: int) -> str:
+    return f"watch/{rank}"

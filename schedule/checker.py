@@ -1,0 +1,390 @@
+"""Proves a schedule sound by replaying it as ranks that know nothing but their own lists.
+
+A rank does the actions of one worker or, where it has several stages, of several. Sends never
+block; a receive takes the next message that its rank has from the other one and blocks until there
+is one; an all-reduce blocks until every replica of the stage, or of all tied stages, has come to
+it. If that replay comes to its end, no timing of the ranks can make it hang: whether an action can
+go on depends on what others have done before, never on how fast.
+
+Activations from one rank to another are received in the order in which they were sent, whichever
+stages they are between, and gradients likewise: NCCL has no other way to tell them apart. Between
+two stages of the same rank only the messages of one link have an order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pipedream.schedule.action import Action, Kind, Worker, show_worker
+from pipedream.schedule.policy import Peak
+from pipedream.schedule.schedule import Schedule
+from pipedream.schedule.spec import Pipeline
+from pipedream.schedule.versions import Versions
+
+_WINDOW = 4
+
+
+class UnsoundError(Exception):
+    """What is wrong with a schedule, and what every rank was about to do."""
+
+
+def check(schedule: Schedule) -> dict[Worker, Peak]:
+    """Replays `schedule`; what each worker holds at most. Raises UnsoundError."""
+    return check_actions(
+        schedule, {worker: schedule.actions(worker) for worker in schedule.workers}
+    )
+
+
+def check_actions(
+    pipeline: Pipeline, actions: Mapping[Worker, Sequence[Action]]
+) -> dict[Worker, Peak]:
+    """Like `check`, for lists of actions from anywhere, one for each worker."""
+    assert set(actions) == set(pipeline.workers)
+    return _replayed(pipeline, {(worker,): listed for worker, listed in actions.items()})
+
+
+def check_ranks(
+    pipeline: Pipeline, actions: Mapping[int, Sequence[Action]], ranks: Sequence[Sequence[int]]
+) -> dict[Worker, Peak]:
+    """Likewise, for lists of ranks with several workers each: `ranks[stage][replica]` is the rank
+    of a worker. What a rank holds is what its workers hold.
+    """
+    workers: dict[int, list[Worker]] = {rank: [] for rank in actions}
+    for stage, replica in pipeline.workers:
+        workers[ranks[stage][replica]].append((stage, replica))
+    return _replayed(pipeline, {tuple(workers[rank]): each for rank, each in actions.items()})
+
+
+def _replayed(
+    pipeline: Pipeline, actions: Mapping[tuple[Worker, ...], Sequence[Action]]
+) -> dict[Worker, Peak]:
+    replay = _Replay(pipeline, actions)
+    replay.run()
+    return {worker: Peak(*state.peak) for worker, state in replay.states.items()}
+
+
+@dataclass
+class _Rank:
+    """Where one rank stands in its list; `waits`: for what others have not done since."""
+
+    workers: tuple[Worker, ...]
+    actions: Sequence[Action]
+    position: int = 0
+    waits: bool = False
+
+    @property
+    def next(self) -> Action | None:
+        return self.actions[self.position] if self.position < len(self.actions) else None
+
+    def of(self, worker: Worker) -> Sequence[Action]:
+        """The actions of one of its workers."""
+        if len(self.workers) == 1:
+            return self.actions
+        return [action for action in self.actions if (action.stage, action.replica) == worker]
+
+
+@dataclass
+class _State:
+    """What one worker has; `received`: the messages not yet used, `halfway`: the minibatches
+    between the halves of their backward pass, `returned`: those whose gradients may be sent.
+
+    `reduced`: the all-reduce that is open to it, `summed`: the one that it has done. `peak`: the
+    most minibatches in flight, and versions.
+    """
+
+    rank: _Rank
+    versions: Versions
+    in_flight: dict[int, int] = field(default_factory=dict)
+    forward: set[int] = field(default_factory=set)
+    halfway: set[int] = field(default_factory=set)
+    returned: set[int] = field(default_factory=set)
+    backward: set[int] = field(default_factory=set)
+    received: set[tuple[Kind, int, int]] = field(default_factory=set)
+    reduced: Action | None = None
+    summed: Action | None = None
+    peak: list[int] = field(default_factory=lambda: [0, 1])
+
+
+class _Message(NamedTuple):
+    minibatch: int
+    source: Worker
+    target: Worker
+
+
+class _Replay:
+    """Each method that performs an action tells whether it could; if not the rank has to wait."""
+
+    def __init__(
+        self, pipeline: Pipeline, actions: Mapping[tuple[Worker, ...], Sequence[Action]]
+    ) -> None:
+        policy, stages = pipeline.policy, range(len(pipeline.replicas))
+        self.pipeline = pipeline
+        self.policy = policy
+        self.links = frozenset(pipeline.links)
+        self.sources = [pipeline.sources(stage) for stage in stages]
+        self.targets = [pipeline.targets(stage) for stage in stages]
+        self.bounds = [policy.peak(stage) for stage in stages]
+        self.ranks = [_Rank(workers, listed) for workers, listed in actions.items()]
+        self.states = {
+            worker: _State(rank, Versions(rank.of(worker)))
+            for rank in self.ranks
+            for worker in rank.workers
+        }
+        # The version on which each minibatch enters the pipeline.
+        self.entered = {
+            action.minibatch: action.version
+            for rank in self.ranks
+            if any(stage == 0 for stage, _ in rank.workers)
+            for action in rank.actions
+            if action.kind is Kind.FORWARD and action.stage == 0
+        }
+        # On their way, by who sends what to whom; the same queue for all that has one order.
+        self.queues: dict[tuple[Worker, Worker, Kind], deque[_Message]] = {}
+        self.between: dict[tuple[int | Worker, int | Worker, Kind], deque[_Message]] = {}
+        self.perform = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.SEND_ACTIVATION: self._send,
+            Kind.SEND_GRADIENT: self._send,
+            Kind.RECV_ACTIVATION: self._receive,
+            Kind.RECV_GRADIENT: self._receive,
+            Kind.ALL_REDUCE: self._all_reduce,
+            Kind.UPDATE: self._update,
+        }
+
+    def run(self) -> None:
+        moved = True
+        while moved:
+            moved = False
+            for rank in self.ranks:
+                if not rank.waits:
+                    begin = rank.position
+                    self._go_on(rank)
+                    moved |= rank.position > begin
+        for rank in self.ranks:
+            if (waiting := rank.next) is not None:
+                worker = waiting.stage, waiting.replica
+                raise self._unsound(worker, "deadlock: waits for ever")
+        for worker, state in self.states.items():
+            self._finish(worker, state)
+        for (_, _, kind), queue in self.between.items():
+            for message in queue:
+                to = show_worker(message.target)
+                raise self._unsound(message.source, f"{kind} to {to} never received")
+
+    def _go_on(self, rank: _Rank) -> None:
+        """Lets `rank` do its actions until it has to wait, or has come to its end."""
+        actions, perform, states = rank.actions, self.perform, self.states
+        for position in range(rank.position, len(actions)):
+            action = actions[position]
+            worker = action.stage, action.replica
+            if worker not in rank.workers:
+                raise self._unsound(rank.workers[0], "an action of another worker")
+            if not perform[action.kind](worker, states[worker], action):
+                rank.waits = True
+                return
+            rank.position += 1
+
+    def _forward(self, worker: Worker, state: _State, action: Action) -> bool:
+        stage, minibatch, version = worker[0], action.minibatch, action.version
+        pipeline = self.pipeline
+        if minibatch >= pipeline.minibatches or minibatch % pipeline.replicas[stage] != worker[1]:
+            raise self._unsound(worker, "a minibatch of another replica")
+        if minibatch in state.forward:
+            raise self._unsound(worker, "forward twice")
+        entered = self.entered.get(minibatch, 0)
+        newest = state.versions.newest
+        expected = self.policy.version(stage, minibatch, newest, entered)
+        if version != expected:
+            raise self._unsound(worker, f"{pipeline.name} wants version {expected}")
+        if version > newest:
+            raise self._unsound(worker, f"{newest} updates stand before it")
+        self._take(worker, state, Kind.RECV_ACTIVATION, self.sources[stage], minibatch)
+        state.forward.add(minibatch)
+        state.in_flight[minibatch] = version
+        self._keep_within(worker, state)
+        return True
+
+    def _backward(self, worker: Worker, state: _State, action: Action) -> bool:
+        self._backward_input(worker, state, action)
+        return self._backward_weight(worker, state, action)
+
+    def _backward_input(self, worker: Worker, state: _State, action: Action) -> bool:
+        """May come before its round begins: the gradients of weights that change then do not."""
+        minibatch = action.minibatch
+        self._check_version(worker, state, action)
+        if minibatch in state.halfway:
+            raise self._unsound(worker, "has begun to go backward before")
+        self._take(worker, state, Kind.RECV_GRADIENT, self.targets[worker[0]], minibatch)
+        state.halfway.add(minibatch)
+        state.returned.add(minibatch)
+        return True
+
+    def _backward_weight(self, worker: Worker, state: _State, action: Action) -> bool:
+        minibatch = action.minibatch
+        self._check_version(worker, state, action)
+        if minibatch not in state.halfway:
+            raise self._unsound(worker, "the second half without the first")
+        if minibatch // self.policy.round_size(worker[0]) != state.versions.newest:
+            raise self._unsound(worker, "its round is over, or not yet begun")
+        state.halfway.remove(minibatch)
+        state.backward.add(minibatch)
+        state.versions.gone_backward(state.in_flight.pop(minibatch))
+        return True
+
+    def _check_version(self, worker: Worker, state: _State, action: Action) -> None:
+        """Of a minibatch that goes backward."""
+        version = state.in_flight.get(action.minibatch)
+        if version is None:
+            raise self._unsound(worker, "backward without a forward")
+        if action.version != version:
+            raise self._unsound(worker, f"forward ran on version {version}")
+
+    def _keep_within(self, worker: Worker, state: _State) -> None:
+        """Takes note of what the worker holds, after an action that made it more."""
+        bound = self.bounds[worker[0]]
+        peak = state.peak[:] = (
+            max(state.peak[0], len(state.in_flight)),
+            max(state.peak[1], len(state.versions.alive)),
+        )
+        if peak[0] > bound.in_flight:
+            raise self._unsound(worker, f"more than {bound.in_flight} in flight")
+        if peak[1] > bound.versions:
+            raise self._unsound(worker, f"more than {bound.versions} versions alive")
+
+    def _take(
+        self, worker: Worker, state: _State, kind: Kind, stages: Sequence[int], minibatch: int
+    ) -> None:
+        """Uses up the messages that the pass of `minibatch` needs."""
+        for stage in stages:
+            message = (kind, minibatch, stage)
+            if message not in state.received:
+                raise self._unsound(worker, f"{kind} from {stage} is missing")
+            state.received.remove(message)
+
+    def _send(self, worker: Worker, state: _State, action: Action) -> bool:
+        peer = self._peer(worker, action)
+        forwards = action.kind is Kind.SEND_ACTIVATION
+        if action.minibatch not in (state.forward if forwards else state.returned):
+            raise self._unsound(worker, "sends what is not made yet")
+        taken_by = Kind.RECV_ACTIVATION if forwards else Kind.RECV_GRADIENT
+        message = _Message(action.minibatch, worker, peer)
+        self._queue(worker, peer, taken_by).append(message)
+        self.states[peer].rank.waits = False
+        return True
+
+    def _receive(self, worker: Worker, state: _State, action: Action) -> bool:
+        peer = self._peer(worker, action)
+        queue = self._queue(peer, worker, action.kind)
+        if not queue:
+            return False
+        minibatch, source, target = queue.popleft()
+        if (source, target) != (peer, worker):
+            way = f"from {show_worker(source)} to {show_worker(target)}"
+            raise self._unsound(worker, f"minibatch {minibatch} {way} comes first")
+        if minibatch != action.minibatch:
+            raise self._unsound(worker, f"minibatch {minibatch} comes first")
+        state.received.add((action.kind, minibatch, peer[0]))
+        return True
+
+    def _queue(self, source: Worker, target: Worker, kind: Kind) -> deque[_Message]:
+        """The messages on their way in the order that they have at both ends."""
+        queue = self.queues.get((source, target, kind))
+        if queue is None:
+            here, there = (self.states[worker].rank.workers[0] for worker in (source, target))
+            key = (source, target, kind) if here == there else (here, there, kind)
+            queue = self.queues[source, target, kind] = self.between.setdefault(key, deque())
+        return queue
+
+    def _peer(self, worker: Worker, action: Action) -> Worker:
+        """The other end of a message, when there is a link that it can take."""
+        peer = action.peer
+        if peer is None:
+            raise self._unsound(worker, "a message without a peer")
+        outwards = action.kind is Kind.SEND_ACTIVATION or action.kind is Kind.RECV_GRADIENT
+        link = (worker[0], peer[0]) if outwards else (peer[0], worker[0])
+        if link not in self.links:
+            raise self._unsound(worker, f"there is no link {link}")
+        if action.minibatch % self.pipeline.replicas[peer[0]] != peer[1]:
+            raise self._unsound(worker, "not its replica")
+        return peer
+
+    def _all_reduce(self, worker: Worker, state: _State, action: Action) -> bool:
+        """Opens when the last replica comes; `reduced` lets the ones that waited pass."""
+        self._check_round(worker, state, action)
+        if state.reduced == action:
+            if state.summed == action:
+                raise self._unsound(worker, "all-reduce twice")
+            state.summed = action
+            return True
+        tied = self.pipeline.tied
+        stages = tied if worker[0] in tied else (worker[0],)
+        peers = [(s, r) for s in stages for r in range(self.pipeline.replicas[s])]
+        for peer in peers:
+            there, waiting = self.states[peer], self.states[peer].rank.next
+            if waiting is None or waiting.kind is not Kind.ALL_REDUCE or there.reduced == waiting:
+                return False
+            if (waiting.stage, waiting.replica) != peer:
+                return False
+        for peer in peers:
+            rank = self.states[peer].rank
+            self.states[peer].reduced, rank.waits = rank.next, False
+        state.summed = action
+        return True
+
+    def _update(self, worker: Worker, state: _State, action: Action) -> bool:
+        self._check_round(worker, state, action)
+        reduced = action._replace(kind=Kind.ALL_REDUCE)
+        if self.pipeline.reduces(worker[0]) and state.reduced != reduced:
+            raise self._unsound(worker, "update before its all-reduce")
+        state.versions.updated()
+        self._keep_within(worker, state)
+        return True
+
+    def _check_round(self, worker: Worker, state: _State, action: Action) -> None:
+        """Whether `action` closes the current round, and this worker has done its part of it."""
+        stage, replica = worker
+        newest = state.versions.newest
+        first = newest * self.policy.round_size(stage)
+        size = self.pipeline.in_round(stage, newest)
+        expected = (first, size, newest + 1)
+        found = (action.minibatch, action.divisor, action.version)
+        if found != expected:
+            raise self._unsound(worker, f"expected {expected}, found {found}")
+        step = self.pipeline.replicas[stage]
+        for minibatch in range(first + (replica - first) % step, first + size, step):
+            if minibatch not in state.backward:
+                raise self._unsound(worker, f"minibatch {minibatch} has not gone backward")
+
+    def _finish(self, worker: Worker, state: _State) -> None:
+        stage, replica = worker
+        own = set(range(replica, self.pipeline.minibatches, self.pipeline.replicas[stage]))
+        for kind, done in ((Kind.FORWARD, state.forward), (Kind.BACKWARD, state.backward)):
+            if done != own:
+                missing = ", ".join(f"{kind}{minibatch}" for minibatch in sorted(own - done))
+                raise self._unsound(worker, f"{missing} missing")
+        left = self.pipeline.in_round(stage, state.versions.newest)
+        if left:
+            raise self._unsound(worker, f"no update for the last {left} minibatches")
+        if state.received:
+            raise self._unsound(worker, f"never used: {state.received}")
+
+    def _unsound(self, worker: Worker, problem: str) -> UnsoundError:
+        action = self.states[worker].rank.next
+        at = "at the end" if action is None else f"at {action}"
+        return UnsoundError(f"worker {show_worker(worker)} {at}: {problem}\n{self._show()}")
+
+    def _show(self) -> str:
+        """The last few actions of each rank, a bar, and its next few."""
+        lines = []
+        for rank in self.ranks:
+            here = rank.position
+            past = " ".join(map(str, rank.actions[max(0, here - _WINDOW) : here]))
+            coming = " ".join(map(str, rank.actions[here : here + _WINDOW]))
+            lines.append(f"  {','.join(map(show_worker, rank.workers)):6}{past} | {coming}")
+        return "\n".join(lines)

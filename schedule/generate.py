@@ -1,0 +1,219 @@
+"""A schedule's rules played as a balanced pipeline would."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+from typing import NamedTuple
+
+from pipedream.schedule.action import Kind, Worker
+from pipedream.schedule.spec import Pipeline
+
+
+class Step(NamedTuple):
+    """A forward or backward pass in the play: when it begins, and the version of the weights it
+    runs on.
+    """
+
+    time: int
+    kind: Kind
+    minibatch: int
+    version: int
+
+
+@dataclass(slots=True)
+class _Stage:
+    """Where a stage stands: in a round up to minibatch `end`, of which `left` have yet to go
+    backward. `forward_over` and `backward_over`: when the pass of each minibatch is over.
+    """
+
+    number: int
+    limit: int
+    round_size: int
+    end: int
+    left: int
+    forward_over: list[float]
+    backward_over: list[float]
+    version_of: list[int]
+    round: int = 0
+    begins: int = 0
+    players: list[_Player] = field(default_factory=list)
+    before_forward: list[list[float]] = field(default_factory=list)
+    """When the passes are over that a forward pass waits for, of the same minibatch elsewhere."""
+    before_backward: list[list[float]] = field(default_factory=list)
+    after_forward: list[_Stage] = field(default_factory=list)
+    """Where passes wait for a forward pass of this stage."""
+    after_backward: list[_Stage] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Player:
+    """Where a worker stands; `number`: its place among all workers."""
+
+    number: int
+    worker: Worker
+    stage: _Stage
+    coming: int
+    in_flight: deque[int] = field(default_factory=deque)
+    busy_until: int = 0
+
+
+class Play:
+    """A schedule's rules in a balanced pipeline: a pass of a stage of r replicas takes r units.
+
+    A worker goes forward until as many minibatches are in flight as the rules allow, and from then
+    on backward and forward in turn: it rather waits for the activations of the next minibatch than
+    go backward early and wait later, when all workers could be busy. It goes backward at once where
+    there is nothing to go forward with: all minibatches are in, or the weights for the next one
+    are those of an update that these backward passes make. A worker goes forward in ascending order
+    of the minibatches and backward in that order or, round by round, in the opposite one: always in
+    one that all stages share, so that the messages between two workers have the same order at both
+    ends. Having done its backward passes of a round it waits for the other replicas of its stage.
+
+    Where there is less room than the steady state needs, all may wait for a minibatch that cannot
+    come: then the first that can go backward does. So it always ends: in its way a minibatch finds
+    only smaller ones and, within a round of all forward passes first, the backward passes of larger
+    ones that wait for nothing but forward passes.
+
+    Whether a worker can begin anything depends on its stage, and on the passes that its next one
+    waits for. So it is asked when its own pass is over, when a round of its stage begins and when
+    such a pass is over: that is a turn. Turns of the same time are taken in the order of workers.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        policy = pipeline.policy
+        self.pipeline = pipeline
+        self.minibatches = pipeline.minibatches
+        self.in_turn, self.version = policy.in_turn, policy.version
+        self.set_by_first = policy.set_by_first
+        self.stages = [self._stage(number) for number in range(len(pipeline.replicas))]
+        self.players: list[_Player] = []
+        for number, worker in enumerate(pipeline.workers):
+            stage = self.stages[worker[0]]
+            player = _Player(number, worker, stage, coming=worker[1])
+            stage.players.append(player)
+            self.players.append(player)
+        for source, target in pipeline.links:
+            self.stages[source].before_backward.append(self.stages[target].backward_over)
+            self.stages[target].after_backward.append(self.stages[source])
+        entering = {(0, stage) for stage in range(1, len(self.stages)) if self.set_by_first}
+        for source, target in entering.union(pipeline.links):
+            self.stages[target].before_forward.append(self.stages[source].forward_over)
+            self.stages[source].after_forward.append(self.stages[target])
+        self.turns = [(0, player.number) for player in self.players]
+
+    def _stage(self, number: int) -> _Stage:
+        policy, minibatches = self.pipeline.policy, self.minibatches
+        return _Stage(
+            number,
+            limit=policy.in_flight(number),
+            round_size=policy.round_size(number),
+            end=policy.round_size(number),
+            left=self.pipeline.in_round(number, 0),
+            forward_over=[inf] * minibatches,
+            backward_over=[inf] * minibatches,
+            version_of=[0] * minibatches,
+        )
+
+    def steps(self) -> Iterator[tuple[Worker, Step]]:
+        """The passes in the order of time."""
+        left = 2 * self.minibatches * len(self.stages)
+        time, stuck = 0, -1
+        while left:
+            if not self.turns:
+                assert time > stuck, f"nobody can move at time {time}"
+                self.turns, stuck = [(time, player.number) for player in self.players], time
+            time, number = heappop(self.turns)
+            player = self.players[number]
+            if player.busy_until <= time:
+                step = self._step(player, time, patient=time > stuck)
+                if step is not None:
+                    yield player.worker, step
+                    left -= 1
+
+    def _step(self, player: _Player, time: int, patient: bool) -> Step | None:
+        """What `player` begins at `time`."""
+        stage, in_flight = player.stage, player.in_flight
+        oldest = in_flight[0] if in_flight else player.coming
+        if time < stage.begins or oldest >= stage.end:
+            return None
+        version = self._version(player)
+        if version is not None:
+            if _are_over(stage.before_forward, player.coming, time):
+                return self._go_forward(player, time, version)
+            if patient:
+                return None
+        if not in_flight:
+            return None
+        if self.in_turn:
+            minibatch = oldest
+        elif player.coming < min(stage.end, self.minibatches):
+            return None
+        else:
+            minibatch = in_flight[-1]
+        if _are_over(stage.before_backward, minibatch, time):
+            return self._go_backward(player, time, minibatch)
+        return None
+
+    def _version(self, player: _Player) -> int | None:
+        """What its next forward pass runs on; None where backward passes have to come first."""
+        stage, coming = player.stage, player.coming
+        if coming >= self.minibatches or len(player.in_flight) >= stage.limit:
+            return None
+        entered = self.stages[0].version_of[coming]
+        version = self.version(stage.number, coming, stage.round, entered)
+        return version if version <= stage.round else None
+
+    def _go_forward(self, player: _Player, time: int, version: int) -> Step:
+        stage, minibatch = player.stage, player.coming
+        over = time + len(stage.players)
+        stage.version_of[minibatch] = version
+        stage.forward_over[minibatch] = player.busy_until = over
+        player.coming += len(stage.players)
+        player.in_flight.append(minibatch)
+        heappush(self.turns, (over, player.number))
+        self._wake(stage.after_forward, minibatch, over)
+        if self.set_by_first and stage.number == 0:  # what version they will need is known now
+            self._wake(stage.after_forward, minibatch, time)
+        return Step(time, Kind.FORWARD, minibatch, version)
+
+    def _go_backward(self, player: _Player, time: int, minibatch: int) -> Step:
+        stage = player.stage
+        over = time + len(stage.players)
+        stage.backward_over[minibatch] = player.busy_until = over
+        if self.in_turn:
+            player.in_flight.popleft()
+        else:
+            player.in_flight.pop()
+        stage.left -= 1
+        if stage.left:
+            heappush(self.turns, (over, player.number))
+        else:
+            self._next_round(stage, over)
+        self._wake(stage.after_backward, minibatch, over)
+        return Step(time, Kind.BACKWARD, minibatch, stage.version_of[minibatch])
+
+    def _next_round(self, stage: _Stage, begins: int) -> None:
+        stage.round += 1
+        stage.begins = begins
+        stage.end += stage.round_size
+        stage.left = self.pipeline.in_round(stage.number, stage.round)
+        for player in stage.players:
+            heappush(self.turns, (begins, player.number))
+
+    def _wake(self, stages: Sequence[_Stage], minibatch: int, time: int) -> None:
+        """Gives those who may wait for a pass of `minibatch` a turn."""
+        for stage in stages:
+            player = stage.players[minibatch % len(stage.players)]
+            if player.busy_until < time:
+                heappush(self.turns, (time, player.number))
+
+
+def _are_over(passes: Sequence[Sequence[float]], minibatch: int, time: int) -> bool:
+    for over in passes:  # noqa: SIM110 - the time that a generator takes is felt
+        if over[minibatch] > time:
+            return False
+    return True

@@ -1,0 +1,226 @@
+"""What each schedule says: how long a round is, which weights a pass runs on, how much may be held.
+
+`pipedream.schedule.generate` plays by it and the checker holds its lists against them; the planner
+asks how much a worker holds. It is no more than this:
+
+| schedule | one update per | minibatch b of a stage runs on | backward passes |
+|---|---|---|---|
+| weight-stashing | k r minibatches, k on each replica | the newest version | as they come |
+| vertical-sync | k r minibatches | the version as old as the first stage's | as they come |
+| 2bw | m minibatches | the version before the newest of its round | as they come |
+| flush | m minibatches | its round's only version | as they come |
+| gpipe | m minibatches | its round's only version | last first, after all forward passes |
+
+A pass waits until its version has been made. That alone empties the pipeline between the rounds of
+flush and gpipe, and keeps 2bw from running further ahead than two versions allow.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+from typing import ClassVar, NamedTuple
+
+from pipedream.graph.choices import ScheduleName
+from pipedream.schedule.in_flight import steady_in_flight, warm_up
+
+
+class Peak(NamedTuple):
+    """The most a worker holds at once: minibatches between forward and backward, and versions of
+    its weights (the newest, and those on which a minibatch has yet to go backward).
+    """
+
+    in_flight: int
+    versions: int
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """What one schedule says of stages of so many `replicas`.
+
+    Versions of a stage count its updates from 0. `microbatches` is the m of the schedules that
+    make one update per m minibatches, `accumulate` the k of the others. `room`: for how many
+    minibatches in flight a worker of each stage has memory, where that has been settled.
+    """
+
+    replicas: tuple[int, ...]
+    microbatches: int = 1
+    accumulate: int = 1
+    room: tuple[int, ...] | None = None
+
+    in_turn: ClassVar[bool] = True
+    """Backward passes as they come, oldest minibatch first; else a worker does all its forward
+    passes of a round, and then the backward passes, newest minibatch first."""
+
+    same_everywhere: ClassVar[bool] = True
+    """All stages run a minibatch on the version of the same number and update at the same
+    minibatches, as stages that share parameters have to."""
+
+    drains: ClassVar[bool] = False
+    """The pipeline empties after every round."""
+
+    in_step: ClassVar[bool] = True
+    """The replicas of a stage wait for one another again and again, while others go on."""
+
+    set_by_first: ClassVar[bool] = False
+    """The version of a minibatch is settled by its forward pass in the first stage."""
+
+    @abstractmethod
+    def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
+        """The version of the weights of `stage` on which `minibatch` runs, forward and backward.
+
+        `newest` is what the stage has when its forward pass may begin, `entered` the version on
+        which the first stage runs that minibatch. It may be one still to be made: the pass waits.
+        """
+
+    @abstractmethod
+    def versions(self, stage: int) -> int:
+        """How many versions a worker of `stage` holds at most, the newest among them."""
+
+    def in_flight(self, stage: int) -> int:
+        """How many minibatches a worker of `stage` has between forward and backward at most."""
+        return self.window[stage]
+
+    @cached_property
+    def window(self) -> tuple[int, ...]:
+        """For each stage: as many as there is room for, or as let no worker wait."""
+        return self.room or steady_in_flight(self.replicas, self.in_step)
+
+    def peak(self, stage: int) -> Peak:
+        """What a worker of `stage` never holds more than."""
+        return Peak(self.in_flight(stage), self.versions(stage))
+
+    def round_size(self, stage: int) -> int:
+        """How many consecutive minibatches make one update of `stage`."""
+        return self.microbatches
+
+    @property
+    def least_microbatches(self) -> int:
+        """Fewer would have passes wait for versions in the steady state."""
+        return 1
+
+
+class WeightStashing(Policy):
+    """PipeDream's default (SOSP 2019, section 3.3): w(t+1) = w(t) - lr grad f(w_1(t-n+1), ...,
+    w_n(t)) for n stages.
+    """
+
+    same_everywhere = False
+
+    def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
+        return newest
+
+    def versions(self, stage: int) -> int:
+        return self.in_flight(stage)
+
+    def round_size(self, stage: int) -> int:
+        return self.replicas[stage] * self.accumulate
+
+
+class VerticalSync(Policy):
+    """PipeDream's other way (SOSP 2019, section 3.3): w(t+1) = w(t) - lr grad f(w_1(t-n+1), ...,
+    w_n(t-n+1)) for n stages.
+
+    The version of a minibatch is fixed when it enters the first stage. That version, number v of a
+    stage of r_0 replicas, has learned from minibatches 0 to v r_0 - 1; a stage of r replicas uses
+    the newest of its versions that has learned from none but these, number floor(v r_0 / r). All
+    of them have gone backward when the first stage has made its version, so it is there.
+    """
+
+    same_everywhere = False
+    set_by_first = True
+
+    def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
+        return entered * self.replicas[0] // self.replicas[stage] if stage else newest
+
+    def versions(self, stage: int) -> int:
+        """When minibatch b goes backward, the stage is at version floor(b / s), s = k r, and b runs
+        on floor(v s_0 / s). Of the first stage's minibatches in flight, F on each replica, the
+        newest is at most v s_0 + s_0 + F r_0 - r_0 - 1; v s_0 is a multiple of gcd(s_0, s).
+        """
+        first, here = self.round_size(0), self.round_size(stage)
+        window = first + (self.in_flight(0) - 1) * self.replicas[0]
+        return -((gcd(first, here) - window) // here) + 1
+
+    def round_size(self, stage: int) -> int:
+        return self.replicas[stage] * self.accumulate
+
+
+class DoubleBuffered(Policy):
+    """PipeDream-2BW, double-buffered weights (Narayanan et al., "Memory-Efficient Pipeline-Parallel
+    DNN Training", ICML 2021, section 3.1): W(t+1) = W(t) - lr grad f(W(t-1)), f the mean over m
+    minibatches. No flush: while the last minibatches of a round run on W(t-1), the first of the
+    next one do on W(t).
+    """
+
+    def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
+        return max(0, minibatch // self.microbatches - 1)
+
+    def versions(self, stage: int) -> int:
+        return 2
+
+    @property
+    def least_microbatches(self) -> int:
+        """As many as `warm_up` has in flight at any stage, so that those lie in two rounds: for
+        stages of one replica the paper's m >= d, the depth. Where stages have several, replicas
+        wait for one another less if it is a multiple of each of their numbers.
+        """
+        stages = range(len(self.replicas))
+        return max(warm_up(self.replicas, stage) * self.replicas[stage] for stage in stages)
+
+
+class Flush(Policy):
+    """1F1B with a flush: the pipeline empties after every m minibatches and updates; equal to
+    training the plain model on batches of m minibatches.
+    """
+
+    in_step = False
+    drains = True
+
+    def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
+        return minibatch // self.microbatches
+
+    def versions(self, stage: int) -> int:
+        return 1
+
+    def in_flight(self, stage: int) -> int:
+        """Of a round no more than there are, or `warm_up` has."""
+        of_round = -(-self.microbatches // self.replicas[stage])
+        return min(self.window[stage], max(of_round, warm_up(self.replicas, stage)))
+
+
+class GPipe(Flush):
+    """All forward passes of a round, then all backward passes (Huang et al., "GPipe", NeurIPS 2019,
+    section 2.3 and figure 2c), in the reverse order as there: what was saved last is used first.
+
+    Learns what flush learns, and holds more: all m minibatches of a round.
+    """
+
+    in_turn = False
+
+    def in_flight(self, stage: int) -> int:
+        return -(-self.microbatches // self.replicas[stage])
+
+
+_POLICIES: dict[ScheduleName, type[Policy]] = {
+    "weight-stashing": WeightStashing,
+    "vertical-sync": VerticalSync,
+    "2bw": DoubleBuffered,
+    "flush": Flush,
+    "gpipe": GPipe,
+}
+
+
+def policy(
+    name: ScheduleName,
+    replicas: Sequence[int],
+    microbatches: int = 1,
+    accumulate: int = 1,
+    room: Sequence[int] | None = None,
+) -> Policy:
+    """What the schedule of that name says."""
+    given = None if room is None else tuple(room)
+    return _POLICIES[name](tuple(replicas), microbatches, accumulate, given)

@@ -1,0 +1,261 @@
+"""A captured model computes what the model computes: outputs, gradients, statistics."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipedream.capture.export import Captured, capture, flatten_inputs, rebuild
+from pipedream.capture.segment import segment
+from pipedream.graph.errors import UserError
+from pipedream.graph.model import format_graph, parse_graph
+
+
+def run_by_nodes(captured: Captured, inputs: list[Tensor]) -> dict[str, Tensor]:
+    """Runs each graph node as a segment of its own; every value by its name."""
+    values = dict(zip(captured.inputs, inputs, strict=True))
+    sources = {captured.owner[name] for name in captured.inputs}
+    for node in captured.graph.order:
+        if node not in sources:
+            piece = segment(captured, [node], captured.outputs)
+            results = piece.module(*(values[name] for name in piece.inputs))
+            values |= dict(zip(piece.outputs, results, strict=True))
+    return values
+
+
+def assert_transparent(model: nn.Module, *args: Tensor) -> Captured:
+    """Outputs, parameter gradients and buffers equal the plain model's, to the last bit."""
+    plain = copy.deepcopy(model).train()
+    torch.manual_seed(1)
+    expected = flatten_inputs((plain(*args),), {})
+    sum(output.square().mean() for output in expected).backward()
+
+    captured = capture(model, args)
+    torch.manual_seed(1)
+    values = run_by_nodes(captured, list(args))
+    outputs = [values[name] for name in captured.outputs]
+    for name, tensor in values.items():
+        value = captured.values[name]
+        assert (value.shape, value.dtype) == (tuple(tensor.shape), tensor.dtype), name
+        assert value.requires_grad == tensor.requires_grad, name
+    sum(output.square().mean() for output in outputs).backward()
+    for output, reference in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, reference, rtol=0, atol=0)
+    named = dict(captured.module.named_parameters())
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(named[name].grad, parameter.grad, rtol=0, atol=0)
+    buffers = dict(captured.module.named_buffers())
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(buffers.get(name, buffer), buffer, rtol=0, atol=0)
+    assert parse_graph(format_graph(captured.graph)).edges == captured.graph.edges
+    return captured
+
+
+def descriptions(captured: Captured) -> list[str]:
+    return [node.description for node in captured.graph.nodes.values()]
+
+
+class Model(nn.Module):
+    """Layers by name, and a function of (layers, inputs) as forward."""
+
+    def __init__(self, forward: Callable[..., Any], **layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(layers)
+        self.function = forward
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.function(self.layers, *inputs)
+
+
+def test_a_node_is_a_call_of_an_innermost_module_or_an_operator_between_modules() -> None:
+    model = Model(
+        lambda layers, x: (layers["a"](layers["a"](x)) + x).flatten(1),
+        a=nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+    )
+    captured = assert_transparent(model, torch.randn(2, 3, 4))
+    linear = "Linear(in_features=4, out_features=4, bias=True)"
+    assert descriptions(captured) == [
+        "Input0",
+        linear,
+        "ReLU()",
+        linear,
+        "ReLU()",
+        "Add",
+        "Flatten",
+    ]
+    assert set(captured.graph.edges) == {
+        ("node1", "node2"),
+        ("node2", "node3"),
+        ("node3", "node4"),
+        ("node4", "node5"),
+        ("node5", "node6"),
+        ("node1", "node6"),
+        ("node6", "node7"),
+    }
+    bytes_of = [node.parameter_bytes for node in captured.graph.nodes.values()]
+    assert bytes_of == [0, 80, 0, 0, 0, 0, 0], "a parameter used twice counts once"
+
+
+def test_batch_norm_and_dropout_are_captured_as_they_train() -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Dropout(0.5), nn.Flatten()
+    )
+    captured = assert_transparent(model, torch.randn(4, 3, 6, 6))
+    assert [text.partition("(")[0] for text in descriptions(captured)] == [
+        "Input0",
+        "Conv2d",
+        "BatchNorm2d",
+        "ReLU",
+        "Dropout",
+        "Flatten",
+    ]
+
+
+def test_a_recurrent_layer_is_one_node_with_several_outputs() -> None:
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y, (h, c) = layers["lstm"](x)
+        return y.mean(1) + h[0] * c[0]
+
+    captured = assert_transparent(
+        Model(forward, lstm=nn.LSTM(4, 5, batch_first=True)), torch.randn(2, 3, 4)
+    )
+    node = captured.graph.nodes["node2"]
+    assert node.description == "LSTM(4, 5, batch_first=True)"
+    assert node.activation_bytes == (2 * 3 * 5 * 4, 2 * 5 * 4, 2 * 5 * 4)
+
+
+def test_writes_in_place_become_values_where_nobody_else_sees_the_memory() -> None:
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x)
+        y += 1
+        z = y.mul_(2)
+        z.add_(2)
+        return z + y
+
+    captured = assert_transparent(Model(forward, a=nn.Linear(4, 4)), torch.randn(2, 4))
+    assert descriptions(captured)[2:] == ["Add", "Mul", "Add", "Add"]
+
+
+def test_writes_into_memory_that_others_see_stay_in_one_node() -> None:
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x)
+        side = y * 3
+        y[:, 0] = side[:, 1]
+        return layers["b"](y) + side
+
+    captured = assert_transparent(
+        Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(2, 4)
+    )
+    assert "InPlace" in descriptions(captured)
+
+
+def test_what_depends_on_nothing_is_made_where_it_is_read_and_is_no_node() -> None:
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        mask = torch.arange(4, dtype=x.dtype) > 1
+        return torch.where(mask, layers["b"](torch.where(mask, layers["a"](x), 0.0)), 1.0)
+
+    captured = assert_transparent(
+        Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(2, 4)
+    )
+    assert [text.partition("(")[0] for text in descriptions(captured)] == [
+        "Input0",
+        "Linear",
+        "Where",
+        "Linear",
+        "Where",
+    ]
+
+
+def test_random_numbers_are_no_constants() -> None:
+    model = Model(lambda layers, x: layers["a"](x) * torch.rand(4), a=nn.Linear(4, 4))
+    captured = assert_transparent(model, torch.randn(2, 4))
+    assert "Rand" in descriptions(captured)
+
+
+def test_a_stretch_without_gradient_stays_without() -> None:
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x)
+        with torch.no_grad():
+            scale = y.abs().mean() + 1
+        return layers["b"](y / scale) + y.detach()
+
+    assert_transparent(Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(2, 4))
+
+
+def test_tied_weights_go_by_their_first_name() -> None:
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
+    model[2].weight = model[0].weight
+    captured = assert_transparent(model, torch.randint(0, 10, (2, 3)))
+    assert captured.parameters["node2"] == captured.parameters["node4"] == ("0.weight",)
+    assert captured.graph.nodes["node4"].parameter_bytes == 0
+
+
+def test_several_inputs_and_a_dictionary_of_outputs() -> None:
+    model = Model(
+        lambda layers, x, y: {"sum": layers["a"](x) + y, "first": layers["a"](x)[0]},
+        a=nn.Linear(4, 4),
+    )
+    captured = assert_transparent(model, torch.randn(2, 4), torch.randn(2, 4))
+    assert set(rebuild([torch.zeros(1), torch.ones(1)], captured.out_spec)) == {"sum", "first"}
+
+
+def test_integer_and_boolean_values_cross_without_gradient() -> None:
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x)
+        return torch.where(y > 0, y, -y).gather(1, y.argmax(1, keepdim=True))
+
+    captured = assert_transparent(Model(forward, a=nn.Linear(4, 4)), torch.randn(2, 4))
+    kinds = {(value.dtype, value.requires_grad) for value in captured.values.values()}
+    assert (torch.bool, False) in kinds
+    assert (torch.int64, False) in kinds
+
+
+def test_the_fingerprint_is_of_the_structure_not_of_the_batch() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    small, large = (capture(model, (torch.randn(batch, 4),)).graph for batch in (2, 16))
+    assert small.fingerprint == large.fingerprint
+    other = capture(nn.Sequential(nn.Linear(4, 5), nn.ReLU()), (torch.randn(2, 4),)).graph
+    assert other.fingerprint != small.fingerprint
+
+
+def test_a_model_that_cannot_be_captured_gives_the_reason_and_the_line() -> None:
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        if layers["a"](x).sum() > 0:
+            return x
+        return -x
+
+    with pytest.raises(UserError, match=r"test_capture\.py:\d+: Model cannot be captured"):
+        capture(Model(forward, a=nn.Linear(4, 4)), (torch.randn(2, 4),))
+
+
+def test_what_is_read_before_a_write_in_place_stays_with_it() -> None:
+    """It was put after the write, for it depends on the values that the writing node gives."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x).detach()
+        side = y * 3
+        y[:, 0] = 1.0
+        return layers["b"](y) + side
+
+    assert_transparent(Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(2, 4))
+
+
+def test_gradients_of_embeddings_are_dense() -> None:
+    """`Embedding(sparse=True)` stopped the run at its first update with a traceback."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        return layers["b"](layers["a"](x))
+
+    model = Model(forward, a=nn.Embedding(5, 4, sparse=True), b=nn.Linear(4, 4))
+    captured = capture(model, (torch.tensor([[1, 2, 2]]),))
+    captured.module(torch.tensor([[1, 2, 2]]))[0].sum().backward()
+    gradient = captured.module.get_parameter("layers.a.weight").grad
+    assert gradient is not None
+    assert not gradient.is_sparse
+    assert gradient[2].ne(0).all()

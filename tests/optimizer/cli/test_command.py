@@ -1,0 +1,312 @@
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from profiled import profile, profile_of
+
+from pipedream.graph.model import format_graph, read_graph
+from pipedream.graph.plan import read_plan
+from pipedream.graph.profile import write_profile
+
+TRANSLATION = Path(__file__).with_name("translation.txt")
+LEVELS = ("--machines", "2,2", "--bandwidth", "1GB,500MB")
+
+
+def pd_optimize(*arguments, **options):
+    command = [Path(sys.executable).with_name("pd-optimize"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+
+
+def test_writes_plan_graph_and_picture_and_prints_a_table(tmp_path):
+    done = pd_optimize(TRANSLATION, *LEVELS, "-o", tmp_path / "out")
+    assert (done.returncode, done.stderr) == (0, "")
+    plan = read_plan(tmp_path / "out" / "plan.json")
+    assert plan.cluster.machines == (2, 2)
+    assert plan.predicted.cost_model == "paper"
+    assert plan.workers == 4
+    staged = read_graph(tmp_path / "out" / "graph.txt")
+    assert {name: node.stage for name, node in staged.nodes.items()} == plan.stage_of
+    assert all(staged.nodes[name].stage == 0 for name in ("in0", "in1", "in2"))
+    assert staged.nodes["hid"].stage == staged.nodes["enc"].stage
+    assert (tmp_path / "out" / ("graph.svg" if shutil.which("dot") else "graph.gv")).exists()
+    for word in ("stage", "one worker", "data parallelism", "times as fast", "Written:"):
+        assert word in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 121
+
+
+def test_the_graph_keeps_its_text_but_for_the_stages(tmp_path):
+    pd_optimize(TRANSLATION, *LEVELS, "-o", tmp_path)
+    before, after = read_graph(TRANSLATION), read_graph(tmp_path / "graph.txt")
+    assert format_graph(after.with_stages({})) == format_graph(before)
+    assert after.fingerprint == before.fingerprint
+
+
+def test_planning_a_planned_graph_again_gives_the_same(tmp_path):
+    for source, target in ((TRANSLATION, "a"), (tmp_path / "a" / "graph.txt", "b")):
+        assert pd_optimize(source, *LEVELS, "-o", tmp_path / target).returncode == 0
+    first, second = (json.loads((tmp_path / name / "plan.json").read_text()) for name in "ab")
+    assert first == second
+
+
+def test_the_plan_carries_its_simulated_time_and_timeline_draws_it(tmp_path):
+    done = pd_optimize(TRANSLATION, *LEVELS, "--timeline", "-o", tmp_path)
+    assert done.returncode == 0
+    plan = read_plan(tmp_path / "plan.json")
+    simulated = plan.predicted.simulated
+    assert simulated.seconds_per_minibatch >= plan.predicted.seconds_per_minibatch * 0.99
+    assert f"{1e3 * simulated.seconds_per_minibatch:.4g} ms" in done.stdout
+    for picture in ("timeline.png", "memory.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    pd_optimize(TRANSLATION, *LEVELS, "--update-rate", "100MB", "-o", tmp_path)
+    slower = read_plan(tmp_path / "plan.json").predicted.simulated
+    assert slower.seconds_per_minibatch > simulated.seconds_per_minibatch
+
+
+def test_compare_prints_a_table_and_writes_it_and_the_timelines(tmp_path):
+    done = pd_optimize(TRANSLATION, *LEVELS, "--compare", "--microbatches", "8", "-o", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in ("PipeDream", "Alpa", "straight", "GPipe", "equal parameters", "data parallelism"):
+        assert name in done.stdout
+    assert "of batches of 8" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 121
+    assert len((tmp_path / "compare.csv").read_text().splitlines()) == 7
+    assert (tmp_path / "compare.png").exists()
+
+
+def test_sweep_prints_a_table_and_writes_it_and_the_picture(tmp_path):
+    done = pd_optimize(TRANSLATION, *LEVELS, "--sweep", "1..6", "-o", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = (tmp_path / "sweep.csv").read_text().splitlines()[1:]
+    assert [row.split(",")[0] for row in rows] == ["1", "2", "4", "6"]
+    assert "2,3" in done.stdout
+    assert (tmp_path / "sweep.png").exists()
+
+
+def test_flags_reach_the_planner(tmp_path):
+    shared = ("--machines", "4", "--bandwidth", "1GB", "-o", tmp_path)
+    flags = ("--cost-model", "released", "--activation-compression", "2", "--straight")
+    assert pd_optimize(TRANSLATION, *shared, *flags, "--schedule", "flush").returncode == 0
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.replicas == (1, 1, 1, 1)
+    assert plan.schedule == "flush"
+    assert plan.predicted.cost_model == "released"
+    assert pd_optimize(TRANSLATION, *shared, "--memory", "50MB").returncode == 0
+    assert all(s.memory_bytes <= 50e6 for s in read_plan(tmp_path / "plan.json").stages)
+    slow = ("--machines", "4", "--bandwidth", "1kB", "-o", tmp_path, "--fewer-machines")
+    assert pd_optimize(TRANSLATION, *slow).returncode == 0
+    assert read_plan(tmp_path / "plan.json").workers < 4
+
+
+def test_latency_reaches_the_planner_and_the_plan(tmp_path):
+    shared = (TRANSLATION, *LEVELS, "-o", tmp_path, "--objective", "latency")
+    done = pd_optimize(*shared, "--microbatches", "8", "--epsilon", "0.001", "--layers", "4")
+    assert (done.returncode, done.stderr) == (0, "")
+    plan = read_plan(tmp_path / "plan.json")
+    predicted = plan.predicted
+    assert (plan.schedule, predicted.objective, predicted.microbatches) == ("flush", "latency", 8)
+    assert predicted.latency_seconds >= 8 * predicted.seconds_per_minibatch
+    assert "this plan, per batch" in done.stdout
+
+
+def test_an_export_lies_beside_the_plan_and_needs_the_profile(tmp_path):
+    shutil.copy(TRANSLATION, tmp_path / "graph.txt")
+    arguments = (tmp_path / "graph.txt", *LEVELS, "--export", "torch", "-o", tmp_path)
+    done = pd_optimize(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"pd-optimize: --export torch needs {tmp_path}/profile.json")
+    graph = read_graph(tmp_path / "graph.txt")
+    write_profile(profile_of(graph), tmp_path / "profile.json")
+    done = pd_optimize(*arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"Exported: {tmp_path}/export-torch.json" in done.stdout
+    stages = json.loads((tmp_path / "export-torch.json").read_text())["stages"]
+    assert len(stages) == len(read_plan(tmp_path / "plan.json").stages)
+
+
+def test_by_default_the_plan_lies_beside_the_graph(tmp_path):
+    shutil.copy(TRANSLATION, tmp_path / "graph.txt")
+    assert pd_optimize(tmp_path / "graph.txt", *LEVELS).returncode == 0
+    assert (tmp_path / "plan" / "plan.json").exists()
+
+
+CLUSTERS = Path(__file__).parents[3] / "configs" / "clusters"
+
+
+def test_a_cluster_file_is_planned_for_and_lies_in_the_plan(tmp_path):
+    from pipedream.graph.cluster_file import read_cluster
+
+    file = CLUSTERS / "measured.yaml"
+    assert pd_optimize(TRANSLATION, "--cluster", file, "-o", tmp_path).returncode == 0
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.cluster == read_cluster(file)
+    assert plan.predicted.cost_model == "measured"
+    flags = ("--cluster", CLUSTERS / "two_machines.yaml", "-o", tmp_path)
+    assert pd_optimize(TRANSLATION, *flags).returncode == 0
+    assert read_plan(tmp_path / "plan.json").predicted.cost_model == "paper"
+
+
+def test_latencies_have_a_short_form(tmp_path):
+    flags = ("--latency", "10us,1ms", "--cost-model", "measured", "-o", tmp_path)
+    assert pd_optimize(TRANSLATION, *LEVELS, *flags).returncode == 0
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.cluster.latency == (1e-5, 1e-3)
+    assert plan.predicted.cost_model == "measured"
+
+
+WRONG = {
+    "no machines": (["--bandwidth", "1GB"], "Missing option '--machines': give --machines and"),
+    "both": (
+        [*LEVELS, "--cluster", CLUSTERS / "measured.yaml"],
+        "and --machines both say what the cluster is: give one of them",
+    ),
+    "latency beside": (
+        ["--latency", "1us", "--cluster", CLUSTERS / "measured.yaml"],
+        "and --latency both say",
+    ),
+    "latency": ([*LEVELS, "--latency", "1us,soon"], "--latency: 'soon' is no time: write 20us"),
+    "latencies": (
+        [*LEVELS, "--latency", "1us"],
+        "--latency 1us: 2 levels of machines but 1 latencies",
+    ),
+    "no cluster": (["--cluster", "none.yaml"], "none.yaml: cannot be read: No such file"),
+    "not one": (["--cluster", "graph.txt"], "graph.txt:12: found character"),
+    "levels": (["--machines", "2,2", "--bandwidth", "1GB"], "2 levels of machines but 1 bandwidth"),
+    "no machine": (["--machines", "0", "--bandwidth", "1GB"], "at least 1 machine"),
+    "machines": (["--machines", "two", "--bandwidth", "1GB"], "--machines two: give whole numbers"),
+    "bandwidth": (["--machines", "2", "--bandwidth", "fast"], "--bandwidth: 'fast' is no amount"),
+    "negative": (["--machines", "2", "--bandwidth", "-1GB"], "--bandwidth: '-1GB' is no amount"),
+    "no bandwidth": (["--machines", "2"], "Missing option '--bandwidth'"),
+    "model": ([*LEVELS, "--cost-model", "best"], "'--cost-model': 'best' is not one of"),
+    "schedule": ([*LEVELS, "--schedule", "zigzag"], "'--schedule': 'zigzag' is not one of"),
+    "microbatches": ([*LEVELS, "--microbatches", "4"], "--microbatches is of --objective latency"),
+    "few microbatches": (
+        [*LEVELS, "--schedule", "2bw", "--microbatches", "2"],
+        "--microbatches 2: with --schedule 2bw the best plan",
+    ),
+    "latency of another": (
+        [*LEVELS, "--objective", "latency", "--microbatches", "4", "--schedule", "2bw"],
+        "of the flush schedule, or gpipe: leave out --schedule 2bw",
+    ),
+    "compression": ([*LEVELS, "--activation-compression", "0"], "0.0 is not in the range"),
+    "memory": ([*LEVELS, "--memory", "lots"], "--memory: 'lots' is no amount of bytes"),
+    "update rate": ([*LEVELS, "--update-rate", "0"], "--update-rate: '0' is no positive amount"),
+    "sweep": ([*LEVELS, "--sweep", "64"], "--sweep 64: give the fewest and the most workers"),
+    "too little": ([*LEVELS, "--memory", "1kB"], "--memory 1 kB: no plan fits"),
+    "straight": (
+        ["--machines", "99", "--bandwidth", "1GB", "--straight"],
+        "--straight: 99 devices but only 7 nodes",
+    ),
+    "no batch": ([*LEVELS, "--objective", "latency"], "add --microbatches B"),
+    "no latency": ([*LEVELS, "--epsilon", "1"], "--epsilon is of --objective latency"),
+    "stashing": (
+        [
+            *LEVELS,
+            "--objective",
+            "latency",
+            "--microbatches",
+            "2",
+            *["--schedule", "weight-stashing"],
+        ],
+        "--objective latency is of the flush schedule",
+    ),
+    "output": ([*LEVELS, "-o", "/dev/null/x"], "-o /dev/null/x: cannot be written"),
+    "unknown": ([*LEVELS, "--fast"], "No such option"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_flag_is_one_line(case, tmp_path):
+    arguments, message = WRONG[case]
+    shutil.copy(TRANSLATION, tmp_path / "graph.txt")
+    done = pd_optimize("graph.txt", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("pd-optimize: ")
+    assert message in done.stderr
+
+
+def test_a_missing_or_broken_graph_is_one_line(tmp_path):
+    done = pd_optimize(tmp_path / "none.txt", *LEVELS)
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == f"pd-optimize: {tmp_path}/none.txt: cannot be read: No such file or directory\n"
+    )
+    broken = tmp_path / "graph.txt"
+    broken.write_text(TRANSLATION.read_text() + "\n\tout -- nowhere\n")
+    done = pd_optimize(broken, *LEVELS)
+    assert done.returncode == 2
+    assert done.stderr.endswith("edge out -- nowhere: there is no node nowhere\n")
+    assert done.stderr.startswith(f"pd-optimize: {broken}:")
+
+
+def test_help_is_quick_and_loads_neither_torch_nor_numpy():
+    code = (
+        "import sys; import pipedream.optimizer.cli.command;"
+        "print([name for name in ('torch', 'numpy', 'networkx') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        assert pd_optimize("--help").returncode == 0
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.5
+
+
+def test_planning_needs_no_torch(tmp_path):
+    code = (
+        "import sys; from pipedream.optimizer.cli.command import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    arguments = [TRANSLATION, *LEVELS, "-o", tmp_path]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_sweep_of_which_nothing_fits_says_so_without_a_warning(tmp_path):
+    short = ("--machines", "2", "--bandwidth", "1GB", "--straight", "--sweep", "900..901")
+    done = pd_optimize(TRANSLATION, *short, "-o", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("no plan fits") == 2
+
+
+def test_says_what_is_wrong_before_it_plans(tmp_path, monkeypatch):
+    from click.testing import CliRunner
+
+    from pipedream.optimizer.cli.command import main
+    from pipedream.optimizer.search import planner as optimize
+
+    def plans(request):
+        raise AssertionError("planned first")
+
+    monkeypatch.setattr(optimize, "optimize", plans)
+    (tmp_path / "file").write_text("")
+    graph = shutil.copy(TRANSLATION, tmp_path)
+    (tmp_path / "other").mkdir()
+    other = tmp_path / "other" / "profile.json"
+    write_profile(profile(), other)
+    (tmp_path / "other" / "graph.txt").write_text(TRANSLATION.read_text())
+    for late in (
+        ["-o", tmp_path / "file" / "out"],
+        ["--export", "torch"],
+        ["--sweep", "5..5"],
+        ["--sweep", "1..4096"],
+        ["--weight-prediction", "--schedule", "flush"],
+    ):
+        done = CliRunner().invoke(main, [str(word) for word in (graph, *LEVELS, *late)])
+        assert done.exit_code == 2
+    words = (tmp_path / "other" / "graph.txt", *LEVELS, "--export", "torch")
+    done = CliRunner().invoke(main, [str(word) for word in words])
+    assert done.exit_code == 2
+    assert "profile of another graph" in done.output

@@ -1,0 +1,144 @@
+"""Planning as an earlier plan was made: its options, and so many of its devices."""
+
+import json
+
+import click
+import pytest
+
+from pipedream.graph.cluster import Cluster, DeviceKind, Link
+from pipedream.graph.errors import UserError
+from pipedream.graph.model import format_graph
+from pipedream.graph.plan import read_plan
+from pipedream.optimizer.cli.cluster_options import cluster_of
+from pipedream.optimizer.cli.command import _task, main
+from pipedream.optimizer.cli.like import left
+from pipedream.optimizer.cli.options import Options
+
+
+def typed(*words):
+    """The options as the command would have them."""
+    context = click.Context(main)
+    main.parse_args(context, [str(word) for word in words])
+    return Options(**context.params)
+
+
+def planned(*words):
+    """Runs pd-optimize here."""
+    with pytest.raises(SystemExit) as ended:
+        main.main([str(word) for word in words])
+    assert ended.value.code == 0
+
+
+@pytest.fixture
+def graph(tmp_path, make_graph):
+    path = tmp_path / "graph.txt"
+    costs = dict.fromkeys("abcd", (5, 1000, 1000000.0))
+    path.write_text(format_graph(make_graph("a b c d", "a-b b-c c-d", **costs)))
+    return path
+
+
+OPTIONS = (
+    ("--memory", "60MB", "--recompute", "never", "--fewer-machines", "--update-rate", "1GB"),
+    ("--straight", "--optimizer", "sgd", "--weight-prediction"),
+    ("--cost-model", "released", "--activation-compression", "2"),
+    ("--schedule", "flush", "--microbatches", "12", "--optimizer", "momentum"),
+    ("--objective", "latency", "--microbatches", "8", "--epsilon", "0.001", "--layers", "3"),
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+def test_the_same_is_asked_again(graph, options):
+    cluster = ("--machines", "2,2", "--bandwidth", "1GB,500MB", "--latency", "1us,1ms")
+    planned(graph, *cluster, *options)
+    path = graph.parent / "plan" / "plan.json"
+    first = _task(typed(graph, *cluster, *options))
+    again = _task(typed(graph, "--like", path))
+    # The model is a new object each time; and a plan names the number of microbatches it is for.
+    for field in set(first.request.__dataclass_fields__) - {"model", "graph", "microbatches"}:
+        assert getattr(again.request, field) == getattr(first.request, field), field
+    assert again.request.keeping == first.request.keeping
+    assert type(again.request.model) is type(first.request.model)
+    planned(graph, "--like", path, "-o", graph.parent / "again")
+    assert (graph.parent / "again" / "plan.json").read_text() == path.read_text()
+
+
+def test_what_is_typed_goes_first(graph):
+    planned(graph, "--machines", "4", "--bandwidth", "1GB", "--memory", "60MB", "--straight")
+    plan = graph.parent / "plan" / "plan.json"
+    task = _task(typed(graph, "--like", plan, "--memory", "80MB", "--schedule", "2bw"))
+    assert (task.request.memory, task.request.schedule) == (80e6, "2bw")
+    assert task.request.rules.straight
+
+
+def test_the_profile_is_found_from_the_plans_folder(graph, monkeypatch):
+    """Also where the plan was made from elsewhere; none is looked for where none was used."""
+    planned(graph, "--machines", "4", "--bandwidth", "1GB", "-o", graph.parent / "plan")
+    path = graph.parent / "plan" / "plan.json"
+    assert typed(graph, "--like", path).profile is None
+    data = json.loads(path.read_text())
+    data["asked"]["profile"] = "../profile.json"
+    path.write_text(json.dumps(data))
+    monkeypatch.chdir("/")
+    assert typed(graph, "--like", path).profile.resolve() == graph.parent / "profile.json"
+
+
+def test_a_plan_that_remembers_nothing_will_do(graph):
+    """One made before plans did."""
+    planned(graph, "--machines", "4", "--bandwidth", "1GB", "--schedule", "vertical-sync")
+    path = graph.parent / "plan" / "plan.json"
+    data = json.loads(path.read_text())
+    del data["asked"]
+    path.write_text(json.dumps(data))
+    assert read_plan(path).asked is None
+    assert _task(typed(graph, "--like", path)).request.schedule == "vertical-sync"
+
+
+# What is left of a cluster ---------------------------------------------------------------------
+
+
+def test_whole_machines_are_machines_and_others_one_level():
+    link = Link(points=((1, 1e-3), (2, 2e-3)))
+    cluster = Cluster(
+        machines=(4, 2), bandwidth=(10e9, 1e9), latency=(1e-6, 1e-3), send=(None, link)
+    )
+    assert left(cluster, 8) == cluster
+    assert left(cluster, 4) == Cluster(
+        machines=(4,), bandwidth=(10e9,), latency=(1e-6,), send=(None,)
+    )
+    assert left(cluster, 3).machines == (3,)
+    assert left(cluster, 3).bandwidth == (10e9,)
+    assert left(cluster, 7) == Cluster(
+        machines=(7,), bandwidth=(1e9,), latency=(1e-3,), send=(link,)
+    )
+
+
+def test_kinds_are_those_of_the_first_devices():
+    kinds = (DeviceKind(name="new"), DeviceKind(name="old", speed=0.5))
+    cluster = Cluster(
+        machines=(2, 3),
+        bandwidth=(10e9, 1e9),
+        kinds=kinds,
+        machine_kinds=("new", "old", "new"),
+    )
+    assert left(cluster, 6) == cluster
+    assert left(cluster, 5).machine_kinds == ("new", "new", "old", "old", "new")
+    assert left(cluster, 4).machine_kinds == ("new", "old")
+    assert left(cluster, 2).machine_kinds == ("new", "new")
+    assert left(cluster, 1).machine_kinds == ("new",)
+    assert all(left(cluster, count).devices == count for count in range(1, 7))
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--workers", "2"), "--workers is of --like PLAN"),
+        (("--like", "PLAN", "--workers", "5"), "--workers 5: the cluster of .* has 4 devices"),
+        (("--like", "PLAN", "--machines", "2"), "--like .* and --machines both say"),
+        (("--like", "PLAN", "--cluster", "c.yaml"), "--like .* and --cluster both say"),
+    ],
+)
+def test_mistakes_are_one_line(graph, words, problem):
+    planned(graph, "--machines", "4", "--bandwidth", "1GB")
+    plan = str(graph.parent / "plan" / "plan.json")
+    with pytest.raises(UserError, match=problem):
+        cluster_of(typed(graph, *(plan if word == "PLAN" else word for word in words)))

@@ -1,0 +1,58 @@
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from pipedream.graph.cluster import Cluster
+from pipedream.optimizer.compare.comparison import (
+    compare,
+    comparison_frame,
+    comparison_table,
+    draw_comparison,
+)
+from pipedream.optimizer.cost.models import Paper
+from pipedream.optimizer.search.planner import Request
+
+
+@pytest.fixture
+def request_of(make_graph):
+    graph = make_graph("a b c d", "a-b b-c c-d", a=(8, 1e3, 1e3), b=(2, 1e3, 1e3), d=(2, 1e3, 1e6))
+
+    def make(memory=None):
+        return Request(graph, Cluster(machines=(3,), bandwidth=(1e9,)), Paper(), memory=memory)
+
+    return make
+
+
+def test_six_plans_each_with_both_times(request_of, tmp_path):
+    contenders = compare(request_of(), 6)
+    frame = comparison_frame(contenders).set_index("plan")
+    assert list(frame.index) == [
+        "PipeDream",
+        "Alpa, one submesh a stage",
+        "straight pipeline",
+        "GPipe, equal layers",
+        "equal parameters",
+        "data parallelism",
+    ]
+    assert frame["fits"].all()
+    assert frame["replicas"]["data parallelism"] == "3"
+    assert frame["schedule"]["GPipe, equal layers"] == "gpipe"
+    times = frame["simulated_seconds_per_minibatch"]
+    assert times["straight pipeline"] == pytest.approx(8e-3, rel=0.01)
+    assert times["data parallelism"] == pytest.approx((13e-3 + 4 / 3 * 1e-3) / 3, rel=0.01)
+    best = frame["seconds_per_minibatch"]["PipeDream"]
+    assert (frame["seconds_per_minibatch"] >= best * (1 - 1e-9)).all()
+    draw_comparison(contenders, tmp_path / "compare.png")
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_does_not_fit_is_shown_as_such(request_of):
+    contenders = compare(request_of(memory=1.9e6), 6)
+    frame = comparison_frame(contenders).set_index("plan")
+    assert not frame["fits"].any()
+    assert frame["memory_bytes"]["data parallelism"] > 1.9e6
+    assert "no plan fits" in frame["problem"]["PipeDream"]
+    text = StringIO()
+    Console(file=text, width=120).print(comparison_table(contenders, 6))
+    assert text.getvalue().count("does not fit") == 6

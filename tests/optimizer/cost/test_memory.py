@@ -1,0 +1,162 @@
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipedream.graph.choices import SCHEDULES
+from pipedream.graph.model import Graph, Node
+from pipedream.graph.profile import Footprint
+from pipedream.optimizer.cost.memory import Keeping, StageMemory
+from pipedream.optimizer.cost.models import memory
+from pipedream.optimizer.cost.stage_cost import MemoryLimit
+from pipedream.optimizer.cuts.antichains import AntichainDag
+from pipedream.optimizer.cuts.downsets import Cuts
+from pipedream.optimizer.cuts.planning_graph import PlanningGraph
+from pipedream.schedule.policy import Peak
+
+
+def cuts_of(graph, footprints=None):
+    planning = PlanningGraph.of(graph, footprints)
+    return Cuts(planning, AntichainDag.of(planning, 1000).downsets)
+
+
+@pytest.fixture
+def graph(make_graph):
+    """a -> b -> c, and a -> c. Outputs 100, 20, 3; parameters 1, 10, 0."""
+    return make_graph("a b c", "a-b b-c a-c", a=(1, 100, 1), b=(1, 20, 10), c=(1, 3, 0))
+
+
+def items(held, start, end, minibatches, recompute=False):
+    peak = Peak(minibatches, held.keeping.peak(minibatches - 1).versions)
+    found = held.of(start, slice(end, end + 1), peak, recompute)
+    total = held.total(start, slice(end, end + 1), peak, recompute)
+    assert found.total.tolist() == total.tolist()
+    return {name: value.tolist()[0] for name, value in vars(found).items()}
+
+
+def test_workers_behind_a_worker_and_itself():
+    assert [Keeping().peak(load) for load in range(3)] == [(1, 1), (2, 2), (3, 3)]
+    assert [Keeping("flush").peak(load) for load in range(3)] == [(1, 1), (2, 1), (3, 1)]
+    assert [Keeping("2bw").peak(load) for load in range(3)] == [(1, 2), (2, 2), (3, 2)]
+    assert [Keeping("gpipe", "sgd", 8).peak(load) for load in range(3)] == [(8, 1)] * 3
+
+
+def test_weight_stashing_keeps_a_version_for_each_minibatch(graph):
+    held = StageMemory(cuts_of(graph), Keeping("weight-stashing", "adam"))
+    # At the backward pass of b, the first: all is still saved, and b's gradients come.
+    assert items(held, 0, 2, 3) == {
+        "parameters": 11,
+        "weight_versions": 2 * 11,
+        "optimizer_state": 2 * 11,
+        "gradients": 0,
+        "activations": 3 * 120,
+        "inputs": 120,  # the gradients of what the stage has sent: of a's output and b's
+        "workspace": 10,
+    }
+
+
+def test_flush_keeps_one_version_and_gradients_all_the_time(graph):
+    held = StageMemory(cuts_of(graph), Keeping("flush", "momentum"))
+    found = items(held, 0, 2, 3)
+    assert (found["weight_versions"], found["optimizer_state"]) == (0, 11)
+    assert found["gradients"] == 11
+
+
+def test_what_a_stage_receives_is_kept_and_one_more_is_on_its_way(graph):
+    held = StageMemory(cuts_of(graph), Keeping("flush"))
+    assert items(held, 1, 2, 2)["inputs"] == 3 * 100 + 120
+    assert items(held, 2, 3, 1)["inputs"] == 2 * 120
+
+
+def test_recomputation_keeps_one_set_of_activations(graph):
+    held = StageMemory(cuts_of(graph), Keeping())
+    plain, again = (items(held, 0, 2, 3, recompute) for recompute in (False, True))
+    assert again == plain | {"activations": 120}
+
+
+def test_gradients_come_as_activations_go(make_graph):
+    # At b 50 are saved and b's 7 come; at a 5 are saved, and there are 7 + 30.
+    graph = make_graph("a b", "a-b", a=(1, 5, 30), b=(1, 45, 7))
+    held = StageMemory(cuts_of(graph), Keeping())
+    found = items(held, 0, 2, 1)
+    assert (found["activations"], found["gradients"], found["workspace"]) == (50, 0, 7)
+    graph = make_graph("a b", "a-b", a=(1, 45, 30), b=(1, 5, 7))
+    found = items(StageMemory(cuts_of(graph), Keeping()), 0, 2, 1)
+    assert (found["activations"], found["gradients"], found["workspace"]) == (45, 7, 30)
+
+
+def test_measured_footprints_take_the_place_of_outputs(make_graph):
+    graph = make_graph("in a b", "in-a a-b", a=(1, 5, 30), b=(1, 45, 7))
+    graph = graph.with_nodes([Node(id="in", description="Input0")])
+    kept = {"in": Footprint(0, 0, 9), "a": Footprint(1000, 33), "b": Footprint(200, 44)}
+    held = StageMemory(cuts_of(graph, kept), Keeping())
+    found = items(held, 0, 2, 2)
+    # The loss saves as much as it reads, the 45 bytes of b.
+    assert found["activations"] == 2 * 1245
+    assert found["inputs"] == 3 * 9
+    assert found["workspace"] == 44
+    assert items(held, 1, 2, 1)["inputs"] == 2 * 5
+
+
+def chains():
+    sizes = st.integers(0, 9)
+    return st.lists(st.tuples(sizes, sizes, sizes), min_size=2, max_size=40)
+
+
+@settings(max_examples=50, deadline=None)
+@given(chain=chains(), schedule=st.sampled_from(SCHEDULES))
+def test_many_nodes_share_moments_and_little_is_lost(chain, schedule):
+    nodes = {f"n{i}": Node(f"n{i}", "Layer", 1.0) for i in range(len(chain))}
+    for (name, node), (saved, _, parameters) in zip(list(nodes.items()), chain, strict=True):
+        changed = Node(name, node.description, 1.0, 0.0, (saved,), parameters)
+        nodes[name] = changed
+    names = list(nodes)
+    graph = Graph(nodes, tuple(itertools.pairwise(names)))
+    kept = {
+        name: Footprint(saved, workspace + parameters)
+        for name, (saved, workspace, parameters) in zip(names, chain, strict=True)
+    }
+    cuts = cuts_of(graph, kept)
+    exact = StageMemory(cuts, Keeping(schedule))
+    before, memory.MOMENTS = memory.MOMENTS, 1000
+    try:
+        finest = StageMemory(cuts, Keeping(schedule))
+    finally:
+        memory.MOMENTS = before
+    last = len(cuts) - 1
+    for start in range(0, last, 5):
+        ends = slice(start + 1, last + 1)
+        rough, fine = (held.total(start, ends, Peak(2, 2), False) for held in (exact, finest))
+        assert np.all(np.abs(rough - fine) <= 0.1 * fine + 40)
+
+
+def test_the_choice_is_the_cheaper_one_that_fits(graph):
+    held = StageMemory(cuts_of(graph), Keeping())
+    ends = slice(1, 4)
+    plain = held.total(0, ends, Peak(2, 2), False)
+    again = held.total(0, ends, Peak(2, 2), True)
+    assert (again < plain).all()
+    for allowed, some, expected in (
+        ("auto", plain.max(), ([True] * 3, [False] * 3)),
+        ("auto", again[1], ((again <= again[1]).tolist(), (plain > again[1]).tolist())),
+        ("never", again[1], ((plain <= again[1]).tolist(), [False] * 3)),
+        ("always", math.inf, ([True] * 3, [True] * 3)),
+    ):
+        fits, recompute = MemoryLimit(some, held, allowed).choose(0, ends, Peak(2, 2), last=False)
+        assert (fits.tolist(), recompute.tolist()) == expected, allowed
+    fits, recompute = MemoryLimit(math.inf, held, "always").choose(0, ends, Peak(1, 1), last=True)
+    assert not recompute.any(), "the backward pass follows at once"
+
+
+def test_predicted_weights_stand_beside_the_newest_and_the_last_step(graph):
+    """One copy for each minibatch in flight; the last stage predicts nothing."""
+    held = StageMemory(
+        cuts_of(graph), Keeping("weight-stashing", "momentum", weight_prediction=True)
+    )
+    found = items(held, 0, 2, 3)
+    assert (found["weight_versions"], found["optimizer_state"]) == (3 * 11, 2 * 11)
+    found = items(held, 0, 2, 1)
+    assert (found["weight_versions"], found["optimizer_state"]) == (0, 11)

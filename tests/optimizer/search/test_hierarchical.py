@@ -1,0 +1,168 @@
+"""The dynamic program against every plan there is, tried one by one."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from random_graphs import graphs
+
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.errors import UserError
+from pipedream.optimizer.cost.models import COST_MODELS
+from pipedream.optimizer.search.hierarchical import Rules, affordable
+from pipedream.optimizer.search.planner import Request, optimize
+
+MODELS = [
+    ("paper", None),
+    ("paper", 4.0),
+    ("released", None),
+    ("released", 1.0),
+    ("released", 4.0),
+    ("measured", None),
+    ("measured", 4.0),
+]
+
+
+def best_of_all(by_hand, costs, cuts, rules, *keeping):
+    """The least time over every plan, infinite if none fits."""
+    level = len(costs.machines) - 1
+    plans = by_hand.every_plan(cuts, costs.machines, rules.straight, rules.fewer_machines)
+    held = ((plan, costs.within(plan, *keeping)) for plan in plans)
+    return min(
+        (costs.time(level, plan, found[1]) for plan, found in held if found), default=math.inf
+    )
+
+
+def check(
+    by_hand,
+    graph,
+    machines,
+    model,
+    rules,
+    most_cuts,
+    share=None,
+    schedule="flush",
+    recompute="auto",
+    optimizer="sgd",
+):
+    """Plans, tries every plan, compares; with `share` of the memory that the free plan needs."""
+    name, compression = model
+    cuts = by_hand.downsets(graph)
+    assume(len(cuts) <= most_cuts)
+    assume(not rules.straight or rules.fewer_machines or math.prod(machines) <= len(graph.nodes))
+    bandwidth = (1e9, 2e8, 1e8)[: len(machines)]
+    latency = (1e-4, 2e-3, 5e-3)[: len(machines)]
+    costs = by_hand.Costs(graph, machines, bandwidth, name, compression, latency)
+    cluster = Cluster(machines=machines, bandwidth=bandwidth, latency=latency)
+    request = Request(
+        graph,
+        cluster,
+        COST_MODELS[name](compression),
+        schedule,
+        rules=rules,
+        recompute=recompute,
+        optimizer=optimizer,
+        in_flight="least",
+    )
+    outcome = optimize(request)
+    memory = None
+    if share is not None:
+        memory = share * max(stage.memory_bytes for stage in outcome.plan.stages)
+        assume(memory > 0)
+        request = replace(request, memory=memory)
+    room = math.inf if memory is None else memory
+    keeping = (schedule, room, recompute, {"sgd": 0, "momentum": 1, "adam": 2}[optimizer])
+    best = best_of_all(by_hand, costs, cuts, rules, *keeping)
+    if best == math.inf:
+        with pytest.raises(UserError, match="no plan fits"):
+            optimize(request)
+        return
+    outcome = optimize(request)
+    predicted = outcome.plan.predicted
+    if outcome.plan.workers < cluster.devices and not rules.fewer_machines:
+        # Rather a machine without work than a stage without, as the best on all machines has.
+        freely = best_of_all(by_hand, costs, cuts, replace(rules, fewer_machines=True), *keeping)
+        assert freely * (1 - 1e-9) <= predicted.seconds_per_minibatch <= best * (1 + 1e-9)
+        assert all(stage.compute_seconds for stage in outcome.plan.stages)
+        best = predicted.seconds_per_minibatch
+    assert outcome.exact
+    assert outcome.cuts == len(cuts)
+    assert predicted.seconds_per_minibatch == pytest.approx(best, rel=1e-9)
+    assert predicted.lower_bound_seconds == pytest.approx(best, rel=1e-9)
+    nested = by_hand.nest(outcome.plan, graph)
+    most, seconds = costs.within(nested, *keeping)
+    assert costs.time(len(machines) - 1, nested, seconds) == pytest.approx(best, rel=1e-9)
+    held = max(stage.memory_bytes for stage in outcome.plan.stages)
+    assert held == pytest.approx(most)
+    assert memory is None or held <= memory
+    assert [stage.compute_seconds for stage in outcome.plan.stages] == pytest.approx(
+        list(seconds.values())
+    )
+    for stage in outcome.plan.stages:
+        assert stage.memory.total == pytest.approx(stage.memory_bytes)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from([(1,), (2,), (3,), (4,)]),
+    model=st.sampled_from(MODELS),
+    rules=st.builds(Rules, st.booleans(), st.booleans()),
+)
+def test_flat_plans_equal_brute_force(by_hand, graph, machines, model, rules):
+    check(by_hand, graph, machines, model, rules, most_cuts=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from([(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]),
+    model=st.sampled_from(MODELS),
+    rules=st.builds(Rules, st.booleans(), st.booleans()),
+)
+def test_two_levels_equal_brute_force(by_hand, graph, machines, model, rules):
+    check(by_hand, graph, machines, model, rules, most_cuts=14)
+
+
+@settings(max_examples=25, deadline=None)
+@given(graph=graphs(most=6), model=st.sampled_from(MODELS), rules=st.builds(Rules))
+def test_three_levels_equal_brute_force(by_hand, graph, model, rules):
+    check(by_hand, graph, (2, 2, 2), model, rules, most_cuts=8)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    graph=graphs(),
+    machines=st.sampled_from([(2,), (3,), (4,), (2, 2), (3, 2), (2, 3)]),
+    model=st.sampled_from(MODELS),
+    rules=st.builds(Rules, st.booleans(), st.booleans()),
+    share=st.sampled_from([0.3, 0.5, 0.7, 0.9]),
+    schedule=st.sampled_from(["weight-stashing", "flush"]),
+    recompute=st.sampled_from(["never", "auto", "always"]),
+    optimizer=st.sampled_from(["sgd", "momentum", "adam"]),
+)
+def test_plans_within_memory_equal_brute_force(
+    by_hand, graph, machines, model, rules, share, schedule, recompute, optimizer
+):
+    check(by_hand, graph, machines, model, rules, 10, share, schedule, recompute, optimizer)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    graph=graphs(most=6),
+    machines=st.sampled_from([(2, 2), (3, 2), (1, 3), (2, 3)]),
+    model=st.sampled_from(MODELS),
+    share=st.sampled_from([0.3, 0.5, 0.7]),
+)
+def test_devices_left_unused_are_counted_exactly(by_hand, graph, machines, model, share):
+    rules = Rules(fewer_machines=True)
+    check(by_hand, graph, machines, model, rules, 8, share, "weight-stashing")
+
+
+def test_affordable_is_less_with_levels_machines_and_memory():
+    assert affordable([1]) == 20_000
+    assert 5_000 < affordable([16]) < affordable([8]) < affordable([4]) <= 20_000
+    assert 1_500 < affordable([8, 8]) < affordable([4, 8]) == affordable([4, 4]) < 3_000
+    assert 500 < affordable([4, 4], with_memory=True) < affordable([4, 4])

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import pytest
+from profiled import layer, profile
+
+from pipedream.graph.errors import UserError
+from pipedream.profiler.report.summary import print_report
+from pipedream.profiler.report.table import make_table
+
+NET = profile(
+    layer("small", forward=0.1, backward=0.1, output=10**6, parameter_bytes=7000),
+    layer("large", forward=5, backward=4.8, output=10),
+    layer("middle", "Conv2d", forward=0.06, backward=0.3, saved_bytes=999_000, workspace_bytes=1),
+)
+
+
+def rows(printed: str) -> list[str]:
+    """The modules of a printed table, in its order."""
+    lines = [line.split() for line in printed.splitlines() if line.startswith("node_")]
+    return [words[1].rstrip(":") for words in lines]
+
+
+ORDERS = {
+    "time": ["large", "middle", "small"],
+    "forward": ["large", "small", "middle"],
+    "backward": ["large", "middle", "small"],
+    "activations": ["small", "middle", "large"],
+    "saved": ["middle", "small", "large"],
+    "parameters": ["small", "large", "middle"],
+    "workspace": ["small", "large", "middle"],
+    "order": ["small", "large", "middle"],
+}
+
+
+@pytest.mark.parametrize("sort", ORDERS)
+def test_the_table_is_sorted_as_asked(sort: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_report(NET, sort)
+    out = capsys.readouterr().out
+    assert rows(out) == ORDERS[sort]
+    assert ("in their order" if sort == "order" else f"of 3 nodes by {sort}") in out
+
+
+def test_rows_have_times_sizes_and_their_share_of_what_is_sorted_by(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_report(NET, "time")
+    (large,) = [line for line in capsys.readouterr().out.splitlines() if "large" in line]
+    assert large.split("Linear")[1].split() == [
+        "9.8", "ms", "5", "ms", "4.8", "ms", "10", "B", "50", "B", "40", "B", "70", "B", "94.6%",
+    ]  # fmt: skip
+    print_report(NET, "parameters")
+    (small,) = [line for line in capsys.readouterr().out.splitlines() if "small" in line]
+    assert small.endswith("98.9%")
+
+
+def test_ten_rows_or_as_many_as_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    many = profile(*(layer(f"l{i}") for i in range(30)))
+    for sort, top, count in (
+        ("time", None, 10), ("time", 0, 30), ("time", 4, 4), ("time", 99, 30), ("order", None, 30),
+        ("order", 5, 5),
+    ):  # fmt: skip
+        print_report(many, sort, top)
+        assert len(rows(capsys.readouterr().out)) == count, (sort, top)
+
+
+def test_what_the_profile_does_not_know_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    old = profile(layer("a", saved_bytes=None), layer("b", saved_bytes=None))
+    print_report(old)
+    assert "saved" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="--sort saved: an older pd-profile"):
+        print_report(old, "saved")
+
+
+def test_a_narrow_page_loses_columns_not_names() -> None:
+    labels = {"node": ["n1"], "layer": ["a" * 40]}
+    numbers = {name: ["123 ms"] for name in "uvwxyz"}
+    for width, kept in (
+        (200, "uvwxyz"),
+        (80, "uvwxyz"),
+        (70, "uvwyz"),
+        (60, "uwyz"),
+        (50, "uwz"),
+        (20, "u"),
+    ):
+        table = make_table("", labels, numbers, width, spare="xvyzw")
+        assert [column.header for column in table.columns[2:]] == list(kept), width

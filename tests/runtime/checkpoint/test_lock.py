@@ -1,0 +1,69 @@
+"""One run at a time in a folder."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from pipedream.graph.errors import UserError
+from pipedream.runtime.checkpoint.lock import held
+
+HOLD = """
+import sys
+from pathlib import Path
+from pipedream.runtime.checkpoint.lock import held
+with held(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_runs_in_one_folder_wrote_over_each_other(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match="another run is at work"), held(tmp_path):
+            pass
+        other.kill()  # the system lets go of the lock of a process that was killed
+        other.wait(60)
+        with held(tmp_path):
+            pass
+
+
+HOLD_AND_FORK = """
+import os, sys, time
+from pathlib import Path
+from pipedream.runtime.checkpoint.lock import held
+with held(Path(sys.argv[1])):
+    if os.fork() == 0:
+        print(os.getpid(), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_a_killed_run_had_forked_kept_its_folder(tmp_path):
+    """Processes that read data live on for a while, or for ever if the dataset is stuck."""
+    command = [sys.executable, "-c", HOLD_AND_FORK, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        child = int(run.stdout.readline())
+        try:
+            with pytest.raises(UserError, match="another run is at work"), held(tmp_path):
+                pass
+            run.kill()
+            run.wait(60)
+            os.kill(child, 0)  # it is still there
+            with held(tmp_path):
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_the_folder_is_made(tmp_path):
+    with held(tmp_path / "new" / "run"):
+        pass
+    assert (tmp_path / "new" / "run").is_dir()

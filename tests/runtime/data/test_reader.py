@@ -1,0 +1,82 @@
+"""Minibatches read beside the compute: by processes that die, by a thread that never comes back."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipedream.graph.run_config import DataFactory, Factory, RunConfig
+from pipedream.runtime.data.reader import DataLost, Epoch, Reader
+
+
+class Deadly:
+    """Kills the process that reads example 3."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(2), 0
+
+
+class Stuck(Deadly):
+    """Waits at example 3 until `go` is set."""
+
+    go = threading.Event()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        if index == 3:
+            self.go.wait(60)
+        return torch.zeros(2), 0
+
+
+class Plain(Deadly):
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(2), 0
+
+
+def reader(dataset: Deadly, data_workers: int) -> Reader:
+    config = RunConfig(
+        format="pipedream-run/1",
+        model=Factory(source="a:b"),
+        data=DataFactory(source="a:b"),
+        batch_size=1,
+        data_workers=data_workers,
+    )
+    epoch = Epoch(dataset, config, 0, torch.device("cpu"), draws=False, order=range(8))
+    return Reader(epoch, range(8))
+
+
+def test_a_process_that_dies_is_noticed_where_its_data_is_asked_for() -> None:
+    """Torch's own handler raises anywhere: a pass or a message was then taken to be at fault."""
+    with reader(Deadly(), data_workers=1) as data:
+        time.sleep(0.5)  # it is dead by then
+        with pytest.raises(DataLost):
+            list(map(data.target, range(8)))
+
+
+def test_the_processes_end_with_the_epoch_that_they_read() -> None:
+    """They stayed, beside those of the next epoch, until a collection found the loader."""
+    with reader(Plain(), data_workers=1) as data:
+        list(map(data.target, range(8)))
+        assert multiprocessing.active_children()
+    assert not multiprocessing.active_children()
+
+
+def test_a_dataset_that_never_comes_back_keeps_nobody_from_leaving() -> None:
+    """A rank that had lost another one waited for its own data for ever."""
+    begin = time.monotonic()
+    with reader(Stuck(), data_workers=0) as data:
+        data.inputs(0, [0])
+        time.sleep(0.1)
+    assert time.monotonic() - begin < 30
+    Stuck.go.set()

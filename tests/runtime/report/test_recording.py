@@ -1,0 +1,53 @@
+"""What is kept of a long epoch: its end, of the same minibatches on every rank."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipedream.graph.choices import ScheduleName
+from pipedream.graph.timeline import Event
+from pipedream.runtime.report.clock import Clock
+from pipedream.runtime.report.recording import Recorder
+from pipedream.runtime.report.summary import recording
+from pipedream.runtime.report.utilisation import in_flight, versions
+from pipedream.schedule.schedule import schedule
+
+EPOCH, KEPT = 402, 6
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "KEPT", KEPT)
+
+
+def recorded(name: ScheduleName, stage: int, every_epoch: bool = False) -> tuple[int, list[Event]]:
+    """The most events that there were at once, and those that were kept, of one rank's epoch."""
+    recorder = Recorder(Clock(None, stage, 2), every_epoch, 4)  # type: ignore[arg-type]
+    recorder.begin()
+    actions = schedule(name, (1, 1), [(0, 1)], EPOCH, 4).actions((stage, 0))
+    events: list[Event] = []
+    most = 0
+    for at, action in enumerate(actions):
+        events.append(Event(action, float(at), at + 1.0))
+        recorder.thin_out(events)
+        most = max(most, len(events))
+    recorder.add(1, events, EPOCH)
+    return most, list(recorder.epochs[1])
+
+
+@pytest.mark.parametrize("name", ["weight-stashing", "flush", "gpipe"])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_long_epoch_takes_no_more_memory_than_a_short_one(name: ScheduleName, stage: int) -> None:
+    most, kept = recorded(name, stage)
+    assert most < 40 * KEPT < 5 * EPOCH
+    whole = schedule(name, (1, 1), [(0, 1)], EPOCH, 4).actions((stage, 0))
+    wanted = [action for action in whole if action.minibatch >= 396]
+    assert [event.action for event in kept] == wanted
+    assert {count for _, count in in_flight(kept)} <= {0, 1, 2, 3, 4}
+    bound = {"weight-stashing": 2 - stage, "flush": 1, "gpipe": 1}[name]
+    assert max(count for _, count in versions(kept)) == bound
+
+
+def test_with_a_trace_all_of_it_is_kept() -> None:
+    most, kept = recorded("weight-stashing", 0, every_epoch=True)
+    assert most == len(kept) == 5 * EPOCH
