@@ -239,7 +239,7 @@ class Plan(_Part):
         return tuple(stage.replicas for stage in self.stages)
 
     @property
-    def room(self) -> tuple[int, ...] | None:
+    def max_in_flight(self) -> tuple[int, ...] | None:
         """How many minibatches each stage may have in flight, where the planner has said so."""
         found = [stage.in_flight for stage in self.stages if stage.in_flight is not None]
         return tuple(found) if len(found) == len(self.stages) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,8 +15,9 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import AsynchronousConfig, OptimizerConfig, RunConfig
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.optim.late_gradients import nesterov_form
-from pipedream.schedule.action import Worker
+from pipedream.schedule.action import Link, Worker
 from pipedream.schedule.policy import Policy, policy
+from pipedream.schedule.spec import PipelineSpec
 
 
 @dataclass(frozen=True)
@@ -51,15 +53,25 @@ class Job:
 
     @property
     def policy(self) -> Policy:
-        config = self.config
-        return policy(
-            self.schedule, self.plan.replicas, config.microbatches, config.accumulate, self.room
-        )
+        return policy(self.spec())
 
-    @property
-    def room(self) -> tuple[int, ...] | None:
-        """For how many minibatches in flight each stage was planned; None for another schedule."""
-        return self.plan.room if self.schedule == self.plan.schedule else None
+    def spec(
+        self, links: Collection[Link] = (), tied: Mapping[str, Sequence[int]] | None = None
+    ) -> PipelineSpec:
+        """The pipeline; its `links` and `tied` stages are known when the model is captured.
+
+        As many minibatches are in flight as was planned for, but under another schedule.
+        """
+        planned, config = self.schedule == self.plan.schedule, self.config
+        return PipelineSpec(
+            self.schedule,
+            self.plan.replicas,
+            tuple(sorted(links)),
+            config.microbatches,
+            config.accumulate,
+            self.plan.max_in_flight if planned else None,
+            tuple(sorted({stage for stages in (tied or {}).values() for stage in stages})),
+        )
 
     @property
     def as_planned(self) -> bool:

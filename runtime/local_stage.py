@@ -27,7 +27,7 @@ from pipedream.runtime.stages.compile import Compute, make_compute
 from pipedream.runtime.stages.partition import Layout, layouts, links, source_text, tied
 from pipedream.runtime.stages.stage_module import Form, Forms
 from pipedream.schedule.action import Action
-from pipedream.schedule.schedule import Schedule, schedule
+from pipedream.schedule.schedule import Schedule
 
 
 class Rank:
@@ -118,17 +118,7 @@ class Rank:
 
     def schedule(self, minibatches: int) -> Schedule:
         """Of that many minibatches, from an empty pipeline to an empty one."""
-        plan, config = self.job.plan, self.job.config
-        return schedule(
-            self.job.schedule,
-            plan.replicas,
-            links(self.layouts),
-            minibatches,
-            config.microbatches,
-            tied=sorted({stage for stages in self.tied.values() for stage in stages}),
-            accumulate=config.accumulate,
-            room=self.job.room,
-        )
+        return Schedule(self.job.spec(links(self.layouts), self.tied), minibatches)
 
     @property
     def every(self) -> int | None:

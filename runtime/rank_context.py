@@ -106,7 +106,7 @@ class Member:
         rank, config = self.rank, self.rank.job.config
         minibatches = rank.examples.minibatches
         epoch = rank.schedule(minibatches)
-        begun = self.first.minibatch // epoch.round_size(rank.stage)
+        begun = self.first.minibatch // epoch.policy.round_size(rank.stage)
         updates = self.first.epoch * epoch.rounds(rank.stage) + begun
         if config.asynchronous == AsynchronousConfig():
             return Weights(rank.parameters, updates)

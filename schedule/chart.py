@@ -21,7 +21,7 @@ def chart(schedule: Schedule) -> str:
     width = max(4, len(str(schedule.minibatches)) + 2)
     lines = []
     for (stage, replica), steps in schedule.steps.items():
-        takes = schedule.replicas[stage]
+        takes = schedule.spec.replicas[stage]
         cells = ["."] * (steps[-1].time + takes if steps else 0)
         for step in steps:
             cells[step.time : step.time + takes] = ["-"] * takes

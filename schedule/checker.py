@@ -21,7 +21,6 @@ from typing import NamedTuple
 from pipedream.schedule.action import Action, Kind, Worker, show_worker
 from pipedream.schedule.policy import Peak
 from pipedream.schedule.schedule import Schedule
-from pipedream.schedule.spec import Pipeline
 from pipedream.schedule.versions import Versions
 
 _WINDOW = 4
@@ -39,29 +38,29 @@ def check(schedule: Schedule) -> dict[Worker, Peak]:
 
 
 def check_actions(
-    pipeline: Pipeline, actions: Mapping[Worker, Sequence[Action]]
+    schedule: Schedule, actions: Mapping[Worker, Sequence[Action]]
 ) -> dict[Worker, Peak]:
     """Like `check`, for lists of actions from anywhere, one for each worker."""
-    assert set(actions) == set(pipeline.workers)
-    return _replayed(pipeline, {(worker,): listed for worker, listed in actions.items()})
+    assert set(actions) == set(schedule.workers)
+    return _replayed(schedule, {(worker,): listed for worker, listed in actions.items()})
 
 
 def check_ranks(
-    pipeline: Pipeline, actions: Mapping[int, Sequence[Action]], ranks: Sequence[Sequence[int]]
+    schedule: Schedule, actions: Mapping[int, Sequence[Action]], ranks: Sequence[Sequence[int]]
 ) -> dict[Worker, Peak]:
     """Likewise, for lists of ranks with several workers each: `ranks[stage][replica]` is the rank
     of a worker. What a rank holds is what its workers hold.
     """
     workers: dict[int, list[Worker]] = {rank: [] for rank in actions}
-    for stage, replica in pipeline.workers:
+    for stage, replica in schedule.workers:
         workers[ranks[stage][replica]].append((stage, replica))
-    return _replayed(pipeline, {tuple(workers[rank]): each for rank, each in actions.items()})
+    return _replayed(schedule, {tuple(workers[rank]): each for rank, each in actions.items()})
 
 
 def _replayed(
-    pipeline: Pipeline, actions: Mapping[tuple[Worker, ...], Sequence[Action]]
+    schedule: Schedule, actions: Mapping[tuple[Worker, ...], Sequence[Action]]
 ) -> dict[Worker, Peak]:
-    replay = _Replay(pipeline, actions)
+    replay = _Replay(schedule, actions)
     replay.run()
     return {worker: Peak(*state.peak) for worker, state in replay.states.items()}
 
@@ -118,14 +117,14 @@ class _Replay:
     """Each method that performs an action tells whether it could; if not the rank has to wait."""
 
     def __init__(
-        self, pipeline: Pipeline, actions: Mapping[tuple[Worker, ...], Sequence[Action]]
+        self, schedule: Schedule, actions: Mapping[tuple[Worker, ...], Sequence[Action]]
     ) -> None:
-        policy, stages = pipeline.policy, range(len(pipeline.replicas))
-        self.pipeline = pipeline
-        self.policy = policy
-        self.links = frozenset(pipeline.links)
-        self.sources = [pipeline.sources(stage) for stage in stages]
-        self.targets = [pipeline.targets(stage) for stage in stages]
+        spec, policy = schedule.spec, schedule.policy
+        stages = range(len(spec.replicas))
+        self.schedule, self.spec, self.policy = schedule, spec, policy
+        self.links = frozenset(spec.links)
+        self.sources = [spec.sources(stage) for stage in stages]
+        self.targets = [spec.targets(stage) for stage in stages]
         self.bounds = [policy.peak(stage) for stage in stages]
         self.ranks = [_Rank(workers, listed) for workers, listed in actions.items()]
         self.states = {
@@ -192,8 +191,8 @@ class _Replay:
 
     def _forward(self, worker: Worker, state: _State, action: Action) -> bool:
         stage, minibatch, version = worker[0], action.minibatch, action.version
-        pipeline = self.pipeline
-        if minibatch >= pipeline.minibatches or minibatch % pipeline.replicas[stage] != worker[1]:
+        spec = self.spec
+        if minibatch >= self.schedule.minibatches or minibatch % spec.replicas[stage] != worker[1]:
             raise self._unsound(worker, "a minibatch of another replica")
         if minibatch in state.forward:
             raise self._unsound(worker, "forward twice")
@@ -201,7 +200,7 @@ class _Replay:
         newest = state.versions.newest
         expected = self.policy.version(stage, minibatch, newest, entered)
         if version != expected:
-            raise self._unsound(worker, f"{pipeline.name} wants version {expected}")
+            raise self._unsound(worker, f"{spec.name} wants version {expected}")
         if version > newest:
             raise self._unsound(worker, f"{newest} updates stand before it")
         self._take(worker, state, Kind.RECV_ACTIVATION, self.sources[stage], minibatch)
@@ -310,7 +309,7 @@ class _Replay:
         link = (worker[0], peer[0]) if outwards else (peer[0], worker[0])
         if link not in self.links:
             raise self._unsound(worker, f"there is no link {link}")
-        if action.minibatch % self.pipeline.replicas[peer[0]] != peer[1]:
+        if action.minibatch % self.spec.replicas[peer[0]] != peer[1]:
             raise self._unsound(worker, "not its replica")
         return peer
 
@@ -322,9 +321,9 @@ class _Replay:
                 raise self._unsound(worker, "all-reduce twice")
             state.summed = action
             return True
-        tied = self.pipeline.tied
+        tied = self.spec.tied
         stages = tied if worker[0] in tied else (worker[0],)
-        peers = [(s, r) for s in stages for r in range(self.pipeline.replicas[s])]
+        peers = [(s, r) for s in stages for r in range(self.spec.replicas[s])]
         for peer in peers:
             there, waiting = self.states[peer], self.states[peer].rank.next
             if waiting is None or waiting.kind is not Kind.ALL_REDUCE or there.reduced == waiting:
@@ -340,7 +339,7 @@ class _Replay:
     def _update(self, worker: Worker, state: _State, action: Action) -> bool:
         self._check_round(worker, state, action)
         reduced = action._replace(kind=Kind.ALL_REDUCE)
-        if self.pipeline.reduces(worker[0]) and state.reduced != reduced:
+        if self.spec.reduces(worker[0]) and state.reduced != reduced:
             raise self._unsound(worker, "update before its all-reduce")
         state.versions.updated()
         self._keep_within(worker, state)
@@ -351,24 +350,24 @@ class _Replay:
         stage, replica = worker
         newest = state.versions.newest
         first = newest * self.policy.round_size(stage)
-        size = self.pipeline.in_round(stage, newest)
+        size = self.schedule.in_round(stage, newest)
         expected = (first, size, newest + 1)
         found = (action.minibatch, action.divisor, action.version)
         if found != expected:
             raise self._unsound(worker, f"expected {expected}, found {found}")
-        step = self.pipeline.replicas[stage]
+        step = self.spec.replicas[stage]
         for minibatch in range(first + (replica - first) % step, first + size, step):
             if minibatch not in state.backward:
                 raise self._unsound(worker, f"minibatch {minibatch} has not gone backward")
 
     def _finish(self, worker: Worker, state: _State) -> None:
         stage, replica = worker
-        own = set(range(replica, self.pipeline.minibatches, self.pipeline.replicas[stage]))
+        own = set(range(replica, self.schedule.minibatches, self.spec.replicas[stage]))
         for kind, done in ((Kind.FORWARD, state.forward), (Kind.BACKWARD, state.backward)):
             if done != own:
                 missing = ", ".join(f"{kind}{minibatch}" for minibatch in sorted(own - done))
                 raise self._unsound(worker, f"{missing} missing")
-        left = self.pipeline.in_round(stage, state.versions.newest)
+        left = self.schedule.in_round(stage, state.versions.newest)
         if left:
             raise self._unsound(worker, f"no update for the last {left} minibatches")
         if state.received:

@@ -1,4 +1,4 @@
-"""A schedule's rules played as a balanced pipeline would."""
+"""The order of passes that a schedule's rules give in a balanced pipeline: a list scheduler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from math import inf
 from typing import NamedTuple
 
 from pipedream.schedule.action import Kind, Worker
-from pipedream.schedule.spec import Pipeline
+from pipedream.schedule.policy import Policy
+from pipedream.schedule.spec import PipelineSpec
 
 
 class Step(NamedTuple):
@@ -61,7 +62,7 @@ class _Player:
     busy_until: int = 0
 
 
-class Play:
+class ListScheduler:
     """A schedule's rules in a balanced pipeline: a pass of a stage of r replicas takes r units.
 
     A worker goes forward until as many minibatches are in flight as the rules allow, and from then
@@ -83,36 +84,34 @@ class Play:
     such a pass is over: that is a turn. Turns of the same time are taken in the order of workers.
     """
 
-    def __init__(self, pipeline: Pipeline) -> None:
-        policy = pipeline.policy
-        self.pipeline = pipeline
-        self.minibatches = pipeline.minibatches
+    def __init__(self, spec: PipelineSpec, policy: Policy, minibatches: int) -> None:
+        self.policy, self.minibatches = policy, minibatches
         self.in_turn, self.version = policy.in_turn, policy.version
         self.set_by_first = policy.set_by_first
-        self.stages = [self._stage(number) for number in range(len(pipeline.replicas))]
+        self.stages = [self._stage(number) for number in range(len(spec.replicas))]
         self.players: list[_Player] = []
-        for number, worker in enumerate(pipeline.workers):
+        for number, worker in enumerate(spec.workers):
             stage = self.stages[worker[0]]
             player = _Player(number, worker, stage, coming=worker[1])
             stage.players.append(player)
             self.players.append(player)
-        for source, target in pipeline.links:
+        for source, target in spec.links:
             self.stages[source].before_backward.append(self.stages[target].backward_over)
             self.stages[target].after_backward.append(self.stages[source])
         entering = {(0, stage) for stage in range(1, len(self.stages)) if self.set_by_first}
-        for source, target in entering.union(pipeline.links):
+        for source, target in entering.union(spec.links):
             self.stages[target].before_forward.append(self.stages[source].forward_over)
             self.stages[source].after_forward.append(self.stages[target])
         self.turns = [(0, player.number) for player in self.players]
 
     def _stage(self, number: int) -> _Stage:
-        policy, minibatches = self.pipeline.policy, self.minibatches
+        policy, minibatches = self.policy, self.minibatches
         return _Stage(
             number,
             limit=policy.in_flight(number),
             round_size=policy.round_size(number),
             end=policy.round_size(number),
-            left=self.pipeline.in_round(number, 0),
+            left=policy.in_round(number, 0, minibatches),
             forward_over=[inf] * minibatches,
             backward_over=[inf] * minibatches,
             version_of=[0] * minibatches,
@@ -200,7 +199,7 @@ class Play:
         stage.round += 1
         stage.begins = begins
         stage.end += stage.round_size
-        stage.left = self.pipeline.in_round(stage.number, stage.round)
+        stage.left = self.policy.in_round(stage.number, stage.round, self.minibatches)
         for player in stage.players:
             heappush(self.turns, (begins, player.number))
 

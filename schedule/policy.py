@@ -18,7 +18,6 @@ flush and gpipe, and keeps 2bw from running further ahead than two versions allo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -26,6 +25,7 @@ from typing import ClassVar, NamedTuple
 
 from pipedream.graph.choices import ScheduleName
 from pipedream.schedule.in_flight import steady_in_flight, warm_up
+from pipedream.schedule.spec import PipelineSpec
 
 
 class Peak(NamedTuple):
@@ -39,17 +39,13 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """What one schedule says of stages of so many `replicas`.
+    """What one schedule says of a pipeline. Versions of a stage count its updates from 0.
 
-    Versions of a stage count its updates from 0. `microbatches` is the m of the schedules that
-    make one update per m minibatches, `accumulate` the k of the others. `room`: for how many
-    minibatches in flight a worker of each stage has memory, where that has been settled.
+    `microbatches` of the pipeline are the m of the schedules that make one update per m
+    minibatches, `accumulate` the k of the others.
     """
 
-    replicas: tuple[int, ...]
-    microbatches: int = 1
-    accumulate: int = 1
-    room: tuple[int, ...] | None = None
+    spec: PipelineSpec
 
     in_turn: ClassVar[bool] = True
     """Backward passes as they come, oldest minibatch first; else a worker does all its forward
@@ -86,8 +82,8 @@ class Policy(ABC):
 
     @cached_property
     def window(self) -> tuple[int, ...]:
-        """For each stage: as many as there is room for, or as let no worker wait."""
-        return self.room or steady_in_flight(self.replicas, self.in_step)
+        """For each stage: as many as may be, or as let no worker wait."""
+        return self.spec.max_in_flight or steady_in_flight(self.spec.replicas, self.in_step)
 
     def peak(self, stage: int) -> Peak:
         """What a worker of `stage` never holds more than."""
@@ -95,7 +91,12 @@ class Policy(ABC):
 
     def round_size(self, stage: int) -> int:
         """How many consecutive minibatches make one update of `stage`."""
-        return self.microbatches
+        return self.spec.microbatches
+
+    def in_round(self, stage: int, number: int, minibatches: int) -> int:
+        """How many of `minibatches` round `number` of `stage` has; 0 past the end."""
+        size = self.round_size(stage)
+        return max(0, min(size, minibatches - number * size))
 
     @property
     def least_microbatches(self) -> int:
@@ -117,7 +118,7 @@ class WeightStashing(Policy):
         return self.in_flight(stage)
 
     def round_size(self, stage: int) -> int:
-        return self.replicas[stage] * self.accumulate
+        return self.spec.replicas[stage] * self.spec.accumulate
 
 
 class VerticalSync(Policy):
@@ -134,7 +135,7 @@ class VerticalSync(Policy):
     set_by_first = True
 
     def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
-        return entered * self.replicas[0] // self.replicas[stage] if stage else newest
+        return entered * self.spec.replicas[0] // self.spec.replicas[stage] if stage else newest
 
     def versions(self, stage: int) -> int:
         """When minibatch b goes backward, the stage is at version floor(b / s), s = k r, and b runs
@@ -142,11 +143,11 @@ class VerticalSync(Policy):
         newest is at most v s_0 + s_0 + F r_0 - r_0 - 1; v s_0 is a multiple of gcd(s_0, s).
         """
         first, here = self.round_size(0), self.round_size(stage)
-        window = first + (self.in_flight(0) - 1) * self.replicas[0]
+        window = first + (self.in_flight(0) - 1) * self.spec.replicas[0]
         return -((gcd(first, here) - window) // here) + 1
 
     def round_size(self, stage: int) -> int:
-        return self.replicas[stage] * self.accumulate
+        return self.spec.replicas[stage] * self.spec.accumulate
 
 
 class DoubleBuffered(Policy):
@@ -157,7 +158,7 @@ class DoubleBuffered(Policy):
     """
 
     def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
-        return max(0, minibatch // self.microbatches - 1)
+        return max(0, minibatch // self.spec.microbatches - 1)
 
     def versions(self, stage: int) -> int:
         return 2
@@ -168,8 +169,8 @@ class DoubleBuffered(Policy):
         stages of one replica the paper's m >= d, the depth. Where stages have several, replicas
         wait for one another less if it is a multiple of each of their numbers.
         """
-        stages = range(len(self.replicas))
-        return max(warm_up(self.replicas, stage) * self.replicas[stage] for stage in stages)
+        replicas = self.spec.replicas
+        return max(warm_up(replicas, stage) * count for stage, count in enumerate(replicas))
 
 
 class Flush(Policy):
@@ -181,15 +182,15 @@ class Flush(Policy):
     drains = True
 
     def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
-        return minibatch // self.microbatches
+        return minibatch // self.spec.microbatches
 
     def versions(self, stage: int) -> int:
         return 1
 
     def in_flight(self, stage: int) -> int:
         """Of a round no more than there are, or `warm_up` has."""
-        of_round = -(-self.microbatches // self.replicas[stage])
-        return min(self.window[stage], max(of_round, warm_up(self.replicas, stage)))
+        of_round = -(-self.spec.microbatches // self.spec.replicas[stage])
+        return min(self.window[stage], max(of_round, warm_up(self.spec.replicas, stage)))
 
 
 class GPipe(Flush):
@@ -202,7 +203,7 @@ class GPipe(Flush):
     in_turn = False
 
     def in_flight(self, stage: int) -> int:
-        return -(-self.microbatches // self.replicas[stage])
+        return -(-self.spec.microbatches // self.spec.replicas[stage])
 
 
 _POLICIES: dict[ScheduleName, type[Policy]] = {
@@ -214,13 +215,11 @@ _POLICIES: dict[ScheduleName, type[Policy]] = {
 }
 
 
-def policy(
-    name: ScheduleName,
-    replicas: Sequence[int],
-    microbatches: int = 1,
-    accumulate: int = 1,
-    room: Sequence[int] | None = None,
-) -> Policy:
-    """What the schedule of that name says."""
-    given = None if room is None else tuple(room)
-    return _POLICIES[name](tuple(replicas), microbatches, accumulate, given)
+def policy(spec: PipelineSpec) -> Policy:
+    """What the schedule of that name says of the pipeline."""
+    return _POLICIES[spec.name](spec)
+
+
+def same_everywhere(name: ScheduleName) -> bool:
+    """Whether the schedule of that name updates all stages at the same minibatches."""
+    return _POLICIES[name].same_everywhere

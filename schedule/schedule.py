@@ -1,90 +1,69 @@
 """The one description of the order of things: what each worker of a pipeline does, and when.
 
-A schedule is made by playing its rules (`policy`) as a balanced pipeline would (`play`) and writing
-down the order that comes out. That fits any replica counts, and it cannot deadlock: the play itself
-is an order in which everything could be done.
+A schedule is made by a list scheduler (`generate`), which plays the rules of its policy (`policy`)
+in a balanced pipeline and writes down the order that comes out. That fits any replica counts, and
+it cannot deadlock: the play itself is an order in which everything could be done.
 
 Pure: no torch, no processes. The engine executes `Schedule.actions`, the simulator times them,
-`chart` draws the play, `checker` proves it sound; all of them in `pipedream.runtime`.
-
-Two kinds of schedule are still to come. Each is one more generator of passes, which `written` makes
-the list of a rank; tests/support/pipelines.py has one of either kind, which the checker proves and
-the engine does:
-
-- A backward pass in two halves, the gradients of the inputs first and those of the weights when
-  there is time (zero bubble): steps BACKWARD_INPUT and BACKWARD_WEIGHT in the place of BACKWARD.
-  Gradients are received before the first half and sent after it, a round closes with the second.
-- Several stages on one rank (interleaved): a rank's list has the actions of several workers, and
-  the engine an executor for each. What a generator of such lists has to see to: messages between
-  two ranks have one order, whatever their stages (`checker`).
-
-Both run in the engine alone. plan.json refuses a rank in two stages, and pd-train makes one stage
-for each rank: `Rank`, `Member`, `Saver`, `held_out` and the report have one. A norm of the whole
-gradient is added up over the ranks at each stage's update (`stepping`), which is once too often
-where a rank has two. `Play` asks whether a worker is free, not its rank, and `policy` says what a
-worker may hold without regard to the halves.
+`chart` draws the passes, `checker` proves the lists sound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from pipedream.graph.choices import ScheduleName
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Link, Worker
-from pipedream.schedule.generate import Play, Step
-from pipedream.schedule.spec import Pipeline
+from pipedream.schedule.generate import ListScheduler, Step
+from pipedream.schedule.policy import Policy, policy
+from pipedream.schedule.spec import PipelineSpec
 
 
 @dataclass(frozen=True)
-class Schedule(Pipeline):
-    """The passes of each worker in their order; `actions` adds what goes around them."""
+class Schedule:
+    """So many minibatches through a pipeline, drained at the end; weight versions count from 0.
+
+    `steps` are the passes of each worker in their order; `actions` adds what goes around them. A
+    round is the run of consecutive minibatches whose mean gradient makes one update of a stage; the
+    last round may have fewer.
+    """
+
+    spec: PipelineSpec
+    minibatches: int
+
+    def __post_init__(self) -> None:
+        assert self.minibatches >= 0, self.minibatches
+        same = self.policy.same_everywhere
+        assert same or not self.spec.tied, "tied stages learn at the same minibatches"
+
+    @cached_property
+    def policy(self) -> Policy:
+        return policy(self.spec)
+
+    @property
+    def workers(self) -> Iterator[Worker]:
+        return self.spec.workers
 
     @cached_property
     def steps(self) -> Mapping[Worker, Sequence[Step]]:
-        found: dict[Worker, list[Step]] = {worker: [] for worker in self.workers}
-        for worker, step in Play(self).steps():
-            found[worker].append(step)
-        return found
+        steps: dict[Worker, list[Step]] = {worker: [] for worker in self.workers}
+        for worker, step in ListScheduler(self.spec, self.policy, self.minibatches).steps():
+            steps[worker].append(step)
+        return steps
 
     def actions(self, worker: Worker) -> list[Action]:
         """All that `worker` does, in order."""
-        return written(self, [worker], ((worker, step) for step in self.steps[worker]))
+        return write_actions(self, [worker], ((worker, step) for step in self.steps[worker]))
 
+    def in_round(self, stage: int, number: int) -> int:
+        """How many minibatches round `number` of `stage` has; 0 past the end."""
+        return self.policy.in_round(stage, number, self.minibatches)
 
-def schedule(
-    name: ScheduleName,
-    replicas: Sequence[int],
-    links: Collection[Link],
-    minibatches: int,
-    microbatches: int = 1,
-    tied: Collection[int] = (),
-    accumulate: int = 1,
-    room: Sequence[int] | None = None,
-) -> Schedule:
-    """The schedule of one epoch, drained at its end; weight versions count from 0.
-
-    `replicas` per stage; `links` are the pairs of stages that exchange tensors, adjacent or
-    skipping. `weight-stashing` and `vertical-sync` update a stage of r replicas after every r
-    times `accumulate` minibatches, the others every stage after `microbatches`.
-    `tied` are stages that share parameters with one another, which only those others can train.
-    `room` for minibatches in flight on a worker of each stage; None: for as many as are of use.
-    """
-    stages = len(replicas)
-    assert stages > 0, "a pipeline has stages"
-    assert min(replicas) > 0, replicas
-    assert all(0 <= source < target < stages for source, target in links), links
-    assert minibatches >= 0, minibatches
-    assert microbatches > 0, microbatches
-    ordered = tuple(sorted(set(links)))
-    given = None if room is None else tuple(room)
-    made = Schedule(
-        name, tuple(replicas), ordered, minibatches, microbatches, tuple(tied), accumulate, given
-    )
-    assert not tied or made.policy.same_everywhere, "tied stages learn at the same minibatches"
-    return made
+    def rounds(self, stage: int) -> int:
+        """How many updates `stage` makes."""
+        return -(-self.minibatches // self.policy.round_size(stage))
 
 
 def forwards(
@@ -110,8 +89,8 @@ def forwards(
     return actions
 
 
-def written(
-    pipeline: Pipeline, workers: Collection[Worker], passes: Iterable[tuple[Worker, Step]]
+def write_actions(
+    schedule: Schedule, workers: Collection[Worker], passes: Iterable[tuple[Worker, Step]]
 ) -> list[Action]:
     """All that a rank with these `workers` does, in order, given their passes.
 
@@ -122,7 +101,7 @@ def written(
     is what receives and sends, the second what closes a round.
     """
     actions: list[Action] = []
-    writers = {worker: _Writer(pipeline, worker, actions) for worker in workers}
+    writers = {worker: _Writer(schedule, worker, actions) for worker in workers}
     for worker, step in passes:
         writers[worker].write(step)
     return actions
@@ -136,13 +115,14 @@ _Messages: TypeAlias = tuple[Kind, Sequence[Sequence[Worker]], Kind, Sequence[Se
 class _Writer:
     """Writes the passes of one worker down with their messages and updates."""
 
-    def __init__(self, pipeline: Pipeline, worker: Worker, actions: list[Action]) -> None:
-        self.pipeline, self.actions = pipeline, actions
+    def __init__(self, schedule: Schedule, worker: Worker, actions: list[Action]) -> None:
+        self.schedule, self.actions = schedule, actions
+        spec = schedule.spec
         self.stage, self.replica = worker
-        self.replicas = pipeline.replicas[self.stage]
-        self.round_size = pipeline.round_size(self.stage)
-        sources = [pipeline.of_stage(source) for source in pipeline.sources(self.stage)]
-        targets = [pipeline.of_stage(target) for target in pipeline.targets(self.stage)]
+        self.replicas = spec.replicas[self.stage]
+        self.round_size = schedule.policy.round_size(self.stage)
+        sources = [spec.of_stage(source) for source in spec.sources(self.stage)]
+        targets = [spec.of_stage(target) for target in spec.targets(self.stage)]
         backward = (Kind.RECV_GRADIENT, targets, Kind.SEND_GRADIENT, sources)
         self.messages: Mapping[Kind, _Messages] = {
             Kind.FORWARD: (Kind.RECV_ACTIVATION, sources, Kind.SEND_ACTIVATION, targets),
@@ -150,7 +130,7 @@ class _Writer:
             Kind.BACKWARD_INPUT: backward,
             Kind.BACKWARD_WEIGHT: (Kind.RECV_GRADIENT, [], Kind.SEND_GRADIENT, []),
         }
-        reduces = pipeline.reduces(self.stage)
+        reduces = spec.reduces(self.stage)
         self.closing = (Kind.ALL_REDUCE, Kind.UPDATE) if reduces else (Kind.UPDATE,)
         self.round = 0
         self.left = self._own()
@@ -173,7 +153,7 @@ class _Writer:
 
     def _close_rounds(self) -> None:
         """All-reduce and update for the rounds in which this worker has nothing left to do."""
-        while not self.left and (divisor := self.pipeline.in_round(self.stage, self.round)):
+        while not self.left and (divisor := self.schedule.in_round(self.stage, self.round)):
             first = self.round * self.round_size
             self.round += 1
             self.left = self._own()
@@ -185,5 +165,5 @@ class _Writer:
     def _own(self) -> int:
         """How many minibatches of the round run on this worker."""
         first = self.round * self.round_size
-        count = self.pipeline.in_round(self.stage, self.round)
+        count = self.schedule.in_round(self.stage, self.round)
         return len(range((self.replica - first) % self.replicas, count, self.replicas))

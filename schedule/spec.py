@@ -1,38 +1,42 @@
-"""What is to be scheduled: stages, replicas, minibatches, rounds."""
+"""What is to be scheduled: stages, their replicas, what they learn from, how much they may hold."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 from pipedream.graph.choices import ScheduleName
 from pipedream.schedule.action import Link, Worker
-from pipedream.schedule.policy import Policy, policy
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """What is to be scheduled.
+class PipelineSpec:
+    """A pipeline, for any number of minibatches.
 
-    Minibatch b runs at a stage of r replicas on replica b mod r, backward where forward went. A
-    round is the run of consecutive minibatches whose mean gradient makes one update of a stage; the
-    last round may have fewer. `tied` are the stages that share parameters with other stages: their
-    gradients are added up over all of them.
+    `replicas`: of each stage; minibatch b runs at a stage of r replicas on replica b mod r,
+    backward where forward went. `links`: the pairs of stages that exchange tensors, adjacent or
+    skipping. `weight-stashing` and `vertical-sync` update a stage of r replicas after every r
+    times `accumulate` minibatches, the others every stage after `microbatches`. `max_in_flight`:
+    the most minibatches between forward and backward on a worker of each stage; None for as many
+    as are of use. `tied`: stages that share parameters with one another, whose gradients are added
+    up over all of them; only schedules that update all stages at the same minibatches train these.
     """
 
     name: ScheduleName
     replicas: tuple[int, ...]
-    links: tuple[Link, ...]
-    minibatches: int
+    links: tuple[Link, ...] = ()
     microbatches: int = 1
-    tied: tuple[int, ...] = ()
     accumulate: int = 1
-    room: tuple[int, ...] | None = None
+    max_in_flight: tuple[int, ...] | None = None
+    tied: tuple[int, ...] = ()
 
-    @cached_property
-    def policy(self) -> Policy:
-        return policy(self.name, self.replicas, self.microbatches, self.accumulate, self.room)
+    def __post_init__(self) -> None:
+        stages = len(self.replicas)
+        assert stages > 0, "a pipeline has stages"
+        assert min(self.replicas) > 0, self.replicas
+        assert self.microbatches > 0, self.microbatches
+        assert all(0 <= source < target < stages for source, target in self.links), self.links
+        assert self.links == tuple(sorted(set(self.links))), self.links
 
     @property
     def workers(self) -> Iterator[Worker]:
@@ -43,9 +47,6 @@ class Pipeline:
         """Its workers, replica by replica."""
         return [(stage, replica) for replica in range(self.replicas[stage])]
 
-    def replica(self, stage: int, minibatch: int) -> int:
-        return minibatch % self.replicas[stage]
-
     def sources(self, stage: int) -> tuple[int, ...]:
         """The stages that send activations to `stage`."""
         return tuple(source for source, target in self.links if target == stage)
@@ -53,18 +54,6 @@ class Pipeline:
     def targets(self, stage: int) -> tuple[int, ...]:
         """The stages that send gradients to `stage`."""
         return tuple(target for source, target in self.links if source == stage)
-
-    def round_size(self, stage: int) -> int:
-        return self.policy.round_size(stage)
-
-    def in_round(self, stage: int, number: int) -> int:
-        """How many minibatches round `number` of `stage` has; 0 past the end."""
-        size = self.round_size(stage)
-        return max(0, min(size, self.minibatches - number * size))
-
-    def rounds(self, stage: int) -> int:
-        """How many updates `stage` makes."""
-        return -(-self.minibatches // self.round_size(stage))
 
     def reduces(self, stage: int) -> bool:
         """Whether its gradients are added up with those of other workers."""

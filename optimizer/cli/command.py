@@ -170,9 +170,9 @@ def _in_rounds(options: Options) -> bool:
     """Whether the schedule that was asked for makes an update of --microbatches; UserError where
     nothing does.
     """
-    from pipedream.schedule.policy import policy
+    from pipedream.schedule.policy import same_everywhere
 
-    found = options.schedule is not None and policy(options.schedule, (1,)).same_everywhere
+    found = options.schedule is not None and same_everywhere(options.schedule)
     of_none = not (found or options.compare or options.objective == "latency")
     if of_none and options.microbatches is not None:
         raise UserError(

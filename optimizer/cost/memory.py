@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pipedream.graph.choices import MICROBATCHES, OptimizerName, ScheduleName
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
-from pipedream.schedule.policy import Peak, Policy, policy
+from pipedream.schedule.policy import Peak, Policy, policy, same_everywhere
+from pipedream.schedule.spec import PipelineSpec
 
 STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2}
 """Tensors of the size of a parameter that the optimizer remembers."""
@@ -39,15 +40,16 @@ class Keeping:
     microbatches: int = MICROBATCHES
     weight_prediction: bool = False
 
-    def policy(self, replicas: Sequence[int], room: Sequence[int] | None = None) -> Policy:
-        return policy(self.schedule, replicas, self.microbatches, room=room)
+    def policy(self, replicas: Sequence[int], max_in_flight: Sequence[int] | None = None) -> Policy:
+        most = None if max_in_flight is None else tuple(max_in_flight)
+        return policy(PipelineSpec(self.schedule, tuple(replicas), (), self.microbatches, 1, most))
 
     def peak(self, load: int) -> Peak:
         """The least that a stage with `load` workers of later stages for each of its own holds, as
         far as that says: gpipe has less in flight on each of several replicas, and vertical sync
         more versions in all stages but the first.
         """
-        return self.policy((1, load), room=(1 + load, 1)).peak(0)
+        return self.policy((1, load), (1 + load, 1)).peak(0)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class StageMemory:
         saved = self._saved[:, ends] - self._saved[:, start, None]
         made = self._made[:, ends] - self._made[:, start, None]
         all_made = made[-1:]
-        all_the_time = self.keeping.policy((1,)).same_everywhere
+        all_the_time = same_everywhere(self.keeping.schedule)
         made = 0 * made + all_made if all_the_time else all_made - made
         busy = self._count[:, ends] > self._count[:, start, None]
         needed = np.where(busy, self._needs[:, None], 0.0)

@@ -47,7 +47,7 @@ from pipedream.optimizer.search.memory_fit import (
 from pipedream.optimizer.search.required_in_flight import room_for
 from pipedream.optimizer.search.submeshes import Mesh, Submesh, nested_stage
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, Workload
-from pipedream.schedule.policy import Peak
+from pipedream.schedule.policy import Peak, same_everywhere
 
 # Cuts for a first plan, and for one where there are too many to try them all.
 _FEW, _MANY, _STEPS = 200, 3_000, 1e9
@@ -97,7 +97,7 @@ class Request:
         if self.overheads is None or self.model.name != "measured":
             return PlanningGraph.of(self.graph, self.footprints)
         keeping = self.keeping
-        per_update = keeping.microbatches if keeping.policy((1,)).same_everywhere else 1
+        per_update = keeping.microbatches if same_everywhere(keeping.schedule) else 1
         return PlanningGraph.of(
             self.graph,
             self.footprints,

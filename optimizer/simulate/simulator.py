@@ -24,8 +24,8 @@ from pipedream.optimizer.simulate.long_rounds import lengthened, rounds_to_play
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, Workload
 from pipedream.schedule.action import Action, Kind, Worker
 from pipedream.schedule.policy import Policy, policy
-from pipedream.schedule.schedule import Schedule, schedule
-from pipedream.schedule.spec import Pipeline
+from pipedream.schedule.schedule import Schedule
+from pipedream.schedule.spec import PipelineSpec
 from pipedream.schedule.versions import Versions
 
 MOST_MOVES = 2_000_000
@@ -73,20 +73,19 @@ def simulate_plan(
     as `long_rounds` has it.
     """
     microbatches = plan.predicted.microbatches or MICROBATCHES
-    rules = policy(plan.schedule, plan.replicas, microbatches, room=plan.room)
+    spec = PipelineSpec(plan.schedule, plan.replicas, (), microbatches, 1, plan.max_in_flight)
+    rules = policy(spec)
     workload = Workload.of(plan, rules, graph, update_rate, overheads)
     ranks = [stage.ranks for stage in plan.stages]
-    links = tuple(workload.forward_bytes)
+    spec = replace(spec, links=tuple(sorted(workload.forward_bytes)))
     span = Span.of(rules)
     long = plan.schedule == "flush" and span.minibatches * plan.workers > QUICK_MOVES
     for length in rounds_to_play(plan.replicas, microbatches) if long else [microbatches]:
-        span = Span.of(replace(rules, microbatches=length))
+        spec = replace(spec, microbatches=length)
+        span = Span.of(policy(spec))
         if span.minibatches * plan.workers > most_moves:
             return None
-        made = schedule(
-            plan.schedule, plan.replicas, links, span.minibatches, length, room=plan.room
-        )
-        played = simulate(made, workload, plan.cluster, ranks, span)
+        played = simulate(Schedule(spec, span.minibatches), workload, plan.cluster, ranks, span)
         if length == microbatches:
             return played
         whole = lengthened(played, span, plan.replicas, length, microbatches)
@@ -113,7 +112,7 @@ class Span:
         replicas together, so that each gets its share, unless a turn is much longer than the
         pipeline; and whole rounds.
         """
-        replicas, microbatches = rules.replicas, rules.microbatches
+        replicas, microbatches = rules.spec.replicas, rules.spec.microbatches
         workers = sum(replicas)
         turn = lcm(*replicas)
         turn = turn if turn <= 4 * workers else max(replicas)
@@ -140,7 +139,7 @@ def simulate(
 
 
 def simulate_ranks(
-    made: Pipeline,
+    made: Schedule,
     actions: Mapping[int, Sequence[Action]],
     workload: Workload,
     cluster: Cluster,
@@ -154,8 +153,8 @@ def simulate_ranks(
     window = done[span.last - 1] - done[span.first - 1]
     period = window / (span.last - span.first)
     busy = sum(
-        (work.forward_seconds + work.backward_seconds) / made.replicas[stage]
-        + work.update_seconds / made.round_size(stage)
+        (work.forward_seconds + work.backward_seconds) / made.spec.replicas[stage]
+        + work.update_seconds / made.policy.round_size(stage)
         for (stage, _), work in run.works.items()
     )
     bubble = 1 - busy / (len(actions) * period) if period else 0.0
@@ -203,13 +202,13 @@ class _Run:
 
     def __init__(
         self,
-        made: Pipeline,
+        made: Schedule,
         actions: Mapping[int, Sequence[Action]],
         workload: Workload,
         cluster: Cluster,
         ranks: Sequence[Sequence[int]],
     ) -> None:
-        self.pipeline = made
+        self.schedule = made
         self.workload = workload
         self.ranks = ranks
         self.network = Network(cluster)
@@ -347,7 +346,7 @@ class _Run:
         key = stage, self._action(worker).minibatch
         here = self.gathering.setdefault(key, {})
         here[worker] = now
-        if len(here) < self.pipeline.replicas[stage]:
+        if len(here) < self.schedule.spec.replicas[stage]:
             return
         amount = self.workload.stages[stage].parameter_bytes
         end = self.network.all_reduce(now, self.ranks[stage], amount)

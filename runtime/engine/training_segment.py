@@ -101,13 +101,13 @@ def place_to_stop(standings: Sequence[Standing], policy: Policy) -> Position:
 
 def window(policy: Policy) -> int:
     """How many minibatches may be in the pipeline at the same time."""
-    return max(count * policy.in_flight(stage) for stage, count in enumerate(policy.replicas))
+    return max(count * policy.in_flight(stage) for stage, count in enumerate(policy.spec.replicas))
 
 
 def whole_updates(every: int, policy: Policy) -> int:
     """`every` rounded up, so that every stage has made whole updates, on all replicas alike."""
-    sizes = (policy.round_size(stage) for stage in range(len(policy.replicas)))
-    unit = lcm(*sizes, *policy.replicas)
+    sizes = (policy.round_size(stage) for stage in range(len(policy.spec.replicas)))
+    unit = lcm(*sizes, *policy.spec.replicas)
     return -(-every // unit) * unit
 
 

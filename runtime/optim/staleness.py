@@ -20,10 +20,10 @@ from pipedream.schedule.schedule import Schedule
 
 def delays(schedule: Schedule, stage: int) -> dict[int, int]:
     """The delay of each minibatch at `stage`, in updates of the stage, for all its replicas."""
-    size = schedule.round_size(stage)
+    size = schedule.policy.round_size(stage)
     return {
         step.minibatch: step.minibatch // size - step.version
-        for replica in range(schedule.replicas[stage])
+        for replica in range(schedule.spec.replicas[stage])
         for step in schedule.steps[stage, replica]
         if step.kind is Kind.FORWARD
     }

@@ -48,9 +48,9 @@ def steady(policy: Policy, minibatches: int, known: int = 0) -> tuple[int, int] 
     whole rounds but the first. None where the epoch is too short. `known`: the first minibatch of
     which it is known what happened.
     """
-    replicas = policy.replicas
+    replicas = policy.spec.replicas
     if policy.drains and len(replicas) > 1:
-        turn = lcm(policy.microbatches, *replicas)
+        turn = lcm(policy.spec.microbatches, *replicas)
         first, last = (-(-known // turn) + 1) * turn, minibatches // turn * turn
     else:
         filling = policy.in_flight(0) * replicas[0]

@@ -28,6 +28,7 @@ import yaml
 
 from pipedream.graph.plan import read_plan
 from pipedream.schedule.policy import policy
+from pipedream.schedule.spec import PipelineSpec
 
 if TYPE_CHECKING:
     from torch.utils.data import TensorDataset
@@ -199,7 +200,7 @@ def train(case: Case, folder: Path) -> subprocess.Popen[bytes]:
 def trained(case: Case, folder: Path) -> Iterator[tuple[dict[str, Any], str]]:
     """What each rank reports, and in words what it held at most of what its schedule allows."""
     plan = read_plan(folder / "plan" / "plan.json")
-    allowed = policy(plan.schedule, plan.replicas, case.microbatches)
+    allowed = policy(PipelineSpec(plan.schedule, plan.replicas, (), case.microbatches))
     for rank in json.loads((folder / "run" / "summary.json").read_text())["ranks"]:
         most = allowed.peak(rank["stage"])
         assert rank["weight_versions"] <= most.versions

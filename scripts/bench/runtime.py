@@ -58,7 +58,8 @@ from pipedream.runtime.pipelining import split_policy
 from pipedream.runtime.stages.partition import links
 from pipedream.schedule.action import Kind
 from pipedream.schedule.channel import Channel
-from pipedream.schedule.schedule import schedule
+from pipedream.schedule.schedule import Schedule
+from pipedream.schedule.spec import PipelineSpec
 
 ROUNDS = 9
 LONG, FILLING = 16, 4
@@ -227,9 +228,8 @@ class Bench:
     def engine(self, name: ScheduleName, minibatches: int, microbatches: int, alone: bool) -> float:
         """Seconds of a whole run of our engine; its events are in `self.events`."""
         rank = self.rank
-        actions = schedule(
-            name, rank.job.plan.replicas, links(rank.layouts), minibatches, microbatches
-        ).actions(rank.worker)
+        spec = PipelineSpec(name, rank.job.plan.replicas, links(rank.layouts), microbatches)
+        actions = Schedule(spec, minibatches).actions(rank.worker)
         engine = engine_of(rank, self.still if alone else self.transport)
         begin = time.perf_counter()
         engine.run(Course(Leg(0, minibatches), actions), Same(self.batch))

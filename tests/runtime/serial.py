@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from schedules import schedule
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipedream.schedule.action import Kind
-from pipedream.schedule.schedule import schedule
 
 
 @dataclass(frozen=True)

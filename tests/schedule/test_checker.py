@@ -7,19 +7,19 @@ from textwrap import dedent
 
 import pytest
 from pipelines import PASSES, Orders, halved, interleaved, zero_bubble
+from schedules import schedule
 
 from pipedream.graph.choices import SCHEDULES
 from pipedream.schedule.action import Kind, parse_action
 from pipedream.schedule.checker import UnsoundError, check, check_actions, check_ranks
 from pipedream.schedule.generate import Step
-from pipedream.schedule.schedule import schedule
 
 SKIPS = [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]
 BOTH = [interleaved(2, 4, 8, 4, SKIPS), zero_bubble(3, 7, 4, [(0, 1), (0, 2), (1, 2)])]
 
 
 def checked(orders: Orders):
-    return check_ranks(orders.pipeline, orders.actions, orders.ranks)
+    return check_ranks(orders.schedule, orders.actions, orders.ranks)
 
 
 def test_two_stages_on_each_rank():
@@ -71,7 +71,7 @@ def test_every_dropped_or_doubled_action_is_noticed(orders):
                 changed = [*actions[:position], *wrong, *actions[position + 1 :]]
                 with pytest.raises(UnsoundError):
                     checked(
-                        Orders(orders.pipeline, orders.ranks, {**orders.actions, rank: changed})
+                        Orders(orders.schedule, orders.ranks, {**orders.actions, rank: changed})
                     )
 
 
@@ -81,7 +81,7 @@ def swapped(orders: Orders, rank: int, one: str, other: str) -> str:
     first, second = (listed.index(parse_action(text)) for text in (one, other))
     listed[first], listed[second] = listed[second], listed[first]
     with pytest.raises(UnsoundError) as caught:
-        checked(Orders(orders.pipeline, orders.ranks, {**orders.actions, rank: listed}))
+        checked(Orders(orders.schedule, orders.ranks, {**orders.actions, rank: listed}))
     return str(caught.value)
 
 
@@ -93,7 +93,7 @@ def test_messages_of_two_links_between_two_ranks_have_one_order():
     listed.remove(message)
     listed.insert(listed.index(parse_action("0SA2>1")) + 1, message)
     with pytest.raises(UnsoundError, match=r"worker 3 at 3RA1<2: minibatch 2 from 0 to 1 comes"):
-        checked(Orders(orders.pipeline, orders.ranks, {**orders.actions, 0: listed}))
+        checked(Orders(orders.schedule, orders.ranks, {**orders.actions, 0: listed}))
 
 
 def test_a_skip_to_a_rank_that_other_links_lead_to_has_another_order():
@@ -104,7 +104,7 @@ def test_a_skip_to_a_rank_that_other_links_lead_to_has_another_order():
 
 def test_messages_of_one_rank_to_itself_have_an_order_for_each_link():
     every = [(0, 1), (0, 2), (1, 2)]
-    pipeline = zero_bubble(3, 2, 2, every).pipeline
+    pipeline = zero_bubble(3, 2, 2, every).schedule
     passes = [(s, kind, b) for kind in "FB" for s in range(3) for b in (0, 1)]
     passes = [*passes[:6], *(p for s in (2, 1, 0) for p in passes[6:] if p[0] == s)]
     steps = [((s, 0), Step(0, Kind(kind), b, 0)) for s, kind, b in passes]
@@ -134,7 +134,7 @@ def test_a_pass_that_is_halved_is_not_whole_as_well(half, problem):
     orders = zero_bubble(2, 4, 4)
     listed = [a._replace(kind=Kind.BACKWARD) if str(a) == half else a for a in orders.actions[1]]
     with pytest.raises(UnsoundError, match=problem):
-        checked(Orders(orders.pipeline, orders.ranks, {**orders.actions, 1: listed}))
+        checked(Orders(orders.schedule, orders.ranks, {**orders.actions, 1: listed}))
 
 
 def test_tied_stages_on_one_rank_wait_for_each_other():
@@ -153,7 +153,7 @@ def test_an_action_of_a_stage_that_another_rank_has():
     orders = interleaved(2, 4, 4, 4)
     listed = [*orders.actions[0], parse_action("1F0")]
     with pytest.raises(UnsoundError, match="worker 0 at 1F0: an action of another worker"):
-        checked(Orders(orders.pipeline, orders.ranks, {**orders.actions, 0: listed}))
+        checked(Orders(orders.schedule, orders.ranks, {**orders.actions, 0: listed}))
 
 
 def test_one_worker_to_a_rank_is_as_before():

@@ -14,14 +14,14 @@ from textwrap import dedent
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedules import policy, schedule
 
 from pipedream.graph.choices import SCHEDULES
 from pipedream.schedule.action import Action, Kind, parse_action
 from pipedream.schedule.chart import chart
 from pipedream.schedule.checker import UnsoundError, check, check_actions
 from pipedream.schedule.in_flight import steady_in_flight, warm_up
-from pipedream.schedule.policy import Peak, VerticalSync, policy
-from pipedream.schedule.schedule import schedule
+from pipedream.schedule.policy import Peak, VerticalSync
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD)
 
@@ -30,9 +30,9 @@ def chain(stages):
     return [(stage, stage + 1) for stage in range(stages - 1)]
 
 
-def drawn(name, replicas, minibatches, microbatches=1, room=None):
+def drawn(name, replicas, minibatches, microbatches=1, max_in_flight=None):
     links = chain(len(replicas))
-    made = schedule(name, replicas, links, minibatches, microbatches, room=room)
+    made = schedule(name, replicas, links, minibatches, microbatches, max_in_flight=max_in_flight)
     return "\n".join(" ".join(line.split()) for line in chart(made).splitlines())
 
 
@@ -76,7 +76,7 @@ def test_one_stage_feeds_two_replicas():
 
 
 def test_with_less_room_they_wait():
-    assert drawn("weight-stashing", (1, 2), 6, room=(3, 1)) == diagram("""
+    assert drawn("weight-stashing", (1, 2), 6, max_in_flight=(3, 1)) == diagram("""
         0    F0 F1 F2 .  .  B0 F3 B1 F4 .  B2 F5 B3 .  .  B4 B5
         1    .  F0 -  B0 -  .  F2 -  B2 -  .  F4 -  B4 -
         1.1  .  .  F1 -  B1 -  .  F3 -  B3 -  .  F5 -  B5 -
@@ -200,7 +200,7 @@ def test_versions_of_2bw(replicas, more):
 # Pace ------------------------------------------------------------------------
 
 
-def pace(name, replicas, microbatches=1, room=None):
+def pace(name, replicas, microbatches=1, max_in_flight=None):
     """Units from one minibatch to the next in the steady state: a minibatch takes each worker 2 for
     each replica of its stage, so with nobody waiting it is 2.
     """
@@ -209,7 +209,7 @@ def pace(name, replicas, microbatches=1, room=None):
     filled = turn * (4 - 3 * (-deepest // turn))
     minibatches = 2 * filled + 3 * turn
     links = chain(len(replicas))
-    made = schedule(name, replicas, links, minibatches, microbatches, room=room)
+    made = schedule(name, replicas, links, minibatches, microbatches, max_in_flight=max_in_flight)
     begins = {
         step.minibatch: step.time
         for worker, steps in made.steps.items()
@@ -250,7 +250,7 @@ def test_one_less_in_flight_at_the_first_stage_and_somebody_waits():
     for replicas in UP_TO_FOUR:
         first, *others = steady_in_flight(replicas, in_step=True)
         if first > 1:
-            assert pace("weight-stashing", replicas, room=(first - 1, *others)) > 2
+            assert pace("weight-stashing", replicas, max_in_flight=(first - 1, *others)) > 2
 
 
 def test_warm_up():
@@ -317,8 +317,8 @@ def test_sound_for_all_plans_of_six_stages(name, first):
 def test_sound_with_any_room(name):
     """From a single minibatch in flight on each worker to more than are of use."""
     for replicas in itertools.product(range(1, 4), repeat=3):
-        for room in itertools.product((1, 2, 5), repeat=3):
-            check(schedule(name, replicas, chain(3), 19, 4, room=room))
+        for max_in_flight in itertools.product((1, 2, 5), repeat=3):
+            check(schedule(name, replicas, chain(3), 19, 4, max_in_flight=max_in_flight))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from pipedream.schedule.action import Action, Kind, Link, Worker
 from pipedream.schedule.generate import Step
-from pipedream.schedule.schedule import Schedule, written
-from pipedream.schedule.spec import Pipeline
+from pipedream.schedule.schedule import Schedule, write_actions
+from pipedream.schedule.spec import PipelineSpec
 
 Passes = Iterator[tuple[Worker, Step]]
 
@@ -23,19 +23,21 @@ F, B, BI, BW = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_W
 class Orders:
     """What each rank does; `ranks[stage][replica]` is the rank of a worker."""
 
-    pipeline: Pipeline
+    schedule: Schedule
     ranks: Sequence[Sequence[int]]
     actions: dict[int, list[Action]]
 
     @staticmethod
     def of(
-        pipeline: Pipeline, ranks: Sequence[Sequence[int]], passes: Callable[[int], Passes]
+        schedule: Schedule, ranks: Sequence[Sequence[int]], passes: Callable[[int], Passes]
     ) -> Orders:
         workers: dict[int, list[Worker]] = {}
-        for stage, replica in pipeline.workers:
+        for stage, replica in schedule.workers:
             workers.setdefault(ranks[stage][replica], []).append((stage, replica))
-        actions = {rank: written(pipeline, own, passes(rank)) for rank, own in workers.items()}
-        return Orders(pipeline, ranks, actions)
+        actions = {
+            rank: write_actions(schedule, own, passes(rank)) for rank, own in workers.items()
+        }
+        return Orders(schedule, ranks, actions)
 
     @property
     def shown(self) -> str:
@@ -111,8 +113,8 @@ def zero_bubble(
 def halved(made: Schedule) -> Orders:
     """`made` with every backward pass in two halves, the second once the first has sent."""
     orders = [
-        [rank + sum(made.replicas[:stage]) for rank in range(count)]
-        for stage, count in enumerate(made.replicas)
+        [rank + sum(made.spec.replicas[:stage]) for rank in range(count)]
+        for stage, count in enumerate(made.spec.replicas)
     ]
 
     def passes(rank: int) -> Passes:
@@ -124,8 +126,13 @@ def halved(made: Schedule) -> Orders:
     return Orders.of(made, orders, passes)
 
 
-def _flush(stages: int, minibatches: int, microbatches: int, links: Sequence[Link]) -> Pipeline:
+def _flush(stages: int, minibatches: int, microbatches: int, links: Sequence[Link]) -> Schedule:
     chain = tuple((stage, stage + 1) for stage in range(stages - 1))
-    room = (max(stages, microbatches),) * stages
-    ones = (1,) * stages
-    return Pipeline("flush", ones, tuple(links) or chain, minibatches, microbatches, room=room)
+    spec = PipelineSpec(
+        "flush",
+        (1,) * stages,
+        tuple(sorted(links)) or chain,
+        microbatches,
+        max_in_flight=(max(stages, microbatches),) * stages,
+    )
+    return Schedule(spec, minibatches)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from schedules import schedule
+
 from pipedream.graph.timeline import Event
-from pipedream.schedule.schedule import schedule
 
 
 def played(replicas, minibatches, unit=0.01):

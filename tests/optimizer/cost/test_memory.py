@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pipedream.graph.choices import SCHEDULES
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.profile import Footprint
+from pipedream.optimizer.cost import memory
 from pipedream.optimizer.cost.memory import Keeping, StageMemory
-from pipedream.optimizer.cost.models import memory
 from pipedream.optimizer.cost.stage_cost import MemoryLimit
 from pipedream.optimizer.cuts.antichains import AntichainDag
 from pipedream.optimizer.cuts.downsets import Cuts

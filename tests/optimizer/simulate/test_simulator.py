@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import PASSES, interleaved, zero_bubble
+from schedules import policy, schedule
 
 from pipedream.graph.choices import MICROBATCHES, SCHEDULES
 from pipedream.graph.cluster import Cluster, DeviceKind
@@ -19,8 +20,6 @@ from pipedream.optimizer.simulate.workload import Held, StageWork, Workload
 from pipedream.schedule.action import Kind
 from pipedream.schedule.checker import check
 from pipedream.schedule.in_flight import warm_up
-from pipedream.schedule.policy import policy
-from pipedream.schedule.schedule import schedule
 
 FREE = 1e30
 
@@ -224,7 +223,7 @@ def test_a_plans_memory_over_time_is_within_what_the_planner_says(data):
 
 def run_orders(orders, workload):
     """Of ranks whose stages follow one another, two rounds and the second of them counted."""
-    made, ranks = orders.pipeline, len(orders.actions)
+    made, ranks = orders.schedule, len(orders.actions)
     cluster = Cluster(machines=(ranks,), bandwidth=(FREE,))
     span = Span(made.minibatches, made.microbatches, made.minibatches)
     return simulate_ranks(made, orders.actions, workload, cluster, orders.ranks, span)

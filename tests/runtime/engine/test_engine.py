@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pipelines import Orders, halved, interleaved, zero_bubble
 from plans import cut, make_plan
 from processes import free_port, run_processes
+from schedules import schedule
 from torch import Tensor, nn
 from training import chain_config
 
@@ -41,7 +42,6 @@ from pipedream.runtime.stages.partition import Layout, layouts, links
 from pipedream.runtime.stages.stage_module import Form, Forms
 from pipedream.schedule.channel import ways
 from pipedream.schedule.checker import check_ranks
-from pipedream.schedule.schedule import schedule
 
 CPU = torch.device("cpu")
 OPTIMIZER = OptimizerConfig(name="SGD", args={"lr": 0.2, "momentum": 0.9, "weight_decay": 0.01})
@@ -93,7 +93,7 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=workers)
     captured = captured_model(name)
-    every = layouts(captured, plan_of(captured, orders.pipeline.replicas))
+    every = layouts(captured, plan_of(captured, orders.schedule.spec.replicas))
     taken = ways(orders.ranks, links(every))
     transport = Transport(CPU, "nccl" if again else "gloo", taken)
     losses = dict[int, float]()
@@ -103,7 +103,7 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
         if rank in orders.ranks[layout.stage]:
             executors[layout.stage] = executor(captured, layout, orders, transport, groups, again)
     engine = Engine(executors, transport, after=lambda action: None)
-    minibatches = orders.pipeline.minibatches
+    minibatches = orders.schedule.minibatches
     for epoch in range(EPOCHS):
         for each in executors.values():
             each.on_loss = lambda b, loss, e=epoch: losses.update(
@@ -148,7 +148,7 @@ def executor(
 
 def run(name: str, orders: Orders, again: bool = False) -> list[Told]:
     """What each rank tells. The orders are proved before."""
-    check_ranks(orders.pipeline, orders.actions, orders.ranks)
+    check_ranks(orders.schedule, orders.actions, orders.ranks)
     return run_processes(trained, len(orders.actions), free_port(), name, orders, again)
 
 
@@ -156,7 +156,7 @@ def assert_as_plain(name: str, orders: Orders, told: Sequence[Told]) -> None:
     """The plain model, one step of the optimizer for the mean of each round."""
     model = plain_model(name)
     optimizer = torch.optim.SGD(model.parameters(), **OPTIMIZER.args)
-    size, minibatches = orders.pipeline.microbatches, orders.pipeline.minibatches
+    size, minibatches = orders.schedule.spec.microbatches, orders.schedule.minibatches
     data, expected = Data(minibatches), []
     for _ in range(EPOCHS):
         for first in range(0, minibatches, size):

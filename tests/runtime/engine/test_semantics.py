@@ -14,6 +14,7 @@ import pytest
 import small_models
 import torch
 from plans import make_plan
+from schedules import policy
 from torch import nn
 from training import losses, run_jobs, weights
 
@@ -24,7 +25,6 @@ from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, Ru
 from pipedream.runtime.data.reader import Epoch
 from pipedream.runtime.job import Job
 from pipedream.runtime.stages.partition import layouts, links
-from pipedream.schedule.policy import policy
 
 SUPPORT = Path(small_models.__file__).parent
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from schedules import policy, schedule
 
 from pipedream.graph.choices import SCHEDULES, ScheduleName
 from pipedream.runtime.engine.training_segment import (
@@ -15,8 +16,6 @@ from pipedream.runtime.engine.training_segment import (
     whole_updates,
     window,
 )
-from pipedream.schedule.policy import policy
-from pipedream.schedule.schedule import schedule
 
 TWO = policy("weight-stashing", (1, 1))  # two minibatches in flight
 THREE = policy("flush", (1, 1, 1), microbatches=4)
@@ -61,7 +60,7 @@ def test_the_place_is_after_whole_updates() -> None:
     name=st.sampled_from(SCHEDULES),
     replicas=st.lists(st.integers(1, 3), min_size=1, max_size=4),
     size=st.integers(1, 4),
-    room=st.none() | st.lists(st.integers(1, 4), min_size=4, max_size=4),
+    max_in_flight=st.none() | st.lists(st.integers(1, 4), min_size=4, max_size=4),
     updates=st.integers(1, 3),
     longer=st.integers(0, 20),
     skips=st.booleans(),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from schedules import schedule
 
 from pipedream.graph.choices import ScheduleName
 from pipedream.runtime.optim.staleness import delays
-from pipedream.schedule.schedule import schedule
 
 
 def rows(name: ScheduleName, replicas: tuple[int, ...], minibatches: int = 8) -> list[list[int]]:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from pipedream.runtime.report import clock
 from pipedream.runtime.report.clock import Clock, Ping, Reading, common
-from pipedream.runtime.report.summary import clock
 
 offsets = st.floats(-1e4, 1e4)
 ways = st.floats(1e-6, 1e-2)

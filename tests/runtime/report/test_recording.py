@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from schedules import schedule
 
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.timeline import Event
+from pipedream.runtime.report import recording
 from pipedream.runtime.report.clock import Clock
 from pipedream.runtime.report.recording import Recorder
-from pipedream.runtime.report.summary import recording
 from pipedream.runtime.report.utilisation import in_flight, versions
-from pipedream.schedule.schedule import schedule
 
 EPOCH, KEPT = 402, 6
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from played import played
+from schedules import policy
 
 from pipedream.graph.timeline import Event
 from pipedream.runtime.report.utilisation import in_flight, shares, steady, versions
 from pipedream.schedule.action import parse_action
-from pipedream.schedule.policy import policy
 
 
 def events(text: str) -> list[Event]:

@@ -19,6 +19,7 @@ import torch
 from commands import PROGRAMS, interrupt, start
 from plans import cut, make_plan
 from processes import free_port, run_processes
+from schedules import policy
 from torch._C._distributed_c10d import FileStore, Store
 from torch.distributed import DistNetworkError
 from training import chain_config, losses, run_jobs, weights
@@ -35,7 +36,6 @@ from pipedream.runtime.job import Job
 from pipedream.runtime.supervise.graceful_stop import Halt
 from pipedream.runtime.trainer import Stopped, train
 from pipedream.schedule.action import Action, Kind
-from pipedream.schedule.policy import policy
 
 SUPPORT = Path(small_models.__file__).parent
 TORCHRUN = ("torchrun", "--standalone", "--nproc-per-node=3", "--no-python")

@@ -1,0 +1,34 @@
+"""Schedules and policies by their few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pipedream.graph.choices import ScheduleName
+from pipedream.schedule import policy as policies
+from pipedream.schedule.action import Link
+from pipedream.schedule.policy import Policy
+from pipedream.schedule.schedule import Schedule
+from pipedream.schedule.spec import PipelineSpec
+
+
+def schedule(
+    name: ScheduleName,
+    replicas: Sequence[int],
+    links: Iterable[Link],
+    minibatches: int,
+    microbatches: int = 1,
+    tied: Sequence[int] = (),
+    accumulate: int = 1,
+    max_in_flight: Sequence[int] | None = None,
+) -> Schedule:
+    most = None if max_in_flight is None else tuple(max_in_flight)
+    ordered = tuple(sorted(set(links)))
+    spec = PipelineSpec(name, tuple(replicas), ordered, microbatches, accumulate, most, tuple(tied))
+    return Schedule(spec, minibatches)
+
+
+def policy(
+    name: ScheduleName, replicas: Sequence[int], microbatches: int = 1, accumulate: int = 1
+) -> Policy:
+    return policies.policy(PipelineSpec(name, tuple(replicas), (), microbatches, accumulate))
