@@ -87,7 +87,6 @@ class _Training:
         """Where the run has stopped, if it was asked to."""
         member, rank, display = self.member, self.rank, self.member.display
         self.begin = time.perf_counter()
-        member.pace.begin_epoch()
         member.recorder.begin()
         shown = nullcontext() if display is None else display.watching(self.losses)
         told = telling(member.store, rank.place.rank, self._status)
@@ -95,7 +94,6 @@ class _Training:
         with shown, told, Reader(minibatches, self._to_read()) as data:
             stopped = self._run_legs(self._engine(), data)
             self.losses.end()
-        member.pace.end_epoch()
         member.recorder.add(self.number, self.events, rank.examples.minibatches)
         member.transport.barrier()
         if display is not None:
@@ -186,7 +184,6 @@ class _Training:
     def _after(self, action: Action) -> None:
         if action.kind in ENDS_BACKWARD:
             self.in_flight -= 1
-            self.member.pace.passed()
         self.member.recorder.thin_out(self.events)
 
     def _status(self) -> Status:

@@ -27,7 +27,6 @@ from pipedream.runtime.supervise.graceful_stop import Halt
 from pipedream.runtime.supervise.heartbeat import Pulse
 from pipedream.runtime.supervise.watchdog import Watch
 from pipedream.schedule.channel import ways
-from pipedream.schedule.steady_state import Pace
 
 
 class Member:
@@ -57,7 +56,6 @@ class Member:
         self.halt = self._halt()
         self.memory = PeakMemory(rank.device, rank.tensors())
         self.display = self._display() if place.rank == 0 else None
-        self.pace = Pace(job.policy.in_flight(rank.stage))
         self.peak_in_flight = 0
         self.tried: dict[str, float] = {}
 

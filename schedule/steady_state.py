@@ -1,38 +1,90 @@
-"""How long a minibatch takes in the steady state, from when the backward passes of one rank end."""
+"""The steady state of a pipeline: which minibatches it has, how long they take, the bubble.
+
+One definition for schedules that are simulated and for runs that were measured: both are lists of
+timed actions.
+"""
 
 from __future__ import annotations
 
-import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import ceil, lcm
+
+from pipedream.graph.timeline import Timeline
+from pipedream.schedule.action import BACKWARDS, ENDS_BACKWARD, Kind
+from pipedream.schedule.policy import Policy
+
+BUSY: Collection[str] = BACKWARDS | {Kind.FORWARD, Kind.UPDATE}
+"""The kinds of action that are work; the rest of a rank's time is the bubble."""
 
 
-class Pace:
-    """Over all epochs of a run; of each the first `warm_up` passes fill the pipeline."""
+@dataclass(frozen=True)
+class SteadySpan:
+    """Of `minibatches`, those from `first` to before `last` find the pipeline full.
 
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up = warm_up
-        self.whole = self.steady = 0.0
-        self.passes = self.counted = 0
+    Schedules that empty the pipeline after every round fill it as often, which counts: for them
+    the span has whole rounds, all but the first.
+    """
 
-    def begin_epoch(self) -> None:
-        self.begun = time.perf_counter()
-        self.seen = 0
+    minibatches: int
+    first: int
+    last: int
 
-    def passed(self) -> None:
-        """A backward pass has ended."""
-        self.last = time.perf_counter()
-        if self.seen == self.warm_up:
-            self.first = self.last
-        self.seen += 1
+    @staticmethod
+    def for_simulation(policy: Policy) -> SteadySpan:
+        """The shortest run worth simulating.
 
-    def end_epoch(self) -> None:
-        self.whole += time.perf_counter() - self.begun
-        self.passes += self.seen
-        if self.seen > self.warm_up:
-            self.steady += self.last - self.first
-            self.counted += self.seen - self.warm_up - 1
+        It fills the pipeline twice, runs twice as long, then drains. The span has whole turns of
+        all replicas, so that each gets its share, unless a turn is much longer than the pipeline.
+        """
+        replicas, microbatches = policy.spec.replicas, policy.spec.microbatches
+        workers = sum(replicas)
+        turn = lcm(*replicas)
+        turn = turn if turn <= 4 * workers else max(replicas)
+        if policy.same_everywhere:
+            turn = lcm(microbatches, turn)
+        if policy.drains:
+            return SteadySpan(3 * turn, turn, 3 * turn)
+        fill = turn * ceil(max(workers, policy.in_flight(0) * replicas[0]) / turn)
+        return SteadySpan(5 * fill, 2 * fill, 4 * fill)
 
-    def seconds_per_minibatch(self, replicas: int) -> float:
-        """Where the filling leaves nothing, the whole time is taken. `replicas` of the stage."""
-        if self.counted:
-            return self.steady / (self.counted * replicas)
-        return self.whole / max(1, self.passes * replicas)
+    @staticmethod
+    def within(policy: Policy, minibatches: int, known: int = 0) -> SteadySpan | None:
+        """The steady part of an epoch that was run, or None if the epoch is too short.
+
+        `known`: the first minibatch whose actions were recorded.
+        """
+        replicas = policy.spec.replicas
+        if policy.drains and len(replicas) > 1:
+            turn = lcm(policy.spec.microbatches, *replicas)
+            first, last = (-(-known // turn) + 1) * turn, minibatches // turn * turn
+        else:
+            fill = policy.in_flight(0) * replicas[0]
+            first, last = known + fill, minibatches - fill
+        return SteadySpan(minibatches, first, last) if last > first else None
+
+    def __len__(self) -> int:
+        return self.last - self.first
+
+
+def steady_window(timeline: Timeline, span: SteadySpan | None) -> tuple[float, float]:
+    """When the span begins and ends, in the seconds of the timeline.
+
+    From when every minibatch before `first` has gone backward in all stages to when every one
+    before `last` has; without a span from the first action to the last.
+    """
+    events = [event for events in timeline.values() for event in events]
+    begin = min((event.begin for event in events), default=0.0)
+    if span is None:
+        return begin, max((event.end for event in events), default=0.0)
+    passes = [event for event in events if event.action.kind in ENDS_BACKWARD]
+
+    def completed(count: int) -> float:
+        return max((e.end for e in passes if e.action.minibatch < count), default=begin)
+
+    return completed(span.first), completed(span.last)
+
+
+def bubble(busy: float, ranks: int, window: float) -> float:
+    """The share of `ranks` times `window` seconds that is not among the `busy` seconds of all."""
+    return max(0.0, 1 - busy / (ranks * window)) if window else 0.0

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from pipedream.graph.timeline import Timeline
 from pipedream.schedule.action import Kind
+from pipedream.schedule.steady_state import SteadySpan, bubble
 
 if TYPE_CHECKING:
-    from pipedream.optimizer.simulate.simulator import Simulation, Span
+    from pipedream.optimizer.simulate.simulator import Simulation
 
 _TURNS = 12
 """A period is so many turns of the replicas: the fewest that shorter ones fit in, mostly."""
@@ -42,7 +43,7 @@ def rounds_to_play(replicas: Sequence[int], microbatches: int) -> Iterator[int]:
 
 
 def lengthened(
-    played: Simulation, span: Span, replicas: Sequence[int], length: int, microbatches: int
+    played: Simulation, span: SteadySpan, replicas: Sequence[int], length: int, microbatches: int
 ) -> Simulation | None:
     """What `played`, of rounds of `length`, says of rounds of `microbatches`; None where a round
     does not come to repeat itself. Events and memory are those of the shorter rounds.
@@ -62,7 +63,7 @@ def lengthened(
     return replace(
         played,
         seconds_per_minibatch=after / microbatches,
-        bubble=max(0.0, 1 - busy / (workers * after)),
+        bubble=bubble(busy, workers, after),
     )
 
 
@@ -93,7 +94,7 @@ def _step(times: Mapping[int, Sequence[float]], end: int, replicas: Sequence[int
     return steps[0] if max(steps) - min(steps) <= _SAME * max(times[end - 1]) else None
 
 
-def _updates(events: Timeline, span: Span, length: int) -> float:
+def _updates(events: Timeline, span: SteadySpan, length: int) -> float:
     """Seconds that the updates of one round take, those of all workers together."""
     return sum(
         event.end - event.begin

@@ -11,21 +11,21 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil, lcm
 
 from pipedream.graph.choices import MICROBATCHES
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, Simulated
 from pipedream.graph.profile import TrainingOverheads
-from pipedream.graph.timeline import Event
+from pipedream.graph.timeline import Event, Timeline
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.simulate.long_rounds import lengthened, rounds_to_play
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, Workload
 from pipedream.schedule.action import Action, Kind, Worker
-from pipedream.schedule.policy import Policy, policy
+from pipedream.schedule.policy import policy
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
+from pipedream.schedule.steady_state import SteadySpan, bubble, steady_window
 from pipedream.schedule.versions import Versions
 
 MOST_MOVES = 2_000_000
@@ -78,11 +78,11 @@ def simulate_plan(
     workload = Workload.of(plan, rules, graph, update_rate, overheads)
     ranks = [stage.ranks for stage in plan.stages]
     spec = replace(spec, links=tuple(sorted(workload.forward_bytes)))
-    span = Span.of(rules)
+    span = SteadySpan.for_simulation(rules)
     long = plan.schedule == "flush" and span.minibatches * plan.workers > QUICK_MOVES
     for length in rounds_to_play(plan.replicas, microbatches) if long else [microbatches]:
         spec = replace(spec, microbatches=length)
-        span = Span.of(policy(spec))
+        span = SteadySpan.for_simulation(policy(spec))
         if span.minibatches * plan.workers > most_moves:
             return None
         played = simulate(Schedule(spec, span.minibatches), workload, plan.cluster, ranks, span)
@@ -94,42 +94,12 @@ def simulate_plan(
     return None
 
 
-@dataclass(frozen=True)
-class Span:
-    """How many minibatches are run, and which of them are the steady state: those from `first` to
-    `last`, counted from 0, `last` not among them.
-    """
-
-    minibatches: int
-    first: int
-    last: int
-
-    @staticmethod
-    def of(rules: Policy) -> Span:
-        """Long enough to fill the pipeline twice, then run twice as long, then drain.
-
-        With flush and gpipe every round fills and drains. The steady state holds whole turns of all
-        replicas together, so that each gets its share, unless a turn is much longer than the
-        pipeline; and whole rounds.
-        """
-        replicas, microbatches = rules.spec.replicas, rules.spec.microbatches
-        workers = sum(replicas)
-        turn = lcm(*replicas)
-        turn = turn if turn <= 4 * workers else max(replicas)
-        if rules.same_everywhere:
-            turn = lcm(microbatches, turn)
-        if rules.drains:
-            return Span(3 * turn, turn, 3 * turn)
-        fill = turn * ceil(max(workers, rules.in_flight(0) * replicas[0]) / turn)
-        return Span(5 * fill, 2 * fill, 4 * fill)
-
-
 def simulate(
     made: Schedule,
     workload: Workload,
     cluster: Cluster,
     ranks: Sequence[Sequence[int]],
-    span: Span,
+    span: SteadySpan,
 ) -> Simulation:
     """Runs `made`, whose worker (s, r) is `ranks[s][r]` of the cluster."""
     actions = {
@@ -144,25 +114,23 @@ def simulate_ranks(
     workload: Workload,
     cluster: Cluster,
     ranks: Sequence[Sequence[int]],
-    span: Span,
+    span: SteadySpan,
 ) -> Simulation:
     """Likewise, where each rank does these actions, be they of one worker or of several."""
     run = _Run(made, actions, workload, cluster, ranks)
     run.finish()
-    done = run.completed
-    window = done[span.last - 1] - done[span.first - 1]
-    period = window / (span.last - span.first)
+    begin, end = steady_window(run.events, span)
+    period = (end - begin) / len(span)
     busy = sum(
         (work.forward_seconds + work.backward_seconds) / made.spec.replicas[stage]
         + work.update_seconds / made.policy.round_size(stage)
         for (stage, _), work in run.works.items()
     )
-    bubble = 1 - busy / (len(actions) * period) if period else 0.0
     return Simulation(
         seconds_per_minibatch=period,
-        bubble=max(0.0, bubble),
+        bubble=bubble(busy, len(actions), period),
         steady_from=span.first,
-        events={rank: place.events for rank, place in run.places.items()},
+        events=run.events,
         memory={rank: place.memory for rank, place in run.places.items()},
     )
 
@@ -260,13 +228,8 @@ class _Run:
         assert all(p.position == len(p.actions) for p in self.places.values()), "deadlock"
 
     @property
-    def completed(self) -> list[float]:
-        """When each minibatch and all before it have gone backward everywhere."""
-        done, latest = [], 0.0
-        for over in self.passes_over:
-            latest = max(latest, over)
-            done.append(latest)
-        return done
+    def events(self) -> Timeline:
+        return {rank: place.events for rank, place in self.places.items()}
 
     def _done(self, worker: Worker, begin: float, end: float) -> None:
         """The rank of `worker` has done its action from `begin` to `end`, and goes on."""

@@ -19,8 +19,9 @@ from pipedream.runtime.rank_context import Member
 from pipedream.runtime.report.recording import Recording
 from pipedream.runtime.report.stage_times import measured_ranks
 from pipedream.runtime.report.summary import write_summary
-from pipedream.runtime.report.utilisation import Shares, promised, shares, steady
+from pipedream.runtime.report.utilisation import Shares, promised, shares
 from pipedream.runtime.report.utilisation_table import print_shares
+from pipedream.schedule.steady_state import SteadySpan
 
 
 def finish(member: Member) -> None:
@@ -92,11 +93,11 @@ def _shares(member: Member, recording: Recording, reports: list[dict[str, Any]])
     return spent
 
 
-def _steady(member: Member) -> tuple[int, int] | None:
+def _steady(member: Member) -> SteadySpan | None:
     """The minibatches of an epoch that find the pipeline full, if there are any."""
     minibatches = member.rank.examples.minibatches
     known = member.recorder.first(minibatches)
-    return steady(member.rank.job.policy, minibatches, known)
+    return SteadySpan.within(member.rank.job.policy, minibatches, known)
 
 
 def _write_recording(
@@ -114,17 +115,16 @@ def _write_measured(member: Member, recording: Recording, spent: Shares) -> bool
     """measured.json; whether there is any: not of an epoch of one small minibatch."""
     job, sizes = member.rank.job, member.rank.examples.sizes
     whole = len(sizes) - bool(sizes.rest)
-    first, last = _steady(member) or (0, whole)
+    span = _steady(member) or SteadySpan(whole, 0, whole)
     epochs = list(recording.epochs.values())
-    ranks = measured_ranks(epochs, range(first, min(last, whole)), job.plan)
+    ranks = measured_ranks(epochs, range(span.first, min(span.last, whole)), job.plan)
     if ranks:
-        seconds = spent.window / len(epochs) / (last - first)
         measured = Measured(
             device=job.device,
             threads=torch.get_num_threads(),
             batch_size=job.config.batch_size,
             schedule=job.schedule,
-            seconds_per_minibatch=seconds if spent.steady else _seconds_per_minibatch(member),
+            seconds_per_minibatch=spent.seconds_per_minibatch,
             ranks=ranks,
             plan=job.plan,
         )
@@ -132,16 +132,10 @@ def _write_measured(member: Member, recording: Recording, spent: Shares) -> bool
     return bool(ranks)
 
 
-def _seconds_per_minibatch(member: Member) -> float:
-    """In the steady state, over all epochs."""
-    rank = member.rank
-    return member.pace.seconds_per_minibatch(len(rank.job.plan.process_ranks[rank.stage]))
-
-
 def _summary(member: Member, reports: list[dict[str, Any]], spent: Shares) -> dict[str, Any]:
     rank, job, display = member.rank, member.rank.job, member.display
     assert display is not None
-    seconds = _seconds_per_minibatch(member)
+    seconds = spent.seconds_per_minibatch
     simulated = _simulated(job)
     return {
         "schedule": job.schedule,

@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import lcm
 
 from pipedream.graph.plan import Plan
 from pipedream.graph.timeline import Event, Timeline
-from pipedream.schedule.action import BACKWARDS, ENDS_BACKWARD, Kind
-from pipedream.schedule.policy import Policy
-
-BUSY = BACKWARDS | {Kind.FORWARD, Kind.UPDATE}
-"""What is work; the rest of a rank's time is the bubble, as in the simulation of a plan."""
+from pipedream.schedule.action import ENDS_BACKWARD, Kind
+from pipedream.schedule.steady_state import BUSY, SteadySpan, bubble, steady_window
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Seconds of each rank by the kind of action, out of `window` seconds that all ranks had.
+    """Seconds of each rank by the kind of action, out of `window` seconds in which `minibatches`
+    went through.
 
     `steady`: the filling and the draining of the pipeline are left out.
     """
 
     window: float
+    minibatches: int
     seconds: Mapping[int, Mapping[str, float]]
     steady: bool
 
@@ -36,58 +34,36 @@ class Shares:
         return self.share(rank, BUSY)
 
     @property
+    def seconds_per_minibatch(self) -> float:
+        return self.window / max(1, self.minibatches)
+
+    @property
     def bubble(self) -> float:
         """The share of all ranks' time without a pass or an update."""
-        return 1 - sum(map(self.busy, self.seconds)) / len(self.seconds)
+        busy = (spent.get(kind, 0.0) for spent in self.seconds.values() for kind in BUSY)
+        return bubble(sum(busy), len(self.seconds), self.window)
 
 
-def steady(policy: Policy, minibatches: int, known: int = 0) -> tuple[int, int] | None:
-    """The minibatches of an epoch, from the first to before the last, that find the pipeline full.
-
-    Schedules that empty the pipeline after every round fill it as often, which counts: for them all
-    whole rounds but the first. None where the epoch is too short. `known`: the first minibatch of
-    which it is known what happened.
-    """
-    replicas = policy.spec.replicas
-    if policy.drains and len(replicas) > 1:
-        turn = lcm(policy.spec.microbatches, *replicas)
-        first, last = (-(-known // turn) + 1) * turn, minibatches // turn * turn
-    else:
-        filling = policy.in_flight(0) * replicas[0]
-        first, last = known + filling, minibatches - filling
-    return (first, last) if last > first else None
-
-
-def shares(epochs: Sequence[Timeline], counted: tuple[int, int] | None) -> Shares:
-    """What the ranks did from when minibatch `counted[0]` - 1 and all before it had gone backward
-    everywhere to when `counted[1]` - 1 had; without `counted`, from first to last. Over all epochs.
-    """
-    window = 0.0
+def shares(epochs: Sequence[Timeline], span: SteadySpan | None) -> Shares:
+    """What the ranks did in the steady state of the epochs; without a span, in all their time."""
+    window, minibatches = 0.0, 0
     seconds: dict[int, dict[str, float]] = {rank: {} for epoch in epochs for rank in epoch}
     for epoch in epochs:
-        begin, end = _window(epoch, counted)
+        begin, end = steady_window(epoch, span)
         window += end - begin
+        minibatches += _minibatches(epoch) if span is None else len(span)
         for rank, events in epoch.items():
             for event in events:
                 inside = min(event.end, end) - max(event.begin, begin)
                 if inside > 0:
                     kind = event.action.kind
                     seconds[rank][kind] = seconds[rank].get(kind, 0.0) + inside
-    return Shares(window, seconds, counted is not None)
+    return Shares(window, minibatches, seconds, span is not None)
 
 
-def _window(epoch: Timeline, counted: tuple[int, int] | None) -> tuple[float, float]:
-    events = [event for events in epoch.values() for event in events]
-    if counted is None:
-        begins = (event.begin for event in events)
-        return min(begins, default=0.0), max((event.end for event in events), default=0.0)
-    passes = [event for event in events if event.action.kind in ENDS_BACKWARD]
-    first = min((event.begin for event in events), default=0.0)  # of an epoch gone on with
-    begin, end = (
-        max((event.end for event in passes if event.action.minibatch < count), default=first)
-        for count in counted
-    )
-    return begin, end
+def _minibatches(epoch: Timeline) -> int:
+    actions = (event.action for events in epoch.values() for event in events)
+    return len({action.minibatch for action in actions if action.kind == Kind.FORWARD})
 
 
 def promised(plan: Plan) -> dict[int, float]:

@@ -15,8 +15,8 @@ from statistics import median
 from torch._C._distributed_c10d import Store
 
 from pipedream.graph.timeline import Action, Event
-from pipedream.runtime.report.utilisation import BUSY
 from pipedream.schedule.action import BACKWARDS, RECEIVES, Kind
+from pipedream.schedule.steady_state import BUSY
 
 SECONDS_BETWEEN_TALES = 0.5
 RECENT_SECONDS = 5.0

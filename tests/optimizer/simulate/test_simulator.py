@@ -15,11 +15,12 @@ from pipedream.graph.model import Graph, Node
 from pipedream.optimizer.cost.models import Paper
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.planner import Request, given_plan
-from pipedream.optimizer.simulate.simulator import Span, simulate, simulate_plan, simulate_ranks
+from pipedream.optimizer.simulate.simulator import simulate, simulate_plan, simulate_ranks
 from pipedream.optimizer.simulate.workload import Held, StageWork, Workload
 from pipedream.schedule.action import Kind
 from pipedream.schedule.checker import check
 from pipedream.schedule.in_flight import warm_up
+from pipedream.schedule.steady_state import SteadySpan
 
 FREE = 1e30
 
@@ -32,9 +33,9 @@ def chain(*stages, message=0.0):
 
 
 def run(workload, replicas, minibatches=None, bandwidth=FREE, name="weight-stashing", micro=1):
-    span = Span.of(policy(name, replicas, micro))
+    span = SteadySpan.for_simulation(policy(name, replicas, micro))
     if minibatches is not None:
-        span = Span(minibatches, 1, minibatches)
+        span = SteadySpan(minibatches, 1, minibatches)
     made = schedule(name, replicas, tuple(workload.forward_bytes), span.minibatches, micro)
     workers = sum(replicas)
     numbers = iter(range(workers))
@@ -108,7 +109,7 @@ def test_a_device_twice_as_fast_takes_half_as_long():
         machines=(1, 2), bandwidth=(FREE, FREE), kinds=kinds, machine_kinds=("slow", "fast")
     )
     made = schedule("weight-stashing", (1, 1), ((0, 1),), 2)
-    found = simulate(made, chain((1, 1), (2, 2)), cluster, [[0], [1]], Span(2, 1, 2))
+    found = simulate(made, chain((1, 1), (2, 2)), cluster, [[0], [1]], SteadySpan(2, 1, 2))
     assert chart(found) == drawn("""
         F0 F1 .  B0 .  B1
         .  F0 B0 F1 B1
@@ -166,7 +167,7 @@ def test_any_pipeline(stages, message, name):
         name,
         replicas,
         tuple(workload.forward_bytes),
-        Span.of(policy(name, replicas, 2)).minibatches,
+        SteadySpan.for_simulation(policy(name, replicas, 2)).minibatches,
         2,
     )
     peaks = check(made)
@@ -225,7 +226,7 @@ def run_orders(orders, workload):
     """Of ranks whose stages follow one another, two rounds and the second of them counted."""
     made, ranks = orders.schedule, len(orders.actions)
     cluster = Cluster(machines=(ranks,), bandwidth=(FREE,))
-    span = Span(made.minibatches, made.microbatches, made.minibatches)
+    span = SteadySpan(made.minibatches, made.spec.microbatches, made.minibatches)
     return simulate_ranks(made, orders.actions, workload, cluster, orders.ranks, span)
 
 

@@ -7,8 +7,9 @@ from played import played
 from schedules import policy
 
 from pipedream.graph.timeline import Event
-from pipedream.runtime.report.utilisation import in_flight, shares, steady, versions
+from pipedream.runtime.report.utilisation import in_flight, shares, versions
 from pipedream.schedule.action import parse_action
+from pipedream.schedule.steady_state import SteadySpan
 
 
 def events(text: str) -> list[Event]:
@@ -39,33 +40,20 @@ def test_shares_of_a_whole_epoch():
 
 def test_shares_of_a_part_cut_the_actions_at_its_ends():
     """From when minibatch 0 had gone backward everywhere, at 5, to when 1 had, at 9."""
-    found = shares([TWO, TWO], (1, 2))
+    found = shares([TWO, TWO], SteadySpan(2, 1, 2))
     assert found.window == 8.0
+    assert found.seconds_per_minibatch == 4.0
     assert found.busy(0) == pytest.approx(3 / 4)
     assert found.busy(1) == pytest.approx(2 / 4)
 
 
 def test_a_full_pipeline_has_no_bubble():
     """Passes of equal length on two stages: 1F1B leaves nothing idle once it is full."""
-    counted = steady(policy("weight-stashing", (1, 1)), 20)
-    assert counted == (2, 18)
+    counted = SteadySpan.within(policy("weight-stashing", (1, 1)), 20)
+    assert counted == SteadySpan(20, 2, 18)
     found = shares([played((1, 1), 20)], counted)
     assert found.bubble == pytest.approx(0.0, abs=1e-9)
     assert shares([played((1, 1), 20)], None).bubble > 0.01
-
-
-def test_what_is_the_steady_state():
-    assert steady(policy("flush", (1, 1), 4), 14) == (4, 12)
-    assert steady(policy("flush", (1, 1), 4), 7) is None
-    assert steady(policy("weight-stashing", (2, 1)), 8) is None
-    assert steady(policy("weight-stashing", (2, 1)), 9) == (4, 5)
-
-
-def test_the_steady_state_where_the_beginning_is_not_known():
-    """The last 10 of 20 minibatches: of those, the first find it as empty as a new pipeline."""
-    assert steady(policy("weight-stashing", (1, 1)), 20, known=10) == (12, 18)
-    assert steady(policy("flush", (1, 1), 4), 22, known=12) == (16, 20)
-    assert steady(policy("flush", (1, 1), 4), 22, known=13) is None
 
 
 def test_minibatches_in_flight_and_versions_held():
