@@ -49,7 +49,8 @@ class Keeping:
         far as that says: gpipe has less in flight on each of several replicas, and vertical sync
         more versions in all stages but the first.
         """
-        return self.policy((1, load), (1 + load, 1)).peak(0)
+        replicas = (1, load) if load else (1,)
+        return self.policy(replicas, (1 + load, 1)[: len(replicas)]).peak(0)
 
 
 @dataclass(frozen=True)
