@@ -112,7 +112,7 @@ def test_towers_side_by_side_are_planned_to_within_a_few_percent(make_graph, by_
 
 
 # A translation model in little: three inputs, an LSTM of several outputs, attention that skips.
-TRANSLATION = Path(__file__).with_name("translation.txt")
+TRANSLATION = Path(__file__).parents[1] / "translation.txt"
 
 
 @pytest.mark.parametrize("compression", [None, 1.0])

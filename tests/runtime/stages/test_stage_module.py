@@ -57,7 +57,7 @@ class Crossing(small_models.Chain):
         (
             Fixed,
             3,
-            r"test_form.py:\d+: Fixed cannot be captured: RuntimeError: shape .*invalid",
+            r"test_stage_module.py:\d+: Fixed cannot be captured: RuntimeError: shape .*invalid",
         ),
         (Longer, 3, "the model is another one: the plan has no more nodes where .* 'Exp'"),
         (Other, 3, r"the model is another one: node\d \(.*\) is of another module"),
