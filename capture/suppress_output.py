@@ -9,7 +9,7 @@ from contextlib import contextmanager, redirect_stderr
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def suppress_output() -> Iterator[None]:
     """Keeps torch.export's log lines and printed graphs from stderr; exceptions pass."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

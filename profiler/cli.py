@@ -15,7 +15,7 @@ from pipedream.graph.command import Command
 from pipedream.graph.errors import UserError
 from pipedream.profiler.network.options import (
     NETWORK_OPTIONS,
-    refuse_network_options,
+    check_no_network_options,
     with_network_options,
 )
 from pipedream.profiler.report.batch_sizes import check_folder, parse_batch_sizes, profile_sizes
@@ -140,7 +140,7 @@ def main(
     if viewed(context):
         return 0
     if not network:
-        refuse_network_options(context.params)
+        check_no_network_options(context.params)
         if model is None:
             raise UserError(
                 "MODEL is missing: say what to measure, or --network, or look at profiles with"
@@ -162,9 +162,9 @@ def main(
     import torch
 
     from pipedream.profiler.measure import Settings, measure
-    from pipedream.profiler.timing.statistics import Patience
+    from pipedream.profiler.timing.statistics import StoppingRule
 
-    where, patience = _device(device), Patience(warmup, repeats, seconds)
+    where, stopping_rule = _device(device), StoppingRule(warmup, repeats, seconds)
 
     def measured(asked: int | None) -> tuple[Graph, Profile]:
         torch.manual_seed(0)
@@ -172,7 +172,7 @@ def main(
             step("loading", 0.0, 0.0)
             loaded, known, size = _load(model, dict(args), asked, inputs, meta)
             step("capturing", 0.0, 0.0)
-            settings = Settings(model, known, size, where, patience, threads, meta, workers)
+            settings = Settings(model, known, size, where, stopping_rule, threads, meta, workers)
             return measure(loaded, settings, lambda part: step("timing", part, 1.0))
 
     if sizes is not None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 
-def room(device: torch.device) -> float:
+def free_memory(device: torch.device) -> float:
     """Bytes that may be taken; infinite where the system does not tell.
 
     On a CPU those that Linux deems available, of which a tenth is left to others; on a GPU also

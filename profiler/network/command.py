@@ -16,9 +16,9 @@ from pipedream.capture.allocator import keep_freed_memory
 from pipedream.comm.launcher import Place
 from pipedream.comm.rendezvous import NotMet, choose_device, join, meet
 from pipedream.graph.errors import UserError
-from pipedream.profiler.network.levels import Level, levels, levels_of
-from pipedream.profiler.network.measure import Measured, measure
-from pipedream.profiler.network.options import Asked, Effort
+from pipedream.profiler.network.levels import NetworkLevel, levels, levels_of
+from pipedream.profiler.network.measure import MeasuredLevel, measure
+from pipedream.profiler.network.options import Effort, NetworkOptions
 from pipedream.profiler.network.report import Provenance, report
 from pipedream.profiler.network.wire import Lost, Wire, talking
 from pipedream.profiler.report.device_name import device_name
@@ -28,7 +28,7 @@ _UNTIL_THE_LAUNCHER_HAS_SEEN_WHO_DIED = 2.0
 _UNTIL_RANK_0_HAS_SPOKEN = 5.0
 
 
-def measure_network(asked: Asked, place: Place, step: Callable[[str], None]) -> None:
+def measure_network(asked: NetworkOptions, place: Place, step: Callable[[str], None]) -> None:
     """This rank's part; rank 0 writes and prints what was found.
 
     Raises UserError. When another rank is lost it says so in one line and ends the process.
@@ -51,12 +51,12 @@ def measure_network(asked: Asked, place: Place, step: Callable[[str], None]) -> 
 
 
 def _measure(
-    found: Sequence[Level],
+    found: Sequence[NetworkLevel],
     device: torch.device,
     backend: str,
     effort: Effort,
     step: Callable[[str], None],
-) -> list[Measured]:
+) -> list[MeasuredLevel]:
     pairs = [pair for level in found for pair in level.pairs]
     groups = [group for level in found for group in level.groups]
     wire = Wire(device, backend, pairs, groups)

@@ -98,7 +98,7 @@ def _lost(wire: Wire, compute: Compute, begin: Callable[[], Wait | None]) -> flo
     wire.tell([0.0], 0)
     before = compute.seconds(lambda: None)
     wire.tell([0.0], 0)
-    beside = compute.seconds(begin)
+    during = compute.seconds(begin)
     wire.tell([0.0], 0)
     after = compute.seconds(lambda: None)
-    return beside - (before + after) / 2
+    return during - (before + after) / 2

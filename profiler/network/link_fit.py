@@ -17,7 +17,7 @@ _FASTEST = 1e15  # bytes per second: where more bytes take no longer
 
 
 @dataclass(frozen=True)
-class Fit:
+class LinkFit:
     """`line`: latency plus bytes over bandwidth. `miss`: the most that it is off at any size, as a
     share of the measured seconds. `link`: the line, or the points where it is too far off.
     """
@@ -27,7 +27,7 @@ class Fit:
     link: Link
 
 
-def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
+def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
     """The line with the least sum of squared relative errors, neither number below zero.
 
     `sizes` in bytes, two or more, the smallest first; `seconds` that a message of each takes.
@@ -37,7 +37,7 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
     line = Link(latency=latency, bandwidth=min(_FASTEST, 1 / max(per_byte, 1 / _FASTEST)))
     miss = float(np.max(np.abs(line.seconds(size) - taken) / taken))
     points = tuple(zip(size.tolist(), never_falling(taken).tolist(), strict=True))
-    return Fit(line, miss, line if miss <= MOST_MISS else Link(points=points))
+    return LinkFit(line, miss, line if miss <= MOST_MISS else Link(points=points))
 
 
 def _line(size: NDArray[np.float64], taken: NDArray[np.float64]) -> tuple[float, float]:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from pipedream.graph.cluster import Cluster, Link
 from pipedream.profiler.network.interference import busy
-from pipedream.profiler.network.levels import Level, Ranks
-from pipedream.profiler.network.link_fit import Fit, fit_link
+from pipedream.profiler.network.levels import NetworkLevel, Ranks
+from pipedream.profiler.network.link_fit import LinkFit, fit_link
 from pipedream.profiler.network.options import Effort
 from pipedream.profiler.network.wire import Wait, Wire
 
@@ -39,7 +39,7 @@ class Timed:
     seconds: tuple[float, ...]
     spread: tuple[float, ...]
     slowest: float
-    fit: Fit
+    fit: LinkFit
     busy: float = 0.0
 
     @property
@@ -63,15 +63,15 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLevel:
     """What was found at a level."""
 
-    level: Level
+    level: NetworkLevel
     send: Timed
     all_reduce: Timed
 
 
-def cluster(found: Sequence[Measured]) -> Cluster:
+def cluster(found: Sequence[MeasuredLevel]) -> Cluster:
     """What pd-optimize takes."""
     return Cluster(
         machines=tuple(each.level.count for each in found),
@@ -84,8 +84,8 @@ def cluster(found: Sequence[Measured]) -> Cluster:
 
 
 def measure(
-    level: Level, wire: Wire, effort: Effort, step: Callable[[str], None] = lambda what: None
-) -> Measured:
+    level: NetworkLevel, wire: Wire, effort: Effort, step: Callable[[str], None] = lambda what: None
+) -> MeasuredLevel:
     """Called by all ranks at once, which all learn what was found. Raises Lost.
 
     `step` hears what is being measured.
@@ -97,15 +97,15 @@ def measure(
     for group in level.groups:
         step(f"{level.name}: sums over ranks {', '.join(map(str, group))}")
         sums.append(_sums(wire, group, effort))
-    step(f"{level.name}: compute beside messages and sums")
-    return Measured(
+    step(f"{level.name}: compute during messages and sums")
+    return MeasuredLevel(
         level,
-        _beside(wire, level.pairs[0], effort, Timed.of(effort.sizes, send), _passing),
-        _beside(wire, level.groups[0], effort, Timed.of(effort.sizes, sums), _summing),
+        _with_interference(wire, level.pairs[0], effort, Timed.of(effort.sizes, send), _passing),
+        _with_interference(wire, level.groups[0], effort, Timed.of(effort.sizes, sums), _summing),
     )
 
 
-def _beside(
+def _with_interference(
     wire: Wire,
     ranks: Ranks,
     effort: Effort,

@@ -49,7 +49,7 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Asked:
+class NetworkOptions:
     """`machines`: components of each level, innermost first; None: as the hosts of the ranks tell.
     `device` is cpu or cuda.
     """
@@ -85,14 +85,14 @@ def with_network_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def refuse_network_options(parameters: Mapping[str, Any]) -> None:
+def check_no_network_options(parameters: Mapping[str, Any]) -> None:
     """Without --network. Raises UserError."""
     for name, option in _OF_THE_NETWORK.items():
         if parameters[name] is not None:
             raise UserError(f"{option} goes with --network, which takes no MODEL")
 
 
-def asked(parameters: Mapping[str, Any], place: Place | None) -> Asked:
+def asked(parameters: Mapping[str, Any], place: Place | None) -> NetworkOptions:
     """From the command's parameters by name, for the ranks that were started. Raises UserError."""
     if parameters["model"] is not None:
         raise UserError(
@@ -111,7 +111,7 @@ def asked(parameters: Mapping[str, Any], place: Place | None) -> Asked:
             f"--network measures between ranks, and {found}: start several, say torchrun "
             "--standalone --nproc-per-node=2 --no-python pd-profile --network -o runs/network"
         )
-    return Asked(
+    return NetworkOptions(
         parameters["output"],
         None if machines is None else parse_machines(machines, place.world_size),
         device,

@@ -56,7 +56,7 @@ def viewed(context: click.Context) -> bool:
     given = [name for name in ("show", "diff") if asked[name] is not None]
     if not given:
         return False
-    _refuse_others(context, given[0])
+    _check_options(context, given[0])
     if asked["show"] is not None:
         _show(asked["show"], asked["sort"], asked["top"])
     else:
@@ -65,7 +65,7 @@ def viewed(context: click.Context) -> bool:
     return True
 
 
-def _refuse_others(context: click.Context, view: str) -> None:
+def _check_options(context: click.Context, view: str) -> None:
     for parameter in context.command.params:
         name = parameter.name or ""
         typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE

@@ -43,7 +43,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Fit:
+class StretchFit:
     """A stretch takes `call` seconds and `factor` times the sum over its nodes.
 
     `errors`: what is left then, for each stretch as a part of what was measured.
@@ -54,7 +54,7 @@ class Fit:
     errors: tuple[float, ...] = ()
 
     @staticmethod
-    def of(compared: Sequence[Compared]) -> Fit:
+    def of(compared: Sequence[Compared]) -> StretchFit:
         """The likeliest, where chance has each of three things off by its own measure: a stretch by
         3 % of what was measured, 20 us and `Compared.off`, the factor by 0.1 from 1, the call by
         0.3 ms from 0.
@@ -76,7 +76,7 @@ class Fit:
             factor = _LEAST_FACTOR
             call = max(0.0, calls @ (seconds - factor * sums) / (calls @ calls))
         errors = ((call + factor * pair.summed) / pair.measured - 1 for pair in pairs)
-        return Fit(float(call), float(factor), tuple(map(float, errors)))
+        return StretchFit(float(call), float(factor), tuple(map(float, errors)))
 
     @property
     def typical(self) -> float:

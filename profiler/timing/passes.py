@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from pipedream.capture.export import Captured
 from pipedream.capture.freeze import freeze_constants
 from pipedream.capture.segment import Segment, segment
-from pipedream.profiler.timing.random_gradients import Noise
+from pipedream.profiler.timing.random_gradients import RandomGradients
 from pipedream.profiler.timing.stopwatch import Mark, Stopwatch
 
 LOSS = "loss"
@@ -95,14 +95,14 @@ class Stretch:
         self.part = freeze_constants(part, captured.owner)
         self.wants = [captured.values[name].requires_grad for name in part.inputs]
         self.watch = watch
-        self.noise = Noise(device)
+        self.random_gradients = RandomGradients(device)
         self.noted: list[tuple[str, Any]] = []
         self.begins: dict[torch.autograd.graph.Node, str] = {}
         if marked:
             self.part = _with_marks(self.part, captured.owner, nodes, self._note)
 
     def run(self, values: Mapping[str, Tensor], loss: Loss | None = None) -> Turn:
-        """On the inputs among `values`; backward from the loss, or from gradients of noise."""
+        """On the inputs among `values`; backward from the loss, or from random gradients."""
         module = self.part.module
         held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         inputs = [
@@ -131,7 +131,7 @@ class Stretch:
 
     def _backward(self, ends: Sequence[Tensor], wanted: Sequence[Tensor]) -> _Record[Any]:
         scalar = len(ends) == 1 and ends[0].dim() == 0
-        gradients = None if scalar else [self.noise.like(value) for value in ends]
+        gradients = None if scalar else [self.random_gradients.like(value) for value in ends]
         self.noted = []
         with self._noting():
             start = self.watch.mark()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Noise:
+class RandomGradients:
     """Random gradients for any output, drawn once: drawing can cost more than the node."""
 
     def __init__(self, device: torch.device) -> None:
@@ -20,5 +20,5 @@ class Noise:
             self.drawn[value.dtype] = torch.randn(
                 value.numel(), dtype=value.dtype, device=self.device
             )
-        noise = self.drawn[value.dtype][: value.numel()].view(value.shape)
-        return torch.empty_like(value).copy_(noise)
+        random_gradients = self.drawn[value.dtype][: value.numel()].view(value.shape)
+        return torch.empty_like(value).copy_(random_gradients)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipedream.profiler.timing.fit import Compared, Fit
+from pipedream.profiler.timing.fit import Compared, StretchFit
 from pipedream.profiler.timing.statistics import Timing
 
 
@@ -29,8 +29,8 @@ class Times:
     nodes: Mapping[str, Timing]
     loss: Timing | None
     stretches: Sequence[StretchTimes]
-    forward: Fit
-    backward: Fit
+    forward: StretchFit
+    backward: StretchFit
     warmup: int
     repeats: int
     pass_seconds: Sequence[float] = ()

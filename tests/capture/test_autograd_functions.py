@@ -128,9 +128,9 @@ def gradients(output: Tensor, module: nn.Module) -> dict[str, Tensor]:
 def run_by_nodes(captured: Captured, x: Tensor) -> Tensor:
     values = {captured.inputs[0]: x}
     for node in captured.graph.order[1:]:
-        piece = segment(captured, [node], captured.outputs)
-        made = piece.module(*(values[name] for name in piece.inputs))
-        values |= dict(zip(piece.outputs, made, strict=True))
+        part = segment(captured, [node], captured.outputs)
+        made = part.module(*(values[name] for name in part.inputs))
+        values |= dict(zip(part.outputs, made, strict=True))
     return values[captured.outputs[0]]
 
 

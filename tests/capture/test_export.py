@@ -22,9 +22,9 @@ def run_by_nodes(captured: Captured, inputs: list[Tensor]) -> dict[str, Tensor]:
     sources = {captured.owner[name] for name in captured.inputs}
     for node in captured.graph.order:
         if node not in sources:
-            piece = segment(captured, [node], captured.outputs)
-            results = piece.module(*(values[name] for name in piece.inputs))
-            values |= dict(zip(piece.outputs, results, strict=True))
+            part = segment(captured, [node], captured.outputs)
+            results = part.module(*(values[name] for name in part.inputs))
+            values |= dict(zip(part.outputs, results, strict=True))
     return values
 
 
