@@ -10,19 +10,17 @@ from torch._C._distributed_c10d import Store
 
 from pipedream.comm.launcher import Place
 
-_CHUNK_CHARACTERS = 1 << 20
+_PIECE = 1 << 20
 _SECONDS_BETWEEN_LOOKS = 0.002
 
 
 def tell(store: Store, key: str, value: Any) -> None:
     """Leaves `value` (what JSON can hold) in the store for one other to `hear`."""
     text = json.dumps(value)
-    chunks = [
-        text[begin : begin + _CHUNK_CHARACTERS] for begin in range(0, len(text), _CHUNK_CHARACTERS)
-    ]
-    for number, chunk in enumerate(chunks):
-        store.set(f"{key}/{number}", chunk)
-    store.set(key, str(len(chunks)))
+    pieces = [text[begin : begin + _PIECE] for begin in range(0, len(text), _PIECE)]
+    for number, piece in enumerate(pieces):
+        store.set(f"{key}/{number}", piece)
+    store.set(key, str(len(pieces)))
 
 
 def hear(store: Store, key: str) -> Any:
@@ -33,7 +31,7 @@ def hear(store: Store, key: str) -> Any:
     while not store.check([key]):  # not `get`: it would keep all other threads from the store
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     keys = [f"{key}/{number}" for number in range(int(store.get(key)))]
-    text = b"".join(store.get(chunk) for chunk in keys)
+    text = b"".join(store.get(piece) for piece in keys)
     for used in (key, *keys):
         store.delete_key(used)
     return json.loads(text)
