@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +32,6 @@ from pipedream.capture.determinism_check import export_deterministic
 from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
 from pipedream.capture.grouping import OperatorGroup, group_by_module
 from pipedream.capture.sources.user_code import check_call
-from pipedream.capture.suppress_output import suppress_output
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
 
@@ -150,11 +152,23 @@ def capture(
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with suppress_output(), functions_as_operators(), warnings.catch_warnings():
+        with _suppress_output(), functions_as_operators(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.export.export(model, args, kwargs, strict=False)
     except (Exception, SystemExit) as error:  # whatever the model's own code raises
         raise capture_error(error, model) from error
+
+
+@contextmanager
+def _suppress_output() -> Iterator[None]:
+    """Keeps log lines and printed graphs of torch.export from stderr; exceptions pass."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _check_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:

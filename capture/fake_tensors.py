@@ -17,9 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.export import Captured, capture
-from pipedream.capture.freeze import freeze_constants
 from pipedream.capture.node_modules import NodeModule
-from pipedream.capture.segment import segment
+from pipedream.capture.segment import freeze_constants, segment
 from pipedream.capture.sources.user_code import blame
 from pipedream.graph.errors import UserError
 

@@ -32,9 +32,8 @@ from pipedream.graph.profile import (
     ProfiledUpdate,
     Totals,
 )
-from pipedream.profiler.free_memory import free_memory, is_out_of_memory
+from pipedream.profiler.device import device_name, free_memory, is_out_of_memory
 from pipedream.profiler.memory import footprints
-from pipedream.profiler.report.device_name import device_name
 from pipedream.profiler.timing.contention import (
     contention,
     is_contending_process,
@@ -46,8 +45,8 @@ from pipedream.profiler.timing.full_pass import passes, time_in_training
 from pipedream.profiler.timing.optimizer_step import UpdateCost, updates
 from pipedream.profiler.timing.per_node import time_per_node
 from pipedream.profiler.timing.per_node_fake import footprints_fake, time_per_node_fake
-from pipedream.profiler.timing.statistics import StoppingRule, Timing
-from pipedream.profiler.timing.times import Times
+from pipedream.profiler.timing.stopping_rule import StoppingRule
+from pipedream.profiler.timing.times import Times, Timing
 
 _MAKERS = ("torchvision", "transformers", "timm")
 

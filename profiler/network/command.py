@@ -17,12 +17,12 @@ from pipedream.comm.launcher import Place
 from pipedream.comm.rendezvous import NotMet, choose_device, join, meet
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
+from pipedream.profiler.device import device_name
 from pipedream.profiler.network.levels import NetworkLevel, levels, levels_of
 from pipedream.profiler.network.measure import MeasuredLevel, measure
 from pipedream.profiler.network.options import Effort, NetworkOptions
 from pipedream.profiler.network.report import Provenance, report
 from pipedream.profiler.network.wire import Wire, peer_errors
-from pipedream.profiler.report.device_name import device_name
 
 _TIMEOUT = 300.0  # seconds
 _UNTIL_THE_LAUNCHER_HAS_SEEN_WHO_DIED = 2.0

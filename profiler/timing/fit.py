@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import lsq_linear
 
 _STRETCH_OFF, _CLOCK_OFF, _FACTOR_OFF, _CALL_OFF = 0.03, 2e-5, 0.1, 3e-4
 _LEAST_FACTOR = 0.5
@@ -68,13 +69,8 @@ class StretchFit:
         rows += [(1.0, 0.0, 0.0), (0.0, 1.0, 1.0)]
         off = [math.hypot(_STRETCH_OFF * pair.measured, _CLOCK_OFF, pair.off) for pair in pairs]
         table = np.array(rows) / np.array([*off, _CALL_OFF, _FACTOR_OFF])[:, None]
-        calls, sums, seconds = table.T
-        call, factor = np.linalg.lstsq(table[:, :2], seconds)[0]
-        if call < 0:
-            call, factor = 0.0, sums @ seconds / (sums @ sums)
-        if factor < _LEAST_FACTOR:
-            factor = _LEAST_FACTOR
-            call = max(0.0, calls @ (seconds - factor * sums) / (calls @ calls))
+        bounds = ([0.0, _LEAST_FACTOR], np.inf)
+        call, factor = lsq_linear(table[:, :2], table[:, 2], bounds, method="bvls").x
         errors = ((call + factor * pair.summed) / pair.measured - 1 for pair in pairs)
         return StretchFit(float(call), float(factor), tuple(map(float, errors)))
 

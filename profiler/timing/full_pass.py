@@ -22,15 +22,10 @@ from pipedream.capture.node_modules import preserve_model_state
 from pipedream.graph.profile import Quartiles
 from pipedream.profiler.timing.fit import Compared, StretchFit
 from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
-from pipedream.profiler.timing.statistics import (
-    Repeats,
-    StoppingRule,
-    Timing,
-    no_garbage_collection,
-)
+from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 from pipedream.profiler.timing.stretches import stretches
-from pipedream.profiler.timing.times import StretchTimes, Times
+from pipedream.profiler.timing.times import StretchTimes, Times, Timing
 
 NodeSeconds: TypeAlias = Mapping[str, float]
 """Of each node, and of the loss."""

@@ -20,9 +20,7 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from pipedream.capture.export import Captured
-from pipedream.capture.freeze import freeze_constants
-from pipedream.capture.segment import Segment, segment
-from pipedream.profiler.timing.random_gradients import RandomGradients
+from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.profiler.timing.stopwatch import Mark, Stopwatch
 
 LOSS = "loss"
@@ -77,6 +75,22 @@ class _Record(Generic[Mark]):
             nodes[name] += watch.seconds(begin, finish)
         before = watch.seconds(self.start, self.noted[0][1])
         return Pass(nodes, before + nodes.pop(_AFTER, 0.0))
+
+
+class RandomGradients:
+    """Random gradients for any output, drawn once: drawing can cost more than the node."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.drawn: dict[torch.dtype, Tensor] = defaultdict(lambda: torch.empty(0))
+
+    def like(self, value: Tensor) -> Tensor:
+        if self.drawn[value.dtype].numel() < value.numel():
+            self.drawn[value.dtype] = torch.randn(
+                value.numel(), dtype=value.dtype, device=self.device
+            )
+        random_gradients = self.drawn[value.dtype][: value.numel()].view(value.shape)
+        return torch.empty_like(value).copy_(random_gradients)
 
 
 class Stretch:

@@ -15,15 +15,10 @@ from pipedream.capture.node_modules import NodeModule, node_modules, preserve_mo
 from pipedream.capture.segment import Segment
 from pipedream.graph.profile import Quartiles
 from pipedream.profiler.timing.fit import StretchFit
-from pipedream.profiler.timing.random_gradients import RandomGradients
-from pipedream.profiler.timing.statistics import (
-    Repeats,
-    StoppingRule,
-    Timing,
-    no_garbage_collection,
-)
+from pipedream.profiler.timing.passes import RandomGradients
+from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
-from pipedream.profiler.timing.times import Times
+from pipedream.profiler.timing.times import Times, Timing
 
 
 def time_per_node(

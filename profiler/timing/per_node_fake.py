@@ -17,16 +17,11 @@ from pipedream.capture.node_modules import NodeModule
 from pipedream.graph.profile import Footprint, Quartiles
 from pipedream.profiler.memory import Meter, address, metered
 from pipedream.profiler.timing.fit import StretchFit
+from pipedream.profiler.timing.passes import RandomGradients
 from pipedream.profiler.timing.per_node import seconds_of, step
-from pipedream.profiler.timing.random_gradients import RandomGradients
-from pipedream.profiler.timing.statistics import (
-    Repeats,
-    StoppingRule,
-    Timing,
-    no_garbage_collection,
-)
+from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
-from pipedream.profiler.timing.times import Times
+from pipedream.profiler.timing.times import Times, Timing
 
 _REPEATS = 10
 _SECONDS = 5.0  # for a node, at most

@@ -5,8 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from pipedream.graph.profile import Quartiles
 from pipedream.profiler.timing.fit import Compared, StretchFit
-from pipedream.profiler.timing.statistics import Timing
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What something takes for one minibatch; backward is zero where no gradient flows.
+
+    `recomputed`: forward keeping nothing for a backward pass; None where that was not measured.
+    """
+
+    forward: Quartiles
+    backward: Quartiles
+    recomputed: Quartiles | None = None
+
+    @staticmethod
+    def nothing() -> Timing:
+        """Of an input."""
+        none = Quartiles(median=0.0, lower=0.0, upper=0.0)
+        return Timing(none, none, none)
 
 
 @dataclass(frozen=True)

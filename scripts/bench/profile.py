@@ -35,7 +35,7 @@ from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.planner import Request, optimize
 from pipedream.profiler.measure import Settings, measure
 from pipedream.profiler.memory import footprints
-from pipedream.profiler.timing.statistics import StoppingRule
+from pipedream.profiler.timing.stopping_rule import StoppingRule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CPU = torch.device("cpu")

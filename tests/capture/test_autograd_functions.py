@@ -206,5 +206,5 @@ class Holder(dict[str, nn.Module]):
 def test_a_function_that_would_hide_something_is_refused(
     use: Callable[[Model, Tensor], Any], told: str
 ) -> None:
-    with pytest.raises(UserError, match=rf"test_custom\.py:\d+: Model cannot.*{told}"):
+    with pytest.raises(UserError, match=rf"test_autograd_functions\.py:\d+: Model cannot.*{told}"):
         capture(Model(use), (torch.randn(2, 4),))

@@ -230,7 +230,7 @@ def test_a_model_that_cannot_be_captured_gives_the_reason_and_the_line() -> None
             return x
         return -x
 
-    with pytest.raises(UserError, match=r"test_capture\.py:\d+: Model cannot be captured"):
+    with pytest.raises(UserError, match=r"test_export\.py:\d+: Model cannot be captured"):
         capture(Model(forward, a=nn.Linear(4, 4)), (torch.randn(2, 4),))
 
 

@@ -13,7 +13,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.profile import Profile, read_profile, write_profile
 from pipedream.profiler.measure import Settings, measure
-from pipedream.profiler.timing.statistics import StoppingRule
+from pipedream.profiler.timing.stopping_rule import StoppingRule
 
 
 class Tied(nn.Module):

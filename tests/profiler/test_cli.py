@@ -157,7 +157,7 @@ WRONG = {
     ),
     "argument that is no YAML": (
         ["users_net:net", "-o", "out", "--arg", "hidden=[1"],
-        "--arg hidden=[1: '[1' is no value",
+        "--arg hidden=[1: '[1' is not a YAML value",
     ),
     "input that means nothing": (
         ["users_net:net", "-o", "out", "--input", "3y4"],
@@ -175,7 +175,7 @@ WRONG = {
         "8 examples do not fill a batch of 99",
     ),
     "output is a file": (["users_net:net", "-o", "file"], "-o file: this is a file"),
-    "output below a file": (["users_net:net", "-o", "file/x"], "-o file/x: cannot be made"),
+    "output below a file": (["users_net:net", "-o", "file/x"], "-o file/x: cannot be created"),
     "no output": (["users_net:net"], "-o"),
     "no model": (["-o", "out"], "MODEL"),
     "no such option": (["users_net:net", "-o", "out", "--fast"], "--fast"),

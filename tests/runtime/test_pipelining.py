@@ -22,7 +22,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.profile import read_profile_of, write_profile
 from pipedream.optimizer.export.frameworks import export, write_export
 from pipedream.profiler.measure import Settings, measure
-from pipedream.profiler.timing.statistics import StoppingRule
+from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.runtime.pipelining import split_policy
 
 MICROBATCHES = 4

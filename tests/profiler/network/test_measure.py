@@ -275,11 +275,11 @@ def _busy_shares(rank: int, ranks: int, port: int) -> list[float]:
 @pytest.mark.parametrize(
     ("words", "variables", "problem"),
     [
-        ((), {}, "this is the only process: start several, say torchrun"),
+        ((), {}, "this is the only process: start several, such as torchrun"),
         ((), {"RANK": "0", "WORLD_SIZE": "1"}, "only one rank was started"),
         (("resnet.py",), ONE_RANK_OF_TWO, "leave MODEL 'resnet.py' out"),
         (("--machines", "2,2"), ONE_RANK_OF_TWO, "4 devices, and 2 ranks were started"),
-        (("--batch-size", "4"), ONE_RANK_OF_TWO, "--batch-size is of a MODEL"),
+        (("--batch-size", "4"), ONE_RANK_OF_TWO, "--batch-size is for a MODEL"),
         (("--largest", "1kB"), ONE_RANK_OF_TWO, "--largest 1kB: give from"),
         (("--largest", "many"), ONE_RANK_OF_TWO, "--largest: 'many' is no amount"),
         (("--device", "tpu"), ONE_RANK_OF_TWO, "--device tpu"),

@@ -158,7 +158,7 @@ def test_a_list_that_is_none(text: str, told: str) -> None:
 
 
 WRONG = {
-    "both": (("users_net:told", "--batch-size", "4"), "both say how many examples"),
+    "both": (("users_net:told", "--batch-size", "4"), "both set the number of examples"),
     "another structure": (
         ("users_net:shifting", "--input", "3"),
         "--batch-sizes: the model has another structure at batch size 4: node3 is ReLU() at 2 and"

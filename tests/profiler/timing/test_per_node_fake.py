@@ -13,7 +13,7 @@ from pipedream.capture.sources.load import load
 from pipedream.profiler.measure import Settings, measure
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.timing.per_node_fake import footprints_fake
-from pipedream.profiler.timing.statistics import StoppingRule
+from pipedream.profiler.timing.stopping_rule import StoppingRule
 
 CPU = torch.device("cpu")
 MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.capture.export import Captured, capture, flatten_inputs
-from pipedream.capture.freeze import freeze_constants
-from pipedream.capture.segment import segment
+from pipedream.capture.segment import freeze_constants, segment
 from pipedream.graph.profile import Quartiles
 from pipedream.profiler.timing import per_node
 from pipedream.profiler.timing.full_pass import _evened, time_in_training
 from pipedream.profiler.timing.per_node import _NodeTimer, time_per_node
-from pipedream.profiler.timing.statistics import Repeats, StoppingRule, Timing
-from pipedream.profiler.timing.times import Times
+from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule
+from pipedream.profiler.timing.times import Times, Timing
 
 CPU = torch.device("cpu")
 WAYS: dict[str, Callable[..., Times]] = {

@@ -12,24 +12,6 @@ from pipedream.graph.profile import Quartiles
 
 
 @dataclass(frozen=True)
-class Timing:
-    """What something takes for one minibatch; backward is zero where no gradient flows.
-
-    `recomputed`: forward keeping nothing for a backward pass; None where that was not measured.
-    """
-
-    forward: Quartiles
-    backward: Quartiles
-    recomputed: Quartiles | None = None
-
-    @staticmethod
-    def nothing() -> Timing:
-        """Of an input."""
-        none = Quartiles(median=0.0, lower=0.0, upper=0.0)
-        return Timing(none, none, none)
-
-
-@dataclass(frozen=True)
 class StoppingRule:
     """How long to warm up and to repeat; a number that is None is found while measuring.
 
