@@ -43,15 +43,15 @@ _LOST = (
 )
 
 
-def _refusing(reason: str) -> Callable[..., Any]:
-    def refuse(*args: object, **kwargs: object) -> None:
+def _raiser(reason: str) -> Callable[..., Any]:
+    def fail(*args: object, **kwargs: object) -> None:
         raise UserError(reason)
 
-    return refuse
+    return fail
 
 
 @contextmanager
-def backward_kept() -> Iterator[None]:
+def functions_as_operators() -> Iterator[None]:
     """While a model is exported in here, its autograd functions become operators.
 
     Those of torch itself (such as of torch.utils.checkpoint) are followed: their backward pass is
@@ -65,7 +65,7 @@ def backward_kept() -> Iterator[None]:
     try:
         with ExitStack() as patches:
             for owner, name, reason in _LOST:
-                patches.enter_context(patch.object(owner, name, _refusing(reason)))
+                patches.enter_context(patch.object(owner, name, _raiser(reason)))
             yield
     finally:
         del single_level.apply

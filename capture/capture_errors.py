@@ -51,7 +51,7 @@ _KNOWN = (
 )  # fmt: skip
 
 
-def refused(error: BaseException, model: nn.Module) -> UserError:
+def capture_error(error: BaseException, model: nn.Module) -> UserError:
     """The user's line of what `model` raised while it was captured."""
     known = f"{type(error).__name__}: {error}"
     reason = next((means for sign, means in _KNOWN if re.search(sign, known)), None)
@@ -64,10 +64,10 @@ def refused(error: BaseException, model: nn.Module) -> UserError:
         )
     elif reason is None:
         reason = blame(error).removeprefix(place(error))
-    return cannot(model, reason, place(error) or _place_in_library(error))
+    return cannot_capture(model, reason, place(error) or _place_in_library(error))
 
 
-def cannot(model: nn.Module, reason: str, where: str = "") -> UserError:
+def cannot_capture(model: nn.Module, reason: str, where: str = "") -> UserError:
     """`where` is `FILE:LINE: `; without it, the beginning of the model's forward, if the user's."""
     name = type(model).__name__
     return UserError(f"{where or _forward(model)}{name} cannot be captured: {reason}")
@@ -84,21 +84,21 @@ def check_model(model: nn.Module) -> None:
     """Raises UserError for what no error of torch.export would explain, or what it would lose."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise cannot(
+            raise cannot_capture(
                 model,
                 f"{_called(path)} is a ScriptModule, whose code is not Python; use the module it "
                 "was made from",
             )
         if module._backward_hooks or module._backward_pre_hooks:
-            raise cannot(model, _hooked(_called(path)))
+            raise cannot_capture(model, _hooked(_called(path)))
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
-            raise cannot(
+            raise cannot_capture(
                 model,
                 f"{name} has no shape yet; call the model once on an example in its factory",
             )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise cannot(model, _hooked(name))
+            raise cannot_capture(model, _hooked(name))
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -107,7 +107,9 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         if not isinstance(leaf, (torch.Tensor, bool, int, float, complex, str, type(None))):
             where = f"input {pytree.keystr(keys[1:])}"
             kind = type(leaf).__name__
-            raise cannot(model, f"{where} is a {kind}: give tensors, also in tuples and dicts")
+            raise cannot_capture(
+                model, f"{where} is a {kind}: give tensors, also in tuples and dicts"
+            )
 
 
 def _called(path: str) -> str:

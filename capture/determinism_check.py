@@ -19,7 +19,7 @@ import numpy as np
 from torch import nn
 from torch.export import ExportedProgram
 
-from pipedream.capture.capture_errors import cannot
+from pipedream.capture.capture_errors import cannot_capture
 from pipedream.capture.sources.user_code import is_the_users
 from pipedream.graph.errors import UserError
 
@@ -29,7 +29,7 @@ _ABSENT = object()
 _MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
 
 
-def export_steady(
+def export_deterministic(
     model: nn.Module, export: Callable[[], ExportedProgram], call: Callable[[], object]
 ) -> ExportedProgram:
     """What `export` gives for `model`, whose attributes are as they were afterwards.
@@ -47,16 +47,18 @@ def export_steady(
                 f"it draws from {name}, whose numbers would be the same for every minibatch; draw "
                 "from torch, and choose by torch.where, or turn this off"
             )
-            raise cannot(model, reason, _line_that_changes(probe, call))
+            raise cannot_capture(model, reason, _line_that_changes(probe, call))
     if made := sorted({name for name, _ in model.named_parameters()} - names):
-        raise cannot(model, f"it makes {made[0]} as it runs; make all parameters in __init__")
+        raise cannot_capture(
+            model, f"it makes {made[0]} as it runs; make all parameters in __init__"
+        )
     if changes and not _same_again(changes, program, export):
         first = changes[0][0]
         reason = (
             f"{first.name} changes as it runs, and what it computes with it; make it a buffer, a "
             "tensor that is written in place"
         )
-        raise cannot(model, reason, _line_that_changes(first.now, call))
+        raise cannot_capture(model, reason, _line_that_changes(first.now, call))
     return program
 
 

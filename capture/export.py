@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,21 +18,20 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.autograd_functions import backward_kept
+from pipedream.capture.autograd_functions import functions_as_operators
 from pipedream.capture.capture_errors import (
     DATA_DEPENDENT,
-    cannot,
+    cannot_capture,
+    capture_error,
     check_inputs,
     check_model,
     place_of,
-    refused,
 )
 from pipedream.capture.constants import constants
-from pipedream.capture.determinism_check import export_steady
+from pipedream.capture.determinism_check import export_deterministic
 from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
-from pipedream.capture.grouping import Group, group_by_module
+from pipedream.capture.grouping import OperatorGroup, group_by_module
 from pipedream.capture.sources.user_code import check_call
-from pipedream.capture.suppress_output import quiet
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
 
@@ -123,16 +125,16 @@ def capture(
     model.train(training)
     check_model(model)
     check_inputs(model, args, dict(kwargs or {}))
-    program = export_steady(
+    program = export_deterministic(
         model,
         lambda: _export(model, args, dict(kwargs or {})),
         lambda: model(*args, **(kwargs or {})),
     )
     module, outputs, out_spec = _unlift(program, model)
-    _refuse_data_dependence(module, model)
+    _check_data_dependence(module, model)
     if (writer := writes_parameter(module)) is not None:
         reason = "it writes into a parameter, of which a pipeline keeps several versions"
-        raise cannot(
+        raise cannot_capture(
             model, f"{reason}; make it a buffer, or leave it to the optimizer", place_of(writer)
         )
     make_functional(module)
@@ -145,25 +147,37 @@ def capture(
     try:
         return _assemble(module, groups, outputs, out_spec)
     except RuntimeError as error:  # an operator that torch.export took, and that cannot run
-        raise refused(error, model) from error
+        raise capture_error(error, model) from error
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with quiet(), backward_kept(), warnings.catch_warnings():
+        with _suppress_output(), functions_as_operators(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.export.export(model, args, kwargs, strict=False)
     except (Exception, SystemExit) as error:  # whatever the model's own code raises
-        raise refused(error, model) from error
+        raise capture_error(error, model) from error
 
 
-def _refuse_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:
+@contextmanager
+def _suppress_output() -> Iterator[None]:
+    """Keeps log lines and printed graphs of torch.export from stderr; exceptions pass."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _check_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:
     """Raises UserError where a number taken from a tensor, or a shape, depends on the data."""
     for node in module.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             shape = value.shape if isinstance(value, torch.Tensor) else [value]
             if any(isinstance(size, _SYMBOLIC) for size in shape):
-                raise cannot(model, DATA_DEPENDENT, place_of(node))
+                raise cannot_capture(model, DATA_DEPENDENT, place_of(node))
 
 
 def _unlift(
@@ -288,12 +302,12 @@ def _fake_values(module: fx.GraphModule) -> dict[str, torch.Tensor]:
 
 def _assemble(
     module: fx.GraphModule,
-    groups: Sequence[Group],
+    groups: Sequence[OperatorGroup],
     outputs: tuple[str, ...],
     out_spec: OutSpec,
 ) -> Captured:
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-    sources = [Group(f"Input{index}", "", [node]) for index, node in enumerate(inputs)]
+    sources = [OperatorGroup(f"Input{index}", "", [node]) for index, node in enumerate(inputs)]
     named = {f"node{index}": group for index, group in enumerate([*sources, *groups], start=1)}
     owner = {node.name: name for name, group in named.items() for node in group.nodes}
     values = {
@@ -320,7 +334,7 @@ def _assemble(
 
 def _graph(
     module: fx.GraphModule,
-    named: Mapping[str, Group],
+    named: Mapping[str, OperatorGroup],
     owner: Mapping[str, str],
     values: Mapping[str, Value],
     parameters: Mapping[str, tuple[str, ...]],

@@ -17,9 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.export import Captured, capture
-from pipedream.capture.freeze import freeze_constants
-from pipedream.capture.node_modules import Piece
-from pipedream.capture.segment import segment
+from pipedream.capture.node_modules import NodeModule
+from pipedream.capture.segment import freeze_constants, segment
 from pipedream.capture.sources.user_code import blame
 from pipedream.graph.errors import UserError
 
@@ -29,7 +28,7 @@ _Tree = TypeVar("_Tree")
 
 
 @contextmanager
-def without_memory(source: str) -> Iterator[None]:
+def on_meta_device(source: str) -> Iterator[None]:
     """A factory called in here makes its model on the meta device. Raises UserError."""
     try:
         with META:
@@ -40,7 +39,7 @@ def without_memory(source: str) -> Iterator[None]:
         raise UserError(f"{source} cannot be made without memory: {blame(error)}") from error
 
 
-def check_without_memory(source: str, model: nn.Module) -> None:
+def check_on_meta(source: str, model: nn.Module) -> None:
     """Raises UserError where the factory has made parameters on a device that it names itself."""
     for name, parameter in model.named_parameters():
         if parameter.device != META:
@@ -51,17 +50,19 @@ def check_without_memory(source: str, model: nn.Module) -> None:
 
 
 def with_data(inputs: _Tree) -> _Tree:
-    """Inputs that a factory made on the meta device, on the CPU: see `made_up`."""
+    """Inputs that a factory made on the meta device, on the CPU: see `random_tensor`."""
 
     def real(tensor: Tensor) -> Tensor:
         device = torch.device("cpu") if tensor.device == META else tensor.device
-        return made_up(tensor.shape, tensor.dtype, device) if tensor.device != device else tensor
+        return (
+            random_tensor(tensor.shape, tensor.dtype, device) if tensor.device != device else tensor
+        )
 
     mapped: _Tree = pytree.tree_map_only(Tensor, real, inputs)
     return mapped
 
 
-def capture_without_memory(
+def capture_fake(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Captured:
     """As `capture`, of a model on the meta device. Raises UserError.
@@ -95,7 +96,7 @@ def capture_without_memory(
     return capture(model, args, kwargs)
 
 
-def made_up(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def random_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Standard normal numbers, or zeros where they are whole: those are indices into anything."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(tuple(shape), dtype=dtype, device=device)
@@ -103,8 +104,8 @@ def made_up(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
 
 
 @contextmanager
-def real_piece(captured: Captured, node: str, device: torch.device) -> Iterator[Piece]:
-    """A node of a model captured without memory, as `pieces` gives those of others, while in here.
+def real_node_module(captured: Captured, node: str, device: torch.device) -> Iterator[NodeModule]:
+    """A node of a fake model with real memory, like those of `node_modules`, inside the context.
 
     Parameters are random, buffers zeros, running variances ones; all have memory on `device`, which
     is given back at the end whoever still holds them. `captured` stays as it is.
@@ -115,7 +116,7 @@ def real_piece(captured: Captured, node: str, device: torch.device) -> Iterator[
         freeze_constants(part.to(device), captured.owner)
         wants = tuple(captured.values[name].requires_grad for name in part.inputs)
         parameters = tuple(p for p in part.module.parameters() if p.requires_grad)
-        yield Piece(node, part, wants, parameters)
+        yield NodeModule(node, part, wants, parameters)
     finally:
         for tensor in made:
             tensor.untyped_storage().resize_(0)

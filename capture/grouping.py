@@ -13,7 +13,7 @@ from pipedream.capture.functionalize import writes_shared_memory
 
 
 @dataclass
-class Group:
+class OperatorGroup:
     """The operators of one graph node, in order; `path` is the module whose code called them."""
 
     description: str
@@ -23,15 +23,15 @@ class Group:
 
 def group_by_module(
     operators: Sequence[fx.Node], module: fx.GraphModule, model: nn.Module
-) -> list[Group]:
+) -> list[OperatorGroup]:
     """Groups these operators of an exported graph, in the order of execution.
 
     A module call is innermost if it calls no module that computes something. Its operators stand
     together, so the groups are intervals of a topological order and form no cycle.
     """
     outer = {key for node in operators for key in _calls(node)[:-1]}
-    groups: list[Group] = []
-    of: dict[fx.Node, Group] = {}
+    groups: list[OperatorGroup] = []
+    of: dict[fx.Node, OperatorGroup] = {}
     last_key = ""
     for node in operators:
         key = (_calls(node) or [""])[-1]
@@ -40,7 +40,7 @@ def group_by_module(
         elif groups and key == last_key and key not in outer and key:
             group = groups[-1]
         else:
-            group = Group(*_describe(node, model, key in outer or not key))
+            group = OperatorGroup(*_describe(node, model, key in outer or not key))
             groups.append(group)
             last_key = key
         group.nodes.append(node)
@@ -67,7 +67,7 @@ def operator_name(node: fx.Node) -> str:
     return "".join(part[:1].upper() + part[1:] for part in name.split("_")) or name
 
 
-def _join_shared_memory(groups: list[Group], module: fx.GraphModule) -> list[Group]:
+def _join_shared_memory(groups: list[OperatorGroup], module: fx.GraphModule) -> list[OperatorGroup]:
     """Makes one group of all that reads and writes the same memory, and of what lies between."""
     of = {node: index for index, group in enumerate(groups) for node in group.nodes}
     for together in writes_shared_memory(module):
@@ -91,7 +91,7 @@ def _join_shared_memory(groups: list[Group], module: fx.GraphModule) -> list[Gro
     return [group for group in groups if group.nodes]
 
 
-def _in_order(groups: list[Group], module: fx.GraphModule) -> list[Group]:
+def _in_order(groups: list[OperatorGroup], module: fx.GraphModule) -> list[OperatorGroup]:
     """Groups in a topological order that keeps to the order of execution where it can."""
     position = {node: index for index, node in enumerate(module.graph.nodes)}
     of = {node: index for index, group in enumerate(groups) for node in group.nodes}

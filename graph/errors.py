@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -27,6 +27,12 @@ class UserError(click.ClickException):
     """
 
     exit_code = 2
+
+
+class ArtifactModel(BaseModel):
+    """The base of everything that JSON and YAML files hold: frozen, and without unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class _Yaml(yaml.SafeLoader):

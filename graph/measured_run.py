@@ -5,29 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from pipedream.graph.choices import ScheduleName
-from pipedream.graph.errors import read_artifact
+from pipedream.graph.errors import ArtifactModel, read_artifact
 from pipedream.graph.plan import Amount, Plan
+from pipedream.graph.profile import Quartiles
 
 MEASURED = "measured.json"
 """Its name in the run's folder."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Spread(_Part):
-    """Seconds: the median, and the quartiles around it."""
-
-    median: Amount
-    lower: Amount
-    upper: Amount
-
-
-class MeasuredRank(_Part):
+class MeasuredRank(ArtifactModel):
     """One rank, in the steady part of the run: so many `minibatches` and `updates` were counted.
 
     `forward` and `backward` are of one minibatch. In the last stage the loss is within both; where
@@ -41,13 +30,13 @@ class MeasuredRank(_Part):
     stage: int = Field(ge=0)
     replica: int = Field(ge=0)
     minibatches: int = Field(ge=1)
-    forward: Spread
-    backward: Spread
+    forward: Quartiles
+    backward: Quartiles
     updates: int = Field(ge=0)
-    update: Spread | None = None
-    all_reduce: Spread | None = None
-    sending: Spread | None = None
-    waiting: Spread | None = None
+    update: Quartiles | None = None
+    all_reduce: Quartiles | None = None
+    sending: Quartiles | None = None
+    waiting: Quartiles | None = None
 
     @property
     def busy_seconds(self) -> float:
@@ -57,7 +46,7 @@ class MeasuredRank(_Part):
         return passes + step * self.updates / self.minibatches
 
 
-class Measured(_Part):
+class MeasuredRun(ArtifactModel):
     """A run on the CPU or on GPUs, in minibatches of `batch_size` examples; and its plan.
 
     On a GPU a pass is timed when it is given to the device, not when it is done. `threads`: of
@@ -77,7 +66,7 @@ class Measured(_Part):
     plan: Plan
 
     @model_validator(mode="after")
-    def _check(self) -> Measured:
+    def _check(self) -> MeasuredRun:
         workers = {
             (rank, stage, replica)
             for stage, members in enumerate(self.plan.process_ranks)
@@ -103,11 +92,11 @@ class Measured(_Part):
         return stage, busy[stage]
 
 
-def read_measured(path: Path) -> Measured:
+def read_measured(path: Path) -> MeasuredRun:
     """Reads measured.json. Raises UserError `FILE: where: what is wrong`."""
-    return read_artifact(path, Measured)
+    return read_artifact(path, MeasuredRun)
 
 
-def write_measured(measured: Measured, path: Path) -> None:
+def write_measured(measured: MeasuredRun, path: Path) -> None:
     text = measured.model_dump_json(indent=1, exclude_none=True)
     path.write_text(text + "\n", encoding="utf-8")

@@ -139,7 +139,7 @@ def read_graph(path: Path) -> Graph:
 
 def parse_graph(text: str, name: str = "graph.txt") -> Graph:
     """Reads the text of a graph.txt called `name`. Raises UserError `NAME:LINE: what is wrong`."""
-    return _Reader(name).read(text)
+    return _GraphTextReader(name).read(text)
 
 
 def format_graph(graph: Graph) -> str:
@@ -161,7 +161,7 @@ def _format_node(node: Node, decimals: int) -> str:
     )
 
 
-class _Reader:
+class _GraphTextReader:
     """Reads one file, and knows which line it is on."""
 
     def __init__(self, name: str) -> None:
@@ -181,22 +181,22 @@ class _Reader:
                 self._node(line.rstrip())
         if not self.nodes:
             self.fail("no node in this file; is it a graph.txt?")
-        self._refuse_unknown_ends()
+        self._check_ends()
         graph = Graph(self.nodes, tuple(self.edges), self.decimals)
-        self._refuse_cycle(graph)
+        self._check_acyclic(graph)
         return graph
 
     def fail(self, what: str) -> NoReturn:
         raise UserError(f"{self.name}:{max(self.line, 1)}: {what}")
 
-    def _refuse_unknown_ends(self) -> None:
+    def _check_ends(self) -> None:
         for (source, target), line in self.edges.items():
             for end in (source, target):
                 if end not in self.nodes:
                     self.line = line
                     self.fail(f"edge {source} -- {target}: there is no node {end}")
 
-    def _refuse_cycle(self, graph: Graph) -> None:
+    def _check_acyclic(self, graph: Graph) -> None:
         try:
             cycle = nx.find_cycle(graph.as_networkx())
         except nx.NetworkXNoCycle:

@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from pipedream.graph.errors import UserError, read_artifact
+from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
 from pipedream.graph.model import Graph
 
 _INTERRUPTED = 3.0
@@ -33,16 +33,20 @@ BATCH_SIZES_TABLE = "batch_sizes.csv"
 _NAME = re.compile(r"batch-([1-9][0-9]*)")
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Seconds(_Part):
-    """Median over the repeats, and the quartiles around it."""
+class Quartiles(ArtifactModel):
+    """Seconds over the repeats of a measurement: the median and the lower and upper quartile."""
 
     median: _NonNegative
     lower: _NonNegative
     upper: _NonNegative
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Quartiles:
+        """The quartiles of one or more values."""
+        if len(seconds) == 1:
+            return Quartiles(median=seconds[0], lower=seconds[0], upper=seconds[0])
+        lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+        return Quartiles(median=median, lower=lower, upper=upper)
 
     @property
     def spread(self) -> float:
@@ -50,7 +54,7 @@ class Seconds(_Part):
         return abs(self.upper - self.lower) / 2
 
 
-class ProfiledTensor(_Part):
+class ProfiledTensor(ArtifactModel):
     """A tensor that leaves a node; `shape` with the batch dimension, `dtype` as `float32`."""
 
     name: str
@@ -60,7 +64,7 @@ class ProfiledTensor(_Part):
     requires_grad: bool
 
 
-class ProfiledNode(_Part):
+class ProfiledNode(ArtifactModel):
     """A node of graph.txt: the module it is a call of, the parameters it reads, what leaves it.
 
     Seconds are those of graph.txt, but for the loss, with the factors of the profile;
@@ -77,14 +81,14 @@ class ProfiledNode(_Part):
     inputs: tuple[str, ...]
     parameters: tuple[str, ...]
     outputs: tuple[ProfiledTensor, ...]
-    forward_seconds: Seconds
-    backward_seconds: Seconds
-    recomputed_seconds: Seconds | None = None
+    forward_seconds: Quartiles
+    backward_seconds: Quartiles
+    recomputed_seconds: Quartiles | None = None
     saved_bytes: _Bytes | None = None
     workspace_bytes: _Bytes | None = None
     parameter_bytes: _Bytes | None = None
     gradient_bytes: _Bytes | None = None
-    optimizer_bytes: dict[str, int] = {}
+    optimizer_bytes: dict[str, int] = Field(default_factory=dict)
 
     @property
     def is_input(self) -> bool:
@@ -92,27 +96,27 @@ class ProfiledNode(_Part):
         return self.description.startswith("Input")
 
 
-class ProfiledLoss(_Part):
+class ProfiledLoss(ArtifactModel):
     """The loss of a run config. graph.txt has it in the last node that gives an output."""
 
-    forward_seconds: Seconds
-    backward_seconds: Seconds
+    forward_seconds: Quartiles
+    backward_seconds: Quartiles
 
 
-class ProfiledUpdate(_Part):
+class ProfiledUpdate(ArtifactModel):
     """A step of an optimizer: bytes of parameters in a second."""
 
     bytes_per_second: _Positive
 
 
-class Passes(_Part):
+class Passes(ArtifactModel):
     """Seconds of one direction: the sum over nodes before the factor, and measured in one piece."""
 
     summed: _NonNegative
     measured: _NonNegative
 
 
-class ProfiledStretch(_Part):
+class ProfiledStretch(ArtifactModel):
     """`nodes` nodes, one after another, that were also measured in one piece, as a stage runs.
 
     `first` and `last` are the ids of those at its ends.
@@ -125,7 +129,7 @@ class ProfiledStretch(_Part):
     backward: Passes
 
 
-class Fitted(_Part):
+class DirectionFit(ArtifactModel):
     """A stretch takes `call_seconds` and the sum over its nodes, whose times are `factor` times
     what was measured; `typical_error` (the median) and `worst_error` are what is left, as parts.
     """
@@ -136,7 +140,7 @@ class Fitted(_Part):
     worst_error: _NonNegative
 
 
-class Machine(_Part):
+class Machine(ArtifactModel):
     """Where it was measured; `threads` is torch's for one operator on the CPU, `workers` how many
     processes were at work at once.
     """
@@ -147,10 +151,10 @@ class Machine(_Part):
     python: str
     torch: str
     workers: int = Field(default=1, ge=1)
-    libraries: dict[str, str] = {}
+    libraries: dict[str, str] = Field(default_factory=dict)
 
 
-class Totals(_Part):
+class Totals(ArtifactModel):
     """Sums over the nodes: medians of the times, parameters each once."""
 
     forward_seconds: float
@@ -159,7 +163,7 @@ class Totals(_Part):
     activation_bytes: float
 
 
-class Profile(_Part):
+class Profile(ArtifactModel):
     """Everything that graph.txt has no room for. `graph_fingerprint` is `Graph.fingerprint`.
 
     `forward` and `backward` say how the nodes were fitted to `stretches`; None where nodes were
@@ -177,11 +181,11 @@ class Profile(_Part):
     machine: Machine
     graph_fingerprint: str
     totals: Totals
-    forward: Fitted | None = None
-    backward: Fitted | None = None
+    forward: DirectionFit | None = None
+    backward: DirectionFit | None = None
     stretches: tuple[ProfiledStretch, ...] = ()
     loss: ProfiledLoss | None = None
-    updates: dict[str, ProfiledUpdate] = {}
+    updates: dict[str, ProfiledUpdate] = Field(default_factory=dict)
     pass_seconds: tuple[_Positive, ...] = ()
     reading_seconds: _NonNegative | None = None
     nodes: tuple[ProfiledNode, ...]

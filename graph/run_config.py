@@ -6,23 +6,19 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from pipedream.graph.choices import MICROBATCHES
-from pipedream.graph.errors import read_artifact
+from pipedream.graph.errors import ArtifactModel, read_artifact
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Factory(_Part):
+class Factory(ArtifactModel):
     """Something to call: `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or
     `package.module:factory`; `args` its keyword arguments.
     """
 
     source: str
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
 
     @field_validator("source")
     @classmethod
@@ -48,7 +44,7 @@ class DataFactory(Factory):
         return source
 
 
-class GroupConfig(_Part):
+class GroupConfig(ArtifactModel):
     """What is different for the parameters whose names match a pattern, such as `*.bias`.
 
     `args` go before those of the optimizer; with a `name` they are all that this other class of
@@ -57,10 +53,10 @@ class GroupConfig(_Part):
 
     match: tuple[str, ...] = Field(min_length=1)
     name: str | None = None
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
 
 
-class OptimizerConfig(_Part):
+class OptimizerConfig(ArtifactModel):
     """A class of torch.optim by name, and its keyword arguments.
 
     A parameter belongs to the first of the `groups` that matches its name in the model. Those that
@@ -68,7 +64,7 @@ class OptimizerConfig(_Part):
     """
 
     name: str = "SGD"
-    args: dict[str, Any] = {"lr": 0.01}
+    args: dict[str, Any] = Field(default={"lr": 0.01})
     groups: tuple[GroupConfig, ...] = ()
 
     @property
@@ -78,7 +74,7 @@ class OptimizerConfig(_Part):
         return " and ".join(dict.fromkeys((self.name, *others)))
 
 
-class AsynchronousConfig(_Part):
+class AsynchronousConfig(ArtifactModel):
     """What is done about gradients of weights that have changed meanwhile; docs/asynchronous.md.
 
     `rate_correction`: over so many updates of a stage its learning rate grows from that over its
@@ -92,7 +88,7 @@ class AsynchronousConfig(_Part):
     nesterov: float | None = Field(default=None, gt=0, lt=1)
 
 
-class SchedulerConfig(_Part):
+class SchedulerConfig(ArtifactModel):
     """A class of torch.optim.lr_scheduler by name, and its keyword arguments.
 
     It goes a step after every epoch or every update. An update of a stage of r replicas that learns
@@ -104,7 +100,7 @@ class SchedulerConfig(_Part):
     """
 
     name: str
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     every: Literal["epoch", "update"] = "epoch"
     metric: Literal["loss", "held_out_loss", "held_out_accuracy"] | None = None
 
@@ -113,7 +109,7 @@ class SchedulerConfig(_Part):
         return self.metric in ("held_out_loss", "held_out_accuracy")
 
 
-class RunConfig(_Part):
+class RunConfig(ArtifactModel):
     """One training run.
 
     `batch_size` is the minibatch that flows through the pipeline; with the schedules flush, gpipe

@@ -20,8 +20,8 @@ _MOST_ROWS = 32
 """More rows than this are too low to read, and the picture grows beyond any screen."""
 
 
-class Action(Protocol):
-    """What a picture needs to know of a `pipedream.schedule.action.Action`."""
+class DrawnAction(Protocol):
+    """What a picture needs to know of a `pipedream.schedule.action.DrawnAction`."""
 
     @property
     def kind(self) -> str: ...
@@ -42,7 +42,7 @@ class Action(Protocol):
 class Event(NamedTuple):
     """An action and when it ran, in seconds of any clock that all ranks share."""
 
-    action: Action
+    action: DrawnAction
     begin: float
     end: float
 

@@ -1,4 +1,4 @@
-"""`pd-profile`: measures what each layer of a model costs."""
+"""`pd-profile`: measures the time and memory that each layer of a model takes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,11 @@ from pipedream.graph.command import Command
 from pipedream.graph.errors import UserError
 from pipedream.profiler.network.options import (
     NETWORK_OPTIONS,
-    refuse_network_options,
+    check_no_network_options,
     with_network_options,
 )
 from pipedream.profiler.report.batch_sizes import check_folder, parse_batch_sizes, profile_sizes
-from pipedream.profiler.report.view import VIEW_OPTIONS, viewed, with_view_options
+from pipedream.profiler.report.view import VIEW_OPTIONS, view_profiles, with_view_options
 
 if TYPE_CHECKING:
     import torch
@@ -29,68 +30,65 @@ if TYPE_CHECKING:
     from pipedream.graph.profile import Profile
 
 _BATCH_SIZE = 32
-
-
-@click.command(
-    "pd-profile",
-    cls=Command,
-    groups={"Looking at profiles": VIEW_OPTIONS, "The network": NETWORK_OPTIONS},
+_GROUPS = {
+    "Model and inputs": ("arguments", "inputs", "batch_size", "batch_sizes", "meta"),
+    "Measuring": ("device", "threads", "workers", "warmup", "repeats", "seconds"),
+    "Comparing and viewing": VIEW_OPTIONS,
+    "Network": NETWORK_OPTIONS,
+    "Output": ("output",),
+}
+_EXAMPLES = (
+    "pd-profile torchvision:resnet50 --batch-size 64 -o profiles/resnet50",
+    "torchrun --standalone --nproc-per-node=2 --no-python \\\n"
+    "  pd-profile --network -o runs/network",
 )
+
+
+@click.command("pd-profile", cls=Command, groups=_GROUPS, examples=_EXAMPLES)
 @click.argument("model", metavar="[MODEL]", required=False)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Folder for what is measured; needed but with --show and --diff.",
-)
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    help=f"Examples in a minibatch.  [default: the run config's, else {_BATCH_SIZE}]",
-)
-@click.option(
-    "--batch-sizes",
-    metavar="N,N,...",
-    help="Profile at each of these, as 1,2,4,8, into folders of their own, for pd-optimize to"
-    " choose from: a table, batch_sizes.csv, batch_sizes.png.",
-)
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1.")
-@click.option(
-    "--warmup",
-    type=click.IntRange(min=1),
-    help="Passes before the first that counts.  [default: until they get no faster]",
-)
-@click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    help="Passes to take the median of.  [default: until it is known within 1%]",
-)
-@click.option(
-    "--seconds",
-    default=30.0,
-    show_default=True,
-    type=click.FloatRange(min=0.0),
-    help="Without --repeats, for so long at most.",
-)
 @click.option(
     "--arg",
     "arguments",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Argument for the model's factory, say num_classes=10; may be repeated.",
+    help="Argument for the model's factory, such as num_classes=10; repeat for more."
+    "  [default: the factory's own]",
 )
 @click.option(
     "--input",
     "inputs",
     multiple=True,
     metavar="SHAPE[:DTYPE[:BOUND]]",
-    help="An example input without the batch: 3x32x32 or 128:int64:50257; repeat for more.",
+    help="An example input without the batch dimension: 3x32x32 or 128:int64:50257; repeat for"
+    " more.  [default: the model's own]",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"Examples in a minibatch.  [default: the run config's, else {_BATCH_SIZE}]",
+)
+@click.option(
+    "--batch-sizes",
+    metavar="N,N,...",
+    help="Profile at each of these batch sizes, such as 1,2,4,8: a folder for each, and a"
+    " comparison. pd-optimize then chooses one.  [default: one batch size]",
+)
+@click.option(
+    "--meta",
+    is_flag=True,
+    help="For a model larger than memory: create it without data and measure one node at a time."
+    "  [default: measure whole passes]",
+)
+@click.option(
+    "--device", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda or cuda:1."
 )
 @click.option(
     "--threads",
     default=1,
     show_default=True,
     type=click.IntRange(min=1, max=os.cpu_count()),
+    metavar="N",
     help="CPU threads of one operator; a worker of pd-train uses 1.",
 )
 @click.option(
@@ -98,90 +96,132 @@ _BATCH_SIZE = 32
     default=1,
     show_default=True,
     type=click.IntRange(min=1, max=os.cpu_count()),
-    help="Processes that do passes of the model at once: as many workers as a machine is to have.",
+    metavar="N",
+    help="Processes that run the model at the same time: as many as one machine will have workers.",
 )
 @click.option(
-    "--meta",
-    is_flag=True,
-    help="For a model that does not fit in memory: give it to one node at a time.",
+    "--warmup",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Passes before the first one that counts.  [default: until they get no faster]",
 )
-@with_network_options
+@click.option(
+    "--repeats",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Passes to take the median of.  [default: until it is known within 1%]",
+)
+@click.option(
+    "--seconds",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(min=0.0),
+    metavar="SECONDS",
+    help="Without --repeats, the most seconds to spend on them.",
+)
 @with_view_options
-def main(
-    model: str | None,
-    output: Path | None,
-    batch_size: int | None,
-    batch_sizes: str | None,
-    device: str,
-    warmup: int | None,
-    repeats: int | None,
-    seconds: float,
-    arguments: tuple[str, ...],
-    inputs: tuple[str, ...],
-    threads: int,
-    workers: int,
-    meta: bool,
-    network: bool,
-    sort: str,
-    top: int | None,
-    **_: Any,
-) -> int:
-    """Measures MODEL: torchvision:NAME, timm:NAME, transformers:NAME, package.module:factory or a
-    run config.
+@with_network_options
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Folder for the results, created if missing; with --diff, a CSV file.  [required unless"
+    " --show or --diff is given]",
+)
+def main(**parameters: Any) -> int:
+    """Measures the time and memory of each layer of MODEL: torchvision:NAME, timm:NAME,
+    transformers:NAME, package.module:factory, or the path of a run config.
 
-    Writes graph.txt (forward and backward time, sizes of each layer) for pd-optimize, profile.json
-    with all that was measured, layers.csv with a row for each layer, and the pictures layers.png
-    and graph.svg. --show and --diff look at such profiles again.
+    Writes graph.txt, which pd-optimize reads, profile.json with all measurements, layers.csv with
+    one row per layer, and the pictures layers.png and graph.svg.
 
-    With --network it measures the network in place of a model, as one of several ranks: torchrun
-    --standalone --nproc-per-node=2 --no-python pd-profile --network -o runs/network
+    With --network it measures the network between ranks instead of a model.
     """
     context = click.get_current_context()
-    if viewed(context):
+    if view_profiles(context):
         return 0
-    if not network:
-        refuse_network_options(context.params)
-        if model is None:
+    if not parameters["network"]:
+        check_no_network_options(parameters)
+        if parameters["model"] is None:
             raise UserError(
-                "MODEL is missing: say what to measure, or --network, or look at profiles with"
+                "MODEL is missing: name what to measure, or use --network, or look at profiles with"
                 " --show or --diff"
             )
-    if output is None:
-        raise UserError("-o is missing: name a folder for what is measured, say -o profile")
-    if network:
-        return _measure_network(context.params)
-    assert model is not None
-    sizes = None if batch_sizes is None else parse_batch_sizes(batch_sizes)
-    if sizes is not None and batch_size is not None:
-        raise UserError("--batch-size and --batch-sizes both say how many examples: give one")
-    args = dict(_argument(text) for text in arguments)
+    if parameters["output"] is None:
+        raise UserError("-o is missing: name a folder for the results, such as -o profile")
+    if parameters["network"]:
+        return _measure_network(parameters)
+    _profile_model(_Options(**{each.name: parameters[each.name] for each in fields(_Options)}))
+    return 0
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options for measuring a model, as click gives them."""
+
+    model: str
+    output: Path
+    batch_size: int | None
+    batch_sizes: str | None
+    device: str
+    warmup: int | None
+    repeats: int | None
+    seconds: float
+    arguments: tuple[str, ...]
+    inputs: tuple[str, ...]
+    threads: int
+    workers: int
+    meta: bool
+    sort: str
+    top: int | None
+
+
+def _profile_model(options: _Options) -> None:
+    """Measures at one batch size or at several, then prints and writes the results."""
+    output = options.output
+    sizes = None if options.batch_sizes is None else parse_batch_sizes(options.batch_sizes)
+    if sizes is not None and options.batch_size is not None:
+        raise UserError("--batch-size and --batch-sizes both set the number of examples: give one")
+    args = dict(_argument(text) for text in options.arguments)
     _make_folder(output)
     if sizes is not None:
         check_folder(output, sizes)
+    measure = _measurement(options, args)
+    if sizes is not None:
+        profile_sizes(sizes, output, measure, _write)
+    else:
+        _profile_one(*measure(options.batch_size), output, options.sort, options.top)
+    planned = output if sizes is not None else output / "graph.txt"
+    click.echo(f"Next: pd-optimize {planned} --machines 2 --bandwidth 1GB")
 
+
+def _measurement(
+    options: _Options, args: Mapping[str, Any]
+) -> Callable[[int | None], tuple[Graph, Profile]]:
+    """What measures the model at a batch size, or at the model's own for None."""
     import torch
 
     from pipedream.profiler.measure import Settings, measure
-    from pipedream.profiler.timing.statistics import Patience
+    from pipedream.profiler.timing.stopping_rule import StoppingRule
 
-    where, patience = _device(device), Patience(warmup, repeats, seconds)
+    device = _device(options.device)
+    rule = StoppingRule(options.warmup, options.repeats, options.seconds)
 
-    def measured(asked: int | None) -> tuple[Graph, Profile]:
+    def measure_at(batch_size: int | None) -> tuple[Graph, Profile]:
         torch.manual_seed(0)
-        with _enough_memory(device), _progress() as step:
+        with _enough_memory(options.device), _progress() as step:
             step("loading", 0.0, 0.0)
-            loaded, known, size = _load(model, dict(args), asked, inputs, meta)
+            loaded, used, size = _load(
+                options.model, dict(args), batch_size, options.inputs, options.meta
+            )
             step("capturing", 0.0, 0.0)
-            settings = Settings(model, known, size, where, patience, threads, meta, workers)
+            settings = Settings(
+                options.model, used, size, device, rule, options.threads, options.meta,
+                options.workers,
+            )  # fmt: skip
             return measure(loaded, settings, lambda part: step("timing", part, 1.0))
 
-    if sizes is not None:
-        profile_sizes(sizes, output, measured, _write)
-    else:
-        _profile_one(*measured(batch_size), output, sort, top)
-    planned = output if sizes is not None else output / "graph.txt"
-    click.echo(f"Next: pd-optimize {planned} --machines 2 --bandwidth 1GB")
-    return 0
+    return measure_at
 
 
 def _profile_one(graph: Graph, profile: Profile, output: Path, sort: str, top: int | None) -> None:
@@ -193,16 +233,16 @@ def _profile_one(graph: Graph, profile: Profile, output: Path, sort: str, top: i
 
 
 def _measure_network(parameters: Mapping[str, Any]) -> int:
-    """One rank's part; the exit code. An error that all ranks have is told once."""
-    # Else torch adds C++ traces of its own to the line that says that a rank was lost.
+    """Runs this rank's part; returns the exit code. An error that all ranks share is told once."""
+    # Otherwise torch adds C++ traces to the line that says that a rank was lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
     from pipedream.comm.launcher import environment, speaks
-    from pipedream.profiler.network.options import asked
+    from pipedream.profiler.network.options import network_options
 
     try:
         place = environment()
-        options = asked(parameters, place)
+        options = network_options(parameters, place)
         assert place is not None
         if place.rank == 0:
             _make_folder(options.output)
@@ -224,11 +264,13 @@ def _argument(text: str) -> tuple[str, Any]:
 
     name, equals, value = text.partition("=")
     if not equals or not name.isidentifier():
-        raise UserError(f"--arg {text}: write NAME=VALUE, say --arg num_classes=10")
+        raise UserError(f"--arg {text}: write NAME=VALUE, such as --arg num_classes=10")
     try:
         return name, yaml.safe_load(value)
     except yaml.YAMLError as error:
-        raise UserError(f"--arg {text}: {value!r} is no value; a list is [1, 2]") from error
+        raise UserError(
+            f"--arg {text}: {value!r} is not a YAML value; write a list as [1, 2]"
+        ) from error
 
 
 def _make_folder(output: Path) -> None:
@@ -237,7 +279,7 @@ def _make_folder(output: Path) -> None:
     except FileExistsError as error:
         raise UserError(f"-o {output}: this is a file, not a folder") from error
     except OSError as error:
-        raise UserError(f"-o {output}: cannot be made: {error.strerror}") from error
+        raise UserError(f"-o {output}: cannot be created: {error.strerror}") from error
 
 
 def _device(text: str) -> torch.device:
@@ -254,7 +296,9 @@ def _device(text: str) -> torch.device:
     if not torch.cuda.is_available():
         raise UserError(f"--device {text}: torch finds no CUDA GPU here; use --device cpu")
     if (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {text}: there are {torch.cuda.device_count()} GPUs, from cuda:0")
+        raise UserError(
+            f"--device {text}: there are {torch.cuda.device_count()} GPUs, counted from cuda:0"
+        )
     return device
 
 
@@ -265,7 +309,7 @@ def _load(
     inputs: tuple[str, ...],
     meta: bool,
 ) -> tuple[Loaded, dict[str, Any], int]:
-    """The model, its factory's arguments and its batch size."""
+    """The model with its inputs, the arguments of its factory, and its batch size."""
     from pipedream.capture.sources.load import load, load_config
     from pipedream.graph.run_config import read_config
 
@@ -273,13 +317,13 @@ def _load(
         if ":" not in model:
             raise UserError(
                 f"MODEL {model!r}: write torchvision:NAME, timm:NAME, transformers:NAME, "
-                "package.module:factory or a run config's CONFIG.yaml"
+                "package.module:factory, or the path of a run config, CONFIG.yaml"
             )
         size = batch_size or _BATCH_SIZE
         return load(model, args, size, inputs, meta), args, size
-    for option, given in (("--arg", args), ("--input", inputs)):
-        if given:
-            raise UserError(f"{option} does not go with a run config: {model} says what to use")
+    for option, values in (("--arg", args), ("--input", inputs)):
+        if values:
+            raise UserError(f"{option} does not go with a run config: set it in {model}")
     path = Path(model)
     config = read_config(path)
     size = batch_size or config.batch_size
@@ -288,11 +332,11 @@ def _load(
 
 @contextmanager
 def _enough_memory(device: str, option: str = "--batch-size") -> Iterator[None]:
-    """Running out of memory is the user's to mend, wherever it happens."""
+    """Turns running out of memory into a UserError that names the option to lower."""
     try:
         yield
     except RuntimeError as error:
-        from pipedream.profiler.free_memory import is_out_of_memory
+        from pipedream.profiler.device import is_out_of_memory
 
         if not is_out_of_memory(error):
             raise
@@ -301,7 +345,7 @@ def _enough_memory(device: str, option: str = "--batch-size") -> Iterator[None]:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, float, float], None]]:
-    """A bar on stderr where that is a terminal; call it with what is done, how far, and of what."""
+    """A progress bar on stderr if that is a terminal; call it with (step, done, total)."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -315,7 +359,7 @@ def _progress() -> Iterator[Callable[[str, float, float], None]]:
 
 
 def _write(graph: Graph, profile: Profile, output: Path) -> str:
-    """Writes all files; a line that names them."""
+    """Writes all files of a profile; returns a line that names them."""
     from pipedream.graph.draw import draw, why_text
     from pipedream.graph.model import format_graph
     from pipedream.graph.profile import write_profile

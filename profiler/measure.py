@@ -14,13 +14,14 @@ from torch import Tensor
 
 from pipedream.capture.allocator import keep_freed_memory
 from pipedream.capture.export import Captured, Value, capture, flatten_inputs, rebuild
-from pipedream.capture.fake_tensors import capture_without_memory
+from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.precision import lowered
 from pipedream.capture.sources.load import Loaded
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.profile import (
-    Fitted,
+    DirectionFit,
+    Footprint,
     Machine,
     Passes,
     Profile,
@@ -29,21 +30,23 @@ from pipedream.graph.profile import (
     ProfiledStretch,
     ProfiledTensor,
     ProfiledUpdate,
-    Seconds,
     Totals,
 )
-from pipedream.profiler.free_memory import is_out_of_memory, room
-from pipedream.profiler.memory import Footprint, footprints
-from pipedream.profiler.report.device_name import device_name
-from pipedream.profiler.timing.contention import company, is_company, keep_company
+from pipedream.profiler.device import device_name, free_memory, is_out_of_memory
+from pipedream.profiler.memory import footprints
+from pipedream.profiler.timing.contention import (
+    contention,
+    is_contending_process,
+    run_contending_passes,
+)
 from pipedream.profiler.timing.data_reading import reading_seconds
-from pipedream.profiler.timing.fit import Compared, Fit
+from pipedream.profiler.timing.fit import Compared, StretchFit
 from pipedream.profiler.timing.full_pass import passes, time_in_training
-from pipedream.profiler.timing.optimizer_step import Update, updates
-from pipedream.profiler.timing.per_node import time_one_by_one
-from pipedream.profiler.timing.per_node_fake import footprints_singly, time_singly
-from pipedream.profiler.timing.statistics import Patience, Spread, Timing
-from pipedream.profiler.timing.times import Times
+from pipedream.profiler.timing.optimizer_step import UpdateCost, updates
+from pipedream.profiler.timing.per_node import time_per_node
+from pipedream.profiler.timing.per_node_fake import footprints_fake, time_per_node_fake
+from pipedream.profiler.timing.stopping_rule import StoppingRule
+from pipedream.profiler.timing.times import Times, Timing
 
 _MAKERS = ("torchvision", "transformers", "timm")
 
@@ -60,20 +63,20 @@ class Settings:
     args: Mapping[str, Any]
     batch_size: int
     device: torch.device
-    patience: Patience
+    stopping_rule: StoppingRule
     threads: int
     meta: bool = False
     workers: int = 1
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _Measurements:
     """All that was measured of one model."""
 
     captured: Captured
     times: Times
     kept: Mapping[str, Footprint]
-    updates: Mapping[str, Update]
+    updates: Mapping[str, UpdateCost]
     reading: float | None = None
 
 
@@ -88,19 +91,19 @@ def measure(
     torch.set_num_threads(settings.threads)
     keep_freed_memory()
     with lowered(loaded.autocast, torch.device("cpu")):
-        captured = (capture_without_memory if settings.meta else capture)(
+        captured = (capture_fake if settings.meta else capture)(
             loaded.model, loaded.args, loaded.kwargs
         )
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
-    if is_company():
+    if is_contending_process():
         with lowered(loaded.autocast, settings.device):
-            keep_company(passes(captured, inputs, settings.device))
+            run_contending_passes(passes(captured, inputs, settings.device))
         sys.exit()
-    size_up = footprints_singly if settings.meta else footprints
+    size_up = footprints_fake if settings.meta else footprints
     try:
         with lowered(loaded.autocast, settings.device):
             kept = size_up(captured, inputs, settings.device)
-            with company(settings.workers - 1):
+            with contention(settings.workers - 1):
                 times = _time(captured, inputs, loaded, kept, settings, progress)
                 updated = updates(captured, settings.device)
                 read = reading_seconds(loaded, settings.batch_size, settings.device)
@@ -108,7 +111,7 @@ def measure(
         if is_out_of_memory(error):
             raise
         raise _cannot_run(settings.model, error) from error
-    measured = _Measured(captured, times, kept, updated, read)
+    measured = _Measurements(captured, times, kept, updated, read)
     graph = _timed(captured, times)
     return graph, _profile(measured, graph, settings)
 
@@ -148,11 +151,11 @@ def _time(
     progress: Callable[[float], None],
 ) -> Times:
     """As in training where the whole model has room, else node by node."""
-    patience, device = settings.patience, settings.device
+    stopping_rule, device = settings.stopping_rule, settings.device
     if settings.meta:
-        return time_singly(captured, inputs, patience, device, progress)
-    if _needs(captured, kept) > room(device):
-        return time_one_by_one(captured, inputs, patience, device, progress)
+        return time_per_node_fake(captured, inputs, stopping_rule, device, progress)
+    if _needs(captured, kept) > free_memory(device):
+        return time_per_node(captured, inputs, stopping_rule, device, progress)
     loss = loaded.loss
 
     def known(values: Mapping[str, Tensor]) -> Tensor:
@@ -160,7 +163,7 @@ def _time(
         return loss(rebuild([values[name] for name in captured.outputs], captured.out_spec))
 
     return time_in_training(
-        captured, inputs, patience, device, known if loss is not None else None, progress
+        captured, inputs, stopping_rule, device, known if loss is not None else None, progress
     )
 
 
@@ -171,7 +174,7 @@ def _needs(captured: Captured, kept: Mapping[str, Footprint]) -> float:
     return 2 * parameters + saved + max(each.workspace for each in kept.values())
 
 
-def _profile(measured: _Measured, graph: Graph, settings: Settings) -> Profile:
+def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profile:
     nodes, times = graph.nodes.values(), measured.times
     leaving = _leaving(measured.captured)
     return Profile(
@@ -218,8 +221,8 @@ def _passes(compared: Compared) -> Passes:
     return Passes(summed=compared.summed, measured=compared.measured)
 
 
-def _fitted(fit: Fit) -> Fitted:
-    return Fitted(
+def _fitted(fit: StretchFit) -> DirectionFit:
+    return DirectionFit(
         call_seconds=fit.call,
         factor=fit.factor,
         typical_error=fit.typical,
@@ -228,9 +231,7 @@ def _fitted(fit: Fit) -> Fitted:
 
 
 def _loss(timing: Timing) -> ProfiledLoss:
-    return ProfiledLoss(
-        forward_seconds=_seconds(timing.forward), backward_seconds=_seconds(timing.backward)
-    )
+    return ProfiledLoss(forward_seconds=timing.forward, backward_seconds=timing.backward)
 
 
 def _owned(graph: Graph, captured: Captured) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -255,7 +256,7 @@ def _leaving(captured: Captured) -> dict[str, list[Value]]:
 
 
 def _node(
-    measured: _Measured, name: str, leaving: list[Value], owned: tuple[str, ...]
+    measured: _Measurements, name: str, leaving: list[Value], owned: tuple[str, ...]
 ) -> ProfiledNode:
     captured, timing = measured.captured, measured.times.nodes[name]
     node, kept = captured.graph.nodes[name], measured.kept[name]
@@ -277,11 +278,11 @@ def _node(
             )
             for value in leaving
         ),
-        forward_seconds=_seconds(timing.forward),
-        backward_seconds=_seconds(timing.backward),
-        recomputed_seconds=None if timing.recomputed is None else _seconds(timing.recomputed),
-        saved_bytes=kept.saved,
-        workspace_bytes=kept.workspace,
+        forward_seconds=timing.forward,
+        backward_seconds=timing.backward,
+        recomputed_seconds=timing.recomputed,
+        saved_bytes=int(kept.saved),
+        workspace_bytes=int(kept.workspace),
         parameter_bytes=int(node.parameter_bytes),
         gradient_bytes=sum(p.numel() * p.element_size() for p in learned),
         optimizer_bytes={
@@ -289,10 +290,6 @@ def _node(
             for kind, update in measured.updates.items()
         },
     )
-
-
-def _seconds(spread: Spread) -> Seconds:
-    return Seconds(median=spread.median, lower=spread.lower, upper=spread.upper)
 
 
 def _machine(settings: Settings) -> Machine:

@@ -6,30 +6,16 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipedream.capture.export import Captured
-from pipedream.capture.node_modules import Piece, pieces, pieces_kept
+from pipedream.capture.node_modules import NodeModule, node_modules, preserve_model_state
+from pipedream.graph.profile import Footprint
 
 _MARK = "pipedream backward of "
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """Bytes for one minibatch.
-
-    `saved`: of the memory that the node makes, what it or another node keeps for the backward
-    pass, however many keep it; so a sum over nodes counts each piece of memory once. Parameters and
-    buffers are not in it. `workspace`: the most that its backward pass adds to what is saved:
-    gradients of its outputs, inputs and parameters, and scratch memory.
-    """
-
-    saved: int = 0
-    workspace: int = 0
 
 
 def footprints(
@@ -39,14 +25,16 @@ def footprints(
 
     `inputs` as `captured.inputs`. Buffers are left as they were.
     """
-    with pieces_kept(captured), torch.enable_grad(), metered(device) as meter:
-        walk = _Walk(captured)
-        walk.run(pieces(captured, device), [value.to(device) for value in inputs], meter)
+    with preserve_model_state(captured), torch.enable_grad(), metered(device) as meter:
+        memory = _SavedMemory(captured)
+        memory.run(node_modules(captured, device), [value.to(device) for value in inputs], meter)
     peaks = meter.peaks()
-    return {node: Footprint(walk.saved[node], peaks.get(node, 0)) for node in captured.graph.nodes}
+    return {
+        node: Footprint(memory.saved[node], peaks.get(node, 0)) for node in captured.graph.nodes
+    }
 
 
-class _Walk:
+class _SavedMemory:
     """Books every saved storage on the node that made it.
 
     A storage is known by its address while a value that is still awaited lies in it; afterwards it
@@ -59,41 +47,41 @@ class _Walk:
         self.maker: dict[int, str] = {}
         self.booked: set[int] = set()
 
-    def run(self, walked: Sequence[Piece], inputs: Sequence[Tensor], meter: Meter) -> None:
+    def run(self, modules: Sequence[NodeModule], inputs: Sequence[Tensor], meter: Meter) -> None:
         values = dict(zip(self.captured.inputs, inputs, strict=True))
         for name, value in values.items():
             self.maker[address(value)] = self.captured.values[name].node
-        left = Counter(name for piece in walked for name in piece.segment.inputs)
-        for piece in walked:
-            outputs = self._step(piece, values, meter)
-            values.update(zip(piece.segment.outputs, outputs, strict=True))
-            for name in piece.segment.inputs:
+        left = Counter(name for node in modules for name in node.segment.inputs)
+        for node in modules:
+            outputs = self._step(node, values, meter)
+            values.update(zip(node.segment.outputs, outputs, strict=True))
+            for name in node.segment.inputs:
                 left[name] -= 1
                 if not left[name]:
                     del values[name]
             self._forget(values.values())
 
-    def _step(self, piece: Piece, values: Mapping[str, Tensor], meter: Meter) -> list[Tensor]:
-        own = {address(tensor) for tensor in piece.held}
+    def _step(self, node: NodeModule, values: Mapping[str, Tensor], meter: Meter) -> list[Tensor]:
+        own = {address(tensor) for tensor in node.held}
         packed: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             packed.setdefault(address(tensor), tensor.detach())
             return tensor
 
-        given = piece.inputs(values)
+        given = node.inputs(values)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = piece.segment.module(*given)
+            outputs = node.segment.module(*given)
         for place, tensor in packed.items():
             if place not in own and place not in self.booked:
-                self.saved[self.maker.get(place, piece.node)] += tensor.untyped_storage().nbytes()
+                self.saved[self.maker.get(place, node.name)] += tensor.untyped_storage().nbytes()
                 self.booked.add(place)
         for output in outputs:
-            self.maker.setdefault(address(output), piece.node)
+            self.maker.setdefault(address(output), node.name)
         packed.clear()
-        begin, wanted = piece.ends(given, outputs)
+        begin, wanted = node.ends(given, outputs)
         if begin and wanted:
-            with meter.over(piece.node):
+            with meter.over(node.name):
                 gradients = [torch.ones_like(value) for value in begin]
                 torch.autograd.grad(begin, wanted, gradients, allow_unused=True)
         return [value.detach() for value in outputs]

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from pipedream.graph.profile import Profile, read_profile
-from pipedream.profiler.timing.statistics import Spread
+from pipedream.graph.profile import Profile, Quartiles, read_profile
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 TEXT = """# Profiles of well-known models
@@ -58,7 +57,7 @@ def row(name: str, profile: Profile) -> tuple[str, ...]:
 def quartiles(profile: Profile) -> str:
     if len(profile.pass_seconds) < 2:
         return "-"
-    spread = Spread.of(profile.pass_seconds)
+    spread = Quartiles.of(profile.pass_seconds)
     return f"{spread.lower / spread.median - 1:+.1%}, {spread.upper / spread.median - 1:+.1%}"
 
 

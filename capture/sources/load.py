@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from pipedream.capture.fake_tensors import check_without_memory, with_data, without_memory
+from pipedream.capture.fake_tensors import check_on_meta, on_meta_device, with_data
 from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.datasets import huggingface
 from pipedream.capture.sources.example_inputs import examples
@@ -72,7 +72,7 @@ def load(
     factory gives a module, or a module and its example inputs, or these and a dictionary of inputs
     by keyword; it is told `batch_size` if it has a parameter of that name. `inputs` describe the
     inputs (see `example`) and override the model's own. With `meta` the model has no memory: see
-    `memoryless`. Raises UserError.
+    `pipedream.capture.fake_tensors`. Raises UserError.
     """
     library, _, name = source.partition(":")
     model, own = _make(source, args, batch_size, None, meta)
@@ -182,9 +182,9 @@ def _make(
 ) -> tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]] | None]:
     """The model, and its example inputs if its factory gives some."""
     if meta:
-        with without_memory(source):
+        with on_meta_device(source):
             model, inputs = _make(source, args, batch_size, directory, meta=False)
-        check_without_memory(source, model)
+        check_on_meta(source, model)
         return model, with_data(inputs)
     library, _, name = source.partition(":")
     if library == "torchvision":

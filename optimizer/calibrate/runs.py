@@ -10,15 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.measured_run import (
-    MEASURED,
-    Measured,
-    MeasuredRank,
-    Spread,
-    read_measured,
-)
+from pipedream.graph.measured_run import MEASURED, MeasuredRank, MeasuredRun, read_measured
 from pipedream.graph.model import Graph
-from pipedream.graph.profile import Profile, TrainingOverheads
+from pipedream.graph.profile import Profile, Quartiles, TrainingOverheads
 from pipedream.optimizer.calibrate.correction import Observation, calibrate
 from pipedream.optimizer.cuts.planning_graph import Floats
 
@@ -34,7 +28,7 @@ class Run:
     """A run in its `folder`, as the user named it."""
 
     folder: Path
-    measured: Measured
+    measured: MeasuredRun
 
     @staticmethod
     def read(folder: Path) -> Run:
@@ -94,7 +88,7 @@ class Run:
 
     def passes(
         self, stage: int, overheads: TrainingOverheads | None = None
-    ) -> tuple[Sequence[Spread], Sequence[Spread]]:
+    ) -> tuple[Sequence[Quartiles], Sequence[Quartiles]]:
         """Forward and backward passes of each replica, on a device such as was profiled.
 
         A forward pass that was done again is no part of the backward pass; what `overheads` says
@@ -115,7 +109,7 @@ class Run:
         return plan.cluster.device(plan.stages[rank.stage].ranks[rank.replica]).speed
 
 
-def _moved(spread: Spread, by: float, times: float) -> Spread:
+def _moved(spread: Quartiles, by: float, times: float) -> Quartiles:
     """A tenth is left at least: of a pass of nothing there would be nothing to learn, where all it
     shows is that what was taken off was too much.
     """
@@ -123,7 +117,7 @@ def _moved(spread: Spread, by: float, times: float) -> Spread:
         max(0.1 * seconds, seconds + by) * times
         for seconds in (spread.median, spread.lower, spread.upper)
     )
-    return Spread(median=median, lower=lower, upper=upper)
+    return Quartiles(median=median, lower=lower, upper=upper)
 
 
 def calibrated(
@@ -166,7 +160,9 @@ def calibrated(
     )
 
 
-def _observation(nodes: tuple[int, ...], replicas: Sequence[Spread], counted: int) -> Observation:
+def _observation(
+    nodes: tuple[int, ...], replicas: Sequence[Quartiles], counted: int
+) -> Observation:
     """The mean of the replicas; its error from run to run, and that of a median of so many."""
     seconds = math.fsum(spread.median for spread in replicas) / len(replicas)
     apart = max(spread.upper - spread.lower for spread in replicas)

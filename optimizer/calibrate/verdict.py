@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from pipedream.graph.measured_run import Measured, Spread
+from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
-from pipedream.graph.profile import TrainingOverheads
+from pipedream.graph.profile import Quartiles, TrainingOverheads
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.calibrate.runs import Run
 from pipedream.optimizer.cost.price_plan import Price
@@ -126,7 +126,7 @@ def _stages(run: Run, profiled: Graph, overheads: TrainingOverheads) -> Table:
     return table
 
 
-def _pass(profiled: float, replicas: Sequence[Spread]) -> tuple[str, str, str]:
+def _pass(profiled: float, replicas: Sequence[Quartiles]) -> tuple[str, str, str]:
     """As profiled, as measured, and how many times as long that is; the mean of the replicas."""
     seconds = fmean(spread.median for spread in replicas)
     times = f"{seconds / profiled:.2f}" if profiled else "-"
@@ -150,7 +150,7 @@ def _times(verdict: Verdict) -> Table:
     return table
 
 
-def _trained(measured: Measured) -> str:
+def _trained(measured: MeasuredRun) -> str:
     """Of what the time is; of another schedule it cannot be set beside the plan's."""
     planned, remark = measured.plan.schedule, "while the minibatches above were done"
     if measured.schedule == planned:
@@ -158,7 +158,7 @@ def _trained(measured: Measured) -> str:
     return f"{remark}, with {measured.schedule}; the plan is for {planned}"
 
 
-def _busy(measured: Measured) -> tuple[str, str]:
+def _busy(measured: MeasuredRun) -> tuple[str, str]:
     """Of the time of a minibatch, what the slowest stage computes; and what the rest is."""
     stage, seconds = measured.slowest
     rest = measured.seconds_per_minibatch - seconds

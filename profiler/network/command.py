@@ -15,20 +15,21 @@ from torch._C._distributed_c10d import Store
 from pipedream.capture.allocator import keep_freed_memory
 from pipedream.comm.launcher import Place
 from pipedream.comm.rendezvous import NotMet, choose_device, join, meet
+from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
-from pipedream.profiler.network.levels import Level, levels, levels_of
-from pipedream.profiler.network.measure import Measured, measure
-from pipedream.profiler.network.options import Asked, Effort
+from pipedream.profiler.device import device_name
+from pipedream.profiler.network.levels import NetworkLevel, levels, levels_of
+from pipedream.profiler.network.measure import MeasuredLevel, measure
+from pipedream.profiler.network.options import Effort, NetworkOptions
 from pipedream.profiler.network.report import Provenance, report
-from pipedream.profiler.network.wire import Lost, Wire, talking
-from pipedream.profiler.report.device_name import device_name
+from pipedream.profiler.network.wire import Wire, peer_errors
 
 _TIMEOUT = 300.0  # seconds
 _UNTIL_THE_LAUNCHER_HAS_SEEN_WHO_DIED = 2.0
 _UNTIL_RANK_0_HAS_SPOKEN = 5.0
 
 
-def measure_network(asked: Asked, place: Place, step: Callable[[str], None]) -> None:
+def measure_network(asked: NetworkOptions, place: Place, step: Callable[[str], None]) -> None:
     """This rank's part; rank 0 writes and prints what was found.
 
     Raises UserError. When another rank is lost it says so in one line and ends the process.
@@ -43,31 +44,33 @@ def measure_network(asked: Asked, place: Place, step: Callable[[str], None]) -> 
         measured = _measure(found, device, backend, asked.effort, step)
         if place.rank == 0:
             report(measured, _provenance(device, backend, hosts, asked.effort), asked.output)
-        with talking():
+        with peer_errors():
             dist.barrier()
             dist.destroy_process_group()
-    except (NotMet, Lost) as error:
+    except NotMet as error:
         _leave(place, str(error))
+    except PeerLost as error:
+        _leave(place, f"another rank does not answer any more: {error}")
 
 
 def _measure(
-    found: Sequence[Level],
+    found: Sequence[NetworkLevel],
     device: torch.device,
     backend: str,
     effort: Effort,
     step: Callable[[str], None],
-) -> list[Measured]:
+) -> list[MeasuredLevel]:
     pairs = [pair for level in found for pair in level.pairs]
     groups = [group for level in found for group in level.groups]
     wire = Wire(device, backend, pairs, groups)
     measured = [measure(level, wire, effort, step) for level in found]
-    wire.close()
+    wire.transport.drain()
     return measured
 
 
 def _hosts(store: Store, place: Place) -> list[str]:
     """The name of the host of each rank."""
-    with talking():
+    with peer_errors():
         store.set(f"host/{place.rank}", socket.gethostname())
         return [store.get(f"host/{rank}").decode() for rank in range(place.world_size)]
 

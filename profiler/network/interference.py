@@ -42,7 +42,7 @@ class Compute:
         probe = Compute(wire, 16)
         probe.seconds(lambda: None)
         each = probe.seconds(lambda: None) / 16
-        (told,) = wire.tell([max(1.0, round(seconds / each))], 0)
+        (told,) = wire.broadcast([max(1.0, round(seconds / each))], 0)
         return Compute(wire, int(told))
 
     def seconds(self, begin: Callable[[], Wait | None]) -> float:
@@ -50,7 +50,7 @@ class Compute:
         left = torch.ones(_WIDTH, _WIDTH, device=self.wire.device) / _WIDTH
         right = left.clone()
         under_way: deque[Wait] = deque()
-        self.wire.finish()
+        self.wire.synchronize()
         start = time.perf_counter()
         for _ in range(_STEPS):
             done = begin()
@@ -60,7 +60,7 @@ class Compute:
                 right = left @ right
             if len(under_way) > _LATER:
                 under_way.popleft()()
-        self.wire.finish()
+        self.wire.synchronize()
         taken = time.perf_counter() - start
         while under_way:
             under_way.popleft()()
@@ -89,16 +89,16 @@ def busy(
         _lost(wire, compute, start)  # to warm up
         for _ in range(effort.repeats):
             share = _lost(wire, compute, start) / taken
-            found.append(float(np.mean([wire.tell([share], rank)[0] for rank in ranks])))
+            found.append(float(np.mean([wire.broadcast([share], rank)[0] for rank in ranks])))
     return min(1.0, max(0.0, float(np.median(found))))
 
 
 def _lost(wire: Wire, compute: Compute, begin: Callable[[], Wait | None]) -> float:
     """Seconds of a step that are not compute any more; before and after it the steps alone."""
-    wire.tell([0.0], 0)
+    wire.broadcast([0.0], 0)
     before = compute.seconds(lambda: None)
-    wire.tell([0.0], 0)
-    beside = compute.seconds(begin)
-    wire.tell([0.0], 0)
+    wire.broadcast([0.0], 0)
+    during = compute.seconds(begin)
+    wire.broadcast([0.0], 0)
     after = compute.seconds(lambda: None)
-    return beside - (before + after) / 2
+    return during - (before + after) / 2

@@ -19,7 +19,7 @@ _Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
-class Level:
+class NetworkLevel:
     """`count` components; ranks in the same place of two that stand side by side are `stride`
     apart. `size`: of the whole cluster.
     """
@@ -46,16 +46,16 @@ class Level:
         return [tuple(range(first, first + reach, self.stride)) for first in firsts]
 
 
-def levels(machines: Sequence[int]) -> list[Level]:
+def levels(machines: Sequence[int]) -> list[NetworkLevel]:
     """Innermost first, of so many components each: `--machines`."""
     size = math.prod(machines)
     return [
-        Level(_name(index), count, math.prod(machines[:index]), size)
+        NetworkLevel(_name(index), count, math.prod(machines[:index]), size)
         for index, count in enumerate(machines)
     ]
 
 
-def levels_of(hosts: Sequence[str]) -> list[Level]:
+def levels_of(hosts: Sequence[str]) -> list[NetworkLevel]:
     """What the name of each rank's host tells: the devices of a host, then the hosts.
 
     One level where all ranks are on one host, or each on its own. Raises UserError where hosts have
@@ -70,7 +70,7 @@ def levels_of(hosts: Sequence[str]) -> list[Level]:
             "start as many on each, or say with --machines which belong together"
         )
     if len(names) > 1 and each == 1:
-        return [Level("machine", len(names), 1, len(hosts))]
+        return [NetworkLevel("machine", len(names), 1, len(hosts))]
     return levels((each, len(names)) if len(names) > 1 else (each,))
 
 

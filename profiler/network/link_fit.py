@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import nnls
 
 from pipedream.graph.cluster import Link
 
@@ -17,7 +18,7 @@ _FASTEST = 1e15  # bytes per second: where more bytes take no longer
 
 
 @dataclass(frozen=True)
-class Fit:
+class LinkFit:
     """`line`: latency plus bytes over bandwidth. `miss`: the most that it is off at any size, as a
     share of the measured seconds. `link`: the line, or the points where it is too far off.
     """
@@ -27,30 +28,20 @@ class Fit:
     link: Link
 
 
-def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> Fit:
+def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
     """The line with the least sum of squared relative errors, neither number below zero.
 
     `sizes` in bytes, two or more, the smallest first; `seconds` that a message of each takes.
     """
     size, taken = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-    latency, per_byte = _line(size, taken)
+    rows = np.stack([1 / taken, size / taken], axis=1)
+    scale = rows.max(axis=0)  # without it the columns differ by many powers of ten
+    solution, _ = nnls(rows / scale, np.ones(len(taken)))
+    latency, per_byte = (solution / scale).tolist()
     line = Link(latency=latency, bandwidth=min(_FASTEST, 1 / max(per_byte, 1 / _FASTEST)))
     miss = float(np.max(np.abs(line.seconds(size) - taken) / taken))
     points = tuple(zip(size.tolist(), never_falling(taken).tolist(), strict=True))
-    return Fit(line, miss, line if miss <= MOST_MISS else Link(points=points))
-
-
-def _line(size: NDArray[np.float64], taken: NDArray[np.float64]) -> tuple[float, float]:
-    """Seconds at no bytes, and seconds for each byte more: both at least zero."""
-    rows = np.stack([1 / taken, size / taken], axis=1)
-    scale = rows.max(axis=0)  # else the two columns differ by many powers of ten
-    found, *_ = np.linalg.lstsq(rows / scale, np.ones(len(taken)), rcond=None)
-    latency, per_byte = found / scale
-    if latency < 0:
-        return 0.0, float(rows[:, 1].sum() / (rows[:, 1] @ rows[:, 1]))
-    if per_byte < 0:
-        return float(rows[:, 0].sum() / (rows[:, 0] @ rows[:, 0])), 0.0
-    return float(latency), float(per_byte)
+    return LinkFit(line, miss, line if miss <= MOST_MISS else Link(points=points))
 
 
 def never_falling(seconds: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from pipedream.graph.cluster import Cluster, Link
 from pipedream.profiler.network.interference import busy
-from pipedream.profiler.network.levels import Level, Ranks
-from pipedream.profiler.network.link_fit import Fit, fit_link
+from pipedream.profiler.network.levels import NetworkLevel, Ranks
+from pipedream.profiler.network.link_fit import LinkFit, fit_link
 from pipedream.profiler.network.options import Effort
 from pipedream.profiler.network.wire import Wait, Wire
 
@@ -39,7 +39,7 @@ class Timed:
     seconds: tuple[float, ...]
     spread: tuple[float, ...]
     slowest: float
-    fit: Fit
+    fit: LinkFit
     busy: float = 0.0
 
     @property
@@ -63,15 +63,15 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLevel:
     """What was found at a level."""
 
-    level: Level
+    level: NetworkLevel
     send: Timed
     all_reduce: Timed
 
 
-def cluster(found: Sequence[Measured]) -> Cluster:
+def cluster(found: Sequence[MeasuredLevel]) -> Cluster:
     """What pd-optimize takes."""
     return Cluster(
         machines=tuple(each.level.count for each in found),
@@ -84,9 +84,9 @@ def cluster(found: Sequence[Measured]) -> Cluster:
 
 
 def measure(
-    level: Level, wire: Wire, effort: Effort, step: Callable[[str], None] = lambda what: None
-) -> Measured:
-    """Called by all ranks at once, which all learn what was found. Raises Lost.
+    level: NetworkLevel, wire: Wire, effort: Effort, step: Callable[[str], None] = lambda what: None
+) -> MeasuredLevel:
+    """Called by all ranks at once, which all learn what was found. Raises PeerLost.
 
     `step` hears what is being measured.
     """
@@ -97,15 +97,15 @@ def measure(
     for group in level.groups:
         step(f"{level.name}: sums over ranks {', '.join(map(str, group))}")
         sums.append(_sums(wire, group, effort))
-    step(f"{level.name}: compute beside messages and sums")
-    return Measured(
+    step(f"{level.name}: compute during messages and sums")
+    return MeasuredLevel(
         level,
-        _beside(wire, level.pairs[0], effort, Timed.of(effort.sizes, send), _passing),
-        _beside(wire, level.groups[0], effort, Timed.of(effort.sizes, sums), _summing),
+        _with_interference(wire, level.pairs[0], effort, Timed.of(effort.sizes, send), _passing),
+        _with_interference(wire, level.groups[0], effort, Timed.of(effort.sizes, sums), _summing),
     )
 
 
-def _beside(
+def _with_interference(
     wire: Wire,
     ranks: Ranks,
     effort: Effort,
@@ -125,8 +125,7 @@ def _passing(wire: Wire, pair: Ranks, size: int) -> Callable[[], Wait | None]:
     if dist.get_rank() == source:
         tensor = wire.tensor(size)
         return lambda: wire.send(tensor, target)
-    rooms = cycle([wire.room(size) for _ in range(4)])
-    return lambda: wire.post(next(rooms), source)
+    return lambda: wire.post(size, source)
 
 
 def _summing(wire: Wire, group: Ranks, size: int) -> Callable[[], Wait | None]:
@@ -168,7 +167,7 @@ def _repeated(
     if dist.get_rank() in ranks:
         rounds = range(effort.warmup + effort.repeats)
         given = [[once() for once in kinds] for _ in rounds][effort.warmup :]
-    told = wire.tell([seconds for one in given for seconds in one], ranks[0])
+    told = wire.broadcast([seconds for one in given for seconds in one], ranks[0])
     return [told[kind :: len(kinds)] for kind in range(len(kinds))]
 
 
@@ -178,11 +177,11 @@ def _adding(wire: Wire, group: Ranks, size: int) -> Callable[[], float]:
 
     def once() -> float:
         wire.add_up(flat[:1], group)()  # all are here
-        wire.finish()
+        wire.synchronize()
         begin = time.perf_counter()
         for _ in range(_count(size)):
             wire.add_up(flat, group)()
-        wire.finish()
+        wire.synchronize()
         return (time.perf_counter() - begin) / _count(size)
 
     return once
@@ -197,18 +196,18 @@ def _returning(wire: Wire, pair: Ranks, size: int) -> Callable[[], float]:
     """Times round trips between the two: half the seconds of one."""
     here = dist.get_rank()
     there = pair[1] if here == pair[0] else pair[0]
-    tensor, room = wire.tensor(size), wire.room(size)
+    tensor = wire.tensor(size)
 
     def once() -> float:
         begin = 0.0
         for trip in range(_MOST + 1):
             if trip == 1:  # after the first the other one is surely there
                 begin = time.perf_counter()
-            arrived = wire.post(room, there)
+            arrived = wire.post(size, there)
             if here == pair[0]:
                 wire.send(tensor, there)
             arrived()
-            wire.finish()
+            wire.synchronize()
             if here == pair[1]:
                 wire.send(tensor, there)
         return (time.perf_counter() - begin) / _MOST / 2
@@ -224,28 +223,26 @@ def _streaming(wire: Wire, pair: Ranks, size: int) -> Callable[[], float]:
     source, target = pair
     here = dist.get_rank()
     tensor, word = wire.tensor(size if here == source else 0), wire.tensor(4)
-    heard = wire.room(4)
-    rooms = [wire.room(size) for _ in range(_FEWEST)] if here == target else []
 
     def send() -> float:
-        wire.post(heard, target)()
-        wire.finish()
+        wire.post(4, target)()
+        wire.synchronize()
         begin = time.perf_counter()
-        done = wire.post(heard, target)
+        done = wire.post(4, target)
         for _ in range(_count(size)):
             wire.send(tensor, target)
         done()
-        wire.finish()
+        wire.synchronize()
         return time.perf_counter() - begin
 
     def receive() -> float:
-        arriving = [wire.post(rooms[n % len(rooms)], source) for n in range(_count(size))]
+        arriving = [wire.post(size, source) for _ in range(_count(size))]
         wire.send(word, source)
         for arrived in arriving:
             arrived()
-        wire.finish()
+        wire.synchronize()
         wire.send(word, source)
-        wire.finish()
+        wire.synchronize()
         return 1.0
 
     return send if here == source else receive

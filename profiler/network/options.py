@@ -1,4 +1,4 @@
-"""The options of `pd-profile --network`, and what of the others goes with it. No torch."""
+"""The options of `pd-profile --network`, and which other options go with it. Without torch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ LARGEST = "64MB"
 _SMALLEST = 900  # bytes
 _FACTOR = 4
 _LEAST = _FACTOR**2 * _SMALLEST
-_OF_A_MODEL = {
+_MODEL_OPTIONS = {
     "batch_size": "--batch-size",
     "batch_sizes": "--batch-sizes",
     "arguments": "--arg",
     "inputs": "--input",
 }
-_OF_THE_NETWORK = {"machines": "--machines", "largest": "--largest"}
-NETWORK_OPTIONS = ("network", *_OF_THE_NETWORK)
+_ONLY_NETWORK = {"machines": "--machines", "largest": "--largest"}
+NETWORK_OPTIONS = ("network", *_ONLY_NETWORK)
 
 _WARMUP, _REPEATS = 3, 10
-"""Of each size of message, where nothing else was typed."""
+"""Defaults for each message size."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """The largest message in bytes, and how often each size is measured after how many times."""
+    """The largest message in bytes, and the warm-up and repeats of each message size."""
 
     largest: int
     warmup: int
@@ -41,7 +41,7 @@ class Effort:
 
     @property
     def sizes(self) -> list[int]:
-        """In bytes, four each: whole floats. The smallest first."""
+        """Bytes of the messages, multiples of four, ascending; each about four times the last."""
         sizes = [self.largest // 4 * 4]
         while sizes[0] >= _FACTOR * _SMALLEST:
             sizes.insert(0, sizes[0] // _FACTOR // 4 * 4)
@@ -49,8 +49,8 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """`machines`: components of each level, innermost first; None: as the hosts of the ranks tell.
+class NetworkOptions:
+    """`machines`: components of each level, innermost first; None for what the host names say.
     `device` is cpu or cuda.
     """
 
@@ -67,8 +67,8 @@ def with_network_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--network",
             is_flag=True,
-            help="Measure messages and all-reduces between the ranks that torchrun or mpirun has"
-            " started, and write a cluster file for pd-optimize.",
+            help="Measure messages and all-reduces between the ranks that torchrun or mpirun"
+            " started, and write cluster.yaml for pd-optimize.",
         ),
         click.option(
             "--machines",
@@ -77,7 +77,9 @@ def with_network_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "  [default: the ranks of a host, then the hosts]",
         ),
         click.option(
-            "--largest", metavar="BYTES", help=f"The largest message.  [default: {LARGEST}]"
+            "--largest",
+            metavar="BYTES",
+            help=f"The largest message, such as 16MB.  [default: {LARGEST}]",
         ),
     )
     for option in reversed(options):
@@ -85,33 +87,38 @@ def with_network_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def refuse_network_options(parameters: Mapping[str, Any]) -> None:
-    """Without --network. Raises UserError."""
-    for name, option in _OF_THE_NETWORK.items():
+def check_no_network_options(parameters: Mapping[str, Any]) -> None:
+    """Raises UserError for options that need --network."""
+    for name, option in _ONLY_NETWORK.items():
         if parameters[name] is not None:
-            raise UserError(f"{option} goes with --network, which takes no MODEL")
+            raise UserError(
+                f"{option} goes with --network, which takes no MODEL: leave one of them out"
+            )
 
 
-def asked(parameters: Mapping[str, Any], place: Place | None) -> Asked:
-    """From the command's parameters by name, for the ranks that were started. Raises UserError."""
+def network_options(parameters: Mapping[str, Any], place: Place | None) -> NetworkOptions:
+    """The options in the parameters of the command, checked for the ranks that were started.
+
+    Raises UserError.
+    """
     if parameters["model"] is not None:
         raise UserError(
-            f"--network measures no model: leave MODEL {parameters['model']!r} out; the cluster "
-            "file goes to the folder of -o"
+            f"--network measures no model: leave MODEL {parameters['model']!r} out; the folder for "
+            "the results is given by -o"
         )
-    for name, option in _OF_A_MODEL.items():
+    for name, option in _MODEL_OPTIONS.items():
         if parameters[name]:
-            raise UserError(f"{option} is of a MODEL, and --network measures none: leave it out")
+            raise UserError(f"{option} is for a MODEL, and --network measures none: leave it out")
     device, machines = parameters["device"], parameters["machines"]
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device {device}: with --network write cpu, or cuda for a GPU each")
     if place is None or place.world_size < 2:
-        found = "this is the only process" if place is None else "only one rank was started"
+        reason = "this is the only process" if place is None else "only one rank was started"
         raise UserError(
-            f"--network measures between ranks, and {found}: start several, say torchrun "
+            f"--network measures between ranks, and {reason}: start several, such as torchrun "
             "--standalone --nproc-per-node=2 --no-python pd-profile --network -o runs/network"
         )
-    return Asked(
+    return NetworkOptions(
         parameters["output"],
         None if machines is None else parse_machines(machines, place.world_size),
         device,

@@ -17,7 +17,7 @@ from pipedream.graph.cluster_file import write_cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.network.link_fit import MOST_MISS
-from pipedream.profiler.network.measure import Measured, Timed, cluster
+from pipedream.profiler.network.measure import MeasuredLevel, Timed, cluster
 from pipedream.profiler.network.options import Effort
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ class Provenance:
         )
 
 
-def report(found: Sequence[Measured], provenance: Provenance, folder: Path) -> None:
+def report(found: Sequence[MeasuredLevel], provenance: Provenance, folder: Path) -> None:
     """Writes the files and prints. Raises UserError where it cannot."""
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(sizes_table(found))
     console.print(links_table(found))
-    console.print(f"Measured on {provenance}.", soft_wrap=True)
+    console.print(f"MeasuredLevel on {provenance}.", soft_wrap=True)
     try:
-        notes = [f"Measured by pd-profile --network on {provenance}."]
+        notes = [f"MeasuredLevel by pd-profile --network on {provenance}."]
         write_cluster(cluster(found), folder / "cluster.yaml", notes)
         _write_numbers(found, folder / "network.csv")
         draw(found, folder / "network.png")
@@ -62,7 +62,7 @@ def report(found: Sequence[Measured], provenance: Provenance, folder: Path) -> N
     print(f"Next: pd-optimize GRAPH.txt --cluster {folder}/cluster.yaml")
 
 
-def sizes_table(found: Sequence[Measured]) -> Table:
+def sizes_table(found: Sequence[MeasuredLevel]) -> Table:
     """Median seconds by size."""
     table = _table("What a message and an all-reduce take")
     table.add_column("bytes", justify="right")
@@ -78,7 +78,7 @@ def sizes_table(found: Sequence[Measured]) -> Table:
     return table
 
 
-def links_table(found: Sequence[Measured]) -> Table:
+def links_table(found: Sequence[MeasuredLevel]) -> Table:
     """Latency and bandwidth of each link, and how far they are from what was measured."""
     table = _table("Latency plus bytes over bandwidth")
     for heading in ("level", ""):
@@ -110,14 +110,14 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
 
 
-def _kinds(found: Sequence[Measured]) -> Iterator[tuple[str, str, Timed]]:
+def _kinds(found: Sequence[MeasuredLevel]) -> Iterator[tuple[str, str, Timed]]:
     """The name of the level, what was measured, and the times."""
     for each in found:
         yield each.level.name, "send", each.send
         yield each.level.name, f"all-reduce of {each.level.count}", each.all_reduce
 
 
-def _write_numbers(found: Sequence[Measured], path: Path) -> None:
+def _write_numbers(found: Sequence[MeasuredLevel], path: Path) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
         table.writerow(["level", "kind", "bytes", "seconds", "spread", "line_seconds"])
@@ -127,7 +127,7 @@ def _write_numbers(found: Sequence[Measured], path: Path) -> None:
                 table.writerow([level, kind, *(f"{number:.6g}" for number in numbers)])
 
 
-def draw(found: Sequence[Measured], path: Path) -> None:
+def draw(found: Sequence[MeasuredLevel], path: Path) -> None:
     """Seconds against bytes, messages on the left and sums on the right, with the lines (PNG)."""
     from matplotlib.figure import Figure
 

@@ -52,7 +52,7 @@ _PANELS: Mapping[str, tuple[_Bars, ...]] = {
 }
 
 
-class _Run(NamedTuple):
+class _LabelledNodes(NamedTuple):
     """Neighbouring nodes under one label."""
 
     begin: int
@@ -144,7 +144,9 @@ def _heading(name: str, frame: pd.DataFrame, values: _Numbers) -> str:
     return f"{shown}, most in {most} ({values[heaviest] / whole:.0%})"
 
 
-def _label_layers(rows: Sequence[Axes], runs: Sequence[_Run], count: int, distance: float) -> None:
+def _label_layers(
+    rows: Sequence[Axes], runs: Sequence[_LabelledNodes], count: int, distance: float
+) -> None:
     """Names below the lowest panel, and a line through all panels where a run of nodes begins.
 
     Of `count` nodes; names are at least `distance` of them apart.
@@ -161,7 +163,7 @@ def _label_layers(rows: Sequence[Axes], runs: Sequence[_Run], count: int, distan
             axes.axvline(run.begin - 0.5, color="#BBBBBB", linewidth=0.5, zorder=0)
 
 
-def _runs(frame: pd.DataFrame, slots: int) -> list[_Run]:
+def _runs(frame: pd.DataFrame, slots: int) -> list[_LabelledNodes]:
     """Each node, where there is room for so many names; else neighbours of one module, as deep in
     the model as there is room for.
     """
@@ -179,17 +181,17 @@ def _runs(frame: pd.DataFrame, slots: int) -> list[_Run]:
     return best
 
 
-def _neighbours(keys: Iterable[object], labels: Sequence[str]) -> Iterator[_Run]:
+def _neighbours(keys: Iterable[object], labels: Sequence[str]) -> Iterator[_LabelledNodes]:
     begin = 0
     for _, group in groupby(keys):
         nodes = len(list(group))
-        yield _Run(begin, nodes, _shortened(labels[begin], _LONGEST_LABEL))
+        yield _LabelledNodes(begin, nodes, _shortened(labels[begin], _LONGEST_LABEL))
         begin += nodes
 
 
-def _apart(runs: Sequence[_Run], distance: float) -> list[_Run]:
+def _apart(runs: Sequence[_LabelledNodes], distance: float) -> list[_LabelledNodes]:
     """The runs to name, if names are not to touch: large ones go first."""
-    chosen: list[_Run] = []
+    chosen: list[_LabelledNodes] = []
     for run in sorted(runs, key=lambda run: -run.nodes):
         if all(abs(run.middle - other.middle) >= distance for other in chosen):
             chosen.append(run)

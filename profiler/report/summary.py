@@ -5,12 +5,11 @@ from __future__ import annotations
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.profile import Fitted, Profile
+from pipedream.graph.profile import DirectionFit, Profile, Quartiles
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.report.layers import layer_names, layers_frame
 from pipedream.profiler.report.quantity import QUANTITIES
 from pipedream.profiler.report.table import how_many, make_console, make_table
-from pipedream.profiler.timing.statistics import Spread
 
 _SPARE = ("workspace", "time", "saved", "parameters", "activations", "backward", "forward")
 """Which quantities are left out first where there is no room for all."""
@@ -81,7 +80,7 @@ def _summary(profile: Profile) -> str:
         f"Measured on {where}: median of {profile.repeats} after {profile.warmup} to warm up."
     )
     if len(profile.pass_seconds) > 1:
-        spread = Spread.of(profile.pass_seconds)
+        spread = Quartiles.of(profile.pass_seconds)
         lines.append(
             f"Passes of the whole model took {show_seconds(spread.median)}, half of them between"
             f" {show_seconds(spread.lower)} and {show_seconds(spread.upper)}."
@@ -94,5 +93,5 @@ def _summary(profile: Profile) -> str:
     return "\n".join(lines)
 
 
-def _off(fitted: Fitted) -> str:
+def _off(fitted: DirectionFit) -> str:
     return f"{fitted.typical_error:.1%}, {fitted.worst_error:.1%}"

@@ -1,4 +1,4 @@
-"""`pd-profile --show` and `--diff`: profiles that were measured before, looked at again."""
+"""`pd-profile --show` and `--diff`: shows and compares profiles that were measured before."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipedream.graph.errors import UserError
 from pipedream.profiler.report.quantity import ORDERS
 
 VIEW_OPTIONS = ("show", "diff", "sort", "top")
-_GOES_WITH = {"show": ("show", "sort", "top"), "diff": ("diff", "sort", "top", "output")}
+_ALLOWED = {"show": ("show", "sort", "top"), "diff": ("diff", "sort", "top", "output")}
 
 
 def with_view_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,27 +22,28 @@ def with_view_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--show",
             type=click.Path(path_type=Path),
             metavar="PROFILE",
-            help="Print the table of a profile: its folder or its profile.json.",
+            help="Print the table of a profile, given its folder or its profile.json.",
         ),
         click.option(
             "--diff",
             nargs=2,
             type=click.Path(path_type=Path),
             metavar="A B",
-            help="Print what differs between two profiles, and with -o FILE.csv write it, too.",
+            help="Print the differences between two profiles; -o FILE.csv also writes them.",
         ),
         click.option(
             "--sort",
             type=click.Choice(ORDERS),
+            metavar="QUANTITY",
             default="time",
             show_default=True,
-            help="What the table is sorted by; order is that of execution.",
+            help=f"Sort the table by {', '.join(ORDERS[:-1])} or by order of execution (order).",
         ),
         click.option(
             "--top",
             type=click.IntRange(min=0),
             metavar="N",
-            help="Rows of the table, 0 for all.  [default: 10; all for --sort order]",
+            help="Rows of the table; 0 for all.  [default: 10; all for --sort order]",
         ),
     )
     for option in reversed(options):
@@ -50,26 +51,27 @@ def with_view_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def viewed(context: click.Context) -> bool:
-    """Does what --show or --diff ask for; False if neither is given. Raises UserError."""
-    asked = context.params
-    given = [name for name in ("show", "diff") if asked[name] is not None]
-    if not given:
+def view_profiles(context: click.Context) -> bool:
+    """Does what --show or --diff asks for; returns False if neither is given. Raises UserError."""
+    parameters = context.params
+    views = [name for name in ("show", "diff") if parameters[name] is not None]
+    if not views:
         return False
-    _refuse_others(context, given[0])
-    if asked["show"] is not None:
-        _show(asked["show"], asked["sort"], asked["top"])
+    _check_options(context, views[0])
+    if parameters["show"] is not None:
+        _show(parameters["show"], parameters["sort"], parameters["top"])
     else:
-        a, b = asked["diff"]
-        _diff(a, b, asked["output"], asked["sort"], asked["top"])
+        a, b = parameters["diff"]
+        _diff(a, b, parameters["output"], parameters["sort"], parameters["top"])
     return True
 
 
-def _refuse_others(context: click.Context, view: str) -> None:
+def _check_options(context: click.Context, view: str) -> None:
+    """Raises UserError for an option of the command line that does not go with `view`."""
     for parameter in context.command.params:
         name = parameter.name or ""
         typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
-        if typed and name not in _GOES_WITH[view]:
+        if typed and name not in _ALLOWED[view]:
             other = parameter.opts[0] if parameter.param_type_name == "option" else "MODEL"
             raise UserError(f"--{view} measures nothing: leave {other} out")
 
@@ -94,7 +96,7 @@ def _diff(a: Path, b: Path, output: Path | None, sort: str, top: int | None) -> 
         try:
             diff.table().to_csv(output, index=False)
         except OSError as error:
-            why = error.strerror or error  # pandas' own, of a folder that is not there, has no code
+            why = error.strerror or error  # pandas raises one without a code for a missing folder
             raise UserError(f"-o {output}: cannot be written: {why}") from error
         click.echo(f"Written: {output}")
 

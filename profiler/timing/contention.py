@@ -14,12 +14,12 @@ from contextlib import contextmanager
 
 from pipedream.graph.errors import UserError
 
-_PARENT = "PIPEDREAM_COMPANY_OF"
+_PARENT = "PIPEDREAM_CONTENDING_WITH"
 """In the environment of such a process: whose it is."""
 
 
 @contextmanager
-def company(count: int) -> Iterator[None]:
+def contention(count: int) -> Iterator[None]:
     """`count` processes that were told what this one was are at work in here.
 
     Raises UserError where one of them does not get that far.
@@ -52,11 +52,11 @@ def _another(environment: Mapping[str, str]) -> subprocess.Popen[str]:
     )
 
 
-def is_company() -> bool:
+def is_contending_process() -> bool:
     return _PARENT in os.environ
 
 
-def keep_company(work: Callable[[], object]) -> None:
+def run_contending_passes(work: Callable[[], object]) -> None:
     """Does this until whoever is accompanied has had enough, or is gone."""
     work()
     print("at work", flush=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import lsq_linear
 
 _STRETCH_OFF, _CLOCK_OFF, _FACTOR_OFF, _CALL_OFF = 0.03, 2e-5, 0.1, 3e-4
 _LEAST_FACTOR = 0.5
@@ -43,7 +44,7 @@ class Compared:
 
 
 @dataclass(frozen=True)
-class Fit:
+class StretchFit:
     """A stretch takes `call` seconds and `factor` times the sum over its nodes.
 
     `errors`: what is left then, for each stretch as a part of what was measured.
@@ -54,7 +55,7 @@ class Fit:
     errors: tuple[float, ...] = ()
 
     @staticmethod
-    def of(compared: Sequence[Compared]) -> Fit:
+    def of(compared: Sequence[Compared]) -> StretchFit:
         """The likeliest, where chance has each of three things off by its own measure: a stretch by
         3 % of what was measured, 20 us and `Compared.off`, the factor by 0.1 from 1, the call by
         0.3 ms from 0.
@@ -68,15 +69,10 @@ class Fit:
         rows += [(1.0, 0.0, 0.0), (0.0, 1.0, 1.0)]
         off = [math.hypot(_STRETCH_OFF * pair.measured, _CLOCK_OFF, pair.off) for pair in pairs]
         table = np.array(rows) / np.array([*off, _CALL_OFF, _FACTOR_OFF])[:, None]
-        calls, sums, seconds = table.T
-        call, factor = np.linalg.lstsq(table[:, :2], seconds)[0]
-        if call < 0:
-            call, factor = 0.0, sums @ seconds / (sums @ sums)
-        if factor < _LEAST_FACTOR:
-            factor = _LEAST_FACTOR
-            call = max(0.0, calls @ (seconds - factor * sums) / (calls @ calls))
+        bounds = ([0.0, _LEAST_FACTOR], np.inf)
+        call, factor = lsq_linear(table[:, :2], table[:, 2], bounds, method="bvls").x
         errors = ((call + factor * pair.summed) / pair.measured - 1 for pair in pairs)
-        return Fit(float(call), float(factor), tuple(map(float, errors)))
+        return StretchFit(float(call), float(factor), tuple(map(float, errors)))
 
     @property
     def typical(self) -> float:

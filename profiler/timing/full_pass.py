@@ -18,21 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.capture.export import Captured
-from pipedream.capture.node_modules import pieces_kept
-from pipedream.profiler.timing.fit import Compared, Fit
+from pipedream.capture.node_modules import preserve_model_state
+from pipedream.graph.profile import Quartiles
+from pipedream.profiler.timing.fit import Compared, StretchFit
 from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
-from pipedream.profiler.timing.statistics import (
-    Patience,
-    Repeats,
-    Spread,
-    Timing,
-    no_garbage_collection,
-)
+from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 from pipedream.profiler.timing.stretches import stretches
-from pipedream.profiler.timing.times import StretchTimes, Times
+from pipedream.profiler.timing.times import StretchTimes, Times, Timing
 
-Seconds: TypeAlias = Mapping[str, float]
+NodeSeconds: TypeAlias = Mapping[str, float]
 """Of each node, and of the loss."""
 
 _DIVISIONS = (2, 4, 1)
@@ -43,7 +38,7 @@ _RECOMPUTED = 3
 def time_in_training(
     captured: Captured,
     inputs: Sequence[Tensor],
-    patience: Patience,
+    stopping_rule: StoppingRule,
     device: torch.device,
     loss: Loss | None = None,
     progress: Callable[[float], None] = lambda part: None,
@@ -53,9 +48,9 @@ def time_in_training(
     With a `loss` the backward pass begins there, else with random gradients of what the model
     returns. `progress` hears how much is done, from 0 to 1. Buffers are left as they were.
     """
-    with pieces_kept(captured), no_garbage_collection(), torch.enable_grad():
+    with preserve_model_state(captured), no_garbage_collection(), torch.enable_grad():
         bench = _Bench(captured, inputs, device, loss)
-        repeats = Repeats(patience)
+        repeats = Repeats(stopping_rule)
         while repeats.warm(bench.warm_up()):
             pass
         bench.divide()
@@ -77,7 +72,7 @@ def passes(
 
 
 @dataclass(frozen=True)
-class _Together:
+class _TimedStretch:
     """Some nodes in one stretch; `noted`: forward and backward, summed over them and measured."""
 
     nodes: Sequence[str]
@@ -109,14 +104,14 @@ class _Bench:
         self.whole = self._stretch(self.nodes, marked=True)
         self.held = _shares(captured, self.nodes, lambda parameter: True)
         self.learned = _shares(captured, self.nodes, lambda parameter: parameter.requires_grad)
-        self.turns: list[tuple[Seconds, Seconds]] = []
-        self.recomputed: list[Seconds] = []
-        self.divisions: list[list[_Together]] = []
+        self.turns: list[tuple[NodeSeconds, NodeSeconds]] = []
+        self.recomputed: list[NodeSeconds] = []
+        self.divisions: list[list[_TimedStretch]] = []
 
     def _stretch(self, nodes: Sequence[str], marked: bool) -> Stretch:
         return Stretch(self.captured, nodes, self.watch, self.device, marked)
 
-    def _by_node(self, turn: Turn) -> tuple[Seconds, Seconds]:
+    def _by_node(self, turn: Turn) -> tuple[NodeSeconds, NodeSeconds]:
         """Calling a stretch takes longer the more parameters it holds: a share for each."""
         passes = (turn.forward, self.held), (turn.backward, self.learned)
         forward, backward = (
@@ -139,7 +134,7 @@ class _Bench:
         """By what the nodes took in the warm-up."""
         self.divisions = [
             [
-                _Together(nodes, self._stretch(nodes, marked=False))
+                _TimedStretch(nodes, self._stretch(nodes, marked=False))
                 for nodes in stretches(self.captured.graph, self.nodes, self.seconds, count)
             ]
             for count in _DIVISIONS
@@ -172,8 +167,8 @@ class _Bench:
 
     def times(self, repeats: Repeats) -> Times:
         measured = [each for division in self.divisions for each in division if each.noted]
-        forward = Fit.of([each.medians[0] for each in measured])
-        backward = Fit.of([each.medians[1] for each in measured])
+        forward = StretchFit.of([each.medians[0] for each in measured])
+        backward = StretchFit.of([each.medians[1] for each in measured])
 
         there, back = (_evened(passes) for passes in zip(*self.turns, strict=True))
         again = _evened(self.recomputed)
@@ -208,7 +203,7 @@ def _shares(
     return {name: count / (sum(held.values()) or 1) for name, count in held.items()}
 
 
-def _evened(passes: Sequence[Seconds]) -> Sequence[Seconds]:
+def _evened(passes: Sequence[NodeSeconds]) -> Sequence[NodeSeconds]:
     """The nodes' seconds were every pass as long as the median one, to which their medians add up.
 
     What makes a whole pass slower says nothing of a node. And what falls from outside on one node
@@ -226,5 +221,5 @@ def _evened(passes: Sequence[Seconds]) -> Sequence[Seconds]:
     return [{name: middle / known * part for name, part in share.items()} for share in shares]
 
 
-def _spread(seconds: Sequence[float], factor: float) -> Spread:
-    return Spread.of([factor * each for each in seconds])
+def _spread(seconds: Sequence[float], factor: float) -> Quartiles:
+    return Quartiles.of([factor * each for each in seconds])

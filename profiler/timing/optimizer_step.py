@@ -30,14 +30,14 @@ State: TypeAlias = Mapping[str, int]
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateCost:
     """Parameter bytes that go through a step in a second, and the bytes kept for each parameter."""
 
     bytes_per_second: float
     state: State
 
 
-def updates(captured: Captured, device: torch.device) -> dict[str, Update]:
+def updates(captured: Captured, device: torch.device) -> dict[str, UpdateCost]:
     """For each of `OPTIMIZERS`; none for a model with nothing to learn."""
     learning = {
         name: parameter
@@ -58,7 +58,7 @@ def _update(
     learning: Mapping[str, Tensor],
     watch: Stopwatch[Any],
     device: torch.device,
-) -> Update:
+) -> UpdateCost:
     # Of a model without memory, too.
     held = [
         torch.zeros(value.shape, dtype=value.dtype, device=device, requires_grad=True)
@@ -73,7 +73,7 @@ def _update(
     kept = [sum(_bytes([v]) for v in optimizer.state[p].values() if v.dim()) for p in held]
     each = sum(kept) / _bytes(held)
     state = {name: round(each * _bytes([value])) for name, value in learning.items()}
-    return Update(_bytes(held) / statistics.median(seconds), state)
+    return UpdateCost(_bytes(held) / statistics.median(seconds), state)
 
 
 def _seconds(

@@ -20,9 +20,7 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from pipedream.capture.export import Captured
-from pipedream.capture.freeze import freeze_constants
-from pipedream.capture.segment import Segment, segment
-from pipedream.profiler.timing.random_gradients import Noise
+from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.profiler.timing.stopwatch import Mark, Stopwatch
 
 LOSS = "loss"
@@ -79,6 +77,22 @@ class _Record(Generic[Mark]):
         return Pass(nodes, before + nodes.pop(_AFTER, 0.0))
 
 
+class RandomGradients:
+    """Random gradients for any output, drawn once: drawing can cost more than the node."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.drawn: dict[torch.dtype, Tensor] = defaultdict(lambda: torch.empty(0))
+
+    def like(self, value: Tensor) -> Tensor:
+        if self.drawn[value.dtype].numel() < value.numel():
+            self.drawn[value.dtype] = torch.randn(
+                value.numel(), dtype=value.dtype, device=self.device
+            )
+        random_gradients = self.drawn[value.dtype][: value.numel()].view(value.shape)
+        return torch.empty_like(value).copy_(random_gradients)
+
+
 class Stretch:
     """Nodes of a captured model in one module, as a stage has them, on a device."""
 
@@ -95,14 +109,14 @@ class Stretch:
         self.part = freeze_constants(part, captured.owner)
         self.wants = [captured.values[name].requires_grad for name in part.inputs]
         self.watch = watch
-        self.noise = Noise(device)
+        self.random_gradients = RandomGradients(device)
         self.noted: list[tuple[str, Any]] = []
         self.begins: dict[torch.autograd.graph.Node, str] = {}
         if marked:
             self.part = _with_marks(self.part, captured.owner, nodes, self._note)
 
     def run(self, values: Mapping[str, Tensor], loss: Loss | None = None) -> Turn:
-        """On the inputs among `values`; backward from the loss, or from gradients of noise."""
+        """On the inputs among `values`; backward from the loss, or from random gradients."""
         module = self.part.module
         held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         inputs = [
@@ -131,7 +145,7 @@ class Stretch:
 
     def _backward(self, ends: Sequence[Tensor], wanted: Sequence[Tensor]) -> _Record[Any]:
         scalar = len(ends) == 1 and ends[0].dim() == 0
-        gradients = None if scalar else [self.noise.like(value) for value in ends]
+        gradients = None if scalar else [self.random_gradients.like(value) for value in ends]
         self.noted = []
         with self._noting():
             start = self.watch.mark()

@@ -11,25 +11,20 @@ import torch
 from torch import Tensor, fx
 
 from pipedream.capture.export import Captured
-from pipedream.capture.node_modules import Piece, pieces, pieces_kept
+from pipedream.capture.node_modules import NodeModule, node_modules, preserve_model_state
 from pipedream.capture.segment import Segment
-from pipedream.profiler.timing.fit import Fit
-from pipedream.profiler.timing.random_gradients import Noise
-from pipedream.profiler.timing.statistics import (
-    Patience,
-    Repeats,
-    Spread,
-    Timing,
-    no_garbage_collection,
-)
+from pipedream.graph.profile import Quartiles
+from pipedream.profiler.timing.fit import StretchFit
+from pipedream.profiler.timing.passes import RandomGradients
+from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
-from pipedream.profiler.timing.times import Times
+from pipedream.profiler.timing.times import Times, Timing
 
 
-def time_one_by_one(
+def time_per_node(
     captured: Captured,
     inputs: Sequence[Tensor],
-    patience: Patience,
+    stopping_rule: StoppingRule,
     device: torch.device,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Times:
@@ -42,25 +37,25 @@ def time_one_by_one(
     Buffers are left as they were.
     """
     turns: list[Mapping[str, tuple[float, float]]] = []
-    repeats = Repeats(patience)
-    with pieces_kept(captured), no_garbage_collection(), torch.enable_grad():
-        walk = _Walk(captured, inputs, device)
-        while repeats.warm(_sum(walk.run())):
+    repeats = Repeats(stopping_rule)
+    with preserve_model_state(captured), no_garbage_collection(), torch.enable_grad():
+        timer = _NodeTimer(captured, inputs, device)
+        while repeats.warm(_sum(timer.run())):
             pass
         more = True
         while more:
-            turns.append(walk.run())
+            turns.append(timer.run())
             more = repeats.go_on(_sum(turns[-1]))
             progress(repeats.part)
     none = (0.0, 0.0)
     nodes = {
         node: Timing(
-            Spread.of([turn.get(node, none)[0] for turn in turns]),
-            Spread.of([turn.get(node, none)[1] for turn in turns]),
+            Quartiles.of([turn.get(node, none)[0] for turn in turns]),
+            Quartiles.of([turn.get(node, none)[1] for turn in turns]),
         )
         for node in captured.graph.nodes
     }
-    fit = Fit()
+    fit = StretchFit()
     return Times(nodes, None, (), fit, fit, len(repeats.warming), len(repeats.noted))
 
 
@@ -72,33 +67,33 @@ Marks: TypeAlias = tuple[tuple[Any, Any], tuple[Any, Any]]
 """Start and end, forward and backward."""
 
 
-class _Walk:
+class _NodeTimer:
     """The model node by node, each followed at once by its backward pass."""
 
     def __init__(self, captured: Captured, inputs: Sequence[Tensor], device: torch.device) -> None:
         self.captured = captured
         self.watch: Stopwatch[Any] = stopwatch(device)
         self.inputs = [value.to(device) for value in inputs]
-        self.pieces = pieces(captured, device)
-        self.readers = Counter(name for piece in self.pieces for name in piece.segment.inputs)
-        self.noise = Noise(device)
+        self.modules = node_modules(captured, device)
+        self.readers = Counter(name for node in self.modules for name in node.segment.inputs)
+        self.gradients = RandomGradients(device)
         self.nothing = _nothing()
         self.scalar = torch.ones(1, device=device)
 
     def run(self) -> dict[str, tuple[float, float]]:
-        """Seconds forward and backward of every node in one walk."""
+        """Seconds forward and backward of every node in one timer."""
         values = dict(zip(self.captured.inputs, self.inputs, strict=True))
         left = self.readers.copy()
         marks: dict[str, Marks] = {}
         floors: list[Marks] = []
-        for piece in self.pieces:
-            outputs, marks[piece.node] = step(piece, values, self.watch, self.noise)
-            values.update(zip(piece.segment.outputs, outputs, strict=True))
-            for name in piece.segment.inputs:
+        for node in self.modules:
+            outputs, marks[node.name] = step(node, values, self.watch, self.gradients)
+            values.update(zip(node.segment.outputs, outputs, strict=True))
+            for name in node.segment.inputs:
                 left[name] -= 1
                 if not left[name]:
                     del values[name]
-            floors.append(step(self.nothing, {"x": self.scalar}, self.watch, self.noise)[1])
+            floors.append(step(self.nothing, {"x": self.scalar}, self.watch, self.gradients)[1])
         # Read only now: a GPU waited for after each node would idle until the next one begins.
         return self._seconds(marks, floors)
 
@@ -116,17 +111,20 @@ class _Walk:
 
 
 def step(
-    piece: Piece, values: Mapping[str, Tensor], watch: Stopwatch[Any], noise: Noise
+    node: NodeModule,
+    values: Mapping[str, Tensor],
+    watch: Stopwatch[Any],
+    random: RandomGradients,
 ) -> tuple[list[Tensor], Marks]:
-    """A forward pass of a piece on its inputs among `values`, and at once its backward pass."""
-    inputs = piece.inputs(values)
+    """A forward pass of a node on its inputs among `values`, and at once its backward pass."""
+    inputs = node.inputs(values)
     start = watch.mark()
-    outputs = piece.segment.module(*inputs)
+    outputs = node.segment.module(*inputs)
     forward = (start, watch.mark())
     backward = (start, start)
-    given, wanted = piece.ends(inputs, outputs)
+    given, wanted = node.ends(inputs, outputs)
     if given and wanted:
-        gradients = [noise.like(value) for value in given]
+        gradients = [random.like(value) for value in given]
         start = watch.mark()
         torch.autograd.grad(given, wanted, gradients, allow_unused=True)
         backward = (start, watch.mark())
@@ -138,9 +136,9 @@ def seconds_of(marks: Marks, watch: Stopwatch[Any]) -> tuple[float, float]:
     return watch.seconds(*forward), watch.seconds(*backward)
 
 
-def _nothing() -> Piece:
-    """A piece of no node: what it takes is not the model's, yet every node's time contains it."""
+def _nothing() -> NodeModule:
+    """A module of no node: what it takes is not the model's, yet every node's time contains it."""
     graph = fx.Graph()
     graph.output((graph.placeholder("x"),))
     part = Segment(fx.GraphModule({}, graph), ("x",), ("x",))
-    return Piece("", part, (True,), ())
+    return NodeModule("", part, (True,), ())

@@ -12,48 +12,45 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipedream.capture.export import Captured
-from pipedream.capture.fake_tensors import made_up, real_piece
-from pipedream.capture.node_modules import Piece
-from pipedream.profiler.memory import Footprint, Meter, address, metered
-from pipedream.profiler.timing.fit import Fit
+from pipedream.capture.fake_tensors import random_tensor, real_node_module
+from pipedream.capture.node_modules import NodeModule
+from pipedream.graph.profile import Footprint, Quartiles
+from pipedream.profiler.memory import Meter, address, metered
+from pipedream.profiler.timing.fit import StretchFit
+from pipedream.profiler.timing.passes import RandomGradients
 from pipedream.profiler.timing.per_node import seconds_of, step
-from pipedream.profiler.timing.random_gradients import Noise
-from pipedream.profiler.timing.statistics import (
-    Patience,
-    Repeats,
-    Spread,
-    Timing,
-    no_garbage_collection,
-)
+from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
-from pipedream.profiler.timing.times import Times
+from pipedream.profiler.timing.times import Times, Timing
 
 _REPEATS = 10
 _SECONDS = 5.0  # for a node, at most
 
 
-def time_singly(
+def time_per_node_fake(
     captured: Captured,
     inputs: Sequence[Tensor],
-    patience: Patience,
+    stopping_rule: StoppingRule,
     device: torch.device,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Times:
-    """As `time_one_by_one`, but of each node all repeats before the next has memory.
+    """As `time_per_node`, but of each node all repeats before the next has memory.
 
     What a node reads is made up, but for `inputs` (as `captured.inputs`).
     """
     watch: Stopwatch[Any] = stopwatch(device)
-    noise = Noise(device)
-    asked = Patience(patience.warmup, patience.repeats, min(patience.seconds, _SECONDS))
+    random = RandomGradients(device)
+    asked = StoppingRule(
+        stopping_rule.warmup, stopping_rule.repeats, min(stopping_rule.seconds, _SECONDS)
+    )
     nodes = dict.fromkeys(captured.graph.nodes, Timing.nothing())
     counts: list[Repeats] = []
     with no_garbage_collection(), torch.enable_grad():
-        for part, piece, values in _real(captured, inputs, device):
+        for part, node, values in _real(captured, inputs, device):
             repeats, turns = Repeats(asked), []
 
-            def turn(piece: Piece = piece, values: Mapping[str, Tensor] = values) -> list[float]:
-                _, marks = step(piece, values, watch, noise)
+            def turn(node: NodeModule = node, values: Mapping[str, Tensor] = values) -> list[float]:
+                _, marks = step(node, values, watch, random)
                 return list(seconds_of(marks, watch))
 
             while repeats.warm(sum(turn())):
@@ -63,28 +60,30 @@ def time_singly(
                 turns.append(turn())
                 enough = asked.repeats is None and len(turns) >= _REPEATS
                 more = repeats.go_on(sum(turns[-1])) and not enough
-            nodes[piece.node] = Timing(
-                *(Spread.of([each[way] for each in turns]) for way in (0, 1))
+            nodes[node.name] = Timing(
+                *(Quartiles.of([each[way] for each in turns]) for way in (0, 1))
             )
             counts.append(repeats)
             progress(part)
     fewest = min(len(each.noted) for each in counts)
-    return Times(nodes, None, (), Fit(), Fit(), len(counts[0].warming), fewest)
+    return Times(nodes, None, (), StretchFit(), StretchFit(), len(counts[0].warming), fewest)
 
 
-def footprints_singly(
+def footprints_fake(
     captured: Captured, inputs: Sequence[Tensor], device: torch.device
 ) -> dict[str, Footprint]:
     """As `footprints`."""
-    books = _Books(captured)
+    memory = _FakeMemory(captured)
     with torch.enable_grad(), metered(device) as meter:
-        for _, piece, values in _real(captured, inputs, device):
-            books.enter(piece, values, meter)
+        for _, node, values in _real(captured, inputs, device):
+            memory.enter(node, values, meter)
     peaks = meter.peaks()
-    return {node: Footprint(books.saved[node], peaks.get(node, 0)) for node in captured.graph.nodes}
+    return {
+        node: Footprint(memory.saved[node], peaks.get(node, 0)) for node in captured.graph.nodes
+    }
 
 
-class _Books:
+class _FakeMemory:
     """What is saved of a value is of the node that makes it, and counts once.
 
     A view is no value of its own: `first` has the value whose memory it lies in.
@@ -96,58 +95,58 @@ class _Books:
         self.booked: set[str] = set()
         self.first: dict[str, str] = {}
 
-    def enter(self, piece: Piece, values: Mapping[str, Tensor], meter: Meter) -> None:
+    def enter(self, node: NodeModule, values: Mapping[str, Tensor], meter: Meter) -> None:
         packed: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             packed[address(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
-        given = piece.inputs(values)
+        given = node.inputs(values)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = piece.segment.module(*given)
-        own = {address(tensor) for tensor in piece.held}
+            outputs = node.segment.module(*given)
+        own = {address(tensor) for tensor in node.held}
         names: dict[int, str] = {}
-        for name, tensor in zip(piece.segment.inputs, given, strict=True):
+        for name, tensor in zip(node.segment.inputs, given, strict=True):
             names.setdefault(address(tensor), self.first.get(name, name))
-        for name, tensor in zip(piece.segment.outputs, outputs, strict=True):
+        for name, tensor in zip(node.segment.outputs, outputs, strict=True):
             self.first[name] = names.setdefault(address(tensor), name)
         for place, size in packed.items():
             known = names.get(place)
             if place not in own and known not in self.booked:
-                maker = self.captured.values[known].node if known else piece.node
+                maker = self.captured.values[known].node if known else node.name
                 self.saved[maker] += size
                 self.booked |= {known} if known else set()
-        begin, wanted = piece.ends(given, outputs)
+        begin, wanted = node.ends(given, outputs)
         if begin and wanted:
-            with meter.over(piece.node):
+            with meter.over(node.name):
                 gradients = [torch.ones_like(value) for value in begin]
                 torch.autograd.grad(begin, wanted, gradients, allow_unused=True)
 
 
 def _real(
     captured: Captured, inputs: Sequence[Tensor], device: torch.device
-) -> Iterator[tuple[float, Piece, Mapping[str, Tensor]]]:
+) -> Iterator[tuple[float, NodeModule, Mapping[str, Tensor]]]:
     """Each node while it has memory, with what it reads; the part of all nodes so far."""
     own = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
     working = captured.working
-    for index, node in enumerate(working, start=1):
-        with _piece(captured, node, device, own) as (piece, values):
-            yield index / len(working), piece, values
+    for index, name in enumerate(working, start=1):
+        with _with_inputs(captured, name, device, own) as (node, values):
+            yield index / len(working), node, values
 
 
 @contextmanager
-def _piece(
-    captured: Captured, node: str, device: torch.device, own: Mapping[str, Tensor]
-) -> Iterator[tuple[Piece, Mapping[str, Tensor]]]:
-    with real_piece(captured, node, device) as piece:
+def _with_inputs(
+    captured: Captured, name: str, device: torch.device, own: Mapping[str, Tensor]
+) -> Iterator[tuple[NodeModule, Mapping[str, Tensor]]]:
+    with real_node_module(captured, name, device) as node:
         known = captured.values
         yield (
-            piece,
+            node,
             {
                 name: own[name]
                 if name in own
-                else made_up(known[name].shape, known[name].dtype, device)
-                for name in piece.segment.inputs
+                else random_tensor(known[name].shape, known[name].dtype, device)
+                for name in node.segment.inputs
             },
         )

@@ -5,8 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipedream.profiler.timing.fit import Compared, Fit
-from pipedream.profiler.timing.statistics import Timing
+from pipedream.graph.profile import Quartiles
+from pipedream.profiler.timing.fit import Compared, StretchFit
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What something takes for one minibatch; backward is zero where no gradient flows.
+
+    `recomputed`: forward keeping nothing for a backward pass; None where that was not measured.
+    """
+
+    forward: Quartiles
+    backward: Quartiles
+    recomputed: Quartiles | None = None
+
+    @staticmethod
+    def nothing() -> Timing:
+        """Of an input."""
+        none = Quartiles(median=0.0, lower=0.0, upper=0.0)
+        return Timing(none, none, none)
 
 
 @dataclass(frozen=True)
@@ -29,8 +47,8 @@ class Times:
     nodes: Mapping[str, Timing]
     loss: Timing | None
     stretches: Sequence[StretchTimes]
-    forward: Fit
-    backward: Fit
+    forward: StretchFit
+    backward: StretchFit
     warmup: int
     repeats: int
     pass_seconds: Sequence[float] = ()

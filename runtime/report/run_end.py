@@ -9,7 +9,7 @@ import torch
 
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.store_messages import from_first, hear, tell
-from pipedream.graph.measured_run import MEASURED, Measured, write_measured
+from pipedream.graph.measured_run import MEASURED, MeasuredRun, write_measured
 from pipedream.graph.plan import Simulated
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.export import export
@@ -119,7 +119,7 @@ def _write_measured(member: Member, recording: Recording, spent: Shares) -> bool
     epochs = list(recording.epochs.values())
     ranks = measured_ranks(epochs, range(span.first, min(span.last, whole)), job.plan)
     if ranks:
-        measured = Measured(
+        measured = MeasuredRun(
             device=job.device,
             threads=torch.get_num_threads(),
             batch_size=job.config.batch_size,

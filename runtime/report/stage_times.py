@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence, Set
 from statistics import quantiles
 
-from pipedream.graph.measured_run import MeasuredRank, Spread
+from pipedream.graph.measured_run import MeasuredRank
 from pipedream.graph.plan import Plan
+from pipedream.graph.profile import Quartiles
 from pipedream.graph.timeline import Event, Timeline
 from pipedream.schedule.action import BACKWARDS, RECEIVES, SENDS, Kind
 
@@ -59,14 +60,14 @@ def _each(epochs: Iterable[Iterable[Event]], kinds: Set[Kind]) -> list[float]:
     return found
 
 
-def _some(seconds: Sequence[float]) -> Spread | None:
+def _some(seconds: Sequence[float]) -> Quartiles | None:
     return _spread(seconds) if seconds else None
 
 
-def _spread(seconds: Sequence[float]) -> Spread:
+def _spread(seconds: Sequence[float]) -> Quartiles:
     # Begin and end are both by the clock of rank 0: what took no time may take less, by rounding.
     times = [max(0.0, each) for each in seconds]
     if len(times) == 1:
-        return Spread(median=times[0], lower=times[0], upper=times[0])
+        return Quartiles(median=times[0], lower=times[0], upper=times[0])
     lower, median, upper = quantiles(times, n=4, method="inclusive")
-    return Spread(median=median, lower=lower, upper=upper)
+    return Quartiles(median=median, lower=lower, upper=upper)

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from pipedream.capture.export import Captured, OutSpec, capture, rebuild
-from pipedream.capture.freeze import freeze_constants
-from pipedream.capture.segment import Segment
+from pipedream.capture.segment import Segment, freeze_constants
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, PlannedGraph
 from pipedream.runtime.data.reader import Batch

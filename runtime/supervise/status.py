@@ -14,7 +14,7 @@ from statistics import median
 
 from torch._C._distributed_c10d import Store
 
-from pipedream.graph.timeline import Action, Event
+from pipedream.graph.timeline import DrawnAction, Event
 from pipedream.schedule.action import BACKWARDS, RECEIVES, Kind
 from pipedream.schedule.steady_state import BUSY
 
@@ -46,7 +46,7 @@ class Status:
 
 def look(
     events: Sequence[Event],
-    under_way: Action | None,
+    under_way: DrawnAction | None,
     ranks: Sequence[Sequence[int]],
     begin: float,
     now: float,
@@ -84,7 +84,7 @@ def look(
     )
 
 
-def _awaited(action: Action, ranks: Sequence[Sequence[int]]) -> str | None:
+def _awaited(action: DrawnAction, ranks: Sequence[Sequence[int]]) -> str | None:
     """Whom the action waits for."""
     if action.kind in RECEIVES and action.peer is not None:
         stage, replica = action.peer

@@ -53,7 +53,7 @@ class Repeated:
 
 
 def images(size: int, examples: int) -> tuple[Repeated, None]:
-    """Noise of three channels, and one of ten classes."""
+    """RandomGradients of three channels, and one of ten classes."""
     import torch
     from torch.utils.data import TensorDataset
 

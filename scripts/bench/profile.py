@@ -35,7 +35,7 @@ from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.planner import Request, optimize
 from pipedream.profiler.measure import Settings, measure
 from pipedream.profiler.memory import footprints
-from pipedream.profiler.timing.statistics import Patience
+from pipedream.profiler.timing.stopping_rule import StoppingRule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ def profiled(
     seconds: float,
     after_each: Callable[[float], None] = lambda part: None,
 ) -> tuple[Graph, Profile]:
-    settings = Settings(name, {}, 1, CPU, Patience(seconds=seconds), threads=1)
+    settings = Settings(name, {}, 1, CPU, StoppingRule(seconds=seconds), threads=1)
     return measure(loaded, settings, after_each)
 
 
@@ -175,7 +175,7 @@ def depth(layers: int) -> float:
         torch.manual_seed(0)
         loaded = gpt2(count)
         start = time.perf_counter()
-        measure(loaded, Settings("gpt2", {}, 1, CPU, Patience(warmup=2, repeats=10), threads=1))
+        measure(loaded, Settings("gpt2", {}, 1, CPU, StoppingRule(warmup=2, repeats=10), threads=1))
         took.append(time.perf_counter() - start)
         print(f"gpt2 of {count:2} layers: {took[-1]:.1f} s", flush=True)
     return took[1] / took[0]

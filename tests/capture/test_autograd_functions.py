@@ -128,9 +128,9 @@ def gradients(output: Tensor, module: nn.Module) -> dict[str, Tensor]:
 def run_by_nodes(captured: Captured, x: Tensor) -> Tensor:
     values = {captured.inputs[0]: x}
     for node in captured.graph.order[1:]:
-        piece = segment(captured, [node], captured.outputs)
-        made = piece.module(*(values[name] for name in piece.inputs))
-        values |= dict(zip(piece.outputs, made, strict=True))
+        part = segment(captured, [node], captured.outputs)
+        made = part.module(*(values[name] for name in part.inputs))
+        values |= dict(zip(part.outputs, made, strict=True))
     return values[captured.outputs[0]]
 
 
@@ -206,5 +206,5 @@ class Holder(dict[str, nn.Module]):
 def test_a_function_that_would_hide_something_is_refused(
     use: Callable[[Model, Tensor], Any], told: str
 ) -> None:
-    with pytest.raises(UserError, match=rf"test_custom\.py:\d+: Model cannot.*{told}"):
+    with pytest.raises(UserError, match=rf"test_autograd_functions\.py:\d+: Model cannot.*{told}"):
         capture(Model(use), (torch.randn(2, 4),))

@@ -1,4 +1,4 @@
-"""What cannot be captured is refused in one line: the user's file and line, why, what to do."""
+"""What cannot be captured is an error of one line: the user's file and line, why, what to do."""
 
 from __future__ import annotations
 

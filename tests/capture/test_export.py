@@ -22,9 +22,9 @@ def run_by_nodes(captured: Captured, inputs: list[Tensor]) -> dict[str, Tensor]:
     sources = {captured.owner[name] for name in captured.inputs}
     for node in captured.graph.order:
         if node not in sources:
-            piece = segment(captured, [node], captured.outputs)
-            results = piece.module(*(values[name] for name in piece.inputs))
-            values |= dict(zip(piece.outputs, results, strict=True))
+            part = segment(captured, [node], captured.outputs)
+            results = part.module(*(values[name] for name in part.inputs))
+            values |= dict(zip(part.outputs, results, strict=True))
     return values
 
 
@@ -230,7 +230,7 @@ def test_a_model_that_cannot_be_captured_gives_the_reason_and_the_line() -> None
             return x
         return -x
 
-    with pytest.raises(UserError, match=r"test_capture\.py:\d+: Model cannot be captured"):
+    with pytest.raises(UserError, match=r"test_export\.py:\d+: Model cannot be captured"):
         capture(Model(forward, a=nn.Linear(4, 4)), (torch.randn(2, 4),))
 
 

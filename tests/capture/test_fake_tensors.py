@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from pipedream.capture.export import Captured, capture, flatten_inputs
-from pipedream.capture.fake_tensors import capture_without_memory, made_up, real_piece
+from pipedream.capture.fake_tensors import capture_fake, random_tensor, real_node_module
 from pipedream.capture.sources.load import load
 from pipedream.graph.errors import UserError
 
@@ -56,19 +56,19 @@ def walk(captured: Captured, inputs: list[Tensor]) -> None:
     for node in captured.graph.order:
         if captured.graph.nodes[node].is_input:
             continue
-        with real_piece(captured, node, CPU) as piece:
+        with real_node_module(captured, node, CPU) as module:
             values = {
                 name: own[name]
                 if name in own
-                else made_up(captured.values[name].shape, captured.values[name].dtype, CPU)
-                for name in piece.segment.inputs
+                else random_tensor(captured.values[name].shape, captured.values[name].dtype, CPU)
+                for name in module.segment.inputs
             }
-            given = piece.inputs(values)
-            outputs = piece.segment.module(*given)
-            for name, output in zip(piece.segment.outputs, outputs, strict=True):
+            given = module.inputs(values)
+            outputs = module.segment.module(*given)
+            for name, output in zip(module.segment.outputs, outputs, strict=True):
                 value = captured.values[name]
                 assert (tuple(output.shape), output.dtype) == (value.shape, value.dtype)
-            begin, wanted = piece.ends(given, outputs)
+            begin, wanted = module.ends(given, outputs)
             if begin and wanted:
                 gradients = [torch.ones_like(each) for each in begin]
                 torch.autograd.grad(begin, wanted, gradients, allow_unused=True)
@@ -80,7 +80,7 @@ def test_graph_and_bytes_are_those_of_the_real_model_and_every_node_runs(name: s
     real, other = (load(name, args, 2, inputs, meta=meta) for meta in (False, True))
     assert {parameter.device.type for parameter in other.model.parameters()} == {"meta"}
     expected = capture(real.model, real.args, real.kwargs)
-    captured = capture_without_memory(other.model, other.args, other.kwargs)
+    captured = capture_fake(other.model, other.args, other.kwargs)
     assert captured.graph == expected.graph
     assert captured.values == expected.values
     assert captured.parameters == expected.parameters
@@ -99,13 +99,13 @@ def test_only_one_node_has_memory_at_a_time() -> None:
     with torch.device("meta"):
         model = Wide()
     before = real_bytes()
-    captured = capture_without_memory(model, (torch.zeros(1, 512),))
+    captured = capture_fake(model, (torch.zeros(1, 512),))
     assert sum(node.parameter_bytes for node in captured.graph.nodes.values()) == 7 * 2**20
     kept, alive = [], []
     for node in captured.graph.order[1:]:
-        with real_piece(captured, node, CPU) as piece:
+        with real_node_module(captured, node, CPU) as module:
             alive.append(real_bytes() - before)
-            kept.append(piece)  # whoever holds on to a piece does not hold its memory
+            kept.append(module)  # whoever holds on to a module does not hold its memory
     assert max(alive) == pytest.approx(4 * 2**20, rel=0.01)
     assert real_bytes() - before < 2**16
     assert all(isinstance(each, FakeTensor) for each in captured.module.parameters())

@@ -13,7 +13,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.profile import Profile, read_profile, write_profile
 from pipedream.profiler.measure import Settings, measure
-from pipedream.profiler.timing.statistics import Patience
+from pipedream.profiler.timing.stopping_rule import StoppingRule
 
 
 class Tied(nn.Module):
@@ -31,7 +31,7 @@ class Tied(nn.Module):
 @pytest.fixture(scope="module")
 def measured() -> tuple[Graph, Profile]:
     threads = torch.get_num_threads()
-    settings = Settings("tied", {"a": [1]}, 2, torch.device("cpu"), Patience(1, 3), threads)
+    settings = Settings("tied", {"a": [1]}, 2, torch.device("cpu"), StoppingRule(1, 3), threads)
     return measure(Loaded(Tied(), (torch.tensor([[1, 2, 3], [0, 0, 5]]),)), settings)
 
 
@@ -107,7 +107,7 @@ def test_a_wrong_file_is_one_line(
 def test_a_lower_precision_is_profiled_as_it_will_be_trained() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     threads = torch.get_num_threads()
-    settings = Settings("low", {}, 8, torch.device("cpu"), Patience(1, 1), threads)
+    settings = Settings("low", {}, 8, torch.device("cpu"), StoppingRule(1, 1), threads)
     _, profile = measure(Loaded(model, (torch.randn(8, 4),), autocast="bfloat16"), settings)
     linear = [node for node in profile.nodes if node.op == "Linear"]
     assert [node.outputs[0].dtype for node in linear] == ["bfloat16", "bfloat16"]

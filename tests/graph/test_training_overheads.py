@@ -9,7 +9,7 @@ from profiled import profile, profile_of
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.profile import (
-    Fitted,
+    DirectionFit,
     ProfiledUpdate,
     TrainingOverheads,
     read_profile,
@@ -20,8 +20,8 @@ from pipedream.graph.profile import (
 GRAPH = Graph({name: Node(name, f"Linear({name})") for name in "ab"}, (("a", "b"),))
 
 
-def fitted(call_seconds: float) -> Fitted:
-    return Fitted(call_seconds=call_seconds, factor=1.0, typical_error=0.0, worst_error=0.0)
+def fitted(call_seconds: float) -> DirectionFit:
+    return DirectionFit(call_seconds=call_seconds, factor=1.0, typical_error=0.0, worst_error=0.0)
 
 
 def test_what_a_profile_says() -> None:

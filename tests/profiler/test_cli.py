@@ -157,7 +157,7 @@ WRONG = {
     ),
     "argument that is no YAML": (
         ["users_net:net", "-o", "out", "--arg", "hidden=[1"],
-        "--arg hidden=[1: '[1' is no value",
+        "--arg hidden=[1: '[1' is not a YAML value",
     ),
     "input that means nothing": (
         ["users_net:net", "-o", "out", "--input", "3y4"],
@@ -175,7 +175,7 @@ WRONG = {
         "8 examples do not fill a batch of 99",
     ),
     "output is a file": (["users_net:net", "-o", "file"], "-o file: this is a file"),
-    "output below a file": (["users_net:net", "-o", "file/x"], "-o file/x: cannot be made"),
+    "output below a file": (["users_net:net", "-o", "file/x"], "-o file/x: cannot be created"),
     "no output": (["users_net:net"], "-o"),
     "no model": (["-o", "out"], "MODEL"),
     "no such option": (["users_net:net", "-o", "out", "--fast"], "--fast"),
@@ -276,7 +276,7 @@ def test_as_installed_from_the_users_folder(tmp_path: Path) -> None:
     assert {"graph.txt", "profile.json"} < {file.name for file in (tmp_path / "out").iterdir()}
 
 
-def test_a_model_without_memory_is_measured_a_node_at_a_time(run: Run, tmp_path: Path) -> None:
+def test_a_fake_model_is_measured_a_node_at_a_time(run: Run, tmp_path: Path) -> None:
     small = ["--arg", "num_classes=5", "--input", "3x32x32", "--batch-size", "2", "--repeats", "2"]
     code, _, err = run("torchvision:resnet18", *small, "--meta", "-o", "bare")
     assert (code, err) == (0, ""), err
@@ -288,7 +288,7 @@ def test_a_model_without_memory_is_measured_a_node_at_a_time(run: Run, tmp_path:
     assert real.stretches
 
 
-def with_company(folder: Path, model: str) -> subprocess.CompletedProcess[str]:
+def with_contention(folder: Path, model: str) -> subprocess.CompletedProcess[str]:
     """Measured by the program itself, with one more process at work."""
     words = [model, "--input", "3", "--repeats", "2", "--workers", "2", "-o", "out"]
     return subprocess.run(
@@ -304,7 +304,7 @@ def test_others_are_at_work_meanwhile_and_gone_afterwards(tmp_path: Path) -> Non
         "    open(f'seen-{os.getpid()}', 'w').close()\n"
         "    return torch.nn.Linear(3, 3)\n"
     )
-    done = with_company(tmp_path, "beside:net")
+    done = with_contention(tmp_path, "beside:net")
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "2 workers at once" in done.stdout
     assert read_profile(tmp_path / "out/profile.json").machine.workers == 2
@@ -313,7 +313,7 @@ def test_others_are_at_work_meanwhile_and_gone_afterwards(tmp_path: Path) -> Non
     assert not any(Path(f"/proc/{process}").exists() for process in seen)
 
 
-def test_company_that_cannot_do_the_same_is_one_line(tmp_path: Path) -> None:
+def test_a_contending_process_that_fails_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(
         "import os, torch\n"
         "def net():\n"
@@ -322,14 +322,14 @@ def test_company_that_cannot_do_the_same_is_one_line(tmp_path: Path) -> None:
         "    open('seen', 'w').close()\n"
         "    return torch.nn.Linear(3, 3)\n"
     )
-    done = with_company(tmp_path, "alone:net")
+    done = with_contention(tmp_path, "alone:net")
     assert done.returncode == 2
     assert done.stderr.startswith("pd-profile: --workers: a process beside this one could not")
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_what_can_be_captured_and_not_run_is_one_line(run: Run, tmp_path: Path) -> None:
-    """Capture knows shapes alone: an operator that refuses their numbers ended in a traceback."""
+    """Capture knows shapes alone: an operator that rejects their values ended in a traceback."""
     (tmp_path / "picky.py").write_text(
         "import torch\n"
         "@torch.library.custom_op('pipedream_tests::picky', mutates_args=())\n"

@@ -9,7 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from pipedream.capture.export import capture
-from pipedream.profiler.memory import Footprint, footprints
+from pipedream.graph.profile import Footprint
+from pipedream.profiler.memory import footprints
 
 CPU = torch.device("cpu")
 

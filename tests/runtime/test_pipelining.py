@@ -22,7 +22,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.profile import read_profile_of, write_profile
 from pipedream.optimizer.export.frameworks import export, write_export
 from pipedream.profiler.measure import Settings, measure
-from pipedream.profiler.timing.statistics import Patience
+from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.runtime.pipelining import split_policy
 
 MICROBATCHES = 4
@@ -52,7 +52,7 @@ class Transformer(nn.Module):
 
 def profiled(model: nn.Module, example: Tensor, folder: Path, pieces=None, replicas=(1, 1)) -> Path:
     """export-torch.json for these stages (default: halves of the nodes in order)."""
-    settings = Settings("a model", {}, len(example), torch.device("cpu"), Patience(1, 1), 1)
+    settings = Settings("a model", {}, len(example), torch.device("cpu"), StoppingRule(1, 1), 1)
     graph, profile = measure(Loaded(copy.deepcopy(model), (example,)), settings)
     write_profile(profile, folder / "profile.json")
     plan = make_plan(graph, pieces(graph) if pieces else cut(graph, 2), replicas)

@@ -11,16 +11,16 @@ from pipedream.graph.profile import (
     Profile,
     ProfiledNode,
     ProfiledTensor,
-    Seconds,
+    Quartiles,
     Totals,
 )
 
 MACHINE = Machine(device="cpu", device_name="abacus", threads=1, python="3.11", torch="2.13")
 
 
-def seconds(median: float, spread: float = 0.1) -> Seconds:
+def seconds(median: float, spread: float = 0.1) -> Quartiles:
     """Quartiles at a tenth of the median from it, or what `spread` says."""
-    return Seconds(median=median, lower=median * (1 - spread), upper=median * (1 + spread))
+    return Quartiles(median=median, lower=median * (1 - spread), upper=median * (1 + spread))
 
 
 def layer(

@@ -9,16 +9,10 @@ from plans import cut, make_plan
 from profiled import profile_of
 
 from pipedream.graph.cluster import Cluster, DeviceKind
-from pipedream.graph.measured_run import (
-    Measured,
-    MeasuredRank,
-    Spread,
-    read_measured,
-    write_measured,
-)
+from pipedream.graph.measured_run import MeasuredRank, MeasuredRun, read_measured, write_measured
 from pipedream.graph.model import format_graph, read_graph
 from pipedream.graph.plan import Asked
-from pipedream.graph.profile import TrainingOverheads, write_profile
+from pipedream.graph.profile import Quartiles, TrainingOverheads, write_profile
 from pipedream.optimizer.calibrate.runs import Run, calibrated
 from pipedream.optimizer.calibrate.verdict import Verdict
 from pipedream.optimizer.cli.command import _task, main
@@ -33,7 +27,7 @@ STRAIGHT = Rules(straight=True)
 
 
 def spread(milliseconds):
-    return Spread(
+    return Quartiles(
         median=milliseconds * 1e-3,
         lower=milliseconds * 0.99e-3,
         upper=milliseconds * 1.02e-3,
@@ -58,7 +52,7 @@ def measured(plan, times, update=None, **fields):
     ]
     known = {"device": "cpu", "threads": 1, "batch_size": 8, "schedule": plan.schedule}
     known |= {"seconds_per_minibatch": 0.01, "ranks": ranks, "plan": plan}
-    return Measured(**(known | fields))
+    return MeasuredRun(**(known | fields))
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from pipedream.graph.cluster import Link
 from pipedream.graph.cluster_file import read_cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import read_plan
-from pipedream.profiler.network.levels import Level, levels, levels_of, parse_machines
+from pipedream.profiler.network.levels import NetworkLevel, levels, levels_of, parse_machines
 from pipedream.profiler.network.link_fit import fit_link
 from pipedream.profiler.network.options import Effort
 
@@ -56,7 +56,7 @@ def test_of_many_pairs_some_from_everywhere_are_measured() -> None:
 def test_hosts_tell_the_levels() -> None:
     assert levels_of(["a"] * 3) == levels((3,))
     assert levels_of(["a", "a", "b", "b", "c", "c"]) == levels((2, 3))
-    assert levels_of(["a", "b"]) == [Level("machine", 2, 1, 2)]
+    assert levels_of(["a", "b"]) == [NetworkLevel("machine", 2, 1, 2)]
 
 
 @pytest.mark.parametrize("hosts", [["a", "b", "a", "b"], ["a", "a", "b"]])
@@ -94,7 +94,7 @@ def test_a_line_is_found_again() -> None:
 
 
 def test_small_messages_count_as_much_as_large_ones() -> None:
-    """Noise of some percent, which is milliseconds on large ones: latency is found all the same."""
+    """With noise of some percent, which is milliseconds on large ones, latency is still found."""
     noise = 1 + 0.05 * np.array([1, -1, 1, -1, 1, -1, 1, -1, 1])
     fit = fit_link(SIZES, (Link(latency=30e-6, bandwidth=2e9).seconds(SIZES) * noise).tolist())
     assert fit.line.latency == pytest.approx(30e-6, rel=0.1)
@@ -233,7 +233,7 @@ def test_compute_that_is_lost_is_found() -> None:
 
     By a clock of the test's own: on a machine with other work to do, 20 ms more are soon found.
     """
-    shares = run_processes(_beside_begun, 2, free_port())
+    shares = run_processes(_busy_shares, 2, free_port())
     assert shares[0] == shares[1] == pytest.approx([0.0, 0.5, 1.0])
 
 
@@ -248,11 +248,11 @@ class _Clock:
         return self.now
 
 
-def _beside_begun(rank: int, ranks: int, port: int) -> list[float]:
+def _busy_shares(rank: int, ranks: int, port: int) -> list[float]:
     import torch
 
     from pipedream.comm.rendezvous import join, meet
-    from pipedream.profiler.network import interference as beside
+    from pipedream.profiler.network import interference
     from pipedream.profiler.network.wire import Wire
 
     place, device = Place(rank, ranks, rank, ranks, "127.0.0.1", port), torch.device("cpu")
@@ -266,20 +266,20 @@ def _beside_begun(rank: int, ranks: int, port: int) -> list[float]:
             clock.now += 0.02 if rank in slower else 0.0
 
         effort = Effort(20_000, 0, 3)
-        return beside.busy(wire, (0, 1), effort, lambda size: 0.02, lambda size: begin)
+        return interference.busy(wire, (0, 1), effort, lambda size: 0.02, lambda size: begin)
 
-    with patch.object(beside, "time", clock):
+    with patch.object(interference, "time", clock):
         return [share(()), share((0,)), share((0, 1))]
 
 
 @pytest.mark.parametrize(
     ("words", "variables", "problem"),
     [
-        ((), {}, "this is the only process: start several, say torchrun"),
+        ((), {}, "this is the only process: start several, such as torchrun"),
         ((), {"RANK": "0", "WORLD_SIZE": "1"}, "only one rank was started"),
         (("resnet.py",), ONE_RANK_OF_TWO, "leave MODEL 'resnet.py' out"),
         (("--machines", "2,2"), ONE_RANK_OF_TWO, "4 devices, and 2 ranks were started"),
-        (("--batch-size", "4"), ONE_RANK_OF_TWO, "--batch-size is of a MODEL"),
+        (("--batch-size", "4"), ONE_RANK_OF_TWO, "--batch-size is for a MODEL"),
         (("--largest", "1kB"), ONE_RANK_OF_TWO, "--largest 1kB: give from"),
         (("--largest", "many"), ONE_RANK_OF_TWO, "--largest: 'many' is no amount"),
         (("--device", "tpu"), ONE_RANK_OF_TWO, "--device tpu"),

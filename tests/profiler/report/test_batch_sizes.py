@@ -11,7 +11,7 @@ from profiled import layer, profile
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import read_graph
-from pipedream.graph.profile import Fitted, Profile, read_profile
+from pipedream.graph.profile import DirectionFit, Profile, read_profile
 from pipedream.profiler.cli import main
 from pipedream.profiler.report.batch_sizes import (
     batch_sizes_frame,
@@ -112,7 +112,7 @@ def at(size: int, forward: float, backward: float, **more: object) -> Profile:
 
 
 def test_the_numbers_of_each_size() -> None:
-    call = Fitted(call_seconds=1e-3, factor=1.0, typical_error=0.0, worst_error=0.0)
+    call = DirectionFit(call_seconds=1e-3, factor=1.0, typical_error=0.0, worst_error=0.0)
     called = at(4, 2, 4, saved_bytes=200).model_copy(update={"forward": call})
     frame = batch_sizes_frame([at(2, 1, 3), called])
     assert list(frame["batch_size"]) == [2, 4]
@@ -158,7 +158,7 @@ def test_a_list_that_is_none(text: str, told: str) -> None:
 
 
 WRONG = {
-    "both": (("users_net:told", "--batch-size", "4"), "both say how many examples"),
+    "both": (("users_net:told", "--batch-size", "4"), "both set the number of examples"),
     "another structure": (
         ("users_net:shifting", "--input", "3"),
         "--batch-sizes: the model has another structure at batch size 4: node3 is ReLU() at 2 and"

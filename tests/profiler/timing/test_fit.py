@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pipedream.profiler.timing.fit import Compared, Fit
+from pipedream.profiler.timing.fit import Compared, StretchFit
 
 
 def law(call: float, factor: float, *summed: float) -> list[Compared]:
@@ -14,7 +14,7 @@ def law(call: float, factor: float, *summed: float) -> list[Compared]:
 
 
 def test_a_known_call_and_factor_come_out() -> None:
-    fit = Fit.of(law(2e-4, 1.04, 1e-3, 2e-3, 2.5e-3, 5e-3))
+    fit = StretchFit.of(law(2e-4, 1.04, 1e-3, 2e-3, 2.5e-3, 5e-3))
     assert fit.call == pytest.approx(2e-4, rel=0.05)
     assert fit.factor == pytest.approx(1.04, rel=0.01)
     assert fit.worst < 0.005
@@ -25,25 +25,25 @@ def test_in_long_passes_noise_does_not_pass_for_a_call() -> None:
     pairs = [
         Compared(s, s * noise.gauss(1.02, 0.03)) for s in (1.0, 0.5, 0.5, 0.25, 0.3, 0.2, 0.25)
     ]
-    fit = Fit.of(pairs)
+    fit = StretchFit.of(pairs)
     assert fit.call < 1e-3
     assert fit.factor == pytest.approx(1.02, abs=0.03)
 
 
 def test_a_call_takes_no_less_than_nothing() -> None:
-    fit = Fit.of(law(-2e-4, 1.0, 1e-3, 2e-3, 4e-3))
+    fit = StretchFit.of(law(-2e-4, 1.0, 1e-3, 2e-3, 4e-3))
     assert fit.call == 0
     assert 0.8 < fit.factor < 1
 
 
 def test_nothing_measured_changes_nothing() -> None:
-    fit = Fit.of([Compared(0.0, 0.0)])
+    fit = StretchFit.of([Compared(0.0, 0.0)])
     assert (fit.call, fit.factor, fit.errors) == (0.0, pytest.approx(1.0), ())
     assert (fit.typical, fit.worst) == (0.0, 0.0)
 
 
 def test_what_is_left_is_told() -> None:
-    fit = Fit(0.0, 1.0, (0.02, -0.05, 0.01))
+    fit = StretchFit(0.0, 1.0, (0.02, -0.05, 0.01))
     assert (fit.typical, fit.worst) == (0.02, 0.05)
 
 
@@ -52,8 +52,8 @@ def test_a_stretch_that_differs_from_repeat_to_repeat_counts_less() -> None:
     shaken = [Compared(1.0, 0.4), Compared(1.0, 0.5), Compared(1.0, 2.0)]
     assert Compared.median(shaken).measured == 0.5
     assert Compared.median(shaken).off > 0.3
-    assert Fit.of([*steady, Compared.median(shaken)]).factor == pytest.approx(1.05, abs=0.01)
-    assert Fit.of([*steady, Compared(1.0, 0.5)]).factor < 1
+    assert StretchFit.of([*steady, Compared.median(shaken)]).factor == pytest.approx(1.05, abs=0.01)
+    assert StretchFit.of([*steady, Compared(1.0, 0.5)]).factor < 1
 
 
 def test_a_machine_fast_and_slow_by_turns_changes_no_factor() -> None:

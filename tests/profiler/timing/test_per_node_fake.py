@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from pipedream.capture.export import capture, flatten_inputs
-from pipedream.capture.fake_tensors import capture_without_memory
+from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.sources.load import load
 from pipedream.profiler.measure import Settings, measure
 from pipedream.profiler.memory import footprints
-from pipedream.profiler.timing.per_node_fake import footprints_singly
-from pipedream.profiler.timing.statistics import Patience
+from pipedream.profiler.timing.per_node_fake import footprints_fake
+from pipedream.profiler.timing.stopping_rule import StoppingRule
 
 CPU = torch.device("cpu")
 MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
@@ -32,8 +32,8 @@ def test_what_nodes_keep_is_what_those_of_the_real_model_keep(source: str) -> No
     whole = capture(real.model, real.args, real.kwargs)
     taken = flatten_inputs(real.args, real.kwargs)
     expected = footprints(whole, taken, CPU)
-    captured = capture_without_memory(bare.model, bare.args, bare.kwargs)
-    found = footprints_singly(captured, flatten_inputs(bare.args, bare.kwargs), CPU)
+    captured = capture_fake(bare.model, bare.args, bare.kwargs)
+    found = footprints_fake(captured, flatten_inputs(bare.args, bare.kwargs), CPU)
     # Of made-up values, which are never transposed views, another node may be the one that copies.
     differ = [n for n in found if found[n].saved != expected[n].saved]
     assert len(differ) <= 2
@@ -45,7 +45,7 @@ def test_what_nodes_keep_is_what_those_of_the_real_model_keep(source: str) -> No
 
 def test_every_node_is_timed() -> None:
     loaded = load("torchvision:resnet18", {}, 2, ("3x32x32",), meta=True)
-    settings = Settings("net", {}, 2, CPU, Patience(1, 3), 1, meta=True)
+    settings = Settings("net", {}, 2, CPU, StoppingRule(1, 3), 1, meta=True)
     seen: list[float] = []
     _, profile = measure(loaded, settings, seen.append)
     assert (profile.repeats, profile.warmup, seen[-1]) == (3, 1, 1.0)

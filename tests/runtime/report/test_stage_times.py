@@ -8,8 +8,8 @@ import torch
 from plans import cut, make_plan
 
 from pipedream.capture.export import capture
-from pipedream.graph.measured_run import Spread
 from pipedream.graph.plan import Plan
+from pipedream.graph.profile import Quartiles
 from pipedream.graph.timeline import Event
 from pipedream.runtime.report.stage_times import measured_ranks
 from pipedream.schedule.action import parse_action
@@ -46,20 +46,20 @@ EPOCH = {
 def test_medians_and_quartiles_of_the_minibatches_that_count(plan: Plan) -> None:
     first, _ = measured_ranks([EPOCH], range(1, 4), plan)
     assert (first.rank, first.stage, first.replica, first.minibatches) == (0, 0, 0, 3)
-    assert first.forward == Spread(median=3, lower=2.5, upper=3.5)
-    assert first.backward == Spread(median=7, lower=6.5, upper=7.5)
-    assert (first.updates, first.update) == (3, Spread(median=2, lower=1.5, upper=2.5))
-    assert first.waiting == Spread(median=6, lower=5.5, upper=6.5)
-    assert first.sending == Spread(median=2, lower=1.5, upper=2.5)
+    assert first.forward == Quartiles(median=3, lower=2.5, upper=3.5)
+    assert first.backward == Quartiles(median=7, lower=6.5, upper=7.5)
+    assert (first.updates, first.update) == (3, Quartiles(median=2, lower=1.5, upper=2.5))
+    assert first.waiting == Quartiles(median=6, lower=5.5, upper=6.5)
+    assert first.sending == Quartiles(median=2, lower=1.5, upper=2.5)
     assert first.all_reduce is None
     assert first.busy_seconds == 3 + 7 + 2
 
 
 def test_the_halves_of_a_backward_pass_are_one_pass(plan: Plan) -> None:
     _, last = measured_ranks([EPOCH], range(1, 4), plan)
-    assert last.backward == Spread(median=9, lower=8, upper=10)
+    assert last.backward == Quartiles(median=9, lower=8, upper=10)
     assert (last.updates, last.update) == (0, None)
-    assert last.waiting == Spread(median=1, lower=1, upper=1)
+    assert last.waiting == Quartiles(median=1, lower=1, upper=1)
 
 
 def test_all_epochs_count(plan: Plan) -> None:

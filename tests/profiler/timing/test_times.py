@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.capture.export import Captured, capture, flatten_inputs
-from pipedream.capture.freeze import freeze_constants
-from pipedream.capture.segment import segment
-from pipedream.profiler.timing import per_node as walk_module
+from pipedream.capture.segment import freeze_constants, segment
+from pipedream.graph.profile import Quartiles
+from pipedream.profiler.timing import per_node
 from pipedream.profiler.timing.full_pass import _evened, time_in_training
-from pipedream.profiler.timing.per_node import _Walk, time_one_by_one
-from pipedream.profiler.timing.statistics import Patience, Repeats, Spread, Timing
-from pipedream.profiler.timing.times import Times
+from pipedream.profiler.timing.per_node import _NodeTimer, time_per_node
+from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule
+from pipedream.profiler.timing.times import Times, Timing
 
 CPU = torch.device("cpu")
 WAYS: dict[str, Callable[..., Times]] = {
     "in training": time_in_training,
-    "one by one": time_one_by_one,
+    "one by one": time_per_node,
 }
 
 FORWARD, BACKWARD = 0.02, 0.05
@@ -71,7 +71,7 @@ def timed(
 ) -> dict[str, Timing]:
     """Timings by description, of nodes whose descriptions differ."""
     captured = capture(model, args)
-    times = way(captured, flatten_inputs(args, {}), Patience(warmup, repeats), CPU)
+    times = way(captured, flatten_inputs(args, {}), StoppingRule(warmup, repeats), CPU)
     assert times.nodes.keys() == captured.graph.nodes.keys()
     return {captured.graph.nodes[node].description: timing for node, timing in times.nodes.items()}
 
@@ -85,9 +85,9 @@ def test_each_node_gets_its_own_time_forward_and_backward(way: Callable[..., Tim
         assert timing.backward.median < BACKWARD / 2
 
 
-def test_walks_of_warm_up_and_repeats_run_each_node_once() -> None:
+def test_warm_up_and_repeats_run_each_node_once() -> None:
     calls.update(forward=0, backward=0)
-    timed(time_one_by_one, Napping(), torch.ones(1, 3), warmup=2, repeats=3)
+    timed(time_per_node, Napping(), torch.ones(1, 3), warmup=2, repeats=3)
     assert calls == {"forward": 5, "backward": 5}
 
 
@@ -110,10 +110,10 @@ def test_nodes_that_take_no_time_stay_so() -> None:
     assert _evened([{"a": 0.0}, {"a": 0.0}]) == [{"a": 0.0}, {"a": 0.0}]
 
 
-def test_in_training_stretches_are_timed_beside_the_whole_and_some_forward_passes_again() -> None:
+def test_in_training_stretches_and_some_forward_passes_again_are_timed_with_the_whole() -> None:
     calls.update(forward=0, backward=0)
     captured = capture(Napping(), (torch.ones(1, 3),))
-    times = time_in_training(captured, [torch.ones(1, 3)], Patience(2, 4), CPU)
+    times = time_in_training(captured, [torch.ones(1, 3)], StoppingRule(2, 4), CPU)
     assert calls == {"forward": 2 + 2 * 4 + 2, "backward": 2 + 2 * 4}
     assert (times.warmup, times.repeats) == (2, 4)
     ends = [(each.nodes[0], each.nodes[-1]) for each in times.stretches]
@@ -125,7 +125,7 @@ def test_in_training_stretches_are_timed_beside_the_whole_and_some_forward_passe
 
 def test_the_nodes_add_up_to_stretches_but_for_the_factor_of_the_fit() -> None:
     captured = capture(Napping(), (torch.ones(1, 3),))
-    times = time_in_training(captured, [torch.ones(1, 3)], Patience(1, 1), CPU)
+    times = time_in_training(captured, [torch.ones(1, 3)], StoppingRule(1, 1), CPU)
     nodes, both = times.nodes.values(), times.stretches
     assert sum(len(each.nodes) for each in both) == 3, "one repeat: in two stretches"
     forward = times.forward.factor * sum(each.forward.summed for each in both)
@@ -162,7 +162,7 @@ def test_a_loss_is_timed_by_itself() -> None:
     times = time_in_training(
         captured,
         [torch.ones(1, 3)],
-        Patience(1, 3),
+        StoppingRule(1, 3),
         CPU,
         lambda values: nap(values[captured.outputs[0]]).sum(),
     )
@@ -180,14 +180,14 @@ def test_warm_up_does_not_count(way: Callable[..., Times]) -> None:
 
 
 def test_warm_up_lasts_until_passes_get_no_faster() -> None:
-    repeats = Repeats(Patience())
+    repeats = Repeats(StoppingRule())
     assert [repeats.warm(seconds) for seconds in (0.9, 0.5, 0.4, 0.399)] == [
         True,
         True,
         True,
         False,
     ]
-    slow = Repeats(Patience())
+    slow = Repeats(StoppingRule())
     assert [slow.warm(seconds) for seconds in (9.0, 5.0)] == [True, False], "not for minutes"
 
 
@@ -195,25 +195,25 @@ def test_repeats_last_until_the_median_is_known(monkeypatch: pytest.MonkeyPatch)
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
 
-    def count(seconds: Callable[[int], float], patience: Patience) -> int:
-        repeats = Repeats(patience)
+    def count(seconds: Callable[[int], float], stopping_rule: StoppingRule) -> int:
+        repeats = Repeats(stopping_rule)
         for number in range(1, 1000):
             now[0] += seconds(number)
             if not repeats.go_on(seconds(number)):
                 return number
         raise AssertionError
 
-    assert count(lambda _: 3.0, Patience()) == 4, "all alike: no fewer than four"
-    assert count(lambda _: 0.125, Patience()) == 64, "short ones for eight seconds"
-    assert count(lambda n: 1.0 + n % 2, Patience(seconds=20)) == 13, "never known: for its time"
-    assert count(lambda n: 2.0 + 0.02 * (n % 2), Patience(seconds=60)) == 4
-    assert count(lambda n: 0.001 * n, Patience(repeats=7)) == 7
+    assert count(lambda _: 3.0, StoppingRule()) == 4, "all alike: no fewer than four"
+    assert count(lambda _: 0.125, StoppingRule()) == 64, "short ones for eight seconds"
+    assert count(lambda n: 1.0 + n % 2, StoppingRule(seconds=20)) == 13, "never known: for its time"
+    assert count(lambda n: 2.0 + 0.02 * (n % 2), StoppingRule(seconds=60)) == 4
+    assert count(lambda n: 0.001 * n, StoppingRule(repeats=7)) == 7
 
 
 def test_spread_is_median_and_quartiles() -> None:
-    assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(median=3.0, lower=2.0, upper=4.0)
-    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
-    assert Spread.of([1.0, 2.0]) == Spread(1.5, 1.25, 1.75)
+    assert Quartiles.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Quartiles(median=3.0, lower=2.0, upper=4.0)
+    assert Quartiles.of([7.0]) == Quartiles(median=7.0, lower=7.0, upper=7.0)
+    assert Quartiles.of([1.0, 2.0]) == Quartiles(median=1.5, lower=1.25, upper=1.75)
 
 
 def test_inputs_take_no_time_and_a_node_without_gradient_no_backward(
@@ -223,7 +223,7 @@ def test_inputs_take_no_time_and_a_node_without_gradient_no_backward(
     model[0].requires_grad_(False)
     # The backward pass is a difference: of one repeat that was disturbed it can come out as 0.
     timings = timed(way, model, torch.ones(2, 3), repeats=15)
-    none = Spread(0.0, 0.0, 0.0)
+    none = Quartiles(median=0.0, lower=0.0, upper=0.0)
     assert timings["Input0"].forward == timings["Input0"].backward == none
     frozen = timings["Linear(in_features=3, out_features=4, bias=True)"]
     assert frozen.forward.median > 0
@@ -257,7 +257,7 @@ def test_buffers_and_gradients_are_left_as_they_were(way: Callable[..., Times]) 
     model(images)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     captured = capture(model, (images,))
-    way(captured, [images], Patience(1, 4), CPU)
+    way(captured, [images], StoppingRule(1, 4), CPU)
     for holder in (model, captured.module):
         held = holder.state_dict()
         for name, value in before.items():
@@ -281,7 +281,7 @@ def test_buffers_are_left_as_they_were_also_when_a_node_fails(way: Callable[...,
     model = Halting()
     captured = capture(model, (torch.ones(4, 3), torch.tensor([1])))
     with pytest.raises(IndexError):
-        way(captured, [torch.ones(4, 3), torch.tensor([5])], Patience(1, 1), CPU)
+        way(captured, [torch.ones(4, 3), torch.tensor([5])], StoppingRule(1, 1), CPU)
     assert model.norm.state_dict()["num_batches_tracked"].item() == 0
     assert gc.isenabled()
 
@@ -308,7 +308,7 @@ def test_progress_tells_how_far(way: Callable[..., Times]) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     seen: list[float] = []
     captured = capture(model, (torch.ones(1, 3),))
-    way(captured, [torch.ones(1, 3)], Patience(1, 4), CPU, progress=seen.append)
+    way(captured, [torch.ones(1, 3)], StoppingRule(1, 4), CPU, progress=seen.append)
     assert seen == [0.25, 0.5, 0.75, 1.0]
 
 
@@ -316,17 +316,17 @@ def test_values_are_freed_when_the_last_reader_is_done() -> None:
     """A chain of 8 layers holds two values at a time, not eight."""
     model = nn.Sequential(*(nn.ReLU() for _ in range(8)))
     x = torch.ones(1000, 1000)
-    walk = _Walk(capture(model, (x,)), [x], torch.device("cpu"))
+    timer = _NodeTimer(capture(model, (x,)), [x], torch.device("cpu"))
     alive: list[int] = []
-    step = walk_module.step
+    step = per_node.step
 
     def counting(*args: Any) -> Any:
         tensors = (item for item in gc.get_objects() if type(item) is Tensor)
         alive.append(sum(value.numel() == x.numel() for value in tensors))
         return step(*args)
 
-    with patch.object(walk_module, "step", counting):
-        walk.run()
+    with patch.object(per_node, "step", counting):
+        timer.run()
     assert max(alive) <= alive[0] + 1
 
 
@@ -342,7 +342,7 @@ class Masked(nn.Module):
         return self.one(x * mask) * mask  # type: ignore[no-any-return]
 
 
-def pieces_agree(captured: Captured, inputs: list[Tensor]) -> None:
+def modules_agree(captured: Captured, inputs: list[Tensor]) -> None:
     whole = segment(captured, list(captured.graph.nodes), keep=captured.outputs)
     expected = whole.module(*inputs)
     frozen = freeze_constants(whole, captured.owner)
@@ -358,7 +358,7 @@ def test_constants_are_made_once_and_give_the_same_values() -> None:
     x = torch.randn(2, 4)
     captured = capture(Masked(), (x,))
     assert any(node.name not in captured.owner for node in captured.module.graph.nodes)
-    pieces_agree(captured, [x])
+    modules_agree(captured, [x])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -366,6 +366,6 @@ def test_on_a_gpu_and_back(way: Callable[..., Times]) -> None:
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU())
     x = torch.randn(4, 1, 5, 5)
     captured = capture(model, (x,))
-    times = way(captured, [x], Patience(1, 3), torch.device("cuda"))
+    times = way(captured, [x], StoppingRule(1, 3), torch.device("cuda"))
     assert sum(timing.backward.median for timing in times.nodes.values()) > 0
     assert {value.device.type for value in model.state_dict().values()} == {"cpu"}

@@ -3,49 +3,16 @@
 from __future__ import annotations
 
 import gc
-import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True)
-class Spread:
-    """Seconds over the repeats: the median, and the quartiles below and above it."""
-
-    median: float
-    lower: float
-    upper: float
-
-    @staticmethod
-    def of(seconds: Sequence[float]) -> Spread:
-        if len(seconds) == 1:
-            return Spread(seconds[0], seconds[0], seconds[0])
-        lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
-        return Spread(median, lower, upper)
+from pipedream.graph.profile import Quartiles
 
 
 @dataclass(frozen=True)
-class Timing:
-    """What something takes for one minibatch; backward is zero where no gradient flows.
-
-    `recomputed`: forward keeping nothing for a backward pass; None where that was not measured.
-    """
-
-    forward: Spread
-    backward: Spread
-    recomputed: Spread | None = None
-
-    @staticmethod
-    def nothing() -> Timing:
-        """Of an input."""
-        none = Spread(0.0, 0.0, 0.0)
-        return Timing(none, none, none)
-
-
-@dataclass(frozen=True)
-class Patience:
+class StoppingRule:
     """How long to warm up and to repeat; a number that is None is found while measuring.
 
     Warm-up lasts until a pass is no longer `_STABLE` faster than the one before, or from the second
@@ -70,7 +37,7 @@ _LEAST_SECONDS = 8.0
 class Repeats:
     """Counts warm-up and repeats of one measurement; `noted` are the seconds of each so far."""
 
-    patience: Patience
+    stopping_rule: StoppingRule
     noted: list[float] = field(default_factory=list)
     warming: list[float] = field(default_factory=list)
     began: float = 0.0
@@ -78,12 +45,12 @@ class Repeats:
     def warm(self, seconds: float) -> bool:
         """Notes a pass of the warm-up; whether there should be more."""
         self.warming.append(seconds)
-        if self.patience.warmup is not None:
-            return len(self.warming) < self.patience.warmup
+        if self.stopping_rule.warmup is not None:
+            return len(self.warming) < self.stopping_rule.warmup
         *before, last = self.warming
         unstable = not before or last < before[-1] * (1 - _STABLE)
-        patient = len(before) < 1 or sum(self.warming) < _WARMUP_SECONDS
-        return unstable and patient and len(self.warming) < _MOST_WARMUP
+        within_limit = len(before) < 1 or sum(self.warming) < _WARMUP_SECONDS
+        return unstable and within_limit and len(self.warming) < _MOST_WARMUP
 
     def go_on(self, seconds: float) -> bool:
         """Notes a repeat; whether there should be more."""
@@ -91,12 +58,12 @@ class Repeats:
         self.began = self.began or now - seconds
         self.noted.append(seconds)
         count = len(self.noted)
-        if self.patience.repeats is not None:
-            return count < self.patience.repeats
+        if self.stopping_rule.repeats is not None:
+            return count < self.stopping_rule.repeats
         taken = now - self.began
         if count < _FEWEST:
             return True
-        if count >= _MOST or taken >= self.patience.seconds:
+        if count >= _MOST or taken >= self.stopping_rule.seconds:
             return False
         return taken < _LEAST_SECONDS or not self._precise
 
@@ -105,18 +72,18 @@ class Repeats:
         """By the notches of a box plot: the median is off by 1.57 interquartile ranges over the
         root of the number of repeats at most, with 95 % confidence (McGill, Tukey and Larsen 1978).
         """
-        spread = Spread.of(self.noted)
+        spread = Quartiles.of(self.noted)
         off = 1.57 * (spread.upper - spread.lower) / len(self.noted) ** 0.5
         return bool(off <= _PRECISION * spread.median)
 
     @property
     def part(self) -> float:
         """How much of it is done, from 0 to 1."""
-        if self.patience.repeats is not None:
-            return len(self.noted) / self.patience.repeats
+        if self.stopping_rule.repeats is not None:
+            return len(self.noted) / self.stopping_rule.repeats
         if not self.noted:
             return 0.0
-        return min((time.monotonic() - self.began) / self.patience.seconds, 1.0)
+        return min((time.monotonic() - self.began) / self.stopping_rule.seconds, 1.0)
 
 
 @contextmanager
