@@ -31,27 +31,35 @@ class FiniteRange(click.FloatRange):
 class Command(click.Command):
     """A click command whose every error is one line: `pd-optimize: what is wrong`.
 
-    `groups`: options by their names in Python that --help lists under a heading of their own.
+    `groups`: options, by their Python names, that --help lists under headings of their own.
+    `examples`: command lines that --help shows before the options, as they are typed.
     """
 
     def __init__(
-        self, *args: Any, groups: Mapping[str, Sequence[str]] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        groups: Mapping[str, Sequence[str]] | None = None,
+        examples: Sequence[str] = (),
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.groups = groups or {}
+        self.groups, self.examples = groups or {}, examples
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        if self.examples:
+            with formatter.section("Examples"):
+                for line in "\n".join(self.examples).splitlines():
+                    formatter.write(f"{'':{formatter.current_indent}}{line}\n")
         heading_of = {name: head for head, names in self.groups.items() for name in names}
-        rows: dict[str, list[tuple[str, str]]] = {}
-        for heading in ("Options", *self.groups):
-            rows[heading] = []
+        rows: dict[str, list[tuple[str, str]]] = {head: [] for head in (*self.groups, "Options")}
         for parameter in self.get_params(ctx):
             row = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if row is not None:
                 rows[heading_of.get(parameter.name or "", "Options")].append(row)
         for heading, listed in rows.items():
-            with formatter.section(heading):
-                formatter.write_dl(listed)
+            if listed:
+                with formatter.section(heading):
+                    formatter.write_dl(listed)
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False

@@ -70,17 +70,32 @@ def test_a_bug_keeps_its_traceback() -> None:
         tool.main(["bug"])
 
 
-def test_help_lists_groups_of_options_on_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    @click.command("pd-grouped", cls=Command, groups={"Looking": ["show"]})
-    @click.argument("model", required=False)
-    @click.option("--show", help="Shows.")
-    @click.option("--count", help="Counts.")
-    def grouped(model: str, show: str, count: str) -> None:
-        """Does it."""
+def test_help_lists_examples_before_the_options_and_each_option_under_its_heading(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    @click.command(
+        "pd-try",
+        cls=Command,
+        groups={"Output": ["out"]},
+        examples=["pd-try here", "pd-try there \\\n  --out FILE"],
+    )
+    @click.option("--count", help="How often.")
+    @click.option("--out", help="Where to.")
+    def grouped(count: str, out: str) -> None:
+        """Does what it is told."""
 
     with pytest.raises(SystemExit):
         grouped.main(["--help"])
-    before, looking = capsys.readouterr().out.split("\nLooking:\n")
-    assert "--count" in before
-    assert "--help" in before
-    assert looking.split() == ["--show", "TEXT", "Shows."]
+    _, _, text = capsys.readouterr().out.partition("told.\n")
+    lines = [line for line in text.splitlines() if line]
+    assert lines == [
+        "Examples:",
+        "  pd-try here",
+        "  pd-try there \\",
+        "    --out FILE",
+        "Output:",
+        "  --out TEXT  Where to.",
+        "Options:",
+        "  --count TEXT  How often.",
+        "  --help        Show this message and exit.",
+    ]
