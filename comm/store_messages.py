@@ -14,8 +14,8 @@ _PIECE = 1 << 20
 _SECONDS_BETWEEN_LOOKS = 0.002
 
 
-def tell(store: Store, key: str, value: Any) -> None:
-    """Leaves `value` (what JSON can hold) in the store for one other to `hear`."""
+def send_message(store: Store, key: str, value: Any) -> None:
+    """Leaves `value` (what JSON can hold) in the store for one other to `receive_message`."""
     text = json.dumps(value)
     pieces = [text[begin : begin + _PIECE] for begin in range(0, len(text), _PIECE)]
     for number, piece in enumerate(pieces):
@@ -23,7 +23,7 @@ def tell(store: Store, key: str, value: Any) -> None:
     store.set(key, str(len(pieces)))
 
 
-def hear(store: Store, key: str) -> Any:
+def receive_message(store: Store, key: str) -> Any:
     """What another rank told under `key`, once it has; the store forgets it.
 
     Waits for as long as it takes: whoever watches the ranks ends this one where the other is lost.
@@ -37,10 +37,10 @@ def hear(store: Store, key: str) -> Any:
     return json.loads(text)
 
 
-def from_first(store: Store, place: Place, key: str, value: Any) -> Any:
+def broadcast(store: Store, place: Place, key: str, value: Any) -> Any:
     """Rank 0's `value`, on every rank, once rank 0 has come here."""
     if place.rank > 0:
-        return hear(store, f"{key}/{place.rank}")
+        return receive_message(store, f"{key}/{place.rank}")
     for rank in range(1, place.world_size):
-        tell(store, f"{key}/{rank}", value)
+        send_message(store, f"{key}/{rank}", value)
     return value

@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 import torch.distributed as dist
 
-from pipedream.schedule.channel import Channel, Way
+from pipedream.schedule.channel import Channel, RankLink
 
 Message: TypeAlias = list[torch.Tensor]
 _Kind: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
@@ -59,21 +59,25 @@ def _kind(message: Sequence[TensorSpec]) -> _Kind:
 
 
 class Transport:
-    """The messages of one rank. Made by all ranks at the same time, of the same `ways`."""
+    """The messages of one rank. Made by all ranks at the same time, of the same `rank_links`."""
 
-    def __init__(self, device: torch.device, backend: str, ways: Iterable[Way] = ()) -> None:
+    def __init__(
+        self, device: torch.device, backend: str, rank_links: Iterable[RankLink] = ()
+    ) -> None:
         self.device = device
         self.staged = device if backend == "nccl" else torch.device("cpu")
         # NCCL does the operations of a group one after the other: a send would wait for a receive
         # that was posted ahead. So each way has a group of its own. It knows no tags: messages of
         # several links that share a way have one order, which the checker proves.
-        self.groups: dict[Way, dist.ProcessGroup] = {}
+        self.groups: dict[RankLink, dist.ProcessGroup] = {}
         if backend == "nccl":
-            self.groups = {way: dist.new_group(sorted(way[:2])) for way in ways}
+            self.groups = {
+                rank_link: dist.new_group(sorted(rank_link[:2])) for rank_link in rank_links
+            }
         self.arriving: dict[Channel, deque[_Arriving]] = {}
         self.handed: dict[Channel, deque[Message]] = {}
         self.spare: dict[tuple[Channel, _Kind], list[Message]] = {}
-        self.sends = _Sends(self.groups, self.staged, aside=backend != "nccl")
+        self.sends = _SendQueue(self.groups, self.staged, aside=backend != "nccl")
 
     def send(self, channel: Channel, tensors: Iterable[torch.Tensor]) -> None:
         """Sends and returns at once. Raises PeerLost if an earlier message could not be sent."""
@@ -89,7 +93,7 @@ class Transport:
             return
         spare = self.spare.get((channel, _kind(values)))
         buffers = spare.pop() if spare else [self._room(value) for value in values]
-        group = self.groups.get(channel.way)
+        group = self.groups.get(channel.rank_link)
         try:
             works = [dist.irecv(b, channel.source, group, channel.tag) for b in buffers]
         except RuntimeError as error:
@@ -172,7 +176,7 @@ class Sum:
             self.flat.copy_(self.staged)
 
 
-class _Sends:
+class _SendQueue:
     """Sends in the order given, and keeps the tensors until they are out.
 
     With `aside` a thread does it: gloo copies a message to the network in the call that sends it.
@@ -181,7 +185,7 @@ class _Sends:
     """
 
     def __init__(
-        self, groups: Mapping[Way, dist.ProcessGroup], device: torch.device, aside: bool
+        self, groups: Mapping[RankLink, dist.ProcessGroup], device: torch.device, aside: bool
     ) -> None:
         self.groups, self.aside = groups, aside
         on_gpu = device.type == "cuda"
@@ -224,7 +228,7 @@ class _Sends:
         self.outgoing.put(None)
 
     def _send(self, channel: Channel, message: Message) -> None:
-        group = self.groups.get(channel.way)
+        group = self.groups.get(channel.rank_link)
         try:
             works = [dist.isend(t, channel.target, group, channel.tag) for t in message]
         except RuntimeError as error:

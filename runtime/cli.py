@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pipedream.runtime.job import Job
 
 
-class Asked(TypedDict):
+class TrainOptions(TypedDict):
     """The options of the command but for the config."""
 
     output: Path | None
@@ -128,7 +128,7 @@ class Asked(TypedDict):
     help="Write loss, samples/s, learning rate, and each rank's busy share and memory for "
     "TensorBoard, to the folder tensorboard of the run.",
 )
-def main(plan: Path, config: Path, **asked: Unpack[Asked]) -> int:
+def main(plan: Path, config: Path, **options: Unpack[TrainOptions]) -> int:
     """Train the model of a run config as the pipeline that PLAN (plan.json) describes.
 
     Alone, it starts one process for each worker of the plan on this machine. Under
@@ -141,52 +141,52 @@ def main(plan: Path, config: Path, **asked: Unpack[Asked]) -> int:
     from pipedream.runtime.supervise import launch
 
     try:
-        job = _job(plan, config, asked)
+        job = _job(plan, config, options)
         place = environment()
-        return _start(job, asked) if place is None else _work(job, place)
+        return _start(job, options) if place is None else _work(job, place)
     except (UserError, OSError):
-        if launch.has_the_floor():
+        if launch.reports_the_error():
             raise
         return launch.USER_ERROR
 
 
-def _job(plan: Path, config: Path, asked: Asked) -> Job:
+def _job(plan: Path, config: Path, options: TrainOptions) -> Job:
     """What is to be done. Raises UserError where it cannot be."""
     from pipedream.graph.plan import moved, read_plan
     from pipedream.graph.run_config import read_config
     from pipedream.runtime.job import Job
 
     read, run_config = read_plan(plan), read_config(config)
-    run = asked["output"] or Path("runs") / config.stem
+    run = options["output"] or Path("runs") / config.stem
     job = Job(
         plan=moved(read, plan.parent, run),
         config=run_config,
         directory=config.resolve().parent,
         run=run,
-        device=asked["device"],
-        schedule=asked["schedule"] or read.schedule,
-        epochs=asked["epochs"] or run_config.epochs,
-        resume=asked["resume"],
+        device=options["device"],
+        schedule=options["schedule"] or read.schedule,
+        epochs=options["epochs"] or run_config.epochs,
+        resume=options["resume"],
         restarted=restarts() > 0,
-        timeout=asked["timeout"],
-        evaluate=asked["evaluate"],
-        trace=asked["trace"],
-        tensorboard=asked["tensorboard"],
-        save_every=asked["save_every"],
-        keep=asked["keep"],
-        export=asked["export"],
-        replan=plan if asked["replan"] else None,
+        timeout=options["timeout"],
+        evaluate=options["evaluate"],
+        trace=options["trace"],
+        tensorboard=options["tensorboard"],
+        save_every=options["save_every"],
+        keep=options["keep"],
+        export=options["export"],
+        replan=plan if options["replan"] else None,
     )
     job.check()
     return job
 
 
-def _start(job: Job, asked: Asked) -> int:
+def _start(job: Job, options: TrainOptions) -> int:
     """Starts the workers, if there is anything left to train; the exit code."""
     from pipedream.runtime.engine.training_segment import Position
     from pipedream.runtime.supervise import launch
 
-    workers, planned, replan = asked["workers"], job.plan.workers, asked["replan"]
+    workers, planned, replan = options["workers"], job.plan.workers, options["replan"]
     if workers is not None and (workers > planned or (workers < planned and not replan)):
         raise UserError(
             f"--workers {workers}: the plan is for {planned} workers; make another with "
@@ -195,7 +195,7 @@ def _start(job: Job, asked: Asked) -> int:
     saved = job.saved if job.resume else None
     if job.export is not None and saved is not None and saved >= Position(job.epochs):
         return _export(job, job.checkpoints / str(saved), job.export)
-    return launch.spawn(sys.argv, workers or planned, job.timeout, asked["max_restarts"], replan)
+    return launch.spawn(sys.argv, workers or planned, job.timeout, options["max_restarts"], replan)
 
 
 def _export(job: Job, checkpoint: Path, target: Path) -> int:
@@ -213,32 +213,32 @@ def _work(job: Job, place: Place) -> int:
 
     # Before the imports, which take seconds.
     launch.die_with_parent()
-    pulse = launch.begin_pulse(place.rank)
+    heartbeats = launch.start_heartbeat(place.rank)
 
     from pipedream.comm.transport import PeerLost
     from pipedream.runtime.data.reader import DataLost
     from pipedream.runtime.trainer import Stopped, train
 
     try:
-        train(job, place, pulse)
+        train(job, place, heartbeats)
     except Stopped as stopped:
         if place.rank == 0:
             print(f"pd-train: {stopped}", file=sys.stderr, flush=True)
-        return launch.STOPPED if pulse is not None else launch.code_of_stopped()
+        return launch.STOPPED if heartbeats is not None else launch.code_of_stopped()
     except PeerLost as error:
-        if pulse is not None and error.peer is not None:
-            pulse.say_lost(place.rank, error.peer)
-        if pulse is None:
+        if heartbeats is not None and error.peer is not None:
+            heartbeats.report_lost(place.rank, error.peer)
+        if heartbeats is None:
             print(f"pd-train: rank {place.rank}: {error}", file=sys.stderr, flush=True)
             launch.let_the_cause_show()
         # Not sys.exit: what is left of the process group would wait for the lost peer.
         os._exit(launch.PEER_LOST)
     except DataLost as error:
-        if pulse is None:
+        if heartbeats is None:
             told = f"pd-train: rank {place.rank}: data_workers: {error}"
             print(told, file=sys.stderr, flush=True)
         else:
-            pulse.say(place.rank, f"{pulse.of(place.rank).words} ({error})")
+            heartbeats.report(place.rank, f"{heartbeats.of(place.rank).words} ({error})")
         os._exit(launch.DATA_LOST)
     return 0
 

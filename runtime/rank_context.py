@@ -14,7 +14,7 @@ from pipedream.runtime.checkpoint.saver import Saver
 from pipedream.runtime.engine.prediction import Prediction
 from pipedream.runtime.engine.training_segment import Position, whole_updates
 from pipedream.runtime.engine.weights import Weights
-from pipedream.runtime.local_stage import Rank
+from pipedream.runtime.local_model import LocalModel
 from pipedream.runtime.optim.late_gradients import rate_factor, scale_rate
 from pipedream.runtime.optim.staleness import delays
 from pipedream.runtime.report.clock import Clock
@@ -23,77 +23,82 @@ from pipedream.runtime.report.peak_memory import PeakMemory
 from pipedream.runtime.report.recording import Recorder
 from pipedream.runtime.report.tensorboard import Board
 from pipedream.runtime.stages.partition import links
-from pipedream.runtime.supervise.graceful_stop import Halt
-from pipedream.runtime.supervise.heartbeat import Pulse
-from pipedream.runtime.supervise.watchdog import Watch
-from pipedream.schedule.channel import ways
+from pipedream.runtime.supervise.graceful_stop import GracefulStop
+from pipedream.runtime.supervise.heartbeat import Heartbeats
+from pipedream.runtime.supervise.watchdog import Watchdog
+from pipedream.schedule.channel import rank_links
 
 
-class Member:
+class RankContext:
     """Made by all ranks at the same time; then each is at `first`, where the run begins.
 
-    `pulse` is there if a launcher of ours watches, else `watch` if there are others; `store` if the
-    ranks have met to plan again; `display` on rank 0 alone. `peak_in_flight`: the most minibatches
-    that it had between their forward and backward passes. `tried` is what the held-out data gave.
+    `heartbeats` is there if pd-train's own launcher started the ranks, else `watchdog` if there are
+    other ranks; `store` if the ranks have met to plan again; `display` on rank 0 alone.
+    `peak_in_flight`: the most minibatches that it had between their forward and backward passes.
+    `tried` is what the held-out data gave.
     """
 
-    def __init__(self, rank: Rank, pulse: Pulse | None, store: Store | None = None) -> None:
-        job, place = rank.job, rank.place
-        self.rank, self.pulse = rank, pulse
+    def __init__(
+        self, local: LocalModel, heartbeats: Heartbeats | None, store: Store | None = None
+    ) -> None:
+        job, place = local.job, local.place
+        self.local, self.heartbeats = local, heartbeats
         met = store or meet(place, job.timeout)
-        self.store = join(place, met, rank.backend, rank.device, job.timeout)
-        self.watch = Watch.of(self.store, place, job.timeout) if pulse is None else None
+        self.store = join(place, met, local.backend, local.device, job.timeout)
+        self.watchdog = Watchdog.of(self.store, place, job.timeout) if heartbeats is None else None
         self.clock = Clock(self.store, place.rank, place.world_size)
         self.clock.read()
         self.recorder = Recorder(self.clock, job.trace, whole_updates(1, job.policy))
-        self.groups = make_groups(rank.stage, job.plan.process_ranks, rank.tied)
+        self.groups = make_groups(local.stage, job.plan.process_ranks, local.tied)
         ranks = job.plan.process_ranks
-        self.transport = Transport(rank.device, rank.backend, ways(ranks, links(rank.layouts)))
-        self.stepping = rank.make_stepping(self._add_up)
-        self.first = resume(rank, self.stepping) if job.goes_on else Position(0)
+        self.transport = Transport(
+            local.device, local.backend, rank_links(ranks, links(local.layouts))
+        )
+        self.stepping = local.make_stepping(self._add_up)
+        self.first = resume(local, self.stepping) if job.goes_on else Position(0)
         self.saver = self._saver()
         self.weights = self._weights()
-        self.halt = self._halt()
-        self.memory = PeakMemory(rank.device, rank.tensors())
+        self.graceful_stop = self._graceful_stop()
+        self.memory = PeakMemory(local.device, local.tensors())
         self.display = self._display() if place.rank == 0 else None
         self.peak_in_flight = 0
         self.tried: dict[str, float] = {}
 
     def say(self, words: str) -> None:
         """What this rank does from now on, for those who watch it."""
-        if self.pulse is not None:
-            self.pulse.say(self.rank.place.rank, words)
-        if self.watch is not None:
-            self.watch.say(words)
+        if self.heartbeats is not None:
+            self.heartbeats.report(self.local.place.rank, words)
+        if self.watchdog is not None:
+            self.watchdog.say(words)
 
     def _add_up(self, tensor: torch.Tensor) -> None:
         self.transport.begin_sum(tensor, None).wait()
 
     def _saver(self) -> Saver:
-        rank = self.rank
+        local = self.local
         return Saver(
-            folder=rank.job.checkpoints,
-            stage=rank.stage,
-            stages=len(rank.layouts),
+            folder=local.job.checkpoints,
+            stage=local.stage,
+            stages=len(local.layouts),
             store=self.store,
-            writes=rank.replica == 0,
-            publishes=rank.place.rank == 0,
-            timeout=rank.job.timeout,
-            keep=rank.job.keep,
+            writes=local.replica == 0,
+            publishes=local.place.rank == 0,
+            timeout=local.job.timeout,
+            keep=local.job.keep,
             recorded=lambda at: self.display is None or self.display.has_recorded(at),
             details={
-                "optimizer": rank.job.optimizer.names,
-                "batch_size": rank.job.config.batch_size,
+                "optimizer": local.job.optimizer.names,
+                "batch_size": local.job.config.batch_size,
             },
         )
 
-    def _halt(self) -> Halt:
-        pulse = self.pulse
-        return Halt(
+    def _graceful_stop(self) -> GracefulStop:
+        heartbeats = self.heartbeats
+        return GracefulStop(
             self.store,
-            self.rank.place,
-            self.rank.job.policy,
-            None if pulse is None else lambda: pulse.asked_to_stop,
+            self.local.place,
+            self.local.job.policy,
+            None if heartbeats is None else lambda: heartbeats.stop_requested,
         )
 
     def _weights(self) -> Weights:
@@ -101,27 +106,27 @@ class Member:
 
         The delays come from the schedule: the last stage has none, and nothing to correct.
         """
-        rank, config = self.rank, self.rank.job.config
-        minibatches = rank.examples.minibatches
-        epoch = rank.schedule(minibatches)
-        begun = self.first.minibatch // epoch.policy.round_size(rank.stage)
-        updates = self.first.epoch * epoch.rounds(rank.stage) + begun
+        local, config = self.local, self.local.job.config
+        minibatches = local.examples.minibatches
+        epoch = local.schedule(minibatches)
+        begun = self.first.minibatch // epoch.policy.round_size(local.stage)
+        updates = self.first.epoch * epoch.rounds(local.stage) + begun
         if config.asynchronous == AsynchronousConfig():
-            return Weights(rank.parameters, updates)
-        leg = rank.schedule(min(rank.every or minibatches, minibatches))
-        delay = max(delays(leg, rank.stage).values())
+            return Weights(local.parameters, updates)
+        segment = local.schedule(min(local.every or minibatches, minibatches))
+        delay = max(delays(segment, local.stage).values())
         predicting = config.asynchronous.weight_prediction and delay > 0
-        prediction = Prediction(rank.optimizer, rank.parameters) if predicting else None
-        weights = Weights(rank.parameters, updates, prediction)
-        scale_rate(rank.optimizer, lambda: rate_factor(config, delay, weights.current.number))
+        prediction = Prediction(local.optimizer, local.parameters) if predicting else None
+        weights = Weights(local.parameters, updates, prediction)
+        scale_rate(local.optimizer, lambda: rate_factor(config, delay, weights.current.number))
         return weights
 
     def _display(self) -> Display:
-        job, first = self.rank.job, self.first
+        job, first = self.local.job, self.first
         return Display(
             job.run / "metrics.jsonl",
-            self.rank.examples.sizes,
-            self.rank.examples.minibatches * (job.epochs - first.epoch) - first.minibatch,
+            self.local.examples.sizes,
+            self.local.examples.minibatches * (job.epochs - first.epoch) - first.minibatch,
             job.plan.process_ranks,
             Board(job.run / "tensorboard", self._learning_rates) if job.tensorboard else None,
             first,
@@ -129,4 +134,4 @@ class Member:
 
     def _learning_rates(self) -> list[float]:
         """Of each group of parameters."""
-        return [float(group["lr"]) for group in self.rank.optimizer.param_groups]
+        return [float(group["lr"]) for group in self.local.optimizer.param_groups]

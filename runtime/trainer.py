@@ -12,13 +12,13 @@ from pipedream.comm.launcher import Place
 from pipedream.comm.rendezvous import NotMet, meet
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
-from pipedream.runtime.checkpoint.lock import held
+from pipedream.runtime.checkpoint.lock import locked
 from pipedream.runtime.epochs import train_epochs
 from pipedream.runtime.job import Job
-from pipedream.runtime.local_stage import Rank
-from pipedream.runtime.rank_context import Member
+from pipedream.runtime.local_model import LocalModel
+from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.run_end import finish
-from pipedream.runtime.supervise.heartbeat import Pulse
+from pipedream.runtime.supervise.heartbeat import Heartbeats
 from pipedream.runtime.supervise.replan import replanned
 
 
@@ -26,8 +26,8 @@ class Stopped(Exception):
     """The run was asked to stop, has saved and says where."""
 
 
-def train(job: Job, place: Place, pulse: Pulse | None = None) -> None:
-    """Trains as this rank; `pulse` is there if a launcher of ours watches.
+def train(job: Job, place: Place, heartbeats: Heartbeats | None = None) -> None:
+    """Trains as this rank; `heartbeats` is there if a launcher of ours watches.
 
     Raises UserError for what the user can mend, PeerLost for lost peers, Stopped when it was asked
     to stop.
@@ -39,40 +39,40 @@ def train(job: Job, place: Place, pulse: Pulse | None = None) -> None:
             "fewer with --replan, or make another plan with pd-optimize"
         )
     keep_freed_memory()
-    with held(job.run) if place.rank == 0 else nullcontext():
+    with locked(job.run) if place.rank == 0 else nullcontext():
         try:
             store = None
             if started < planned:
                 store = meet(place, job.timeout)
                 job, place = replanned(job, place, store)
             if place.rank < job.plan.workers:
-                _watched(Member(Rank(job, place), pulse, store))
+                _watched(RankContext(LocalModel(job, place), heartbeats, store))
         except NotMet as error:
             raise PeerLost(str(error)) from error
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise PeerLost("the store of the ranks does not answer any more") from error
 
 
-def _watched(member: Member) -> None:
-    watch = member.watch
+def _watched(context: RankContext) -> None:
+    watchdog = context.watchdog
     try:
-        _run(member)
+        _run(context)
     except PeerLost as error:
-        if watch is None:
+        if watchdog is None:
             raise
-        raise PeerLost(watch.explained(error), error.peer) from error
-    if watch is not None:
-        watch.end()  # else those who lose this one hear what it was doing
+        raise PeerLost(watchdog.explained(error), error.peer) from error
+    if watchdog is not None:
+        watchdog.end()  # else those who lose this one hear what it was doing
 
 
-def _run(member: Member) -> None:
+def _run(context: RankContext) -> None:
     gc.freeze()  # what is there stays; to look through it again and again takes long
-    with nullcontext() if member.display is None else member.display:
-        stopped = train_epochs(member)
+    with nullcontext() if context.display is None else context.display:
+        stopped = train_epochs(context)
     if stopped is None:
-        finish(member)
+        finish(context)
     gc.unfreeze()
     dist.destroy_process_group()
     if stopped is not None:
-        where = member.rank.job.checkpoints / str(stopped)
+        where = context.local.job.checkpoints / str(stopped)
         raise Stopped(f"saved {where}; go on with --resume")

@@ -10,7 +10,7 @@ from pipedream.schedule.action import SENDS, Action, Kind, Link
 
 _MOST_STAGES = 1 << 15
 
-Way: TypeAlias = tuple[int, int, bool]
+RankLink: TypeAlias = tuple[int, int, bool]
 """(source rank, target rank, whether with gradients)."""
 
 
@@ -38,7 +38,7 @@ class Channel(NamedTuple):
         return Channel(*((here, there) if sends else (there, here)), link, is_gradient)
 
     @property
-    def way(self) -> Way:
+    def rank_link(self) -> RankLink:
         """What it shares with the other links between the two ranks."""
         return self.source, self.target, self.is_gradient
 
@@ -54,14 +54,14 @@ class Channel(NamedTuple):
         return 2 * (source * _MOST_STAGES + target) + self.is_gradient
 
 
-def ways(ranks: Sequence[Sequence[int]], links: Iterable[Link]) -> list[Way]:
+def rank_links(ranks: Sequence[Sequence[int]], links: Iterable[Link]) -> list[RankLink]:
     """All that messages take between ranks, in one order: minibatch b goes from replica b mod r of
     a stage to replica b mod r of another, and its gradients come back.
     """
-    found = set[Way]()
+    found = set[RankLink]()
     for source, target in links:
         senders, receivers = ranks[source], ranks[target]
         for b in range(lcm(len(senders), len(receivers))):
             sender, receiver = senders[b % len(senders)], receivers[b % len(receivers)]
             found |= {(sender, receiver, False), (receiver, sender, True)}
-    return sorted(way for way in found if way[0] != way[1])
+    return sorted(rank_link for rank_link in found if rank_link[0] != rank_link[1])

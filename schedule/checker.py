@@ -66,7 +66,7 @@ def _replayed(
 
 
 @dataclass
-class _Rank:
+class _RankReplay:
     """Where one rank stands in its list; `waits`: for what others have not done since."""
 
     workers: tuple[Worker, ...]
@@ -86,7 +86,7 @@ class _Rank:
 
 
 @dataclass
-class _State:
+class _WorkerReplay:
     """What one worker has; `received`: the messages not yet used, `halfway`: the minibatches
     between the halves of their backward pass, `returned`: those whose gradients may be sent.
 
@@ -94,7 +94,7 @@ class _State:
     most minibatches in flight, and versions.
     """
 
-    rank: _Rank
+    rank: _RankReplay
     versions: Versions
     in_flight: dict[int, int] = field(default_factory=dict)
     forward: set[int] = field(default_factory=set)
@@ -126,9 +126,9 @@ class _Replay:
         self.sources = [spec.sources(stage) for stage in stages]
         self.targets = [spec.targets(stage) for stage in stages]
         self.bounds = [policy.peak(stage) for stage in stages]
-        self.ranks = [_Rank(workers, listed) for workers, listed in actions.items()]
+        self.ranks = [_RankReplay(workers, listed) for workers, listed in actions.items()]
         self.states = {
-            worker: _State(rank, Versions(rank.of(worker)))
+            worker: _WorkerReplay(rank, Versions(rank.of(worker)))
             for rank in self.ranks
             for worker in rank.workers
         }
@@ -176,7 +176,7 @@ class _Replay:
                 to = show_worker(message.target)
                 raise self._unsound(message.source, f"{kind} to {to} never received")
 
-    def _go_on(self, rank: _Rank) -> None:
+    def _go_on(self, rank: _RankReplay) -> None:
         """Lets `rank` do its actions until it has to wait, or has come to its end."""
         actions, perform, states = rank.actions, self.perform, self.states
         for position in range(rank.position, len(actions)):
@@ -189,7 +189,7 @@ class _Replay:
                 return
             rank.position += 1
 
-    def _forward(self, worker: Worker, state: _State, action: Action) -> bool:
+    def _forward(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
         stage, minibatch, version = worker[0], action.minibatch, action.version
         spec = self.spec
         if minibatch >= self.schedule.minibatches or minibatch % spec.replicas[stage] != worker[1]:
@@ -209,11 +209,11 @@ class _Replay:
         self._keep_within(worker, state)
         return True
 
-    def _backward(self, worker: Worker, state: _State, action: Action) -> bool:
+    def _backward(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
         self._backward_input(worker, state, action)
         return self._backward_weight(worker, state, action)
 
-    def _backward_input(self, worker: Worker, state: _State, action: Action) -> bool:
+    def _backward_input(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
         """May come before its round begins: the gradients of weights that change then do not."""
         minibatch = action.minibatch
         self._check_version(worker, state, action)
@@ -224,7 +224,7 @@ class _Replay:
         state.returned.add(minibatch)
         return True
 
-    def _backward_weight(self, worker: Worker, state: _State, action: Action) -> bool:
+    def _backward_weight(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
         minibatch = action.minibatch
         self._check_version(worker, state, action)
         if minibatch not in state.halfway:
@@ -236,7 +236,7 @@ class _Replay:
         state.versions.gone_backward(state.in_flight.pop(minibatch))
         return True
 
-    def _check_version(self, worker: Worker, state: _State, action: Action) -> None:
+    def _check_version(self, worker: Worker, state: _WorkerReplay, action: Action) -> None:
         """Of a minibatch that goes backward."""
         version = state.in_flight.get(action.minibatch)
         if version is None:
@@ -244,7 +244,7 @@ class _Replay:
         if action.version != version:
             raise self._unsound(worker, f"forward ran on version {version}")
 
-    def _keep_within(self, worker: Worker, state: _State) -> None:
+    def _keep_within(self, worker: Worker, state: _WorkerReplay) -> None:
         """Takes note of what the worker holds, after an action that made it more."""
         bound = self.bounds[worker[0]]
         peak = state.peak[:] = (
@@ -257,7 +257,12 @@ class _Replay:
             raise self._unsound(worker, f"more than {bound.versions} versions alive")
 
     def _take(
-        self, worker: Worker, state: _State, kind: Kind, stages: Sequence[int], minibatch: int
+        self,
+        worker: Worker,
+        state: _WorkerReplay,
+        kind: Kind,
+        stages: Sequence[int],
+        minibatch: int,
     ) -> None:
         """Uses up the messages that the pass of `minibatch` needs."""
         for stage in stages:
@@ -266,7 +271,7 @@ class _Replay:
                 raise self._unsound(worker, f"{kind} from {stage} is missing")
             state.received.remove(message)
 
-    def _send(self, worker: Worker, state: _State, action: Action) -> bool:
+    def _send(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
         peer = self._peer(worker, action)
         forwards = action.kind is Kind.SEND_ACTIVATION
         if action.minibatch not in (state.forward if forwards else state.returned):
@@ -277,7 +282,7 @@ class _Replay:
         self.states[peer].rank.waits = False
         return True
 
-    def _receive(self, worker: Worker, state: _State, action: Action) -> bool:
+    def _receive(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
         peer = self._peer(worker, action)
         queue = self._queue(peer, worker, action.kind)
         if not queue:
@@ -313,7 +318,7 @@ class _Replay:
             raise self._unsound(worker, "not its replica")
         return peer
 
-    def _all_reduce(self, worker: Worker, state: _State, action: Action) -> bool:
+    def _all_reduce(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
         """Opens when the last replica comes; `reduced` lets the ones that waited pass."""
         self._check_round(worker, state, action)
         if state.reduced == action:
@@ -336,7 +341,7 @@ class _Replay:
         state.summed = action
         return True
 
-    def _update(self, worker: Worker, state: _State, action: Action) -> bool:
+    def _update(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
         self._check_round(worker, state, action)
         reduced = action._replace(kind=Kind.ALL_REDUCE)
         if self.spec.reduces(worker[0]) and state.reduced != reduced:
@@ -345,7 +350,7 @@ class _Replay:
         self._keep_within(worker, state)
         return True
 
-    def _check_round(self, worker: Worker, state: _State, action: Action) -> None:
+    def _check_round(self, worker: Worker, state: _WorkerReplay, action: Action) -> None:
         """Whether `action` closes the current round, and this worker has done its part of it."""
         stage, replica = worker
         newest = state.versions.newest
@@ -360,7 +365,7 @@ class _Replay:
             if minibatch not in state.backward:
                 raise self._unsound(worker, f"minibatch {minibatch} has not gone backward")
 
-    def _finish(self, worker: Worker, state: _State) -> None:
+    def _finish(self, worker: Worker, state: _WorkerReplay) -> None:
         stage, replica = worker
         own = set(range(replica, self.schedule.minibatches, self.spec.replicas[stage]))
         for kind, done in ((Kind.FORWARD, state.forward), (Kind.BACKWARD, state.backward)):

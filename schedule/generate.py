@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Stage:
+class _StageProgress:
     """Where a stage stands: in a round up to minibatch `end`, of which `left` have yet to go
     backward. `forward_over` and `backward_over`: when the pass of each minibatch is over.
     """
@@ -41,22 +41,22 @@ class _Stage:
     version_of: list[int]
     round: int = 0
     begins: int = 0
-    players: list[_Player] = field(default_factory=list)
+    workers: list[_WorkerProgress] = field(default_factory=list)
     before_forward: list[list[float]] = field(default_factory=list)
     """When the passes are over that a forward pass waits for, of the same minibatch elsewhere."""
     before_backward: list[list[float]] = field(default_factory=list)
-    after_forward: list[_Stage] = field(default_factory=list)
+    after_forward: list[_StageProgress] = field(default_factory=list)
     """Where passes wait for a forward pass of this stage."""
-    after_backward: list[_Stage] = field(default_factory=list)
+    after_backward: list[_StageProgress] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Player:
+class _WorkerProgress:
     """Where a worker stands; `number`: its place among all workers."""
 
     number: int
     worker: Worker
-    stage: _Stage
+    stage: _StageProgress
     coming: int
     in_flight: deque[int] = field(default_factory=deque)
     busy_until: int = 0
@@ -89,12 +89,12 @@ class ListScheduler:
         self.in_turn, self.version = policy.in_turn, policy.version
         self.set_by_first = policy.set_by_first
         self.stages = [self._stage(number) for number in range(len(spec.replicas))]
-        self.players: list[_Player] = []
+        self.workers: list[_WorkerProgress] = []
         for number, worker in enumerate(spec.workers):
             stage = self.stages[worker[0]]
-            player = _Player(number, worker, stage, coming=worker[1])
-            stage.players.append(player)
-            self.players.append(player)
+            progress = _WorkerProgress(number, worker, stage, coming=worker[1])
+            stage.workers.append(progress)
+            self.workers.append(progress)
         for source, target in spec.links:
             self.stages[source].before_backward.append(self.stages[target].backward_over)
             self.stages[target].after_backward.append(self.stages[source])
@@ -102,11 +102,11 @@ class ListScheduler:
         for source, target in entering.union(spec.links):
             self.stages[target].before_forward.append(self.stages[source].forward_over)
             self.stages[source].after_forward.append(self.stages[target])
-        self.turns = [(0, player.number) for player in self.players]
+        self.turns = [(0, progress.number) for progress in self.workers]
 
-    def _stage(self, number: int) -> _Stage:
+    def _stage(self, number: int) -> _StageProgress:
         policy, minibatches = self.policy, self.minibatches
-        return _Stage(
+        return _StageProgress(
             number,
             limit=policy.in_flight(number),
             round_size=policy.round_size(number),
@@ -124,91 +124,94 @@ class ListScheduler:
         while left:
             if not self.turns:
                 assert time > stuck, f"nobody can move at time {time}"
-                self.turns, stuck = [(time, player.number) for player in self.players], time
+                self.turns, stuck = (
+                    [(time, progress.number) for progress in self.workers],
+                    time,
+                )
             time, number = heappop(self.turns)
-            player = self.players[number]
-            if player.busy_until <= time:
-                step = self._step(player, time, patient=time > stuck)
+            progress = self.workers[number]
+            if progress.busy_until <= time:
+                step = self._step(progress, time, patient=time > stuck)
                 if step is not None:
-                    yield player.worker, step
+                    yield progress.worker, step
                     left -= 1
 
-    def _step(self, player: _Player, time: int, patient: bool) -> Step | None:
-        """What `player` begins at `time`."""
-        stage, in_flight = player.stage, player.in_flight
-        oldest = in_flight[0] if in_flight else player.coming
+    def _step(self, progress: _WorkerProgress, time: int, patient: bool) -> Step | None:
+        """What `progress` begins at `time`."""
+        stage, in_flight = progress.stage, progress.in_flight
+        oldest = in_flight[0] if in_flight else progress.coming
         if time < stage.begins or oldest >= stage.end:
             return None
-        version = self._version(player)
+        version = self._version(progress)
         if version is not None:
-            if _are_over(stage.before_forward, player.coming, time):
-                return self._go_forward(player, time, version)
+            if _are_over(stage.before_forward, progress.coming, time):
+                return self._go_forward(progress, time, version)
             if patient:
                 return None
         if not in_flight:
             return None
         if self.in_turn:
             minibatch = oldest
-        elif player.coming < min(stage.end, self.minibatches):
+        elif progress.coming < min(stage.end, self.minibatches):
             return None
         else:
             minibatch = in_flight[-1]
         if _are_over(stage.before_backward, minibatch, time):
-            return self._go_backward(player, time, minibatch)
+            return self._go_backward(progress, time, minibatch)
         return None
 
-    def _version(self, player: _Player) -> int | None:
+    def _version(self, progress: _WorkerProgress) -> int | None:
         """What its next forward pass runs on; None where backward passes have to come first."""
-        stage, coming = player.stage, player.coming
-        if coming >= self.minibatches or len(player.in_flight) >= stage.limit:
+        stage, coming = progress.stage, progress.coming
+        if coming >= self.minibatches or len(progress.in_flight) >= stage.limit:
             return None
         entered = self.stages[0].version_of[coming]
         version = self.version(stage.number, coming, stage.round, entered)
         return version if version <= stage.round else None
 
-    def _go_forward(self, player: _Player, time: int, version: int) -> Step:
-        stage, minibatch = player.stage, player.coming
-        over = time + len(stage.players)
+    def _go_forward(self, progress: _WorkerProgress, time: int, version: int) -> Step:
+        stage, minibatch = progress.stage, progress.coming
+        over = time + len(stage.workers)
         stage.version_of[minibatch] = version
-        stage.forward_over[minibatch] = player.busy_until = over
-        player.coming += len(stage.players)
-        player.in_flight.append(minibatch)
-        heappush(self.turns, (over, player.number))
+        stage.forward_over[minibatch] = progress.busy_until = over
+        progress.coming += len(stage.workers)
+        progress.in_flight.append(minibatch)
+        heappush(self.turns, (over, progress.number))
         self._wake(stage.after_forward, minibatch, over)
         if self.set_by_first and stage.number == 0:  # what version they will need is known now
             self._wake(stage.after_forward, minibatch, time)
         return Step(time, Kind.FORWARD, minibatch, version)
 
-    def _go_backward(self, player: _Player, time: int, minibatch: int) -> Step:
-        stage = player.stage
-        over = time + len(stage.players)
-        stage.backward_over[minibatch] = player.busy_until = over
+    def _go_backward(self, progress: _WorkerProgress, time: int, minibatch: int) -> Step:
+        stage = progress.stage
+        over = time + len(stage.workers)
+        stage.backward_over[minibatch] = progress.busy_until = over
         if self.in_turn:
-            player.in_flight.popleft()
+            progress.in_flight.popleft()
         else:
-            player.in_flight.pop()
+            progress.in_flight.pop()
         stage.left -= 1
         if stage.left:
-            heappush(self.turns, (over, player.number))
+            heappush(self.turns, (over, progress.number))
         else:
             self._next_round(stage, over)
         self._wake(stage.after_backward, minibatch, over)
         return Step(time, Kind.BACKWARD, minibatch, stage.version_of[minibatch])
 
-    def _next_round(self, stage: _Stage, begins: int) -> None:
+    def _next_round(self, stage: _StageProgress, begins: int) -> None:
         stage.round += 1
         stage.begins = begins
         stage.end += stage.round_size
         stage.left = self.policy.in_round(stage.number, stage.round, self.minibatches)
-        for player in stage.players:
-            heappush(self.turns, (begins, player.number))
+        for progress in stage.workers:
+            heappush(self.turns, (begins, progress.number))
 
-    def _wake(self, stages: Sequence[_Stage], minibatch: int, time: int) -> None:
+    def _wake(self, stages: Sequence[_StageProgress], minibatch: int, time: int) -> None:
         """Gives those who may wait for a pass of `minibatch` a turn."""
         for stage in stages:
-            player = stage.players[minibatch % len(stage.players)]
-            if player.busy_until < time:
-                heappush(self.turns, (time, player.number))
+            progress = stage.workers[minibatch % len(stage.workers)]
+            if progress.busy_until < time:
+                heappush(self.turns, (time, progress.number))
 
 
 def _are_over(passes: Sequence[Sequence[float]], minibatch: int, time: int) -> bool:

@@ -19,7 +19,7 @@ def warm_up(replicas: Sequence[int], stage: int) -> int:
 
 
 @dataclass(frozen=True)
-class Pace:
+class StageTimes:
     """How long things take, in any one unit of time, where a minibatch leaves every `period`.
 
     `forward`, `backward` and `update` (the all-reduce with it) on one worker of each stage;
@@ -35,8 +35,8 @@ class Pace:
     back: Mapping[Link, float] = field(default_factory=dict)
 
 
-def useful_room(
-    replicas: Sequence[int], pace: Pace, links: Sequence[Link], in_step: bool
+def useful_in_flight(
+    replicas: Sequence[int], pace: StageTimes, links: Sequence[Link], in_step: bool
 ) -> tuple[int, ...]:
     """How many minibatches each replica of a stage has in flight so that the pipeline keeps `pace`.
 
@@ -93,5 +93,5 @@ def _place(between: float, forward: float, backward: float, turn: float) -> tupl
 def steady_in_flight(replicas: Sequence[int], in_step: bool) -> tuple[int, ...]:
     """Likewise, where all workers have the same share of the work and messages take no time."""
     links = [(stage, stage + 1) for stage in range(len(replicas) - 1)]
-    pace = Pace(period=2, forward=replicas, backward=replicas, update=[0] * len(replicas))
-    return useful_room(replicas, pace, links, in_step)
+    pace = StageTimes(period=2, forward=replicas, backward=replicas, update=[0] * len(replicas))
+    return useful_in_flight(replicas, pace, links, in_step)

@@ -62,7 +62,7 @@ class Policy(ABC):
     """The replicas of a stage wait for one another again and again, while others go on."""
 
     set_by_first: ClassVar[bool] = False
-    """The version of a minibatch is settled by its forward pass in the first stage."""
+    """The version of a minibatch is committed by its forward pass in the first stage."""
 
     @abstractmethod
     def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:

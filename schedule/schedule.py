@@ -101,7 +101,7 @@ def write_actions(
     is what receives and sends, the second what closes a round.
     """
     actions: list[Action] = []
-    writers = {worker: _Writer(schedule, worker, actions) for worker in workers}
+    writers = {worker: _ActionWriter(schedule, worker, actions) for worker in workers}
     for worker, step in passes:
         writers[worker].write(step)
     return actions
@@ -112,7 +112,7 @@ _Messages: TypeAlias = tuple[Kind, Sequence[Sequence[Worker]], Kind, Sequence[Se
 """
 
 
-class _Writer:
+class _ActionWriter:
     """Writes the passes of one worker down with their messages and updates."""
 
     def __init__(self, schedule: Schedule, worker: Worker, actions: list[Action]) -> None:

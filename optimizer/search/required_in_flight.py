@@ -7,7 +7,7 @@ from math import lcm
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.simulate.workload import StageWork, Workload
-from pipedream.schedule.in_flight import Pace, useful_room
+from pipedream.schedule.in_flight import StageTimes, useful_in_flight
 from pipedream.schedule.policy import Policy
 
 _LEEWAY = 1.05
@@ -31,7 +31,7 @@ def room_for(plan: Plan, workload: Workload, policy: Policy) -> tuple[int, ...]:
         (work.forward_seconds + work.backward_seconds + seconds) / replicas
         for work, seconds, replicas in zip(works, update, plan.replicas, strict=True)
     ]
-    pace = Pace(
+    pace = StageTimes(
         period=_LEEWAY * max(plan.predicted.seconds_per_minibatch, *busy),
         forward=[work.forward_seconds for work in works],
         backward=[work.backward_seconds for work in works],
@@ -43,7 +43,7 @@ def room_for(plan: Plan, workload: Workload, policy: Policy) -> tuple[int, ...]:
             link: _message(plan, link, amount) for link, amount in workload.backward_bytes.items()
         },
     )
-    return useful_room(plan.replicas, pace, list(workload.forward_bytes), policy.in_step)
+    return useful_in_flight(plan.replicas, pace, list(workload.forward_bytes), policy.in_step)
 
 
 def _update(plan: Plan, policy: Policy, stage: int, work: StageWork) -> float:

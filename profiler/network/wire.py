@@ -27,7 +27,7 @@ class Wire:
         self.device = device
         both = [_channel(*ranks) for pair in pairs for ranks in (pair, pair[::-1])]
         with peer_errors():
-            self.transport = Transport(device, backend, [channel.way for channel in both])
+            self.transport = Transport(device, backend, [channel.rank_link for channel in both])
             self.groups = {ranks: dist.new_group(list(ranks)) for ranks in groups}
 
     def tensor(self, size: int) -> Tensor:

@@ -80,7 +80,7 @@ class _Index(BaseModel):
     weight_map: dict[str, str]
 
 
-class _Writer(HuggingFaceStorageWriter):
+class _StageWriter(HuggingFaceStorageWriter):
     """Writes the file of one stage. The index is of all stages: `publish` writes it."""
 
     def __init__(self, folder: Path, names: Iterable[str], stage: int, stages: int) -> None:
@@ -111,7 +111,7 @@ def write_stage(
         with _writing(path):
             part.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)  # from a run that was stopped while it wrote
-            writer = _Writer(part, tensors, stage, stages)
+            writer = _StageWriter(part, tensors, stage, stages)
             save(dict(tensors), storage_writer=writer, no_dist=True)
 
 
@@ -191,7 +191,7 @@ def load_model(path: Path, into: Mapping[str, torch.Tensor]) -> None:
 
     Raises UserError of one line that names the file, and the tensor that is missing or differs.
     """
-    part = _Part(path)
+    part = _CheckpointPart(path)
     for name, tensor in into.items():
         part.check(name, tensor)
     part.load(into)
@@ -199,17 +199,17 @@ def load_model(path: Path, into: Mapping[str, torch.Tensor]) -> None:
 
 def load_optimizer(path: Path, parameters: Iterable[str]) -> dict[str, torch.Tensor]:
     """What the optimizer knew of these parameters, as `PARAMETER/STATE`. Raises UserError."""
-    names, part = set(parameters), _Part(path / "optimizer")
+    names, part = set(parameters), _CheckpointPart(path / "optimizer")
     return part.loaded(key for key in part.files if key.rpartition("/")[0] in names)
 
 
 def load_all(path: Path) -> dict[str, torch.Tensor]:
     """All parameters and buffers, for the plain model. Raises UserError."""
-    part = _Part(path)
+    part = _CheckpointPart(path)
     return part.loaded(part.files)
 
 
-class _Part:
+class _CheckpointPart:
     """The tensors of the model, or those of the optimizer: `files` has the file of each.
 
     Raises UserError where a file of the index is missing or broken.

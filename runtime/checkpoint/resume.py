@@ -11,26 +11,26 @@ from pipedream.graph.errors import UserError, worded
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.job import Job
-from pipedream.runtime.local_stage import Rank
+from pipedream.runtime.local_model import LocalModel
 from pipedream.runtime.optim.optimizers import restore_state
 from pipedream.runtime.optim.stepping import Stepping
 
 
-def resume(rank: Rank, stepping: Stepping) -> Position:
+def resume(local: LocalModel, stepping: Stepping) -> Position:
     """Loads this rank's part of the newest checkpoint; how far it is.
 
     Raises UserError where there is none, it has nothing left to do, or is of another optimizer.
     """
-    path = checkpoint.latest(rank.job.checkpoints)
+    path = checkpoint.latest(local.job.checkpoints)
     if path is None:
-        raise UserError(f"--resume: there is no checkpoint in {rank.job.checkpoints}")
+        raise UserError(f"--resume: there is no checkpoint in {local.job.checkpoints}")
     saved = checkpoint.read_state(path)
-    _check(rank.job, path, saved)
-    _check_place(rank, path, saved)
+    _check(local.job, path, saved)
+    _check_place(local, path, saved)
     with torch.no_grad():
-        checkpoint.load_model(path, {**rank.parameters, **rank.buffers})
-    known = checkpoint.load_optimizer(path, rank.parameters)
-    restore_state(rank.optimizer, rank.parameters, known)
+        checkpoint.load_model(path, {**local.parameters, **local.buffers})
+    known = checkpoint.load_optimizer(path, local.parameters)
+    restore_state(local.optimizer, local.parameters, known)
     try:
         stepping.restore(saved.training)
     except ValidationError as error:
@@ -54,9 +54,9 @@ def _check(job: Job, path: Path, saved: checkpoint.State) -> None:
         )
 
 
-def _check_place(rank: Rank, path: Path, saved: checkpoint.State) -> None:
+def _check_place(local: LocalModel, path: Path, saved: checkpoint.State) -> None:
     """Inside an epoch minibatches are counted: they have to be the same ones."""
-    size, minibatches = rank.job.config.batch_size, rank.examples.minibatches
+    size, minibatches = local.job.config.batch_size, local.examples.minibatches
     before = saved.details.get("batch_size", size)
     if saved.minibatch and before != size:
         raise UserError(

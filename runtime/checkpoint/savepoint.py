@@ -1,34 +1,34 @@
-"""The end of a leg: each rank saves its part of a checkpoint."""
+"""The end of a segment: each rank saves its part of a checkpoint."""
 
 from __future__ import annotations
 
-from pipedream.comm.store_messages import from_first
+from pipedream.comm.store_messages import broadcast
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.optim.optimizers import state_tensors
-from pipedream.runtime.rank_context import Member
+from pipedream.runtime.rank_context import RankContext
 
 
-def save(member: Member, position: Position) -> None:
+def save(context: RankContext, position: Position) -> None:
     """Begins to save what this rank has, and waits until rank 0 is here, however long its last save
-    takes: in the next leg it would not be waited for longer than the timeout.
+    takes: in the next segment it would not be waited for longer than the timeout.
     """
-    rank = member.rank
-    _average_buffers(member)
-    member.saver.begin(
+    local = context.local
+    _average_buffers(context)
+    context.saver.begin(
         position,
-        {**rank.parameters, **rank.buffers},
-        lambda: state_tensors(rank.optimizer, rank.parameters),
-        training=member.stepping.state(),
+        {**local.parameters, **local.buffers},
+        lambda: state_tensors(local.optimizer, local.parameters),
+        training=context.stepping.state(),
     )
-    from_first(member.store, rank.place, f"at/{position}", True)
+    broadcast(context.store, local.place, f"at/{position}", True)
 
 
-def _average_buffers(member: Member) -> None:
+def _average_buffers(context: RankContext) -> None:
     """Batch-norm statistics and the like: the mean over the replicas goes on everywhere."""
-    rank, group = member.rank, member.groups.stage
-    if group is not None and rank.buffers:
-        count = len(rank.job.plan.process_ranks[rank.stage])
-        sums = {name: buffer.double() for name, buffer in rank.buffers.items()}
-        member.transport.add_up(list(sums.values()), group)
-        for name, buffer in rank.buffers.items():
+    local, group = context.local, context.groups.stage
+    if group is not None and local.buffers:
+        count = len(local.job.plan.process_ranks[local.stage])
+        sums = {name: buffer.double() for name, buffer in local.buffers.items()}
+        context.transport.add_up(list(sums.values()), group)
+        for name, buffer in local.buffers.items():
             buffer.copy_(sums[name] / count)

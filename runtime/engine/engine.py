@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pipedream.comm.transport import PeerLost, Transport
 from pipedream.graph.timeline import Event
-from pipedream.runtime.engine.action_stream import Course
+from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.executor import Executor, Minibatches
 from pipedream.schedule.action import RECEIVES, Action
 
@@ -30,25 +30,25 @@ class Engine:
     before: Callable[[Action], None] = lambda action: None
     events: list[Event] = field(default_factory=list)
 
-    def run(self, course: Course, data: Minibatches) -> None:
-        """Performs one leg. Raises PeerLost, naming the action that could not be done."""
+    def run(self, stream: ActionStream, data: Minibatches) -> None:
+        """Performs one segment. Raises PeerLost, naming the action that could not be done."""
         for executor in self.executors.values():
             executor.begin(data)
-        self._perform(course)
+        self._perform(stream)
         self.transport.drain()
         for executor in self.executors.values():
             executor.end()
 
-    def _perform(self, course: Course) -> None:
+    def _perform(self, stream: ActionStream) -> None:
         perform = {stage: executor.table for stage, executor in self.executors.items()}
         actions: Sequence[Action] = ()
         position = posted = 0
-        while (settled := course.settle(position, LOOK_AHEAD)) > position:
-            if course.actions is not actions:
-                actions = self._follow(course)
-            for action in actions[posted:settled]:
+        while (committed := stream.commit(position, LOOK_AHEAD)) > position:
+            if stream.actions is not actions:
+                actions = self._follow(stream)
+            for action in actions[posted:committed]:
                 self._post(action)
-            action, position, posted = actions[position], position + 1, settled
+            action, position, posted = actions[position], position + 1, committed
             begin = time.perf_counter()
             self.before(action)
             try:
@@ -59,12 +59,12 @@ class Engine:
             self.events.append(Event(action, begin, time.perf_counter()))
             self.after(action)
 
-    def _follow(self, course: Course) -> Sequence[Action]:
-        """The actions that the course has by now; the first of them may have been done."""
-        actions = course.actions
+    def _follow(self, stream: ActionStream) -> Sequence[Action]:
+        """The actions that the stream has by now; the first of them may have been done."""
+        actions = stream.actions
         for stage, executor in self.executors.items():
             own = [action for action in actions if action.stage == stage]
-            executor.follow(own, course.delays)
+            executor.follow(own, stream.delays)
         return actions
 
     def _post(self, action: Action) -> None:

@@ -21,7 +21,7 @@ from pipedream.runtime.data.reader import Batch, Reader
 from pipedream.runtime.data.sizes import Sizes
 from pipedream.runtime.stages.compile import plain
 from pipedream.runtime.stages.partition import Layout, first_difference, layouts, links
-from pipedream.runtime.stages.stage_module import Form, Forms
+from pipedream.runtime.stages.stage_module import StageModule, StageModules
 from pipedream.schedule.action import Action, Kind, Worker
 from pipedream.schedule.channel import Channel
 from pipedream.schedule.schedule import forwards
@@ -30,7 +30,7 @@ AHEAD = 4
 """How many messages are posted, and how many minibatches may be on their way to the next stage."""
 
 
-class Tally:
+class EvaluationTotals:
     """Losses and predictions of some examples."""
 
     def __init__(self, loss: float = 0.0, examples: int = 0, right: int = 0, of: int = 0) -> None:
@@ -68,10 +68,10 @@ def obstacle(captured: Captured, plan: Plan, first: Batch, kind: str | None) -> 
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One worker's part in it; `forms` are of the model in eval mode."""
+class EvaluationStage:
+    """One worker's part in it; `stage_modules` are of the model in eval mode."""
 
-    forms: Forms
+    stage_modules: StageModules
     sizes: Sizes
     actions: Sequence[Action]
     ranks: Sequence[Sequence[int]]
@@ -84,21 +84,23 @@ class Stage:
         worker: Worker,
         sizes: Sizes,
         device: torch.device,
-    ) -> Stage:
+    ) -> EvaluationStage:
         """Of a model with no `obstacle`; `rest` is of the last minibatch, if that is smaller."""
 
-        def form(captured: Captured) -> Form:
+        def stage_module(captured: Captured) -> StageModule:
             layout = layouts(captured, plan)[worker[0]]
-            return Form.of(captured, layout, device, lambda _, piece: plain(piece))
+            return StageModule.of(captured, layout, device, lambda _, piece: plain(piece))
 
-        forms = Forms(form(captured), form(rest) if rest else None, sizes.last)
+        stage_modules = StageModules(
+            stage_module(captured), stage_module(rest) if rest else None, sizes.last
+        )
         every = links(layouts(captured, plan))
         actions = forwards(plan.replicas, every, len(sizes), worker)
-        return Stage(forms, sizes, actions, plan.process_ranks)
+        return EvaluationStage(stage_modules, sizes, actions, plan.process_ranks)
 
     @property
     def layout(self) -> Layout:
-        return self.forms.whole.layout
+        return self.stage_modules.whole.layout
 
     @property
     def is_last(self) -> bool:
@@ -115,19 +117,19 @@ class Stage:
         tensors: Mapping[str, torch.Tensor],
         transport: Transport,
         loss: Loss,
-    ) -> Tally:
+    ) -> EvaluationTotals:
         """Runs this worker's minibatches on the parameters and buffers `tensors`.
 
         Raises PeerLost, and UserError where data or loss are at fault.
         """
-        tally = Tally()
+        totals = EvaluationTotals()
         receives = [action for action in self.actions if action.kind is Kind.RECV_ACTIVATION]
         coming = iter(receives)
         for action in islice(coming, AHEAD):
             self._post(action, transport)
         passes = groupby(self.actions, key=lambda action: action.minibatch)
         for done, (minibatch, actions) in enumerate(passes, start=1):
-            form = self.forms.of(minibatch)
+            stage_module = self.stage_modules.of(minibatch)
             known: dict[str, torch.Tensor] = {}
             messages: list[tuple[Channel, Message]] = []
             for action in actions:
@@ -136,27 +138,27 @@ class Stage:
                     for following in islice(coming, 1):
                         self._post(following, transport)
                 elif action.kind is Kind.FORWARD:
-                    self._forward(form, minibatch, data, tensors, known)
+                    self._forward(stage_module, minibatch, data, tensors, known)
                 else:
                     assert action.peer is not None
-                    values = form.layout.sends[action.peer[0]]
+                    values = stage_module.layout.sends[action.peer[0]]
                     # A copy: what was received may be passed on, and its memory be used again.
                     sent = [known[value.name].clone() for value in values]
                     transport.send(Channel.of(action, self.ranks), sent)
             if self.is_last:
-                output, target = form.output(known), data.target(minibatch)
+                output, target = stage_module.output(known), data.target(minibatch)
                 hit = accuracy(output, target)
-                tally.add(loss(output, target).item(), self.sizes.of(minibatch), hit)
+                totals.add(loss(output, target).item(), self.sizes.of(minibatch), hit)
             for channel, message in messages:
                 transport.recycle(channel, message)
             if done % AHEAD == 0:  # a fast stage waits, so that its messages do not pile up
                 transport.drain()
         transport.drain()
-        return tally
+        return totals
 
     def _post(self, action: Action, transport: Transport) -> None:
         assert action.peer is not None
-        layout = self.forms.of(action.minibatch).layout
+        layout = self.stage_modules.of(action.minibatch).layout
         transport.post(Channel.of(action, self.ranks), layout.receives[action.peer[0]])
 
     def _receive(
@@ -165,21 +167,21 @@ class Stage:
         assert action.peer is not None
         channel = Channel.of(action, self.ranks)
         message = transport.receive(channel)
-        values = self.forms.of(action.minibatch).layout.receives[action.peer[0]]
+        values = self.stage_modules.of(action.minibatch).layout.receives[action.peer[0]]
         known |= {value.name: tensor for value, tensor in zip(values, message, strict=True)}
         return channel, message
 
     def _forward(
         self,
-        form: Form,
+        stage_module: StageModule,
         minibatch: int,
         data: Reader,
         tensors: Mapping[str, torch.Tensor],
         known: dict[str, torch.Tensor],
     ) -> None:
-        reads = form.layout.reads
+        reads = stage_module.layout.reads
         if reads:
             known |= dict(zip(reads, data.inputs(minibatch, reads.values()), strict=True))
-        inputs = tuple(known[name] for name in form.piece.inputs)
-        results = form.compute(tensors, inputs)
-        known |= dict(zip(form.piece.outputs, results, strict=True))
+        inputs = tuple(known[name] for name in stage_module.piece.inputs)
+        results = stage_module.compute(tensors, inputs)
+        known |= dict(zip(stage_module.piece.outputs, results, strict=True))

@@ -17,11 +17,11 @@ from pipedream.comm.buckets import Buckets
 from pipedream.comm.process_groups import Groups
 from pipedream.comm.transport import Message, PeerLost, Transport
 from pipedream.graph.errors import UserError
-from pipedream.runtime.engine.randomness import Dice
-from pipedream.runtime.engine.recompute import Again
+from pipedream.runtime.engine.randomness import MinibatchRng
+from pipedream.runtime.engine.recompute import Recomputation
 from pipedream.runtime.engine.weights import Version, Weights
 from pipedream.runtime.optim.stepping import Stepping
-from pipedream.runtime.stages.stage_module import Form, Forms
+from pipedream.runtime.stages.stage_module import StageModule, StageModules
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Worker
 from pipedream.schedule.channel import Channel
 from pipedream.schedule.versions import uses
@@ -54,11 +54,11 @@ def _computing(action: Action) -> Iterator[None]:
 
 
 @dataclass
-class Passing:
+class MinibatchState:
     """What one minibatch leaves in this stage between its forward and its backward pass.
 
     `received`: values from other stages; `leaving`: those to be sent; `edges`: where the backward
-    pass may begin, the values that need a gradient, without their data. `again` takes the place of
+    pass may begin, the values that need a gradient, without their data. `recomputation` replaces
     the autograd graph where the stage recomputes. `messages`: those with activations, whose
     memory may then go round. That of gradients may not: autograd hands on views of it as the
     gradients of others. `gradients` are those received, then those to be sent; all `sent`: the
@@ -71,39 +71,41 @@ class Passing:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
     version: Version | None = None
     loss: torch.Tensor | None = None
-    again: Again | None = None
-    ends: Ends | None = None
+    recomputation: Recomputation | None = None
+    ends: BackwardRoots | None = None
     sent: bool = False
     messages: list[tuple[Channel, Message]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Ends:
+class BackwardRoots:
     """Where a backward pass begins, at the loss or at what was sent, and with which gradients."""
 
     edges: Sequence[torch.Tensor] | Sequence[GradientEdge]
     gradients: Sequence[torch.Tensor] | None
 
     @staticmethod
-    def of(passing: Passing) -> Ends:
-        if passing.loss is not None:
-            return Ends([passing.loss] if passing.loss.requires_grad else [], None)
-        names = [name for name in passing.gradients if name in passing.edges]
-        return Ends([passing.edges[n] for n in names], [passing.gradients[n] for n in names])
+    def of(state: MinibatchState) -> BackwardRoots:
+        if state.loss is not None:
+            return BackwardRoots([state.loss] if state.loss.requires_grad else [], None)
+        names = [name for name in state.gradients if name in state.edges]
+        return BackwardRoots([state.edges[n] for n in names], [state.gradients[n] for n in names])
 
-    def propagate(self, to: Sequence[torch.Tensor], again: bool = False) -> None:
-        """Adds to the `grad` of these leaves; the graph stays if it is needed `again`."""
+    def propagate(self, to: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
+        """Adds to the `grad` of these leaves; with `retain_graph` the graph can be used again."""
         if self.edges and to:
-            torch.autograd.backward(self.edges, self.gradients, retain_graph=again, inputs=to)
+            torch.autograd.backward(
+                self.edges, self.gradients, retain_graph=retain_graph, inputs=to
+            )
 
 
 @dataclass
 class Executor:
     """One replica of one stage.
 
-    `forms` has the stage for the size of each minibatch. `ranks[stage][replica]` is the rank of a
-    worker; `loss(output, target)`, of what the model returns, is for the last stage; `on_loss`
-    hears of it. `dice` give the pass of a minibatch its random numbers. With `recompute` the
+    `stage_modules` has the stage for each size of minibatch. `ranks[stage][replica]` is the rank of
+    a worker; `loss(output, target)`, of what the model returns, is for the last stage; `on_loss`
+    hears of it. `rng` give the pass of a minibatch its random numbers. With `recompute` the
     backward pass does the forward pass again: not in the last stage, whose backward pass follows at
     once. `per_update` minibatches of a round count as one update to the scheduler of the learning
     rate.
@@ -113,7 +115,7 @@ class Executor:
     gradients from operator to operator are found twice; all that was saved stays until the second.
     """
 
-    forms: Forms
+    stage_modules: StageModules
     weights: Weights
     stepping: Stepping
     transport: Transport
@@ -121,21 +123,21 @@ class Executor:
     ranks: Sequence[Sequence[int]]
     loss: Callable[[Any, Any], torch.Tensor]
     on_loss: Callable[[int, torch.Tensor], None]
-    dice: Dice
+    rng: MinibatchRng
     per_update: int = 1
     recompute: bool = False
 
     def begin(self, data: Minibatches) -> None:
-        """Makes ready for a leg; nothing is in flight."""
+        """Makes ready for a segment; nothing is in flight."""
         self.data = data
-        self.passing: dict[int, Passing] = {}
+        self.state: dict[int, MinibatchState] = {}
         self.channels: dict[tuple[Kind, Worker | None], Channel] = {}
         self.base = self.weights.current.number
         self.weights.begin()
 
     def follow(self, actions: Sequence[Action], delays: Mapping[int, int]) -> None:
-        """`actions` are all that this stage does in the leg, those that have been done among them;
-        `delays`: by how many updates the weights of a minibatch are to be predicted.
+        """`actions` are all that this stage does in the segment, those that have been done among
+        them; `delays`: by how many updates the weights of a minibatch are to be predicted.
         """
         self.delays = delays
         used = uses(action for action in actions if not delays.get(action.minibatch))
@@ -144,7 +146,7 @@ class Executor:
 
     def end(self) -> None:
         """All that was begun is done."""
-        assert not self.passing
+        assert not self.state
         assert not self.weights.older
 
     @property
@@ -173,7 +175,7 @@ class Executor:
     def post(self, action: Action) -> None:
         """Makes room for what a receive that is still to come will bring."""
         assert action.peer is not None
-        layout = self.forms.of(action.minibatch).layout
+        layout = self.stage_modules.of(action.minibatch).layout
         if action.kind is Kind.RECV_ACTIVATION:
             values = layout.receives[action.peer[0]]
         else:
@@ -183,54 +185,54 @@ class Executor:
 
     def _receive_activation(self, action: Action) -> None:
         assert action.peer is not None
-        passing = self.passing.setdefault(action.minibatch, Passing())
+        state = self.state.setdefault(action.minibatch, MinibatchState())
         channel = self._channel(action)
         tensors = self.transport.receive(channel)
-        values = self.forms.of(action.minibatch).layout.receives[action.peer[0]]
-        passing.messages.append((channel, tensors))
+        values = self.stage_modules.of(action.minibatch).layout.receives[action.peer[0]]
+        state.messages.append((channel, tensors))
         for value, tensor in zip(values, tensors, strict=True):
-            passing.received[value.name] = tensor.requires_grad_(value.requires_grad)
+            state.received[value.name] = tensor.requires_grad_(value.requires_grad)
 
     def _forward(self, action: Action) -> None:
-        passing = self.passing.setdefault(action.minibatch, Passing())
-        form = self.forms.of(action.minibatch)
-        reads = form.layout.reads
+        state = self.state.setdefault(action.minibatch, MinibatchState())
+        stage_module = self.stage_modules.of(action.minibatch)
+        reads = stage_module.layout.reads
         given = self.data.inputs(action.minibatch, reads.values())
-        known = {**passing.received, **dict(zip(reads, given, strict=True))}
-        inputs = tuple(known[name] for name in form.piece.inputs)
-        passing.version = self.weights.acquire(
+        known = {**state.received, **dict(zip(reads, given, strict=True))}
+        inputs = tuple(known[name] for name in stage_module.piece.inputs)
+        state.version = self.weights.acquire(
             self.base + action.version, self.delays.get(action.minibatch, 0)
         )
-        self.dice.minibatch = action.minibatch
+        self.rng.minibatch = action.minibatch
         if self.recompute:
-            passing.again = Again.before(form.piece, inputs)
+            state.recomputation = Recomputation.before(stage_module.piece, inputs)
         with _computing(action):
-            results = form.compute(passing.version.tensors, inputs)
-        made = dict(zip(form.piece.outputs, results, strict=True))
-        _keep_edges(passing, form, made)
+            results = stage_module.compute(state.version.tensors, inputs)
+        made = dict(zip(stage_module.piece.outputs, results, strict=True))
+        _keep_edges(state, stage_module, made)
         if action.stage == len(self.ranks) - 1:
             known |= made
-            loss = self.loss(form.output(known), self.data.target(action.minibatch))
+            loss = self.loss(stage_module.output(known), self.data.target(action.minibatch))
             self.on_loss(action.minibatch, loss.detach())
             scale = self.stepping.scale.value
-            passing.loss = loss if scale == 1.0 else loss * scale
-        layout, received = form.layout, passing.received
-        passing.leaving = {name: _apart(made[name], received) for name in layout.sent}
-        passing.received = {name: received[name] for name in layout.received_for_gradient}
+            state.loss = loss if scale == 1.0 else loss * scale
+        layout, received = stage_module.layout, state.received
+        state.leaving = {name: _apart(made[name], received) for name in layout.sent}
+        state.received = {name: received[name] for name in layout.received_for_gradient}
 
     def _send_activation(self, action: Action) -> None:
         assert action.peer is not None
-        passing = self.passing[action.minibatch]
-        sends = self.forms.of(action.minibatch).layout.sends
-        message = [passing.leaving[value.name] for value in sends[action.peer[0]]]
+        state = self.state[action.minibatch]
+        sends = self.stage_modules.of(action.minibatch).layout.sends
+        message = [state.leaving[value.name] for value in sends[action.peer[0]]]
         self.transport.send(self._channel(action), message)
         if action.peer[0] == max(sends):
-            passing.leaving = {}
+            state.leaving = {}
 
     def _receive_gradient(self, action: Action) -> None:
         assert action.peer is not None
-        gradients = self.passing[action.minibatch].gradients
-        sends = self.forms.of(action.minibatch).layout.sends
+        gradients = self.state[action.minibatch].gradients
+        sends = self.stage_modules.of(action.minibatch).layout.sends
         sent = [value for value in sends[action.peer[0]] if value.requires_grad]
         tensors = self.transport.receive(self._channel(action))
         for value, tensor in zip(sent, tensors, strict=True):
@@ -238,52 +240,54 @@ class Executor:
             gradients[value.name] = tensor if known is None else known + tensor
 
     def _backward(self, action: Action) -> None:
-        passing = self._turn(action)
-        assert passing.ends is not None
-        received = passing.received.values()
-        with self._learning(action, passing) as parameters:
-            passing.ends.propagate([*parameters, *received])
-        _keep_gradients(passing)
-        self._let_go(action.minibatch, passing)
+        state = self._turn(action)
+        assert state.ends is not None
+        received = state.received.values()
+        with self._learning(action, state) as parameters:
+            state.ends.propagate([*parameters, *received])
+        _keep_gradients(state)
+        self._let_go(action.minibatch, state)
 
     def _backward_input(self, action: Action) -> None:
         """The first half: finds the gradients of what was received, which may then be sent."""
-        passing = self._turn(action)
-        assert passing.ends is not None
+        state = self._turn(action)
+        assert state.ends is not None
         with _computing(action):
-            passing.ends.propagate(list(passing.received.values()), again=True)
-        _keep_gradients(passing)
+            state.ends.propagate(list(state.received.values()), retain_graph=True)
+        _keep_gradients(state)
 
     def _backward_weight(self, action: Action) -> None:
         """The second half: those of the parameters go to the round."""
-        passing = self.passing[action.minibatch]
-        assert passing.ends is not None
-        with self._learning(action, passing) as parameters:
-            passing.ends.propagate(parameters)
-        self._let_go(action.minibatch, passing)
+        state = self.state[action.minibatch]
+        assert state.ends is not None
+        with self._learning(action, state) as parameters:
+            state.ends.propagate(parameters)
+        self._let_go(action.minibatch, state)
 
-    def _turn(self, action: Action) -> Passing:
+    def _turn(self, action: Action) -> MinibatchState:
         """The minibatch as its backward pass begins: with its autograd graph, and the ends of it.
 
         It holds no gradients then: those that came are with the ends, those to be sent to be found.
         """
-        passing, form = self.passing[action.minibatch], self.forms.of(action.minibatch)
-        assert passing.version is not None
-        if passing.again is not None:
-            self.dice.minibatch = action.minibatch
+        state, stage_module = self.state[action.minibatch], self.stage_modules.of(action.minibatch)
+        assert state.version is not None
+        if state.recomputation is not None:
+            self.rng.minibatch = action.minibatch
             with _computing(action):
-                results = passing.again.run(form.compute, passing.version.tensors)
-            passing.again = None
-            _keep_edges(passing, form, dict(zip(form.piece.outputs, results, strict=True)))
-        passing.ends = Ends.of(passing)
-        passing.gradients, passing.edges, passing.loss = {}, {}, None
-        passing.sent = not form.layout.receives
-        return passing
+                results = state.recomputation.run(stage_module.compute, state.version.tensors)
+            state.recomputation = None
+            _keep_edges(
+                state, stage_module, dict(zip(stage_module.piece.outputs, results, strict=True))
+            )
+        state.ends = BackwardRoots.of(state)
+        state.gradients, state.edges, state.loss = {}, {}, None
+        state.sent = not stage_module.layout.receives
+        return state
 
     @contextmanager
-    def _learning(self, action: Action, passing: Passing) -> Iterator[list[torch.Tensor]]:
+    def _learning(self, action: Action, state: MinibatchState) -> Iterator[list[torch.Tensor]]:
         """What is found for these parameters in here is added to the gradients of the round."""
-        version = passing.version
+        version = state.version
         assert version is not None
         with (
             _computing(action),
@@ -292,32 +296,32 @@ class Executor:
         ):
             yield [tensor for tensor in version.tensors.values() if tensor.requires_grad]
 
-    def _let_go(self, minibatch: int, passing: Passing) -> None:
+    def _let_go(self, minibatch: int, state: MinibatchState) -> None:
         """The backward pass is over: of the minibatch there is nothing left but what is to be sent.
 
         The memory of what was received may go round now that no graph needs it.
         """
-        version = passing.version
+        version = state.version
         assert version is not None
-        passing.received, passing.ends, passing.version = {}, None, None
-        for channel, message in passing.messages:
+        state.received, state.ends, state.version = {}, None, None
+        for channel, message in state.messages:
             self.transport.recycle(channel, message)
-        passing.messages = []
+        state.messages = []
         self.weights.release(version)
-        if passing.sent:
-            del self.passing[minibatch]
+        if state.sent:
+            del self.state[minibatch]
 
     def _send_gradient(self, action: Action) -> None:
         assert action.peer is not None
-        passing = self.passing[action.minibatch]
-        receives = self.forms.of(action.minibatch).layout.receives
+        state = self.state[action.minibatch]
+        receives = self.stage_modules.of(action.minibatch).layout.receives
         values = receives[action.peer[0]]
-        message = [passing.gradients.pop(value.name) for value in values if value.requires_grad]
+        message = [state.gradients.pop(value.name) for value in values if value.requires_grad]
         self.transport.send(self._channel(action), message)
         if action.peer[0] == max(receives):
-            passing.sent = True
-            if passing.version is None:
-                del self.passing[action.minibatch]
+            state.sent = True
+            if state.version is None:
+                del self.state[action.minibatch]
 
     def _adding_up(self, action: Action, version: Version) -> AbstractContextManager[None]:
         """The sums over the replicas begin in the last backward pass of the round."""
@@ -365,17 +369,19 @@ def _closing(actions: Sequence[Action]) -> set[int]:
     return found
 
 
-def _keep_edges(passing: Passing, form: Form, made: Mapping[str, torch.Tensor]) -> None:
+def _keep_edges(
+    state: MinibatchState, stage_module: StageModule, made: Mapping[str, torch.Tensor]
+) -> None:
     """Of what is sent the autograd graph needs the edges; the data may go once it is sent."""
-    if passing.again is None:
-        needed = {name: made[name] for name in form.layout.sent if made[name].requires_grad}
-        passing.edges = {name: get_gradient_edge(tensor) for name, tensor in needed.items()}
+    if state.recomputation is None:
+        needed = {name: made[name] for name in stage_module.layout.sent if made[name].requires_grad}
+        state.edges = {name: get_gradient_edge(tensor) for name, tensor in needed.items()}
 
 
-def _keep_gradients(passing: Passing) -> None:
+def _keep_gradients(state: MinibatchState) -> None:
     """Those of what was received are to be sent; what plays no part in the loss has zeros."""
-    for name, tensor in passing.received.items():
-        passing.gradients[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+    for name, tensor in state.received.items():
+        state.gradients[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def _apart(tensor: torch.Tensor, received: Mapping[str, torch.Tensor]) -> torch.Tensor:

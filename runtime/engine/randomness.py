@@ -18,16 +18,16 @@ from torch import fx, nn
 from pipedream.capture.segment import Segment
 
 
-class Dice:
+class MinibatchRng:
     """What the numbers of one rank depend on; `seed` as in the run config."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
         self.epoch, self.minibatch = 0, 0
 
-    def roll(self, place: int) -> None:
-        """Seeds the generator of the device for the operator at `place`."""
-        key = struct.pack("<4q", self.seed, self.epoch, self.minibatch, place)
+    def seed_operator(self, position: int) -> None:
+        """Seeds the generator of the device for the operator at `position`."""
+        key = struct.pack("<4q", self.seed, self.epoch, self.minibatch, position)
         number = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
         if self.device.type == "cuda":
             torch.cuda.default_generators[self.device.index or 0].manual_seed(number)
@@ -35,31 +35,31 @@ class Dice:
             torch.default_generator.manual_seed(number)
 
 
-class Roll(nn.Module):
+class SeedHook(nn.Module):
     """Stands before an operator that draws."""
 
-    def __init__(self, dice: Dice, place: int) -> None:
+    def __init__(self, rng: MinibatchRng, position: int) -> None:
         super().__init__()
-        self.dice, self.place = dice, place
+        self.rng, self.position = rng, position
 
     def forward(self) -> None:
-        self.dice.roll(self.place)
+        self.rng.seed_operator(self.position)
 
 
-def places(captured: fx.GraphModule) -> dict[str, int]:
+def operator_positions(captured: fx.GraphModule) -> dict[str, int]:
     """Where each operator stands in the captured model, subgraphs included, by its path."""
-    return {path: place for place, path in enumerate(_paths(captured))}
+    return {path: position for position, path in enumerate(_paths(captured))}
 
 
-def seed_each(part: Segment, places: Mapping[str, int], dice: Dice) -> Segment:
+def seed_each(part: Segment, operator_positions: Mapping[str, int], rng: MinibatchRng) -> Segment:
     """Has every operator of the segment that draws random numbers seed them first. In place."""
     for prefix, module in part.module.named_modules():
         if isinstance(module, fx.GraphModule):
             for node in [node for node in module.graph.nodes if _draws(node)]:
-                place = places[_path(prefix, node)]
-                module.add_submodule(f"roll_{place}", Roll(dice, place))
+                position = operator_positions[_path(prefix, node)]
+                module.add_submodule(f"roll_{position}", SeedHook(rng, position))
                 with module.graph.inserting_before(node):
-                    module.graph.call_module(f"roll_{place}")
+                    module.graph.call_module(f"roll_{position}")
             module.recompile()
     return part
 

@@ -19,17 +19,17 @@ from pipedream.runtime.stages.compile import Compute
 
 
 @dataclass(frozen=True)
-class Again:
+class Recomputation:
     """What it takes to do the forward pass of one minibatch once more."""
 
     inputs: tuple[Tensor, ...]
     buffers: Mapping[str, Tensor]
 
     @staticmethod
-    def before(piece: Segment, inputs: tuple[Tensor, ...]) -> Again:
+    def before(piece: Segment, inputs: tuple[Tensor, ...]) -> Recomputation:
         """To be called right before the forward pass, which is free to write its buffers."""
         buffers = {name: piece.module.get_buffer(name).clone() for name in piece.written_buffers}
-        return Again(inputs, buffers)
+        return Recomputation(inputs, buffers)
 
     def run(self, compute: Compute, tensors: Mapping[str, Tensor]) -> Any:
         """What the forward pass gave on the parameters `tensors`, with its autograd graph."""

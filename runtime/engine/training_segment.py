@@ -1,8 +1,8 @@
-"""How far a run is, and the legs in which it goes on: a checkpoint stands between two of them.
+"""How far a run is, and the segments in which it goes on: a checkpoint stands between two of them.
 
-A leg is a run of consecutive minibatches of an epoch. Its schedule is a whole one: the pipeline is
-filled at its beginning and drained at its end, where no minibatch is in flight on any rank and each
-stage has one version of its weights. That version is what a checkpoint holds. Pure.
+A segment is a run of consecutive minibatches of an epoch. Its schedule is a whole one: the pipeline
+is filled at its beginning and drained at its end, where no minibatch is in flight on any rank and
+each stage has one version of its weights. That version is what a checkpoint holds. Pure.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Leg:
+class TrainingSegment:
     """Minibatches `begin` to `end` - 1 of an epoch."""
 
     begin: int
@@ -48,54 +48,56 @@ class Leg:
         return self.end - self.begin
 
 
-def legs(minibatches: int, every: int | None, begin: int = 0) -> Iterator[Leg]:
+def training_segments(
+    minibatches: int, every: int | None, begin: int = 0
+) -> Iterator[TrainingSegment]:
     """Those of an epoch from `begin` on: they end at each multiple of `every`, and at its end."""
     while begin < minibatches:
         end = minibatches if every is None else min((begin // every + 1) * every, minibatches)
-        yield Leg(begin, end)
+        yield TrainingSegment(begin, end)
         begin = end
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where a rank stands, as `halt` asks: in `leg`, which begins at `position`, with its first
-    `touched` minibatches begun or done; or there between two legs, with nothing begun.
+class RankProgress:
+    """Where a rank stands, as `halt` asks: in `segment`, which begins at `position`, with its first
+    `touched` minibatches begun or done; or there between two segments, with nothing begun.
     """
 
     position: Position
-    leg: Leg | None = None
+    segment: TrainingSegment | None = None
     touched: int = 0
 
     @property
-    def told(self) -> list[Any]:
+    def as_json(self) -> list[Any]:
         """As JSON can hold it."""
-        leg = self.leg and (self.leg.begin, self.leg.end)
-        return [astuple(self.position), leg, self.touched]
+        segment = self.segment and (self.segment.begin, self.segment.end)
+        return [astuple(self.position), segment, self.touched]
 
     @staticmethod
-    def of(told: Sequence[Any]) -> Standing:
-        """What was `told`."""
-        position, leg, touched = told
-        return Standing(Position(*position), leg and Leg(*leg), touched)
+    def of(as_json: Sequence[Any]) -> RankProgress:
+        """What was `as_json`."""
+        position, segment, touched = as_json
+        return RankProgress(Position(*position), segment and TrainingSegment(*segment), touched)
 
 
-def place_to_stop(standings: Sequence[Standing], policy: Policy) -> Position:
+def stopping_position(progress: Sequence[RankProgress], policy: Policy) -> Position:
     """Where ranks that stand so can all stop first, after whole updates.
 
-    A shorter leg differs from the longer one only in what is done once the first minibatch that it
-    lacks could have begun. That is when the minibatches a whole window before are over. So the
+    A shorter segment differs from the longer one only in what is done once the first minibatch that
+    it lacks could have begun. That is when the minibatches a whole window before are over. So the
     place lies a window ahead of all that has been touched.
 
     The end of an epoch, with all its minibatches, is another place than the beginning of the next:
     between them the held-out data are tried, by all ranks or by none.
     """
-    first = max(standing.position for standing in standings)
-    begun = [s for s in standings if s.position == first and s.leg is not None]
+    first = max(each.position for each in progress)
+    begun = [s for s in progress if s.position == first and s.segment is not None]
     if not begun:
         return first
-    leg, touched = begun[0].leg, max(standing.touched for standing in begun)
-    assert leg is not None
-    end = min(leg.begin + whole_updates(touched + window(policy), policy), leg.end)
+    segment, touched = begun[0].segment, max(each.touched for each in begun)
+    assert segment is not None
+    end = min(segment.begin + whole_updates(touched + window(policy), policy), segment.end)
     return Position(first.epoch, end)
 
 
@@ -112,7 +114,7 @@ def whole_updates(every: int, policy: Policy) -> int:
 
 
 def shifted(actions: Sequence[Action], begin: int) -> Sequence[Action]:
-    """A leg's actions with the numbers that its minibatches have in the epoch."""
+    """A segment's actions with the numbers that its minibatches have in the epoch."""
     if not begin:
         return actions
     return [action._replace(minibatch=action.minibatch + begin) for action in actions]

@@ -55,14 +55,14 @@ class Weights:
         self.peak_versions = 1
 
     def begin(self) -> None:
-        """A leg begins: nothing is in flight."""
+        """A segment begins: nothing is in flight."""
         self.expected, self.current.users = {}, 0
 
     def expect(self, uses: Mapping[int, int]) -> None:
-        """How many minibatches of the leg run on each version, those that are done among them.
+        """How many minibatches of the segment run on each version, those that are done among them.
 
         A version is kept until all of them are done: 2BW and vertical sync begin on one that is
-        not the newest any more. To be told again where the leg becomes another.
+        not the newest any more. To be told again where the segment becomes another.
         """
         for version in (self.current, *self.older):
             if not version.ahead:

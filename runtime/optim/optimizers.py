@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import OptimizerConfig
-from pipedream.runtime.optim.parameter_groups import Group, groups
+from pipedream.runtime.optim.parameter_groups import ParameterGroup, groups
 
 _UNFIT = {
     "LBFGS": (
@@ -67,7 +67,7 @@ def make_optimizer(
     return parts[0] if len(parts) == 1 else Together(parts)
 
 
-def _make(group: Group, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+def _make(group: ParameterGroup, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
     config = group.optimizer
     kind = getattr(torch.optim, config.name, None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:

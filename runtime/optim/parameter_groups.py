@@ -16,7 +16,7 @@ from pipedream.graph.run_config import GroupConfig, OptimizerConfig
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroup:
     """The parameters `members` of the whole model and the optimizer they have, one without groups.
 
     `option` is where the run config says so.
@@ -27,7 +27,7 @@ class Group:
     members: frozenset[str]
 
 
-def groups(config: OptimizerConfig, names: Iterable[str]) -> list[Group]:
+def groups(config: OptimizerConfig, names: Iterable[str]) -> list[ParameterGroup]:
     """Those of the config, then the parameters that match none of them, if there are any.
 
     `names` are all that the model has. Raises UserError where a pattern matches nothing, or a group
@@ -48,11 +48,11 @@ def groups(config: OptimizerConfig, names: Iterable[str]) -> list[Group]:
             raise UserError(
                 f"{option}: the groups before it have all that it matches: move it before them"
             )
-        found.append(Group(option, _optimizer(config, given), frozenset(mine)))
+        found.append(ParameterGroup(option, _optimizer(config, given), frozenset(mine)))
         left = [name for name in left if name not in found[-1].members]
     if left or not found:
         rest = OptimizerConfig(name=config.name, args=config.args)
-        found.append(Group("optimizer", rest, frozenset(left)))
+        found.append(ParameterGroup("optimizer", rest, frozenset(left)))
     return found
 
 

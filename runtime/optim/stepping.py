@@ -126,12 +126,12 @@ class Stepping:
         if self.rate.metric == "loss":
             self.losses.note(loss)
 
-    def end_leg(self) -> None:
+    def end_segment(self) -> None:
         if self.rate.metric == "loss":
-            self.losses.end_leg()
+            self.losses.end_segment()
 
     def end_epoch(self, minibatches: int) -> None:
-        """After the last leg of an epoch of so many minibatches."""
+        """After the last segment of an epoch of so many minibatches."""
         if self.rate.metric == "loss":
             self.rate.see(self.losses.end_epoch(minibatches))
         self.rate.advance("epoch")

@@ -30,7 +30,7 @@ from pipedream.runtime.data.sizes import Sizes
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.report.summary import Losses
 from pipedream.runtime.report.tensorboard import Board
-from pipedream.runtime.supervise.status import SECONDS_BETWEEN_TALES, Status, heard
+from pipedream.runtime.supervise.status import SECONDS_BETWEEN_STATUSES, Status, published_statuses
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_BETWEEN_LINES = 30.0
@@ -190,7 +190,7 @@ class Display:
                 loss=self.last_loss,
                 rate=self.rate,
             )
-        if now - self.asked > SECONDS_BETWEEN_TALES:
+        if now - self.asked > SECONDS_BETWEEN_STATUSES:
             self._ask(losses)
             self._show(losses)
 
@@ -198,7 +198,7 @@ class Display:
         """Brings what is known of the ranks up to date."""
         self.asked = time.perf_counter()
         everyone = [rank for members in self.ranks for rank in members]
-        self.statuses = heard(losses.store, everyone)
+        self.statuses = published_statuses(losses.store, everyone)
         if self.board is not None:
             step = (losses.epoch - 1) * losses.minibatches + losses.next
             self.board.state(step, self.rate, self.statuses)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LossSum:
-    """`value` is the sum of the epoch so far, the same on all ranks whenever a leg has ended.
+    """`value` is the sum of the epoch so far, the same on all ranks whenever a segment has ended.
 
     `add_up` replaces a tensor by its sum over all ranks.
     """
@@ -23,7 +23,7 @@ class LossSum:
         """A loss that only this rank knows. Waits for no GPU."""
         self.noted += loss
 
-    def end_leg(self) -> None:
+    def end_segment(self) -> None:
         self.add_up(self.noted)
         self.value += self.noted.item()
         self.noted.zero_()

@@ -8,47 +8,47 @@ from typing import Any
 import torch
 
 from pipedream.capture.sources.load import load_config_model
-from pipedream.comm.store_messages import from_first, hear, tell
+from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.graph.measured_run import MEASURED, MeasuredRun, write_measured
 from pipedream.graph.plan import Simulated
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.export import export
 from pipedream.runtime.checkpoint.plain_model import evaluate
 from pipedream.runtime.job import Job
-from pipedream.runtime.rank_context import Member
+from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.recording import Recording
 from pipedream.runtime.report.stage_times import measured_ranks
 from pipedream.runtime.report.summary import write_summary
-from pipedream.runtime.report.utilisation import Shares, promised, shares
-from pipedream.runtime.report.utilisation_table import print_shares
+from pipedream.runtime.report.utilisation import Utilisation, measure_utilisation, promised
+from pipedream.runtime.report.utilisation_table import print_utilisation
 from pipedream.schedule.steady_state import SteadySpan
 
 
-def finish(member: Member) -> None:
+def finish(context: RankContext) -> None:
     """To be called by every rank after the last epoch.
 
     Once rank 0 has saved no rank waits for it: it may try the model for longer than ranks wait for
     each other.
     """
-    rank, place = member.rank, member.rank.place
-    member.say("at the end of the run")
-    from_first(member.store, place, "saved", True)  # its last save may take long
-    member.clock.read()
-    tell(member.store, f"report/{place.rank}", [_report(member), member.recorder.told()])
+    local, place = context.local, context.local.place
+    context.say("at the end of the run")
+    broadcast(context.store, place, "saved", True)  # its last save may take long
+    context.clock.read()
+    send_message(context.store, f"report/{place.rank}", [_report(context), context.recorder.told()])
     if place.rank == 0:
-        heard = [hear(member.store, f"report/{r}") for r in range(place.world_size)]
+        heard = [receive_message(context.store, f"report/{r}") for r in range(place.world_size)]
         reports = [report for report, _ in heard]
         recording = Recording.of([told for _, told in heard])
-        spent = _shares(member, recording, reports)
+        spent = _utilisation(context, recording, reports)
         also = ""
         if recording.epochs:  # else there was nothing left to train
-            _write_recording(rank.job, recording, spent, reports)
-            also = "timeline.png, " + f"{MEASURED}, " * _write_measured(member, recording, spent)
-        summary = _summary(member, reports, spent) | _try_model(member)
-        also += "trace.json, " * rank.job.trace + "tensorboard, " * rank.job.tensorboard
-        write_summary(rank.job.run, summary, also)
-        if rank.job.export is not None:
-            _export(rank.job, rank.job.export)
+            _write_recording(local.job, recording, spent, reports)
+            also = "timeline.png, " + f"{MEASURED}, " * _write_measured(context, recording, spent)
+        summary = _summary(context, reports, spent) | _try_model(context)
+        also += "trace.json, " * local.job.trace + "tensorboard, " * local.job.tensorboard
+        write_summary(local.job.run, summary, also)
+        if local.job.export is not None:
+            _export(local.job, local.job.export)
 
 
 def _export(job: Job, target: Path) -> None:
@@ -58,18 +58,18 @@ def _export(job: Job, target: Path) -> None:
     print(f"Written: {target}")
 
 
-def _report(member: Member) -> dict[str, Any]:
-    rank = member.rank
+def _report(context: RankContext) -> dict[str, Any]:
+    local = context.local
     return {
-        "rank": rank.place.rank,
-        "stage": rank.stage,
-        "replica": rank.replica,
-        "peak_memory_bytes": member.memory.bytes,
-        "predicted_memory_bytes": _predicted_memory(rank.job, rank.stage),
-        "weight_versions": member.weights.peak_versions,
-        "in_flight": member.peak_in_flight,
-        "updates_left_out": member.stepping.skipped,
-        "clock_error_seconds": member.clock.error,
+        "rank": local.place.rank,
+        "stage": local.stage,
+        "replica": local.replica,
+        "peak_memory_bytes": context.memory.bytes,
+        "predicted_memory_bytes": _predicted_memory(local.job, local.stage),
+        "weight_versions": context.weights.peak_versions,
+        "in_flight": context.peak_in_flight,
+        "updates_left_out": context.stepping.skipped,
+        "clock_error_seconds": context.clock.error,
     }
 
 
@@ -85,37 +85,39 @@ def _simulated(job: Job) -> Simulated | None:
     return job.plan.predicted.simulated if job.as_planned else None
 
 
-def _shares(member: Member, recording: Recording, reports: list[dict[str, Any]]) -> Shares:
+def _utilisation(
+    context: RankContext, recording: Recording, reports: list[dict[str, Any]]
+) -> Utilisation:
     """What the ranks spent their time on; how busy each was is noted in its report."""
-    spent = shares(list(recording.epochs.values()), _steady(member))
+    spent = measure_utilisation(list(recording.epochs.values()), _steady(context))
     for report in reports:
         report["busy"] = round(spent.busy(report["rank"]), 4) if recording.epochs else None
     return spent
 
 
-def _steady(member: Member) -> SteadySpan | None:
+def _steady(context: RankContext) -> SteadySpan | None:
     """The minibatches of an epoch that find the pipeline full, if there are any."""
-    minibatches = member.rank.examples.minibatches
-    known = member.recorder.first(minibatches)
-    return SteadySpan.within(member.rank.job.policy, minibatches, known)
+    minibatches = context.local.examples.minibatches
+    known = context.recorder.first(minibatches)
+    return SteadySpan.within(context.local.job.policy, minibatches, known)
 
 
 def _write_recording(
-    job: Job, recording: Recording, spent: Shares, reports: list[dict[str, Any]]
+    job: Job, recording: Recording, spent: Utilisation, reports: list[dict[str, Any]]
 ) -> None:
     recording.write_last(job.run)
     if job.trace:
         recording.write_all(job.run / "trace.json")
         error = max(report["clock_error_seconds"] for report in reports)
         hoped = promised(job.plan) if job.as_planned else {}
-        print_shares(spent, job.plan.process_ranks, hoped, _simulated(job), error)
+        print_utilisation(spent, job.plan.process_ranks, hoped, _simulated(job), error)
 
 
-def _write_measured(member: Member, recording: Recording, spent: Shares) -> bool:
+def _write_measured(context: RankContext, recording: Recording, spent: Utilisation) -> bool:
     """measured.json; whether there is any: not of an epoch of one small minibatch."""
-    job, sizes = member.rank.job, member.rank.examples.sizes
+    job, sizes = context.local.job, context.local.examples.sizes
     whole = len(sizes) - bool(sizes.rest)
-    span = _steady(member) or SteadySpan(whole, 0, whole)
+    span = _steady(context) or SteadySpan(whole, 0, whole)
     epochs = list(recording.epochs.values())
     ranks = measured_ranks(epochs, range(span.first, min(span.last, whole)), job.plan)
     if ranks:
@@ -132,15 +134,17 @@ def _write_measured(member: Member, recording: Recording, spent: Shares) -> bool
     return bool(ranks)
 
 
-def _summary(member: Member, reports: list[dict[str, Any]], spent: Shares) -> dict[str, Any]:
-    rank, job, display = member.rank, member.rank.job, member.display
+def _summary(
+    context: RankContext, reports: list[dict[str, Any]], spent: Utilisation
+) -> dict[str, Any]:
+    local, job, display = context.local, context.local.job, context.display
     assert display is not None
     seconds = spent.seconds_per_minibatch
     simulated = _simulated(job)
     return {
         "schedule": job.schedule,
         "epochs": job.epochs,
-        "minibatches_per_epoch": rank.examples.minibatches,
+        "minibatches_per_epoch": local.examples.minibatches,
         "seconds_per_minibatch": seconds,
         "predicted_seconds_per_minibatch": job.plan.predicted.seconds_per_minibatch,
         "expected_seconds_per_minibatch": job.plan.predicted.expected_seconds_per_minibatch,
@@ -153,14 +157,14 @@ def _summary(member: Member, reports: list[dict[str, Any]], spent: Shares) -> di
     }
 
 
-def _try_model(member: Member) -> dict[str, Any]:
+def _try_model(context: RankContext) -> dict[str, Any]:
     """How the held-out data went: the last time through the pipeline, or now on this worker."""
-    rank, job = member.rank, member.rank.job
-    if rank.trial is not None:
-        return dict(member.tried)
-    if not job.evaluate or rank.examples.held_out is None:
+    local, job = context.local, context.local.job
+    if local.trial is not None:
+        return dict(context.tried)
+    if not job.evaluate or local.examples.held_out is None:
         return {}
     path = checkpoint.latest(job.checkpoints)
     assert path is not None
     model = load_config_model(job.config, job.directory)
-    return evaluate(model, path, rank.examples.held_out, job.config, rank.loss, rank.device)
+    return evaluate(model, path, local.examples.held_out, job.config, local.loss, local.device)

@@ -13,7 +13,7 @@ from pipedream.schedule.steady_state import BUSY, SteadySpan, bubble, steady_win
 
 
 @dataclass(frozen=True)
-class Shares:
+class Utilisation:
     """Seconds of each rank by the kind of action, out of `window` seconds in which `minibatches`
     went through.
 
@@ -44,7 +44,7 @@ class Shares:
         return bubble(sum(busy), len(self.seconds), self.window)
 
 
-def shares(epochs: Sequence[Timeline], span: SteadySpan | None) -> Shares:
+def measure_utilisation(epochs: Sequence[Timeline], span: SteadySpan | None) -> Utilisation:
     """What the ranks did in the steady state of the epochs; without a span, in all their time."""
     window, minibatches = 0.0, 0
     seconds: dict[int, dict[str, float]] = {rank: {} for epoch in epochs for rank in epoch}
@@ -58,7 +58,7 @@ def shares(epochs: Sequence[Timeline], span: SteadySpan | None) -> Shares:
                 if inside > 0:
                     kind = event.action.kind
                     seconds[rank][kind] = seconds[rank].get(kind, 0.0) + inside
-    return Shares(window, minibatches, seconds, span is not None)
+    return Utilisation(window, minibatches, seconds, span is not None)
 
 
 def _minibatches(epoch: Timeline) -> int:
@@ -103,7 +103,7 @@ def versions(events: Sequence[Event]) -> list[tuple[float, float]]:
         kind, version = event.action.kind, event.action.version
         if kind == Kind.FORWARD:
             if not version and not +used:
-                newest = 0  # they count from 0 in each leg
+                newest = 0  # they count from 0 in each segment
             used[version] += 1
         elif kind in ENDS_BACKWARD:
             used[version] -= 1

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from pipedream.graph.plan import Simulated
 from pipedream.graph.units import show_seconds
-from pipedream.runtime.report.utilisation import Shares
+from pipedream.runtime.report.utilisation import Utilisation
 from pipedream.schedule.action import BACKWARDS, RECEIVES, SENDS, Kind
 
 _PIPED_WIDTH = 120
@@ -25,8 +25,8 @@ _COLUMNS = {
 }
 
 
-def print_shares(
-    shares: Shares,
+def print_utilisation(
+    utilisation: Utilisation,
     ranks: Sequence[Sequence[int]],
     hoped: Mapping[int, float],
     simulated: Simulated | None,
@@ -40,8 +40,8 @@ def print_shares(
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPED_WIDTH)
-    console.print(_table(shares, ranks, hoped))
-    told = [f"bubble              {shares.bubble:.1%}"]
+    console.print(_table(utilisation, ranks, hoped))
+    told = [f"bubble              {utilisation.bubble:.1%}"]
     if any(hoped.values()):
         told.append(f"planned {max(0.0, 1 - sum(hoped.values()) / len(hoped)):.1%}")
     if simulated is not None:
@@ -50,8 +50,12 @@ def print_shares(
     console.print(f"clocks of the ranks within {show_seconds(clock_error)} of each other")
 
 
-def _table(shares: Shares, ranks: Sequence[Sequence[int]], hoped: Mapping[int, float]) -> Table:
-    while_full = "while the pipeline was full" if shares.steady else "filling and draining included"
+def _table(
+    utilisation: Utilisation, ranks: Sequence[Sequence[int]], hoped: Mapping[int, float]
+) -> Table:
+    while_full = (
+        "while the pipeline was full" if utilisation.steady else "filling and draining included"
+    )
     table = Table(
         title=f"What each rank did, {while_full}",
         caption="Busy: forward, backward and update. Planned: its passes as they were profiled, "
@@ -64,12 +68,12 @@ def _table(shares: Shares, ranks: Sequence[Sequence[int]], hoped: Mapping[int, f
         table.add_column(heading, justify="right", no_wrap=True)
     for stage, members in enumerate(ranks):
         for replica, rank in enumerate(members):
-            spent = [shares.share(rank, kinds) for kinds in _COLUMNS.values()]
+            spent = [utilisation.share(rank, kinds) for kinds in _COLUMNS.values()]
             rest = max(0.0, 1 - sum(spent))
             table.add_row(
                 *(str(number) for number in (rank, stage, replica)),
                 *(f"{share:.1%}" for share in (*spent, rest)),
-                f"{shares.busy(rank):.1%}",
+                f"{utilisation.busy(rank):.1%}",
                 f"{hoped[rank]:.1%}" if hoped.get(rank) else "-",
             )
     return table

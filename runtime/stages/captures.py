@@ -17,7 +17,7 @@ from pipedream.graph.errors import UserError
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.data.sizes import Sizes
-from pipedream.runtime.engine.evaluation import Stage, obstacle
+from pipedream.runtime.engine.evaluation import EvaluationStage, obstacle
 from pipedream.runtime.job import Job
 from pipedream.runtime.stages.partition import layouts
 from pipedream.runtime.stages.stage_module import capture_rest
@@ -37,7 +37,7 @@ class Captures:
     parameters: Sequence[str]
     persistent: Set[str]
     buffers: Set[str]
-    trial: Stage | None
+    trial: EvaluationStage | None
 
 
 def capture_all(job: Job, examples: Examples, place: Place) -> Captures:
@@ -76,7 +76,7 @@ def _rest(
 
 def _trial(
     job: Job, examples: Examples, place: Place, model: nn.Module, first: Batch
-) -> Stage | None:
+) -> EvaluationStage | None:
     if job.config.evaluate_every is None or not job.evaluate:
         return None
     if examples.held_out is None:
@@ -93,7 +93,9 @@ def _trial(
             why = f"for the last {sizes.rest} of {sizes.examples} examples {error}"
     model.train()
     if why is None:
-        return Stage.of(captured, rest, job.plan, job.worker(place.rank), sizes, examples.device)
+        return EvaluationStage.of(
+            captured, rest, job.plan, job.worker(place.rank), sizes, examples.device
+        )
     scheduler = job.config.scheduler
     if scheduler is not None and scheduler.needs_held_out:
         raise UserError(

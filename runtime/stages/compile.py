@@ -13,7 +13,7 @@ from pipedream.capture.precision import lowered
 from pipedream.capture.segment import Segment
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
-from pipedream.runtime.engine.randomness import Roll
+from pipedream.runtime.engine.randomness import SeedHook
 
 Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
 """(parameters and buffers by name, inputs) -> what the stage's module gives."""
@@ -36,7 +36,7 @@ def make_compute(piece: Segment, config: RunConfig, device: torch.device) -> Com
         if config.compile not in known:
             raise UserError(f"compile: {config.compile!r} is no backend here; write inductor")
         for module in piece.module.modules():
-            if isinstance(module, Roll):  # a compiled one would roll once for all
+            if isinstance(module, SeedHook):  # a compiled one would roll once for all
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore
         # Never for shapes in general: the last, smaller minibatch has a piece of its own.
         run = torch.compile(run, backend=config.compile, dynamic=False)

@@ -24,7 +24,7 @@ from pipedream.runtime.stages.partition import Layout, first_difference, layouts
 
 
 @dataclass(frozen=True)
-class Form:
+class StageModule:
     """One stage for one size of minibatches; `compute` runs `piece`.
 
     `outputs` are the names of the values that the model returns, in the structure `out_spec`.
@@ -42,17 +42,17 @@ class Form:
         layout: Layout,
         device: torch.device,
         compute: Callable[[Captured, Segment], Compute],
-    ) -> Form:
+    ) -> StageModule:
         """The stage of `layout`, which is of `captured`; `compute` may still change the piece."""
         piece = freeze_constants(layout.build(captured).to(device), captured.owner)
         made = compute(captured, piece)
-        return Form(layout, piece, made, captured.outputs, captured.out_spec)
+        return StageModule(layout, piece, made, captured.outputs, captured.out_spec)
 
     def output(self, known: Mapping[str, torch.Tensor]) -> Any:
         """What the model returns, of the values of the last stage by name."""
         return rebuild([known[name] for name in self.outputs], self.out_spec)
 
-    def share(self, other: Form, buffers: Collection[str]) -> None:
+    def share(self, other: StageModule, buffers: Collection[str]) -> None:
         """Has the two read and write the same buffers, of those that the model has: `buffers`."""
         for name, buffer in other.piece.module.named_buffers(remove_duplicate=False):
             if name in buffers:
@@ -61,14 +61,14 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Forms:
+class StageModules:
     """The form for each minibatch: `whole`, but for `rest` where it has the number `last`."""
 
-    whole: Form
-    rest: Form | None = None
+    whole: StageModule
+    rest: StageModule | None = None
     last: int | None = None
 
-    def of(self, minibatch: int) -> Form:
+    def of(self, minibatch: int) -> StageModule:
         return self.rest if self.rest is not None and minibatch == self.last else self.whole
 
 

@@ -1,10 +1,11 @@
 """Ctrl-C: the ranks agree where the run stops, drain the pipeline there, and save.
 
-Somebody asks: the launcher, or a signal that came to one of the ranks. Then no rank settles any
+Somebody asks: the launcher, or a signal that came to one of the ranks. Then no rank commits any
 action more, and each tells rank 0 how far it is. Rank 0 chooses the place: after whole updates, and
-so far ahead of all ranks that the schedule of the shortened leg begins, on each of them, with what
-is settled. With that schedule they go on, and it ends with an empty pipeline. Threads do all this,
-so that a rank answers while it waits for another one's message; the compute goes on meanwhile.
+so far ahead of all ranks that the schedule of the shortened segment begins, on each of them, with
+what is committed. With that schedule they go on, and it ends with an empty pipeline. Threads do all
+this, so that a rank answers while it waits for another one's message; the compute goes on
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,16 +20,21 @@ from types import FrameType
 from torch._C._distributed_c10d import Store
 
 from pipedream.comm.launcher import Place
-from pipedream.comm.store_messages import from_first, hear, tell
-from pipedream.runtime.engine.action_stream import Course
-from pipedream.runtime.engine.training_segment import Leg, Position, Standing, place_to_stop
+from pipedream.comm.store_messages import broadcast, receive_message, send_message
+from pipedream.runtime.engine.action_stream import ActionStream
+from pipedream.runtime.engine.training_segment import (
+    Position,
+    RankProgress,
+    TrainingSegment,
+    stopping_position,
+)
 from pipedream.runtime.supervise.launch import ASKING, draining
 from pipedream.schedule.policy import Policy
 
 _SECONDS_BETWEEN_LOOKS = 0.2
 
 
-class Halt:
+class GracefulStop:
     """One rank's part of it. `at`: where the run stops, once that is known.
 
     `launcher_asks` is None where no launcher of ours asks: then the first signal does, and the
@@ -49,34 +55,39 @@ class Halt:
         self.changing = threading.Condition()
         self.held = False
         self.position = Position(0)
-        self.course: Course | None = None
-        self.make: Callable[[Leg], Course] | None = None
+        self.stream: ActionStream | None = None
+        self.make: Callable[[TrainingSegment], ActionStream] | None = None
         self.signalled: int | None = None
         self.ended = threading.Event()
-        self.thread = threading.Thread(target=self._attend, name="halt", daemon=True)
+        self.thread = threading.Thread(target=self._attend, name="graceful-stop", daemon=True)
         self.before = {} if launcher_asks else {n: signal.signal(n, self._catch) for n in ASKING}
 
-    def depart(self, epoch: int, leg: Leg, course: Callable[[Leg], Course]) -> Course | None:
-        """What to do in the leg, which may become a shorter one meanwhile; None if the run stops
-        here. `course` makes it of a leg, in this thread or another.
+    def begin_segment(
+        self,
+        epoch: int,
+        segment: TrainingSegment,
+        stream: Callable[[TrainingSegment], ActionStream],
+    ) -> ActionStream | None:
+        """What to do in the segment, which may become a shorter one meanwhile; None if the run
+        stops here. `stream` makes it of a segment, in this thread or another.
         """
         with self.changing:
             self.changing.wait_for(lambda: not self.held)
-            self.position, self.make = Position(epoch, leg.begin), course
+            self.position, self.make = Position(epoch, segment.begin), stream
             if self.at == self.position:
                 return None
-            self.course = course(self._shortened(leg))
+            self.stream = stream(self._shortened(segment))
             if self.thread.ident is None:
                 self.thread.start()
-            return self.course
+            return self.stream
 
-    def rests(self, end: Position, onward: Position) -> bool:
-        """Whether the run stops at the `end` of a leg, where the pipeline is empty and this rank
-        has saved. Else it goes on from `onward`: after an epoch that is the next one.
+    def stops_at(self, end: Position, onward: Position) -> bool:
+        """Whether the run stops at the `end` of a segment, where the pipeline is empty and this
+        rank has saved. Else it goes on from `onward`: after an epoch that is the next one.
         """
         with self.changing:
             self.changing.wait_for(lambda: not self.held)
-            self.position, self.course = onward, None
+            self.position, self.stream = onward, None
             return self.at == end
 
     def end(self) -> None:
@@ -87,9 +98,9 @@ class Halt:
     def _attend(self) -> None:
         try:
             if self._is_asked():
-                standings = self._told(self._hold())
-                chosen = place_to_stop(standings, self.policy)
-                at = from_first(self.store, self.place, "halt/at", astuple(chosen))
+                progress = self._collect(self._hold())
+                chosen = stopping_position(progress, self.policy)
+                at = broadcast(self.store, self.place, "stop/at", astuple(chosen))
                 self._go_on(Position(*at))
         except RuntimeError:  # the store is gone: who waits for a message will say so
             self._go_on(None)
@@ -105,42 +116,45 @@ class Halt:
         if self.launcher_asks is not None:
             return self.launcher_asks()
         if self.signalled is not None:
-            self.store.set("halt/asked", str(self.signalled))
-        return self.store.check(["halt/asked"])
+            self.store.set("stop/asked", str(self.signalled))
+        return self.store.check(["stop/asked"])
 
-    def _hold(self) -> Standing:
+    def _hold(self) -> RankProgress:
         with self.changing:
             self.held = True
-            if self.course is None:
-                return Standing(self.position)
-            return Standing(self.position, self.course.leg, self.course.hold())
+            if self.stream is None:
+                return RankProgress(self.position)
+            return RankProgress(self.position, self.stream.segment, self.stream.hold())
 
-    def _told(self, own: Standing) -> list[Standing]:
+    def _collect(self, own: RankProgress) -> list[RankProgress]:
         """Those of all ranks, for rank 0; the others tell theirs."""
         if self.place.rank > 0:
-            tell(self.store, f"halt/{self.place.rank}", own.told)
+            send_message(self.store, f"stop/{self.place.rank}", own.as_json)
             return [own]
         if self.launcher_asks is None:
-            number = int(self.store.get("halt/asked"))
+            number = int(self.store.get("stop/asked"))
             print(f"pd-train: {draining(number)}", file=sys.stderr, flush=True)
         others = range(1, self.place.world_size)
-        return [own, *(Standing.of(hear(self.store, f"halt/{rank}")) for rank in others)]
+        return [
+            own,
+            *(RankProgress.of(receive_message(self.store, f"stop/{rank}")) for rank in others),
+        ]
 
     def _go_on(self, at: Position | None) -> None:
         with self.changing:
             self.at = at
-            if self.course is not None and self.make is not None:
-                shorter = self._shortened(self.course.leg)
-                changed = shorter != self.course.leg
-                self.course.go_on(self.make(shorter) if changed else None)
+            if self.stream is not None and self.make is not None:
+                shorter = self._shortened(self.stream.segment)
+                changed = shorter != self.stream.segment
+                self.stream.go_on(self.make(shorter) if changed else None)
             self.held = False
             self.changing.notify_all()
 
-    def _shortened(self, leg: Leg) -> Leg:
+    def _shortened(self, segment: TrainingSegment) -> TrainingSegment:
         if self.at is None or self.at.epoch != self.position.epoch:
-            return leg
+            return segment
         end = self.at.minibatch
-        return Leg(leg.begin, end) if leg.begin < end < leg.end else leg
+        return TrainingSegment(segment.begin, end) if segment.begin < end < segment.end else segment
 
     def _catch(self, number: int, _frame: FrameType | None) -> None:
         self.signalled = number

@@ -14,7 +14,7 @@ import struct
 import threading
 from dataclasses import dataclass
 
-SECONDS_BETWEEN_BEATS = 0.2
+SECONDS_BETWEEN_HEARTBEATS = 0.2
 
 _SIZE = 256
 _HEAD = struct.Struct("<qqH")  # beats, 1 + the rank lost or 0, bytes of the words that follow
@@ -22,7 +22,7 @@ _WORDS = _SIZE - _HEAD.size
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """What one worker has told last."""
 
     count: int
@@ -30,7 +30,7 @@ class Beat:
     words: str
 
 
-class Pulse:
+class Heartbeats:
     """The records of all ranks; each writes its own, the launcher reads them."""
 
     def __init__(self, descriptor: int) -> None:
@@ -39,31 +39,31 @@ class Pulse:
     @staticmethod
     def make(workers: int) -> int:
         """A descriptor of fresh memory, to be handed to the workers."""
-        descriptor = os.memfd_create("pipedream-pulse")
+        descriptor = os.memfd_create("pipedream-heartbeats")
         os.ftruncate(descriptor, workers * _SIZE + 1)
         return descriptor
 
-    def ask_to_stop(self) -> None:
+    def request_stop(self) -> None:
         """The launcher asks all workers to save and leave where they next can."""
         self.memory[-1] = 1
 
     @property
-    def asked_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         return self.memory[-1] == 1
 
-    def of(self, rank: int) -> Beat:
+    def of(self, rank: int) -> Heartbeat:
         count, lost, length = _HEAD.unpack_from(self.memory, rank * _SIZE)
         begin = rank * _SIZE + _HEAD.size
         words = self.memory[begin : begin + length].decode(errors="replace")
-        return Beat(count, lost - 1 if lost else None, words)
+        return Heartbeat(count, lost - 1 if lost else None, words)
 
-    def say(self, rank: int, words: str) -> None:
+    def report(self, rank: int, words: str) -> None:
         text = words.encode()[:_WORDS]
         begin = rank * _SIZE + _HEAD.size
         self.memory[begin : begin + len(text)] = text
         struct.pack_into("<H", self.memory, begin - 2, len(text))
 
-    def say_lost(self, rank: int, lost: int) -> None:
+    def report_lost(self, rank: int, lost: int) -> None:
         """`rank` has lost `lost`."""
         struct.pack_into("<q", self.memory, rank * _SIZE + 8, lost + 1)
 
@@ -71,13 +71,13 @@ class Pulse:
         count = struct.unpack_from("<q", self.memory, rank * _SIZE)[0]
         struct.pack_into("<q", self.memory, rank * _SIZE, count + 1)
 
-    def keep_beating(self, rank: int) -> None:
+    def start_beating(self, rank: int) -> None:
         """In a thread, until this process ends."""
 
         def go_on() -> None:
             while True:
                 self.beat(rank)
-                pause.wait(SECONDS_BETWEEN_BEATS)
+                pause.wait(SECONDS_BETWEEN_HEARTBEATS)
 
         pause = threading.Event()
-        threading.Thread(target=go_on, name="pulse", daemon=True).start()
+        threading.Thread(target=go_on, name="heartbeat", daemon=True).start()

@@ -19,7 +19,7 @@ from types import FrameType
 
 from pipedream.comm.launcher import LOCALHOST, PORTS, RESTARTS, Place, speaks
 from pipedream.graph.errors import UserError
-from pipedream.runtime.supervise.heartbeat import Pulse
+from pipedream.runtime.supervise.heartbeat import Heartbeats
 
 USER_ERROR = 2
 """Exit code of a worker that has already told the user, in one line, what is wrong."""
@@ -38,12 +38,12 @@ ASKING = (signal.SIGINT, signal.SIGUSR1)
 """For ranks that `spawn` did not start: Ctrl-C under torchrun, and what mpirun and srun pass on.
 SIGTERM is not one of them: torchrun ends with it the ranks that are left when one has died."""
 
-_LIFELINE = "PIPEDREAM_LIFELINE"
-_FLOOR = "PIPEDREAM_FLOOR"
-_PULSE = "PIPEDREAM_PULSE"
+_PARENT_DEATH_PIPE = "PIPEDREAM_PARENT_DEATH_PIPE"
+_ERROR_TOKEN = "PIPEDREAM_ERROR_TOKEN"
+_HEARTBEATS = "PIPEDREAM_HEARTBEATS"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
-_NOTICE_SECONDS = 0.5  # until a pulse that stands still has been seen to
+_NOTICE_SECONDS = 0.5  # until a heartbeat that stands still has been seen to
 _CAUSE_SECONDS = 2.0  # torchrun looks every 0.1 s
 _SAVING = (*ASKING, signal.SIGTERM)  # Ctrl-C, and what cluster managers send
 
@@ -110,20 +110,22 @@ def _run(
     command: Sequence[str], workers: int, attempt: int, timeout: float, caught: Sequence[int]
 ) -> _End:
     """Starts all workers once, and stops those that are left when one has ended badly."""
-    lifeline, held = os.pipe()
-    floor, memory, port = _open_floor(), Pulse.make(workers), _free_port()
+    parent_death_pipe, held = os.pipe()
+    error_token, memory, port = _open_error_token(), Heartbeats.make(workers), _free_port()
     children: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(workers):
             place = Place(rank, workers, rank, workers, LOCALHOST, port)
             try:
-                children.append(_start(command, place, attempt, (lifeline, floor, memory)))
+                children.append(
+                    _start(command, place, attempt, (parent_death_pipe, error_token, memory))
+                )
             except OSError as error:
                 return _End(1, f"rank {rank} cannot be started: {error.strerror}")
-        return _watch(children, caught, Pulse(memory), timeout)
+        return _watch(children, caught, Heartbeats(memory), timeout)
     finally:
         _stop(children)
-        for descriptor in (lifeline, held, floor, memory):
+        for descriptor in (parent_death_pipe, held, error_token, memory):
             os.close(descriptor)
 
 
@@ -131,15 +133,15 @@ def _start(
     command: Sequence[str], place: Place, attempt: int, descriptors: tuple[int, int, int]
 ) -> subprocess.Popen[bytes]:
     threads = max(1, _cores() // place.world_size)
-    lifeline, floor, pulse = descriptors
+    parent_death_pipe, error_token, heartbeats = descriptors
     variables = {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
         **place.variables(),
         RESTARTS: str(attempt),
-        _LIFELINE: str(lifeline),
-        _FLOOR: str(floor),
-        _PULSE: str(pulse),
+        _PARENT_DEATH_PIPE: str(parent_death_pipe),
+        _ERROR_TOKEN: str(error_token),
+        _HEARTBEATS: str(heartbeats),
     }
     # A process group of its own: Ctrl-C comes to the parent alone, which then stops every group.
     return subprocess.Popen(
@@ -161,40 +163,42 @@ def _cores() -> int:
 def _watch(
     children: Sequence[subprocess.Popen[bytes]],
     caught: Sequence[int],
-    pulse: Pulse,
+    heartbeats: Heartbeats,
     timeout: float,
 ) -> _End:
     """Waits until all are done or one has failed."""
-    stirred = _Stirring(pulse, len(children), timeout)
+    stirred = _Stirring(heartbeats, len(children), timeout)
     lost_since: float | None = None
     while True:
         codes = [child.poll() for child in children]
-        if caught and not _may_save(caught, pulse):
+        if caught and not _may_save(caught, heartbeats):
             return _signalled(caught[-1])
         failed = {rank: code for rank, code in enumerate(codes) if code and code != STOPPED}
         causes = {rank: code for rank, code in failed.items() if code != PEER_LOST}
         if causes:
-            return _failed(*next(iter(causes.items())), pulse)
+            return _failed(*next(iter(causes.items())), heartbeats)
         still = stirred.still(rank for rank, code in enumerate(codes) if code is None)
         if still is not None:
-            return _End(1, f"rank {still} has not stirred for {timeout:g} s{_at(pulse, still)}")
+            return _End(
+                1, f"rank {still} has not stirred for {timeout:g} s{_at(heartbeats, still)}"
+            )
         if failed:
             # Whoever they have lost is about to be seen; if nobody dies, they are the news.
             lost_since = lost_since or time.monotonic()
             if None not in codes or time.monotonic() - lost_since > _GRACE_SECONDS:
                 silent = [rank for rank, code in enumerate(codes) if code is None]
-                return _cut_off(list(failed), silent, pulse)
+                return _cut_off(list(failed), silent, heartbeats)
         elif None not in codes:
             return _End(128 + (caught[0] if caught else signal.SIGINT) if STOPPED in codes else 0)
         time.sleep(_POLL_SECONDS)
 
 
-def _may_save(caught: Sequence[int], pulse: Pulse) -> bool:
+def _may_save(caught: Sequence[int], heartbeats: Heartbeats) -> bool:
     """Whether the workers are given time to save: at the first signal, if they train by then."""
-    if len(caught) > 1 or caught[0] not in _SAVING or not pulse.of(0).words:
+    if len(caught) > 1 or caught[0] not in _SAVING or not heartbeats.of(0).words:
         return False
-    if not pulse.asked_to_stop:
-        pulse.ask_to_stop()
+    if not heartbeats.stop_requested:
+        heartbeats.request_stop()
         print(f"pd-train: {draining(caught[0])}", file=sys.stderr, flush=True)
     return True
 
@@ -206,22 +210,22 @@ def draining(number: int) -> str:
 
 
 class _Stirring:
-    """Since when each rank's pulse has stood still, once it has said what it does.
+    """Since when each rank's heartbeat has stood still, once it has said what it does.
 
     Before that it imports libraries, which may keep all of its threads waiting for seconds.
     """
 
-    def __init__(self, pulse: Pulse, workers: int, timeout: float) -> None:
-        self.pulse = pulse
+    def __init__(self, heartbeats: Heartbeats, workers: int, timeout: float) -> None:
+        self.heartbeats = heartbeats
         self.seconds = max(timeout - _NOTICE_SECONDS, timeout / 2)
         self.seen = [(0, math.inf)] * workers
 
     def still(self, ranks: Iterable[int]) -> int | None:
-        """The first of the ranks whose pulse has stood still for long enough."""
+        """The first of the ranks whose heartbeat has stood still for long enough."""
         now = time.monotonic()
         for rank in ranks:
             count, since = self.seen[rank]
-            beat = self.pulse.of(rank)
+            beat = self.heartbeats.of(rank)
             if beat.count != count or not beat.words:
                 self.seen[rank] = (beat.count, now)
             elif now - since > self.seconds:
@@ -229,12 +233,12 @@ class _Stirring:
         return None
 
 
-def _at(pulse: Pulse, rank: int) -> str:
-    words = pulse.of(rank).words
+def _at(heartbeats: Heartbeats, rank: int) -> str:
+    words = heartbeats.of(rank).words
     return f" {words}" if words else ""
 
 
-def _failed(rank: int, code: int, pulse: Pulse) -> _End:
+def _failed(rank: int, code: int, heartbeats: Heartbeats) -> _End:
     if code == USER_ERROR:
         return _End(USER_ERROR)
     how = f"failed with exit code {code}"
@@ -242,7 +246,7 @@ def _failed(rank: int, code: int, pulse: Pulse) -> _End:
         how = "lost a process that reads its data (data_workers)"
     elif code < 0:
         how = f"was killed by {_name(-code)}"
-    return _End(1, f"rank {rank} {how}{_at(pulse, rank)}")
+    return _End(1, f"rank {rank} {how}{_at(heartbeats, rank)}")
 
 
 def _name(number: int) -> str:
@@ -252,11 +256,11 @@ def _name(number: int) -> str:
         return f"signal {number}"
 
 
-def _cut_off(noticed: Sequence[int], silent: Sequence[int], pulse: Pulse) -> _End:
+def _cut_off(noticed: Sequence[int], silent: Sequence[int], heartbeats: Heartbeats) -> _End:
     """Nobody has died: the one whom most have lost, or the only one that has not noticed anything,
     or else the first that has lost somebody.
     """
-    found = (pulse.of(rank).lost for rank in noticed)
+    found = (heartbeats.of(rank).lost for rank in noticed)
     lost = Counter(rank for rank in found if rank is not None)
     ranked = lost.most_common(2)
     if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]):
@@ -265,8 +269,8 @@ def _cut_off(noticed: Sequence[int], silent: Sequence[int], pulse: Pulse) -> _En
         (rank,) = silent
     else:
         rank = noticed[0]
-        return _End(1, f"rank {rank} lost its connection to the others{_at(pulse, rank)}")
-    return _End(1, f"rank {rank} does not answer the others any more{_at(pulse, rank)}")
+        return _End(1, f"rank {rank} lost its connection to the others{_at(heartbeats, rank)}")
+    return _End(1, f"rank {rank} does not answer the others any more{_at(heartbeats, rank)}")
 
 
 def _signalled(number: int) -> _End:
@@ -332,17 +336,17 @@ def die_with_parent() -> bool:
     The parent holds the writing end of a pipe and never writes: reading returns when it has died,
     however that came. In a process that `spawn` did not start it does nothing and gives False.
     """
-    lifeline = os.environ.pop(_LIFELINE, None)
-    if lifeline is None:
+    parent_death_pipe = os.environ.pop(_PARENT_DEATH_PIPE, None)
+    if parent_death_pipe is None:
         return False
-    descriptor = int(lifeline)
+    descriptor = int(parent_death_pipe)
     os.set_inheritable(descriptor, False)
 
     def watch() -> None:
         os.read(descriptor, 1)
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+    threading.Thread(target=watch, name="parent-death", daemon=True).start()
     return True
 
 
@@ -354,15 +358,15 @@ def code_of_stopped() -> int:
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + signal.SIGINT
 
 
-def begin_pulse(rank: int) -> Pulse | None:
+def start_heartbeat(rank: int) -> Heartbeats | None:
     """Begins to show the launcher that this worker is alive. None if `spawn` did not start it."""
-    descriptor = os.environ.pop(_PULSE, None)
+    descriptor = os.environ.pop(_HEARTBEATS, None)
     if descriptor is None:
         return None
     os.set_inheritable(int(descriptor), False)
-    pulse = Pulse(int(descriptor))
-    pulse.keep_beating(rank)
-    return pulse
+    heartbeats = Heartbeats(int(descriptor))
+    heartbeats.start_beating(rank)
+    return heartbeats
 
 
 def let_the_cause_show() -> None:
@@ -370,7 +374,7 @@ def let_the_cause_show() -> None:
     time.sleep(_CAUSE_SECONDS)
 
 
-def _open_floor() -> int:
+def _open_error_token() -> int:
     """The reading end of a pipe that holds one byte: who takes it has the floor."""
     reading, writing = os.pipe()
     os.write(writing, b"!")
@@ -378,12 +382,12 @@ def _open_floor() -> int:
     return reading
 
 
-def has_the_floor() -> bool:
+def reports_the_error() -> bool:
     """Whether this worker is the one that tells the user of an error that all may have.
 
     Of the workers of `spawn` the first that asks, once; elsewhere see `speaks`.
     """
-    floor = os.environ.pop(_FLOOR, None)
-    if floor is not None:
-        return os.read(int(floor), 1) == b"!"
+    error_token = os.environ.pop(_ERROR_TOKEN, None)
+    if error_token is not None:
+        return os.read(int(error_token), 1) == b"!"
     return speaks()

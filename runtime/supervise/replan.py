@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch._C._distributed_c10d import Store
 
 from pipedream.comm.launcher import Place
-from pipedream.comm.store_messages import from_first
+from pipedream.comm.store_messages import broadcast
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, moved, read_plan
 from pipedream.graph.units import show_seconds
@@ -23,7 +23,7 @@ def replanned(job: Job, place: Place, store: Store) -> tuple[Job, Place]:
     Rank 0 plans and tells the others; the plan is in the run folder, `plan-3` for 3 workers. All
     ranks raise UserError where there is none: nothing fits into the memory of so few, for example.
     """
-    told = from_first(store, place, "plan", _planned(job, place) if place.rank == 0 else None)
+    told = broadcast(store, place, "plan", _planned(job, place) if place.rank == 0 else None)
     if "error" in told:
         raise UserError(told["error"])
     plan = Plan.model_validate_json(told["plan"])

@@ -18,7 +18,7 @@ from pipedream.graph.timeline import DrawnAction, Event
 from pipedream.schedule.action import BACKWARDS, RECEIVES, Kind
 from pipedream.schedule.steady_state import BUSY
 
-SECONDS_BETWEEN_TALES = 0.5
+SECONDS_BETWEEN_STATUSES = 0.5
 RECENT_SECONDS = 5.0
 _RECENT_PASSES = 10
 _MOST_EVENTS = 2_000
@@ -44,7 +44,7 @@ class Status:
     memory: int
 
 
-def look(
+def current_status(
     events: Sequence[Event],
     under_way: DrawnAction | None,
     ranks: Sequence[Sequence[int]],
@@ -99,35 +99,35 @@ def _usual(events: Sequence[Event], kind: Kind) -> float | None:
 
 
 @contextmanager
-def telling(store: Store, rank: int, status: Callable[[], Status]) -> Iterator[None]:
+def publishing_status(store: Store, rank: int, status: Callable[[], Status]) -> Iterator[None]:
     """Tells rank 0 a few times what `status` finds, beside the compute, and once at the end."""
     ended = threading.Event()
 
-    def tell() -> None:
+    def publish() -> None:
         store.set(_key(rank), json.dumps(asdict(status())))
 
-    def tell_on() -> None:
-        while not ended.wait(SECONDS_BETWEEN_TALES):
+    def keep_publishing() -> None:
+        while not ended.wait(SECONDS_BETWEEN_STATUSES):
             try:
-                tell()
+                publish()
             except RuntimeError:  # the store is gone: the engine will say so
                 return
 
-    thread = threading.Thread(target=tell_on, name="live", daemon=True)
+    thread = threading.Thread(target=keep_publishing, name="status", daemon=True)
     thread.start()
     try:
         yield
-        tell()
+        publish()
     finally:
         ended.set()
         thread.join()
 
 
-def heard(store: Store, ranks: Sequence[int]) -> dict[int, Status]:
+def published_statuses(store: Store, ranks: Sequence[int]) -> dict[int, Status]:
     """What the ranks told last, of those that have told anything."""
     told = (rank for rank in ranks if store.check([_key(rank)]))
     return {rank: Status(**json.loads(store.get(_key(rank)))) for rank in told}
 
 
 def _key(rank: int) -> str:
-    return f"live/{rank}"
+    return f"status/{rank}"

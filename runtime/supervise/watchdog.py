@@ -1,4 +1,5 @@
-"""Ranks that no launcher of ours watches watch one another: what `pulse` is for `pd-train` alone.
+"""Ranks that no launcher of ours watches watch one another: what `heartbeat` is for `pd-train`
+alone.
 
 Under torchrun and mpirun nobody sees that a rank was stopped: it neither dies nor answers. So each
 rank tells the store every second what it does, and looks at its neighbour, the one before it in a
@@ -23,7 +24,7 @@ from pipedream.comm.launcher import Place
 from pipedream.comm.transport import PeerLost
 from pipedream.runtime.supervise.launch import PEER_LOST
 
-_LOST = "watch/lost"
+_LOST = "watchdog/lost"
 _LONGEST_BEAT = 1.0
 _BEATS = 20  # to a timeout, at least
 _EARLIER = 10  # beats; gloo gives up after the timeout, and knows less
@@ -31,7 +32,7 @@ _UNTIL_ALL_HAVE_HEARD = 4  # beats
 
 
 @dataclass
-class Watch:
+class Watchdog:
     """Calls `lost` with a line, from a thread, when a rank has not stirred for nearly `timeout` s.
 
     `store`: a connection of its own, for who waits there keeps all others from it. The rank that
@@ -46,7 +47,7 @@ class Watch:
     lost: Callable[[str], None]
 
     @staticmethod
-    def of(store: Store, place: Place, timeout: float) -> Watch | None:
+    def of(store: Store, place: Place, timeout: float) -> Watchdog | None:
         """Of this process, which ends when another is lost; None where there is no other."""
 
         def leave(line: str) -> None:
@@ -58,16 +59,16 @@ class Watch:
             return None
         host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         own: Store = store.clone()  # type: ignore[attr-defined]
-        return Watch(own, place.rank, place.world_size, timeout, host, leave)
+        return Watchdog(own, place.rank, place.world_size, timeout, host, leave)
 
     def __post_init__(self) -> None:
         self.seconds = _beat(self.timeout)
         self.most = self.timeout - _EARLIER * self.seconds
         self.neighbour = (self.rank - 1) % self.ranks
-        self.words, self.silence, self.told = "", 0.0, False
+        self.words, self.silence, self.announced = "", 0.0, False
         self.heard: dict[int, str] = {}  # what others do, in words; empty before and after training
         self.ended = threading.Event()
-        self.talking = threading.Thread(target=self._talk, name="watch", daemon=True)
+        self.talking = threading.Thread(target=self._talk, name="watchdog", daemon=True)
         self.talking.start()
         if self.host not in (None, self.rank):
             threading.Thread(target=self._listen, name="silence", daemon=True).start()
@@ -89,7 +90,7 @@ class Watch:
 
         Does not return where a thread has just said more, and is about to end this process.
         """
-        while self.told:
+        while self.announced:
             time.sleep(self.seconds)
         words = None
         if error.peer is not None:
@@ -144,7 +145,7 @@ class Watch:
                 self._tell(self._line(self.host))
 
     def _tell(self, line: str) -> None:
-        self.told = True
+        self.announced = True
         self.lost(line)
 
     def _line(self, rank: int) -> str:
@@ -158,4 +159,4 @@ def _beat(timeout: float) -> float:
 
 
 def _key(rank: int) -> str:
-    return f"watch/{rank}"
+    return f"watchdog/{rank}"

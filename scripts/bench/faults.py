@@ -17,7 +17,7 @@ run goes on from the newest checkpoint, started again by `pd-train --max-restart
   undisturbed run does not have.
 
 Workers are processes of their own that meet over gloo, forked off this one, which has imported
-torch. What a rank is doing is read from the memory in which it shows its pulse to the launcher:
+torch. What a rank is doing is read from the memory in which it shows its heartbeat to the launcher:
 nothing in the product knows of this script. One line for each training, then tables.
 """
 
@@ -54,7 +54,7 @@ from pipedream.capture.export import capture
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.plan import write_plan
 from pipedream.runtime.checkpoint.files import latest, load_all
-from pipedream.runtime.supervise.heartbeat import Pulse
+from pipedream.runtime.supervise.heartbeat import Heartbeats
 
 EPOCHS, EXAMPLES, BATCH, EVERY = 3, 62, 4, 4
 CASES: tuple[tuple[tuple[int, ...], ScheduleName], ...] = tuple(
@@ -199,23 +199,23 @@ class Hitter:
         while process.poll() is None:
             workers = workers_of(process.pid)
             if done < most and len(workers) == run.workers and not seen & set(workers):
-                pulse = pulse_of(process.pid)
-                if pulse is not None:
-                    done += self._hit(process, pulse, workers)
+                heartbeats = pulse_of(process.pid)
+                if heartbeats is not None:
+                    done += self._hit(process, heartbeats, workers)
                     seen |= set(workers)
             time.sleep(0.005)
 
-    def _hit(self, process: Child, pulse: Pulse, workers: list[int]) -> bool:
+    def _hit(self, process: Child, heartbeats: Heartbeats, workers: list[int]) -> bool:
         rank = self.random.randrange(len(workers))
         (number,) = self.random.choices(SIGNALS, self.weights)
         words, left = "", self.random.randrange(1, FARTHEST)
         if self.random.random() < 0.1:  # on its way to the first action, or soon after
             left = 0
             time.sleep(self.random.uniform(0.0, 1.0))
-            words = pulse.of(rank).words
+            words = heartbeats.of(rank).words
         alive = Path(f"/proc/{workers[rank]}")
         while left and process.poll() is None and alive.exists():
-            now = pulse.of(rank).words
+            now = heartbeats.of(rank).words
             if now != words:
                 words, left = now, left - 1
             time.sleep(0.0003)
@@ -227,12 +227,12 @@ class Hitter:
         return False
 
 
-def pulse_of(launcher: int) -> Pulse | None:
-    """The memory that the launcher's workers show their pulse in, while there is any."""
+def pulse_of(launcher: int) -> Heartbeats | None:
+    """The memory that the launcher's workers show their heartbeat in, while there is any."""
     with suppress(OSError):
         for link in Path(f"/proc/{launcher}/fd").iterdir():
-            if "pipedream-pulse" in os.readlink(link):
-                found = Pulse.__new__(Pulse)
+            if "pipedream-heartbeats" in os.readlink(link):
+                found = Heartbeats.__new__(Heartbeats)
                 with link.open("r+b") as file:
                     found.memory = mmap.mmap(file.fileno(), 0)
                 return found

@@ -46,13 +46,13 @@ from pipedream.graph.choices import ScheduleName
 from pipedream.graph.plan import read_plan
 from pipedream.graph.run_config import read_config
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.action_stream import Course
+from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
-from pipedream.runtime.engine.training_segment import Leg
+from pipedream.runtime.engine.training_segment import TrainingSegment
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.job import Job
-from pipedream.runtime.local_stage import Rank
+from pipedream.runtime.local_model import LocalModel
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.pipelining import split_policy
 from pipedream.runtime.stages.partition import links
@@ -165,16 +165,16 @@ class Same:
         return self.batch.target
 
 
-def rank_of(folder: Path, place: Place, device: str = "cpu") -> Rank:
+def rank_of(folder: Path, place: Place, device: str = "cpu") -> LocalModel:
     """Ready to train the plan that `prepare` has made."""
     plan, config = read_plan(folder / "plan/plan.json"), read_config(folder / "run.yaml")
-    rank = Rank(Job(plan, config, folder, folder / "run", device=device), place)
+    rank = LocalModel(Job(plan, config, folder, folder / "run", device=device), place)
     rank.weights = Weights(rank.parameters)
     rank.stepping = rank.make_stepping(lambda tensor: None)
     return rank
 
 
-def plain_loop(rank: Rank, batch: Batch) -> Callable[[], None]:
+def plain_loop(rank: LocalModel, batch: Batch) -> Callable[[], None]:
     """A minibatch of the plain model's training loop."""
     torch.manual_seed(0)
     model = load_config_model(rank.job.config, rank.job.directory).to(rank.device)
@@ -188,10 +188,10 @@ def plain_loop(rank: Rank, batch: Batch) -> Callable[[], None]:
     return loop
 
 
-def engine_of(rank: Rank, transport: Still | Transport) -> Engine:
+def engine_of(rank: LocalModel, transport: Still | Transport) -> Engine:
     """That runs the rank's stage, and tells nobody."""
     executor = Executor(
-        forms=rank.forms,
+        stage_modules=rank.stage_modules,
         weights=rank.weights,
         stepping=rank.stepping,
         transport=transport,  # type: ignore[arg-type]
@@ -199,7 +199,7 @@ def engine_of(rank: Rank, transport: Still | Transport) -> Engine:
         ranks=rank.job.plan.process_ranks,
         loss=rank.loss,
         on_loss=lambda minibatch, loss: None,
-        dice=rank.dice,
+        rng=rank.rng,
     )
     return Engine({rank.stage: executor}, executor.transport, after=lambda action: None)
 
@@ -232,7 +232,7 @@ class Bench:
         actions = Schedule(spec, minibatches).actions(rank.worker)
         engine = engine_of(rank, self.still if alone else self.transport)
         begin = time.perf_counter()
-        engine.run(Course(Leg(0, minibatches), actions), Same(self.batch))
+        engine.run(ActionStream(TrainingSegment(0, minibatches), actions), Same(self.batch))
         self.events = engine.events
         return time.perf_counter() - begin
 

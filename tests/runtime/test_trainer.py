@@ -105,7 +105,8 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(folder: Path) -> None:
 
 
 def test_going_on_inside_an_epoch_is_the_run_that_was_never_stopped(folder: Path) -> None:
-    """Replicas, a leg that is rounded up to whole updates, and losses told of later minibatches.
+    """Replicas, a segment that is rounded up to whole updates, and losses told of later
+    minibatches.
 
     63 examples: the last minibatch has three.
     """
@@ -180,10 +181,10 @@ def test_legs_change_nothing_for_flush(tmp_path: Path) -> None:
     config = read_config(tmp_path / "run.yaml")
     plan = make_plan(graph, cut(graph, 2), (1, 1), "flush")
     whole = Job(plan, config, SUPPORT, tmp_path / "whole", schedule="flush", evaluate=False)
-    legs = replace(whole, run=tmp_path / "legs", save_every=5)
-    run_jobs([whole, legs])
-    assert (legs.checkpoints / "epoch-0000-000008").exists()
-    assert losses(legs) == losses(whole)
+    training_segments = replace(whole, run=tmp_path / "segments", save_every=5)
+    run_jobs([whole, training_segments])
+    assert (training_segments.checkpoints / "epoch-0000-000008").exists()
+    assert losses(training_segments) == losses(whole)
 
 
 def test_a_run_is_exported_for_the_plain_model(folder: Path) -> None:

@@ -7,7 +7,7 @@ from math import gcd
 
 import pytest
 
-from pipedream.schedule.in_flight import Pace, steady_in_flight, useful_room, warm_up
+from pipedream.schedule.in_flight import StageTimes, steady_in_flight, useful_in_flight, warm_up
 
 
 @pytest.mark.parametrize("in_step", [True, False])
@@ -32,9 +32,9 @@ def test_of_one_replica_each_it_is_pipedreams_number() -> None:
     assert [warm_up((1, 1, 1, 1), stage) for stage in range(4)] == [4, 3, 2, 1]
 
 
-def room(pace: Pace, replicas: tuple[int, ...] = (1, 1)) -> tuple[int, ...]:
+def room(pace: StageTimes, replicas: tuple[int, ...] = (1, 1)) -> tuple[int, ...]:
     links = [(stage, stage + 1) for stage in range(len(replicas) - 1)]
-    return useful_room(replicas, pace, links, in_step=True)
+    return useful_in_flight(replicas, pace, links, in_step=True)
 
 
 def test_a_slow_message_takes_one_more() -> None:
@@ -43,21 +43,21 @@ def test_a_slow_message_takes_one_more() -> None:
     0  F0     F1       F2       B0 ...      with messages of 1: F0 ends at 1, arrives at 2,
     1      F0 B0 B0 F1 ...                  goes backward until 5, is back at 6, after F2
     """
-    pace = Pace(3.0, (1.0, 1.0), (2.0, 2.0), (0.0, 0.0))
+    pace = StageTimes(3.0, (1.0, 1.0), (2.0, 2.0), (0.0, 0.0))
     assert room(pace) == (2, 1)
-    slow = Pace(3.0, (1.0, 1.0), (2.0, 2.0), (0.0, 0.0), {(0, 1): 1.0}, {(0, 1): 1.0})
+    slow = StageTimes(3.0, (1.0, 1.0), (2.0, 2.0), (0.0, 0.0), {(0, 1): 1.0}, {(0, 1): 1.0})
     assert room(slow) == (3, 1)
 
 
 def test_a_stage_with_time_left_waits_for_its_gradient_instead() -> None:
     """Stage 0 is done in 1 of 3: what comes back after 2.6 meets no forward pass."""
-    pace = Pace(3.0, (0.3, 1.0), (0.4, 1.3), (0.0, 0.0))
+    pace = StageTimes(3.0, (0.3, 1.0), (0.4, 1.3), (0.0, 0.0))
     assert room(pace) == (1, 1)
-    assert room(Pace(3.0, (0.3, 1.0), (0.4, 1.3), (0.0, 0.7))) == (1, 1)
-    assert room(Pace(3.0, (0.3, 1.0), (0.4, 1.7), (0.0, 0.0))) == (2, 1)
+    assert room(StageTimes(3.0, (0.3, 1.0), (0.4, 1.3), (0.0, 0.7))) == (1, 1)
+    assert room(StageTimes(3.0, (0.3, 1.0), (0.4, 1.7), (0.0, 0.0))) == (2, 1)
 
 
 def test_a_stage_on_a_branch_begins_no_sooner_than_it_must() -> None:
     """Stage 1 reads the data alone, and only the last stage reads from it: two in flight do."""
-    pace = Pace(2.0, (1.0,) * 4, (1.0,) * 4, (0.0,) * 4)
-    assert useful_room((1,) * 4, pace, [(0, 2), (1, 3), (2, 3)], in_step=True) == (3, 2, 2, 1)
+    pace = StageTimes(2.0, (1.0,) * 4, (1.0,) * 4, (0.0,) * 4)
+    assert useful_in_flight((1,) * 4, pace, [(0, 2), (1, 3), (2, 3)], in_step=True) == (3, 2, 2, 1)

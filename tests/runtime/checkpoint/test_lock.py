@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from pipedream.graph.errors import UserError
-from pipedream.runtime.checkpoint.lock import held
+from pipedream.runtime.checkpoint.lock import locked
 
 HOLD = """
 import sys
 from pathlib import Path
-from pipedream.runtime.checkpoint.lock import held
-with held(Path(sys.argv[1])):
+from pipedream.runtime.checkpoint.lock import locked
+with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -27,19 +27,19 @@ def test_two_runs_in_one_folder_wrote_over_each_other(tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match="another run is at work"), held(tmp_path):
+        with pytest.raises(UserError, match="another run is at work"), locked(tmp_path):
             pass
         other.kill()  # the system lets go of the lock of a process that was killed
         other.wait(60)
-        with held(tmp_path):
+        with locked(tmp_path):
             pass
 
 
 HOLD_AND_FORK = """
 import os, sys, time
 from pathlib import Path
-from pipedream.runtime.checkpoint.lock import held
-with held(Path(sys.argv[1])):
+from pipedream.runtime.checkpoint.lock import locked
+with locked(Path(sys.argv[1])):
     if os.fork() == 0:
         print(os.getpid(), flush=True)
     time.sleep(60)
@@ -52,18 +52,18 @@ def test_what_a_killed_run_had_forked_kept_its_folder(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         child = int(run.stdout.readline())
         try:
-            with pytest.raises(UserError, match="another run is at work"), held(tmp_path):
+            with pytest.raises(UserError, match="another run is at work"), locked(tmp_path):
                 pass
             run.kill()
             run.wait(60)
             os.kill(child, 0)  # it is still there
-            with held(tmp_path):
+            with locked(tmp_path):
                 pass
         finally:
             os.kill(child, signal.SIGKILL)
 
 
 def test_the_folder_is_made(tmp_path):
-    with held(tmp_path / "new" / "run"):
+    with locked(tmp_path / "new" / "run"):
         pass
     assert (tmp_path / "new" / "run").is_dir()

@@ -27,11 +27,11 @@ from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import OptimizerConfig
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.action_stream import Course
+from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
-from pipedream.runtime.engine.randomness import Dice
-from pipedream.runtime.engine.training_segment import Leg
+from pipedream.runtime.engine.randomness import MinibatchRng
+from pipedream.runtime.engine.training_segment import TrainingSegment
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate
@@ -39,8 +39,8 @@ from pipedream.runtime.optim.stepping import Stepping
 from pipedream.runtime.report.loss_sum import LossSum
 from pipedream.runtime.stages.compile import plain
 from pipedream.runtime.stages.partition import Layout, layouts, links
-from pipedream.runtime.stages.stage_module import Form, Forms
-from pipedream.schedule.channel import ways
+from pipedream.runtime.stages.stage_module import StageModule, StageModules
+from pipedream.schedule.channel import rank_links
 from pipedream.schedule.checker import check_ranks
 
 CPU = torch.device("cpu")
@@ -94,7 +94,7 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=workers)
     captured = captured_model(name)
     every = layouts(captured, plan_of(captured, orders.schedule.spec.replicas))
-    taken = ways(orders.ranks, links(every))
+    taken = rank_links(orders.ranks, links(every))
     transport = Transport(CPU, "nccl" if again else "gloo", taken)
     losses = dict[int, float]()
     executors = {}
@@ -109,7 +109,9 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
             each.on_loss = lambda b, loss, e=epoch: losses.update(
                 {e * minibatches + b: loss.item()}
             )
-        engine.run(Course(Leg(0, minibatches), orders.actions[rank]), Data(minibatches))
+        engine.run(
+            ActionStream(TrainingSegment(0, minibatches), orders.actions[rank]), Data(minibatches)
+        )
     assert not any(transport.handed.values())
     assert not any(channel.is_local for channel, _ in transport.spare)
     transport.barrier()
@@ -121,11 +123,11 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
 def executor(
     captured: Captured, layout: Layout, orders: Orders, transport: Transport, groups, again: bool
 ) -> Executor:
-    form = Form.of(captured, layout, CPU, lambda _, piece: plain(piece))
-    parameters = dict(form.piece.module.named_parameters())
+    stage_module = StageModule.of(captured, layout, CPU, lambda _, piece: plain(piece))
+    parameters = dict(stage_module.piece.module.named_parameters())
     optimizer = make_optimizer(OPTIMIZER, parameters)
     return Executor(
-        forms=Forms(form),
+        stage_modules=StageModules(stage_module),
         weights=Weights(parameters),
         stepping=Stepping(
             optimizer,
@@ -141,7 +143,7 @@ def executor(
         ranks=orders.ranks,
         loss=nn.functional.mse_loss,
         on_loss=lambda b, loss: None,
-        dice=Dice(0, CPU),
+        rng=MinibatchRng(0, CPU),
         recompute=again and layout.stage < len(orders.ranks) - 1,
     )
 

@@ -9,10 +9,10 @@ from schedules import policy, schedule
 
 from pipedream.graph.choices import SCHEDULES, ScheduleName
 from pipedream.runtime.engine.training_segment import (
-    Leg,
     Position,
-    Standing,
-    place_to_stop,
+    RankProgress,
+    TrainingSegment,
+    stopping_position,
     whole_updates,
     window,
 )
@@ -22,38 +22,38 @@ THREE = policy("flush", (1, 1, 1), microbatches=4)
 
 
 @pytest.mark.parametrize(
-    ("standings", "place"),
+    ("numbers", "place"),
     [
         # Two minibatches further than rank 0 is.
         ([(0, 0, 100, 7), (0, 0, 100, 5)], Position(0, 9)),
         # Nothing is begun, and what was done before is saved.
         ([(2, 40), (2, 40)], Position(2, 40)),
         ([(2, 0), (2, 0)], Position(2, 0)),
-        # Rank 1 has not begun the leg yet; it will do as much of it.
+        # Rank 1 has not begun the segment yet; it will do as much of it.
         ([(0, 40, 80, 3), (0, 0, 40, 40)], Position(0, 45)),
         ([(0, 40, 80, 3), (0, 40)], Position(0, 45)),
-        # At the end of the leg, for there is no place before it.
+        # At the end of the segment, for there is no place before it.
         ([(0, 40, 80, 39), (0, 40, 80, 38)], Position(0, 80)),
         ([(0, 80, 100, 19), (0, 80, 100, 18)], Position(0, 100)),
         # Rank 1 tries the held-out data after the epoch already.
         ([(0, 80, 100, 20), (1, 0)], Position(1)),
     ],
 )
-def test_the_place_is_ahead_of_all_ranks(standings: list[tuple[int, ...]], place: Position) -> None:
-    told = [standing(*numbers) for numbers in standings]
-    assert place_to_stop(told, TWO) == place
-    assert place_to_stop([Standing.of(s.told) for s in told], TWO) == place
+def test_the_place_is_ahead_of_all_ranks(numbers: list[tuple[int, ...]], place: Position) -> None:
+    progress = [rank_progress(*each) for each in numbers]
+    assert stopping_position(progress, TWO) == place
+    assert stopping_position([RankProgress.of(s.as_json) for s in progress], TWO) == place
 
 
-def standing(epoch: int, begin: int, end: int | None = None, touched: int = 0) -> Standing:
-    leg = None if end is None else Leg(begin, end)
-    return Standing(Position(epoch, begin), leg, touched)
+def rank_progress(epoch: int, begin: int, end: int | None = None, touched: int = 0) -> RankProgress:
+    segment = None if end is None else TrainingSegment(begin, end)
+    return RankProgress(Position(epoch, begin), segment, touched)
 
 
 def test_the_place_is_after_whole_updates() -> None:
     """Nine are touched and three may be in flight: twelve, three updates of four."""
-    assert place_to_stop([standing(0, 0, 100, 9)], THREE) == Position(0, 12)
-    assert place_to_stop([standing(0, 0, 100, 10)], THREE) == Position(0, 16)
+    assert stopping_position([rank_progress(0, 0, 100, 9)], THREE) == Position(0, 12)
+    assert stopping_position([rank_progress(0, 0, 100, 10)], THREE) == Position(0, 16)
 
 
 @given(
@@ -75,7 +75,7 @@ def test_ranks_that_stand_a_window_before_the_place_have_done_nothing_else(
     skips: bool,
 ) -> None:
     """Whatever a rank has done or begun, if it has touched no minibatch of the last window before
-    the place, is how the shorter leg begins on that rank.
+    the place, is how the shorter segment begins on that rank.
     """
     stages = len(replicas)
     links = [(s, s + 1) for s in range(stages - 1)] + [(0, stages - 1)] * (skips and stages > 2)

@@ -209,7 +209,7 @@ def train_parts(parts: Sequence[Part], batches: Sequence[Any], ends: bool) -> li
                 part.stepping.note(loss.detach())
             part.stepping.step()
     for part in parts:
-        part.stepping.end_leg()
+        part.stepping.end_segment()
         if ends:
             part.stepping.end_epoch(2 * len(batches))
     return found

@@ -7,7 +7,7 @@ from played import played
 from schedules import policy
 
 from pipedream.graph.timeline import Event
-from pipedream.runtime.report.utilisation import in_flight, shares, versions
+from pipedream.runtime.report.utilisation import in_flight, measure_utilisation, versions
 from pipedream.schedule.action import parse_action
 from pipedream.schedule.steady_state import SteadySpan
 
@@ -29,7 +29,7 @@ TWO = {
 
 
 def test_shares_of_a_whole_epoch():
-    found = shares([TWO], None)
+    found = measure_utilisation([TWO], None)
     assert found.window == 10.0
     assert found.busy(0) == pytest.approx(0.8)
     assert found.busy(1) == pytest.approx(0.6)
@@ -40,7 +40,7 @@ def test_shares_of_a_whole_epoch():
 
 def test_shares_of_a_part_cut_the_actions_at_its_ends():
     """From when minibatch 0 had gone backward everywhere, at 5, to when 1 had, at 9."""
-    found = shares([TWO, TWO], SteadySpan(2, 1, 2))
+    found = measure_utilisation([TWO, TWO], SteadySpan(2, 1, 2))
     assert found.window == 8.0
     assert found.seconds_per_minibatch == 4.0
     assert found.busy(0) == pytest.approx(3 / 4)
@@ -51,9 +51,9 @@ def test_a_full_pipeline_has_no_bubble():
     """Passes of equal length on two stages: 1F1B leaves nothing idle once it is full."""
     counted = SteadySpan.within(policy("weight-stashing", (1, 1)), 20)
     assert counted == SteadySpan(20, 2, 18)
-    found = shares([played((1, 1), 20)], counted)
+    found = measure_utilisation([played((1, 1), 20)], counted)
     assert found.bubble == pytest.approx(0.0, abs=1e-9)
-    assert shares([played((1, 1), 20)], None).bubble > 0.01
+    assert measure_utilisation([played((1, 1), 20)], None).bubble > 0.01
 
 
 def test_minibatches_in_flight_and_versions_held():
@@ -62,4 +62,4 @@ def test_minibatches_in_flight_and_versions_held():
 
 
 def test_nothing_was_done():
-    assert shares([], None).window == 0.0
+    assert measure_utilisation([], None).window == 0.0

@@ -19,7 +19,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
 from pipedream.runtime.job import Job
-from pipedream.runtime.local_stage import Rank
+from pipedream.runtime.local_model import LocalModel
 from pipedream.runtime.stages.partition import layouts, links, source_text, tied
 
 
@@ -147,7 +147,7 @@ def test_a_rank_holds_its_own_stage_and_nothing_else_of_the_model(tmp_path: Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(small_models.Chain, "__init__", remember)
         job = Job(plan, config, Path(small_models.__file__).parent, tmp_path)
-        rank = Rank(job, Place(1, 3, 1, 3, "127.0.0.1", 1))
+        rank = LocalModel(job, Place(1, 3, 1, 3, "127.0.0.1", 1))
     gc.collect()
     alive = [parameter for ref in held if (parameter := ref()) is not None]
     assert len(held) == 6

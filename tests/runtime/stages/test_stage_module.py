@@ -14,7 +14,7 @@ from pipedream.graph.plan import Plan
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.stages.compile import plain
 from pipedream.runtime.stages.partition import layouts
-from pipedream.runtime.stages.stage_module import Form, Forms, capture_rest
+from pipedream.runtime.stages.stage_module import StageModule, StageModules, capture_rest
 
 BATCH = Batch((torch.randn(4, 6),), None)
 CPU = torch.device("cpu")
@@ -96,36 +96,38 @@ def test_each_size_computes_what_the_plain_model_does_and_they_have_one_state() 
     whole = capture(model, BATCH.inputs)
     plan = make_plan(whole.graph, cut(whole.graph, 1), (1,))
     rest = capture_rest(model, BATCH, 3, whole, plan)
-    forms = Forms(form(whole, plan), form(rest, plan), last=2)
-    forms.rest.share(forms.whole, {name for name, _ in model.named_buffers()})
-    tensors = dict(forms.whole.piece.module.named_parameters())
+    stage_modules = StageModules(stage_module(whole, plan), stage_module(rest, plan), last=2)
+    stage_modules.rest.share(stage_modules.whole, {name for name, _ in model.named_buffers()})
+    tensors = dict(stage_modules.whole.piece.module.named_parameters())
     for minibatch, count in enumerate((4, 4, 3, 4)):
         x = torch.randn(count, 6)
-        used = forms.of(minibatch)
-        assert used is (forms.rest if count == 3 else forms.whole)
+        used = stage_modules.of(minibatch)
+        assert used is (stage_modules.rest if count == 3 else stage_modules.whole)
         known = dict(zip(used.piece.outputs, used.compute(tensors, (x,)), strict=True))
         torch.testing.assert_close(used.output(known), reference(x))
-    mine = dict(forms.whole.piece.module.named_buffers())
+    mine = dict(stage_modules.whole.piece.module.named_buffers())
     for name, buffer in reference.named_buffers():
         torch.testing.assert_close(mine[name], buffer)
 
 
 def test_buffers_are_shared_where_a_device_has_copies_of_them() -> None:
     """As on a GPU, where each form got its own: here they are of two models."""
-    forms = []
+    stage_modules = []
     for count in (4, 3):
         captured = capture(Sized(), BATCH.first(count).inputs)
-        forms.append(form(captured, make_plan(captured.graph, cut(captured.graph, 1), (1,))))
-    whole, rest = (dict(each.piece.module.named_buffers()) for each in forms)
+        stage_modules.append(
+            stage_module(captured, make_plan(captured.graph, cut(captured.graph, 1), (1,)))
+        )
+    whole, rest = (dict(each.piece.module.named_buffers()) for each in stage_modules)
     names = {name for name, _ in Sized().named_buffers()}
     assert names == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "steps"}
     assert all(rest[name] is not whole[name] for name in names)
-    forms[1].share(forms[0], names)
-    shared = dict(forms[1].piece.module.named_buffers())
+    stage_modules[1].share(stage_modules[0], names)
+    shared = dict(stage_modules[1].piece.module.named_buffers())
     assert all(shared[name] is whole[name] for name in names)
     assert all(shared[name] is rest[name] for name in rest.keys() - names), "masks are its own"
     assert rest.keys() > names
 
 
-def form(captured: Captured, plan: Plan) -> Form:
-    return Form.of(captured, layouts(captured, plan)[0], CPU, lambda _, piece: plain(piece))
+def stage_module(captured: Captured, plan: Plan) -> StageModule:
+    return StageModule.of(captured, layouts(captured, plan)[0], CPU, lambda _, piece: plain(piece))

@@ -30,10 +30,10 @@ from pipedream.graph.choices import SCHEDULES, ScheduleName
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.run_config import AsynchronousConfig, DataFactory, OptimizerConfig
 from pipedream.runtime.checkpoint.files import load_all, publish
-from pipedream.runtime.engine.action_stream import Course
-from pipedream.runtime.engine.training_segment import Leg, Position
+from pipedream.runtime.engine.action_stream import ActionStream
+from pipedream.runtime.engine.training_segment import Position, TrainingSegment
 from pipedream.runtime.job import Job
-from pipedream.runtime.supervise.graceful_stop import Halt
+from pipedream.runtime.supervise.graceful_stop import GracefulStop
 from pipedream.runtime.trainer import Stopped, train
 from pipedream.schedule.action import Action, Kind
 
@@ -84,7 +84,7 @@ def interrupted(rank: int, workers: int, jobs: Sequence[Job], ports: Sequence[in
 
 def test_a_stopped_run_is_one_whose_leg_ended_there(tmp_path: Path) -> None:
     """Two replicas and a stage of one. Each schedule stops in the middle of the epoch; what it has
-    saved is, bit for bit, what a run saves there that had a leg so long.
+    saved is, bit for bit, what a run saves there that had a segment so long.
     """
     jobs = [job_for(*case, tmp_path / f"{number}") for number, case in enumerate(CASES)]
     ports = [free_port() for _ in jobs]
@@ -157,36 +157,38 @@ def test_nobody_leaves_before_all_is_saved(tmp_path: Path) -> None:
     assert told == [job.saved] * 3
 
 
-def whole_leg(leg: Leg) -> Course:
-    return Course(leg, [Action(Kind.FORWARD, 0, 0, b, 0) for b in range(leg.begin, leg.end)])
+def whole_segment(segment: TrainingSegment) -> ActionStream:
+    return ActionStream(
+        segment, [Action(Kind.FORWARD, 0, 0, b, 0) for b in range(segment.begin, segment.end)]
+    )
 
 
 def test_all_ranks_try_the_held_out_data_or_none(tmp_path: Path) -> None:
     """Rank 0 tries them already when it is asked to stop, and rank 1 has yet to save the epoch."""
     store, asked = FileStore(str(tmp_path / "store"), 1), threading.Event()
     ranks = [
-        Halt(store, Place(rank, 2, rank, 2, "", 0), policy("flush", (1, 1)), asked.is_set)
+        GracefulStop(store, Place(rank, 2, rank, 2, "", 0), policy("flush", (1, 1)), asked.is_set)
         for rank in range(2)
     ]
     for rank in ranks:
-        assert rank.depart(0, Leg(0, 10), whole_leg) is not None
+        assert rank.begin_segment(0, TrainingSegment(0, 10), whole_segment) is not None
     end, onward = Position(0, 10), Position(1)
-    assert not ranks[0].rests(end, onward)
+    assert not ranks[0].stops_at(end, onward)
     asked.set()
     for rank in ranks:
         rank.thread.join(20)
         assert rank.at == onward
-    assert not ranks[1].rests(end, onward)
+    assert not ranks[1].stops_at(end, onward)
     for rank in ranks:
-        assert rank.depart(1, Leg(0, 10), whole_leg) is None
+        assert rank.begin_segment(1, TrainingSegment(0, 10), whole_segment) is None
 
 
 def test_it_says_which_signal_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = FileStore(str(tmp_path / "store"), 1)
-    halt = Halt(store, Place(0, 1, 0, 1, "", 0), policy("flush", (1,)), None)
-    halt.depart(0, Leg(0, 10), whole_leg)
+    graceful_stop = GracefulStop(store, Place(0, 1, 0, 1, "", 0), policy("flush", (1,)), None)
+    graceful_stop.begin_segment(0, TrainingSegment(0, 10), whole_segment)
     os.kill(os.getpid(), signal.SIGUSR1)
-    halt.thread.join(20)
+    graceful_stop.thread.join(20)
     told = "got SIGUSR1; draining the pipeline and saving; once more to leave at once"
     assert capsys.readouterr().err == f"pd-train: {told}\n"
 
@@ -204,13 +206,15 @@ class Gone:
 def test_a_rank_that_cannot_ask_where_to_stop_goes_on() -> None:
     """The next message tells it whom it has lost; held, it would wait for ever."""
     place = Place(1, 2, 1, 2, "", 0)
-    halt = Halt(cast("Store", Gone()), place, policy("flush", (1, 1)), lambda: True)
-    course = halt.depart(0, Leg(0, 10), whole_leg)
-    halt.thread.join(20)
-    assert course is not None
-    assert not course.held
-    assert not halt.held
-    assert halt.at is None
+    graceful_stop = GracefulStop(
+        cast("Store", Gone()), place, policy("flush", (1, 1)), lambda: True
+    )
+    stream = graceful_stop.begin_segment(0, TrainingSegment(0, 10), whole_segment)
+    graceful_stop.thread.join(20)
+    assert stream is not None
+    assert not stream.held
+    assert not graceful_stop.held
+    assert graceful_stop.at is None
 
 
 def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:

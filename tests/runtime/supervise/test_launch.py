@@ -22,7 +22,7 @@ from pathlib import Path
 from pipedream.comm.launcher import restarts
 from pipedream.runtime.supervise import launch
 launch.die_with_parent()
-pulse = launch.begin_pulse(int(os.environ["RANK"]))
+heartbeats = launch.start_heartbeat(int(os.environ["RANK"]))
 rank = int(os.environ["RANK"])
 folder = Path(sys.argv[1])
 (folder / f"{rank}.new").write_text(str(os.getpid()))
@@ -134,7 +134,7 @@ def test_a_signal_without_a_name_is_told_by_its_number(start, tmp_path):
 
 
 def test_it_is_told_what_the_lost_worker_was_doing(start, tmp_path):
-    process = start("pulse.say(rank, f'in epoch 1 at {rank}F7')\n" + FOREVER)
+    process = start("heartbeats.report(rank, f'in epoch 1 at {rank}F7')\n" + FOREVER)
     os.kill(pids(tmp_path)[1], signal.SIGKILL)
     _, _, error = finished(process, tmp_path)
     line = "pd-train: rank 1 was killed by SIGKILL in epoch 1 at 1F7; all workers stopped\n"
@@ -143,8 +143,8 @@ def test_it_is_told_what_the_lost_worker_was_doing(start, tmp_path):
 
 
 def test_a_stopped_worker_is_noticed(start, tmp_path):
-    """It neither dies nor answers; its pulse stands still."""
-    process = start("pulse.say(rank, f'at {rank}B3')\n" + FOREVER, timeout=1.5)
+    """It neither dies nor answers; its heartbeat stands still."""
+    process = start("heartbeats.report(rank, f'at {rank}B3')\n" + FOREVER, timeout=1.5)
     workers = pids(tmp_path)
     time.sleep(1.0)
     os.kill(workers[1], signal.SIGSTOP)
@@ -162,7 +162,7 @@ def test_one_that_is_not_at_work_yet_may_stand_still(start, tmp_path):
         stopped = subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 2; "
                                     f"kill -CONT {os.getpid()}"])
         stopped.wait()
-    pulse.say(rank, "at 0F0")
+    heartbeats.report(rank, "at 0F0")
     """
     code, _, error = finished(start(script, timeout=1.0), tmp_path)
     assert (code, error) == (0, "")
@@ -170,8 +170,8 @@ def test_one_that_is_not_at_work_yet_may_stand_still(start, tmp_path):
 
 def test_the_one_that_all_others_have_lost_is_named(start, tmp_path):
     script = f"""
-    pulse.say(rank, f"at {{rank}}F2")
-    pulse.say_lost(rank, 0 if rank == 1 else 1)
+    heartbeats.report(rank, f"at {{rank}}F2")
+    heartbeats.report_lost(rank, 0 if rank == 1 else 1)
     time.sleep(0.3)
     sys.exit({PEER_LOST})
     """
@@ -253,7 +253,7 @@ def test_failed_worker_is_named(start, tmp_path):
 
 def test_a_worker_that_lost_its_reader_is_named_and_started_again(start, tmp_path):
     script = """
-    pulse.say(rank, "at 1F2, minibatch 2 (it was killed)")
+    heartbeats.report(rank, "at 1F2, minibatch 2 (it was killed)")
     if rank == 1 and restarts() == 0:
         os._exit(launch.DATA_LOST)
     time.sleep(0 if restarts() else 60)
@@ -308,9 +308,9 @@ def test_signals_stop_all(start, tmp_path, number, code, line):
 def test_a_worker_that_dies_while_it_drains_is_not_started_again(start, tmp_path):
     """It was, only to be told at once that all workers were stopped."""
     script = """
-    pulse.say(rank, "at 1B4")
+    heartbeats.report(rank, "at 1B4")
     (folder / f"{rank}.said").touch()
-    while not pulse.asked_to_stop:
+    while not heartbeats.stop_requested:
         time.sleep(0.01)
     sys.exit(3 if rank else time.sleep(60))
     """

@@ -11,7 +11,12 @@ from torch.distributed import HashStore
 from pipedream.graph.timeline import Event
 from pipedream.runtime.report.live_table import in_words, table
 from pipedream.runtime.supervise import status as live
-from pipedream.runtime.supervise.status import Status, heard, look, telling
+from pipedream.runtime.supervise.status import (
+    Status,
+    current_status,
+    published_statuses,
+    publishing_status,
+)
 from pipedream.schedule.action import parse_action
 
 RANKS = [(0,), (2, 1)]
@@ -26,7 +31,7 @@ def done(*spans: tuple[float, float]) -> list[Event]:
 def test_the_action_under_way_counts():
     """Passes of 1 s and 2 s, 1 s of waiting for rank 2, and by now 4 s for rank 1."""
     events = done((0, 1), (1, 2), (2, 3), (3, 5), (5, 6))
-    found = look(events, ACTIONS[len(events)], RANKS, 0.0, 10.0, 7)
+    found = current_status(events, ACTIONS[len(events)], RANKS, 0.0, 10.0, 7)
     assert found == Status(
         minibatch=0,
         forward=1.0,
@@ -41,23 +46,23 @@ def test_the_action_under_way_counts():
 
 def test_only_recent_seconds_count():
     events = done((0, 1), (1, 2), (2, 3))
-    found = look(events, ACTIONS[len(events)], RANKS, 0.0, 7.5, 7)
+    found = current_status(events, ACTIONS[len(events)], RANKS, 0.0, 7.5, 7)
     assert (found.minibatch, found.busy, found.waits_for) == (0, 1.0 - 0.5 / 5, "rank 2")
     assert found.waiting == pytest.approx(0.5 / 5)
 
 
 def test_before_the_first_action_and_after_the_last():
-    first = look([], ACTIONS[0], RANKS, 1.0, 2.0, 7)
+    first = current_status([], ACTIONS[0], RANKS, 1.0, 2.0, 7)
     assert (first.minibatch, first.forward, first.busy) == (0, None, 1.0)
-    over = look(done(*[(i, i + 1) for i in range(7)]), None, RANKS, 0.0, 7.0, 7)
+    over = current_status(done(*[(i, i + 1) for i in range(7)]), None, RANKS, 0.0, 7.0, 7)
     assert (over.minibatch, over.stuck) == (2, 0.0)
-    nothing = look([], None, RANKS, 1.0, 2.0, 7)
+    nothing = current_status([], None, RANKS, 1.0, 2.0, 7)
     assert (nothing.minibatch, nothing.busy, nothing.waits_for) == (None, 0.0, None)
 
 
 def test_very_many_short_actions_are_not_all_looked_through(monkeypatch):
     monkeypatch.setattr(live, "_MOST_EVENTS", 2)
-    found = look(done((0, 1), (1, 2), (2, 3), (3, 5)), None, RANKS, 0.0, 5.0, 7)
+    found = current_status(done((0, 1), (1, 2), (2, 3), (3, 5)), None, RANKS, 0.0, 5.0, 7)
     assert found.busy == pytest.approx(2 / 3)
 
 
@@ -66,9 +71,9 @@ STATUS = Status(4, 0.001, 0.002, 0.9, 0.1, "rank 1", 0.0, 5_000_000)
 
 def test_what_is_told_is_heard():
     store = HashStore()
-    with telling(store, 3, lambda: STATUS):
-        assert heard(store, [2]) == {}
-    assert heard(store, [2, 3]) == {3: STATUS}
+    with publishing_status(store, 3, lambda: STATUS):
+        assert published_statuses(store, [2]) == {}
+    assert published_statuses(store, [2, 3]) == {3: STATUS}
 
 
 def shown(statuses, ranks=RANKS, most=10) -> str:

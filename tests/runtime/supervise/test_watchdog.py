@@ -21,7 +21,7 @@ from pipedream.comm.launcher import Place
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.plan import write_plan
 from pipedream.runtime.supervise.launch import PEER_LOST
-from pipedream.runtime.supervise.watchdog import Watch
+from pipedream.runtime.supervise.watchdog import Watchdog
 
 
 class Frozen:
@@ -46,8 +46,8 @@ class Ring:
         store = HashStore()
         self.said: dict[int, str] = {}
         self.stopped = [threading.Event() for _ in range(ranks)]
-        self.watches = [
-            Watch(
+        self.watchdogs = [
+            Watchdog(
                 Frozen(store, stopped),  # type: ignore[arg-type]
                 rank,
                 ranks,
@@ -59,8 +59,8 @@ class Ring:
         ]
 
     def all_say(self, words: Sequence[str]) -> None:
-        for watch, its in zip(self.watches, words, strict=True):
-            watch.say(its)
+        for watchdog, its in zip(self.watchdogs, words, strict=True):
+            watchdog.say(its)
 
 
 def until(condition: object, seconds: float = 20.0) -> None:
@@ -77,9 +77,9 @@ def rings() -> Iterator[list[Ring]]:
     made: list[Ring] = []
     yield made
     for ring in made:
-        for stopped, watch in zip(ring.stopped, ring.watches, strict=True):
+        for stopped, watchdog in zip(ring.stopped, ring.watchdogs, strict=True):
             stopped.clear()
-            watch.end()
+            watchdog.end()
 
 
 def test_all_name_the_one_that_stands_still(rings: list[Ring]) -> None:
@@ -116,7 +116,7 @@ def test_one_that_has_not_begun_or_has_ended_may_stand_still(rings: list[Ring]) 
     ring.all_say(["", "at work", "at work"])
     time.sleep(0.3)
     ring.stopped[0].set()
-    ring.watches[1].end()
+    ring.watchdogs[1].end()
     time.sleep(2.0)
     assert not ring.said
 
@@ -148,9 +148,9 @@ def test_the_host_of_the_store_is_known_by_its_silence(rings: list[Ring]) -> Non
 def test_an_error_is_told_with_where_the_lost_one_was(rings: list[Ring]) -> None:
     rings.append(ring := Ring(3))
     ring.all_say(["at 0F7", "at 1F6", ""])
-    until(lambda: ring.watches[0].store.check(["watch/1"]))
+    until(lambda: ring.watchdogs[0].store.check(["watchdog/1"]))
     time.sleep(0.3)
-    explained = ring.watches[0].explained
+    explained = ring.watchdogs[0].explained
     lost = "no message from rank 1 (at 0RG7)"
     assert explained(PeerLost(lost, 1)) == f"{lost}; rank 1 was last heard of at 1F6"
     assert explained(PeerLost("no message from rank 2", 2)) == "no message from rank 2"

@@ -15,7 +15,7 @@ from pipedream.comm.launcher import Place
 from pipedream.comm.rendezvous import choose_device
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.examples import Examples
-from pipedream.runtime.engine.randomness import Dice, places, seed_each
+from pipedream.runtime.engine.randomness import MinibatchRng, operator_positions, seed_each
 from pipedream.runtime.engine.training_segment import whole_updates
 from pipedream.runtime.job import Job
 from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
@@ -25,15 +25,15 @@ from pipedream.runtime.report.loss_sum import LossSum
 from pipedream.runtime.stages.captures import Captures, capture_all
 from pipedream.runtime.stages.compile import Compute, make_compute
 from pipedream.runtime.stages.partition import Layout, layouts, links, source_text, tied
-from pipedream.runtime.stages.stage_module import Form, Forms
+from pipedream.runtime.stages.stage_module import StageModule, StageModules
 from pipedream.schedule.action import Action
 from pipedream.schedule.schedule import Schedule
 
 
-class Rank:
+class LocalModel:
     """All ranks build the same model from the same seed, then keep their stage.
 
-    `forms` compute the stage; `parameters` and `buffers` are what a checkpoint has of it.
+    `stage_modules` compute the stage; `parameters` and `buffers` are what a checkpoint has of it.
     """
 
     def __init__(self, job: Job, place: Place) -> None:
@@ -57,12 +57,12 @@ class Rank:
             (job.run / f"stage{self.stage}.py").write_text(text, encoding="utf-8")
         if self.place.rank == 0:
             self._forget_other_stages()
-        self.dice = Dice(job.config.seed, self.device)
-        whole, rest = self._form(captured), None
+        self.rng = MinibatchRng(job.config.seed, self.device)
+        whole, rest = self._stage_module(captured), None
         if captures.rest is not None:
-            rest = self._form(captures.rest)
+            rest = self._stage_module(captures.rest)
             rest.share(whole, captures.buffers)
-        self.forms = Forms(whole, rest, self.examples.sizes.last)
+        self.stage_modules = StageModules(whole, rest, self.examples.sizes.last)
         self.trial = captures.trial
         self.module = whole.piece.module
         self.parameters: dict[str, Parameter] = dict(self.module.named_parameters())
@@ -71,13 +71,13 @@ class Rank:
         self.optimizer = make_optimizer(job.optimizer, self.parameters, captures.parameters)
         self.loss = load_loss(job.config.loss, job.directory)
 
-    def _form(self, captured: Captured) -> Form:
+    def _stage_module(self, captured: Captured) -> StageModule:
         def compute(captured: Captured, piece: Segment) -> Compute:
-            seed_each(piece, places(captured.module), self.dice)
+            seed_each(piece, operator_positions(captured.module), self.rng)
             return make_compute(piece, self.job.config, self.device)
 
         layout = layouts(captured, self.job.plan)[self.stage]
-        return Form.of(captured, layout, self.device, compute)
+        return StageModule.of(captured, layout, self.device, compute)
 
     def _forget_other_stages(self) -> None:
         """The text of stages that an earlier plan of this run had, and this one has not."""
@@ -122,7 +122,7 @@ class Rank:
 
     @property
     def every(self) -> int | None:
-        """How many minibatches a leg has; None: the whole epoch."""
+        """How many minibatches a segment has; None: the whole epoch."""
         every = self.job.save_every
         return None if every is None else whole_updates(every, self.job.policy)
 
