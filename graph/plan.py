@@ -17,11 +17,11 @@ from pipedream.graph.model import Graph
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class _Part(BaseModel):
+class _PlanPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PlannedNode(_Part):
+class PlannedNode(_PlanPart):
     """A node of the graph the plan was made from, so that a difference can be named."""
 
     id: str
@@ -29,7 +29,7 @@ class PlannedNode(_Part):
     inputs: tuple[str, ...]
 
 
-class PlannedGraph(_Part):
+class PlannedGraph(_PlanPart):
     """The structure of the graph the plan was made from, in topological order."""
 
     fingerprint: str
@@ -60,7 +60,7 @@ class PlannedGraph(_Part):
         return PlannedGraph(fingerprint=graph.fingerprint, nodes=nodes)
 
 
-class StageMemory(_Part):
+class StageMemory(_PlanPart):
     """Bytes on one worker at the moment when it holds most; they add up.
 
     `parameters`: the newest version; `weight_versions`: the older ones that minibatches in flight
@@ -83,7 +83,7 @@ class StageMemory(_Part):
         return math.fsum(self.model_dump().values())
 
 
-class Stage(_Part):
+class Stage(_PlanPart):
     """A stage: its nodes in topological order and the ranks that each hold a replica of it.
 
     `compute_seconds` is forward plus backward of one minibatch on one worker, the slowest; with
@@ -110,7 +110,7 @@ class Stage(_Part):
         return len(self.ranks)
 
 
-class Simulated(_Part):
+class Simulated(_PlanPart):
     """How the plan's schedule went when it was simulated, action by action.
 
     In the steady state; `bubble` is the share of the workers' time that is neither computing nor
@@ -121,7 +121,7 @@ class Simulated(_Part):
     bubble: float = Field(ge=0, le=1)
 
 
-class Predicted(_Part):
+class Predicted(_PlanPart):
     """What the cost model says of this plan, and of the two that need no planner.
 
     `seconds_per_minibatch` is the slowest stage's, `expected_seconds_per_minibatch` what it comes
@@ -151,7 +151,7 @@ class Predicted(_Part):
         return self.latency_seconds / self.microbatches
 
 
-class Asked(_Part):
+class PlanningOptions(_PlanPart):
     """Options of pd-optimize that shaped the plan and do not show in it, as they were typed: what
     `pd-optimize --like PLAN` asks for again. `profile`: the way to it from the plan's folder.
     """
@@ -168,7 +168,7 @@ class Asked(_Part):
     profile: str | None = None
 
 
-class Plan(_Part):
+class Plan(_PlanPart):
     """Everything pd-train needs to know of a plan; `pipedream-plan/1`.
 
     `optimizer` is the one whose state the memory of the stages counts, `weight_prediction` whether
@@ -185,7 +185,7 @@ class Plan(_Part):
     batch_size: int | None = Field(default=None, ge=1)
     stages: tuple[Stage, ...] = Field(min_length=1)
     predicted: Predicted
-    asked: Asked | None = None
+    asked: PlanningOptions | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Plan:
