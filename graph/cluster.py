@@ -40,7 +40,7 @@ SomeBytes = Annotated[float, BeforeValidator(_text), _Positive]
 Seconds = Annotated[float, BeforeValidator(_duration), _Amount]
 
 
-class _Part(BaseModel):
+class _ClusterPart(BaseModel):
     """Frozen, and written without the fields that are as they are by default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,7 +55,7 @@ class _Part(BaseModel):
         }
 
 
-class Link(_Part):
+class Link(_ClusterPart):
     """How long a message takes: latency plus bytes over bandwidth, or as measured.
 
     `points`: (bytes, seconds), two or more, more bytes never taking less time. Between them the
@@ -117,7 +117,7 @@ class Link(_Part):
         return Link(points=points, busy=self.busy)
 
 
-class DeviceKind(_Part):
+class DeviceType(_ClusterPart):
     """`speed`: relative to the device that the profile was measured on, twice as fast is 2.
     `memory`: bytes on each device, None where that is not known.
     """
@@ -127,7 +127,7 @@ class DeviceKind(_Part):
     memory: SomeBytes | None = None
 
 
-class Cluster(_Part):
+class Cluster(_ClusterPart):
     """`machines=(4, 2), bandwidth=(1e10, 1e9)`: 4 devices in a machine at 10 GB/s, 2 machines at
     1 GB/s. Alpa calls this the 2 x 4 mesh. Each tuple has one entry for each level, innermost
     first.
@@ -146,7 +146,7 @@ class Cluster(_Part):
     names: tuple[str, ...] = ()
     send: tuple[Link | None, ...] = ()
     all_reduce: tuple[Link | None, ...] = ()
-    kinds: tuple[DeviceKind, ...] = ()
+    kinds: tuple[DeviceType, ...] = ()
     machine_kinds: tuple[str, ...] = ()
 
     @model_validator(mode="after")
@@ -211,17 +211,17 @@ class Cluster(_Part):
         count = self.machines[level - 1]
         return whole.stretched(1 / count, 1 / (2 * (count - 1)))
 
-    def kind(self, machine: int) -> DeviceKind:
+    def kind(self, machine: int) -> DeviceType:
         """What the devices in a component of the outermost level are."""
         if not self.kinds:
-            return DeviceKind(name="device")
+            return DeviceType(name="device")
         return next(kind for kind in self.kinds if kind.name == self.machine_kinds[machine])
 
     def machine(self, rank: int) -> int:
         """The component of the outermost level that a rank is in."""
         return rank // math.prod(self.machines[:-1])
 
-    def device(self, rank: int) -> DeviceKind:
+    def device(self, rank: int) -> DeviceType:
         """What the device of a rank is."""
         return self.kind(self.machine(rank))
 
@@ -249,7 +249,7 @@ def ring_seconds(step: Link, size: ArrayLike, replicas: ArrayLike) -> NDArray[np
     return 2 * (steps - 1) * step.seconds(np.asarray(size, dtype=np.float64) / steps)
 
 
-def check_kinds(kinds: tuple[DeviceKind, ...], machine_kinds: tuple[str, ...], count: int) -> None:
+def check_kinds(kinds: tuple[DeviceType, ...], machine_kinds: tuple[str, ...], count: int) -> None:
     """Raises ValueError unless each of `count` machines is of a kind, or there are no kinds."""
     known = [kind.name for kind in kinds]
     for name in known:

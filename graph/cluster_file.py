@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from pipedream.graph.cluster import (
     Cluster,
-    DeviceKind,
+    DeviceType,
     Link,
     Seconds,
     SomeBytes,
@@ -21,7 +21,7 @@ from pipedream.graph.errors import read_artifact
 from pipedream.graph.units import show_bytes, show_seconds
 
 
-class _Level(BaseModel):
+class _LevelEntry(BaseModel):
     """`count` components, with what is between two of them; `send` and `all-reduce` as measured,
     the latter over all components of the level.
     """
@@ -49,13 +49,13 @@ class _ClusterFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["pipedream-cluster/1"]
-    levels: tuple[_Level, ...] = Field(min_length=1)
-    kinds: tuple[DeviceKind, ...] = ()
+    levels: tuple[_LevelEntry, ...] = Field(min_length=1)
+    kinds: tuple[DeviceType, ...] = ()
     machine_kinds: tuple[str, ...] = Field(default=(), validate_default=True)
 
     @field_validator("kinds")
     @classmethod
-    def _check_names(cls, kinds: tuple[DeviceKind, ...]) -> tuple[DeviceKind, ...]:
+    def _check_names(cls, kinds: tuple[DeviceType, ...]) -> tuple[DeviceType, ...]:
         check_kinds(kinds, tuple(kind.name for kind in kinds), len(kinds))
         return kinds
 
@@ -102,7 +102,7 @@ def write_cluster(cluster: Cluster, path: Path, notes: Sequence[str] = ()) -> No
     for level in range(len(cluster.machines)):
         lines += _level_lines(cluster, level)
     if cluster.kinds:
-        lines += ["kinds:", *(f"  - {_kind_text(kind)}" for kind in cluster.kinds)]
+        lines += ["kinds:", *(f"  - {_type_text(kind)}" for kind in cluster.kinds)]
         lines += [f"machine_kinds: {json.dumps(list(cluster.machine_kinds))}"]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -129,7 +129,7 @@ def _link_text(link: Link) -> str:
     return f"{{points: [{points}]{busy}}}" if busy else f"[{points}]"
 
 
-def _kind_text(kind: DeviceKind) -> str:
+def _type_text(kind: DeviceType) -> str:
     memory = "" if kind.memory is None else f", memory: {_amount(kind.memory)}"
     return f"{{name: {json.dumps(kind.name)}, speed: {kind.speed:.6g}{memory}}}"
 

@@ -147,7 +147,7 @@ class Predicted(ArtifactModel):
         return self.latency_seconds / self.microbatches
 
 
-class Asked(ArtifactModel):
+class PlanningOptions(ArtifactModel):
     """Options of pd-optimize that shaped the plan and do not show in it, as they were typed: what
     `pd-optimize --like PLAN` asks for again. `profile`: the way to it from the plan's folder.
     """
@@ -181,7 +181,7 @@ class Plan(ArtifactModel):
     batch_size: int | None = Field(default=None, ge=1)
     stages: tuple[Stage, ...] = Field(min_length=1)
     predicted: Predicted
-    asked: Asked | None = None
+    asked: PlanningOptions | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Plan:

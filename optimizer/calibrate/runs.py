@@ -24,14 +24,14 @@ _RUN_TO_RUN = 0.01
 
 
 @dataclass(frozen=True)
-class Run:
+class CalibrationRun:
     """A run in its `folder`, as the user named it."""
 
     folder: Path
     measured: MeasuredRun
 
     @staticmethod
-    def read(folder: Path) -> Run:
+    def read(folder: Path) -> CalibrationRun:
         """Raises UserError where there is none, or it has not told what it measured."""
         path = folder / MEASURED
         if not folder.is_dir():
@@ -46,7 +46,7 @@ class Run:
                 f"--calibrate {folder}: is not the folder of a run: there is no {MEASURED};"
                 " give what pd-train -o was given"
             )
-        return Run(folder, read_measured(path))
+        return CalibrationRun(folder, read_measured(path))
 
     def check(self, graph: Graph, name: Path, path: Path, profile: Profile | None) -> None:
         """UserError where it says nothing of `graph`, read from `name`, whose `profile` is the file
@@ -95,13 +95,13 @@ class Run:
         that a pass takes beside its nodes is in neither.
         """
         stages = self.measured.plan.stages
-        beside = (overheads or TrainingOverheads({})).of_stage(stage, len(stages))
+        overhead = (overheads or TrainingOverheads({})).of_stage(stage, len(stages))
         again = stages[stage].recompute
         forward, backward = [], []
         for rank in self.measured.of_stage(stage):
             speed, second = self._speed(rank), rank.forward.median if again else 0.0
-            forward.append(_moved(rank.forward, -beside[0] / speed, speed))
-            backward.append(_moved(rank.backward, -second - beside[1] / speed, speed))
+            forward.append(_moved(rank.forward, -overhead[0] / speed, speed))
+            backward.append(_moved(rank.backward, -second - overhead[1] / speed, speed))
         return forward, backward
 
     def _speed(self, rank: MeasuredRank) -> float:
@@ -122,7 +122,7 @@ def _moved(spread: Quartiles, by: float, times: float) -> Quartiles:
 
 def calibrated(
     graph: Graph,
-    runs: Sequence[Run],
+    runs: Sequence[CalibrationRun],
     profile: Profile | None,
     overheads: TrainingOverheads | None = None,
 ) -> Graph:

@@ -16,7 +16,7 @@ from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Quartiles, TrainingOverheads
 from pipedream.graph.units import show_seconds
-from pipedream.optimizer.calibrate.runs import Run
+from pipedream.optimizer.calibrate.runs import CalibrationRun
 from pipedream.optimizer.cost.price_plan import Price
 from pipedream.optimizer.report import make_console, print_table
 
@@ -28,7 +28,7 @@ ALIKE = 0.01
 class Verdict:
     """The plan of the newest run by the corrected times (`now`), beside the best plan for them."""
 
-    run: Run
+    run: CalibrationRun
     now: Price
     best: Plan
 
@@ -40,7 +40,7 @@ class Verdict:
     @property
     def gain(self) -> float:
         """By what share the best plan is faster, by the cost model; below 0 where it is not."""
-        goal = Price.noted(self.best).goal
+        goal = Price.recorded_in(self.best).goal
         return self.now.goal / goal - 1 if goal else 0.0
 
     @property
@@ -49,7 +49,7 @@ class Verdict:
         named = f"plan of {self.run.folder}"
         if self.stays:
             return f"The {named} stays the best."
-        before, after = self.now.goal, Price.noted(self.best).goal
+        before, after = self.now.goal, Price.recorded_in(self.best).goal
         times = f"{show_seconds(after)} in place of {show_seconds(before)} per {self._unit}"
         if abs(self.gain) < ALIKE:
             return (
@@ -58,7 +58,8 @@ class Verdict:
         if self.gain < 0:
             return f"The {named} is faster than the best that was asked for now: {times}."
         return (
-            f"The best plan now is {self.gain:.1%} faster than the {named}: {times}{self._played}."
+            f"The best plan now is {self.gain:.1%} faster than the {named}:"
+            f" {times}{self._simulated_times}."
         )
 
     @property
@@ -66,8 +67,8 @@ class Verdict:
         return "minibatch" if self.now.latency is None else "batch"
 
     @property
-    def _played(self) -> str:
-        before, after = self.now.simulated, Price.noted(self.best).simulated
+    def _simulated_times(self) -> str:
+        before, after = self.now.simulated, Price.recorded_in(self.best).simulated
         if not before or not after:
             return ""
         return f" (simulated: {show_seconds(after)} in place of {show_seconds(before)})"
@@ -78,7 +79,7 @@ def _split(plan: Plan) -> list[tuple[frozenset[str], int, bool]]:
 
 
 def print_runs(
-    runs: Sequence[Run],
+    runs: Sequence[CalibrationRun],
     profiled: Graph,
     overheads: TrainingOverheads | None = None,
     console: Console | None = None,
@@ -97,7 +98,7 @@ def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
     console.print(verdict.words, markup=False, soft_wrap=not console.is_terminal)
 
 
-def _stages(run: Run, profiled: Graph, overheads: TrainingOverheads) -> Table:
+def _stages(run: CalibrationRun, profiled: Graph, overheads: TrainingOverheads) -> Table:
     measured = run.measured
     folder = escape(str(run.folder))
     threads = f"{measured.threads} thread{'s' * (measured.threads > 1)}"
@@ -114,14 +115,14 @@ def _stages(run: Run, profiled: Graph, overheads: TrainingOverheads) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for stage in measured.plan.stages:
         nodes = [profiled.nodes[n] for n in stage.nodes if not profiled.nodes[n].is_input]
-        beside = overheads.of_stage(stage.stage, len(measured.plan.stages))
+        overhead = overheads.of_stage(stage.stage, len(measured.plan.stages))
         forward, backward = run.passes(stage.stage)
         table.add_row(
             str(stage.stage),
             str(stage.replicas),
             str(sum(rank.minibatches for rank in measured.of_stage(stage.stage))),
-            *_pass(beside[0] + sum(n.forward_seconds for n in nodes), forward),
-            *_pass(beside[1] + sum(n.backward_seconds for n in nodes), backward),
+            *_pass(overhead[0] + sum(n.forward_seconds for n in nodes), forward),
+            *_pass(overhead[1] + sum(n.backward_seconds for n in nodes), backward),
         )
     return table
 
@@ -136,7 +137,7 @@ def _pass(profiled: float, replicas: Sequence[Quartiles]) -> tuple[str, str, str
 def _times(verdict: Verdict) -> Table:
     """Per minibatch: before, measured, now."""
     measured = verdict.run.measured
-    before = Price.noted(measured.plan)
+    before = Price.recorded_in(measured.plan)
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")

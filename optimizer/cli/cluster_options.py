@@ -40,9 +40,9 @@ def cluster_of(options: Options) -> Cluster:
         _only("--like", options.like, also)
         cluster = _like(read_plan(options.like), options.like, options.workers)
     elif from_run:
-        from pipedream.optimizer.calibrate.runs import Run
+        from pipedream.optimizer.calibrate.runs import CalibrationRun
 
-        newest = Run.read(options.calibrate[-1])
+        newest = CalibrationRun.read(options.calibrate[-1])
         cluster = _like(newest.measured.plan, newest.folder, options.workers)
     elif file is not None:
         from pipedream.graph.cluster_file import read_cluster

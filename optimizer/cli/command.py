@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipedream.graph.model import Graph
     from pipedream.graph.plan import Plan
     from pipedream.graph.profile import Profile, TrainingOverheads
-    from pipedream.optimizer.calibrate.runs import Run
+    from pipedream.optimizer.calibrate.runs import CalibrationRun
     from pipedream.optimizer.compare.batch_sizes import Choices
     from pipedream.optimizer.search.latency import Latency
     from pipedream.optimizer.search.planner import Outcome, Request
@@ -78,7 +78,7 @@ class _Task:
     request: Request
     numbers: range | None
     profile: Profile | None
-    runs: Sequence[Run]
+    runs: Sequence[CalibrationRun]
     profiled: Graph
     batch_size: int | None
 
@@ -97,14 +97,14 @@ def _task(options: Options) -> _Task:
 
     from pipedream.graph.model import read_graph
     from pipedream.graph.profile import TrainingOverheads
-    from pipedream.optimizer.calibrate.runs import Run
+    from pipedream.optimizer.calibrate.runs import CalibrationRun
     from pipedream.optimizer.cost.models import COST_MODELS
     from pipedream.optimizer.search.hierarchical import Rules
     from pipedream.optimizer.search.planner import Request
     from pipedream.optimizer.simulate.workload import UPDATE_RATE
 
     profiled = read_graph(options.graph)
-    runs = [Run.read(folder) for folder in options.calibrate]
+    runs = [CalibrationRun.read(folder) for folder in options.calibrate]
     profile = _profile(options, profiled)
     footprints = None if profile is None else profile.footprints
     overheads = profile.training_overheads if profile and footprints else None
@@ -140,7 +140,7 @@ def _task(options: Options) -> _Task:
 
 def _calibrated(
     graph: Graph,
-    runs: Sequence[Run],
+    runs: Sequence[CalibrationRun],
     options: Options,
     profile: Profile | None,
     overheads: TrainingOverheads | None,
@@ -158,11 +158,11 @@ def _calibrated(
 def _judge(task: _Task, plan: Plan) -> None:
     """Prints what the runs have shown, and of the newest one's plan how good it is beside this."""
     from pipedream.optimizer.calibrate.verdict import Verdict, print_runs, print_verdict
-    from pipedream.optimizer.cost.price_plan import price
+    from pipedream.optimizer.cost.price_plan import price_plan
 
     run, request = task.runs[-1], task.request
     print_runs(task.runs, task.profiled, request.overheads)
-    now = price(run.measured.plan, request)
+    now = price_plan(run.measured.plan, request)
     print_verdict(Verdict(run, now, plan))
 
 

@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.measured_run import MEASURED
-from pipedream.graph.plan import Asked, Plan
+from pipedream.graph.plan import Plan, PlanningOptions
 from pipedream.optimizer.compare.sweep import shaped
 
 if TYPE_CHECKING:
-    from pipedream.optimizer.calibrate.runs import Run
+    from pipedream.optimizer.calibrate.runs import CalibrationRun
     from pipedream.optimizer.cli.options import Options
 
-_AS_TYPED = set(Asked.model_fields) - {"profile"}
+_AS_TYPED = set(PlanningOptions.model_fields) - {"profile"}
 
 
-def asked(options: Options, profile_used: bool) -> Asked:
+def asked(options: Options, profile_used: bool) -> PlanningOptions:
     """What the plan is to remember of the options; the profile by its way from the plan's folder,
     if anything was read in it.
     """
     typed = {name: getattr(options, name) for name in _AS_TYPED}
     way = os.path.relpath(options.made.resolve(), options.folder.resolve())
-    return Asked(**typed, profile=way if profile_used else None)
+    return PlanningOptions(**typed, profile=way if profile_used else None)
 
 
 def options_of(plan: Plan, path: Path) -> dict[str, Any]:
     """The options that the plan in the file `path` was made with, but for its cluster: by the names
     of their parameters, None where nothing was typed.
     """
-    known = plan.asked or Asked()
+    known = plan.asked or PlanningOptions()
     return {
         **known.model_dump(include=_AS_TYPED),
         "profile": None if known.profile is None else str(path.parent / known.profile),
@@ -47,7 +47,7 @@ def options_of(plan: Plan, path: Path) -> dict[str, Any]:
     }
 
 
-def options_after(run: Run) -> dict[str, Any]:
+def options_after(run: CalibrationRun) -> dict[str, Any]:
     """Those of the run's plan, but for what the run has shown; without a profile that has gone."""
     known = options_of(run.measured.plan, run.folder / MEASURED)
     if run.update_rate is not None:
@@ -61,9 +61,9 @@ def options_after(run: Run) -> dict[str, Any]:
 def left(cluster: Cluster, workers: int) -> Cluster:
     """So many devices of the cluster, at most as many as it has.
 
-    Where they do not fill its levels evenly they are one level, all as far from each other as its
-    farthest: of 4,2 seven devices are 7, six as well, four are 4. Kinds are those of the first
-    devices: which processes are left does not say which devices are gone.
+    A count that does not fill the levels evenly becomes one level with the links of the outermost:
+    of 4,2 seven devices become 7, six become 6, four become 4. Device types are those of the first
+    devices, since the number of remaining processes does not say which devices are gone.
     """
     small = shaped(cluster, workers) or _flat(cluster, workers)
     if not cluster.kinds:

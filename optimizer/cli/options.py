@@ -32,10 +32,10 @@ def _as_that_run(
 ) -> Any:
     """The options of the newest run's plan in place of the defaults, its optimizer as measured."""
     if runs:
-        from pipedream.optimizer.calibrate.runs import Run
+        from pipedream.optimizer.calibrate.runs import CalibrationRun
         from pipedream.optimizer.cli.like import options_after
 
-        context.default_map = options_after(Run.read(runs[-1]))
+        context.default_map = options_after(CalibrationRun.read(runs[-1]))
     return runs
 
 

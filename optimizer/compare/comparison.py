@@ -15,7 +15,7 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.timeline import Panel, draw_panels
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.compare.baselines import data_parallel, equal_layers, equal_parameters
-from pipedream.optimizer.cost.device_types import Kinds
+from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.latency import Latency
@@ -80,14 +80,14 @@ def _contender(name: str, make: Callable[[], Outcome], request: Request) -> Cont
     if simulation is not None:
         plan = simulation.noted_in(plan)
     found = Contender(name, plan, None, simulation)
-    return replace(found, fits=_fits(plan, request.kinds))
+    return replace(found, fits=_fits(plan, request.device_types))
 
 
-def _fits(plan: Plan, kinds: Kinds) -> bool:
+def _fits(plan: Plan, device_types: DeviceTypes) -> bool:
     machine = plan.cluster.machine
-    grades = [kinds.of_machines(map(machine, stage.ranks)) for stage in plan.stages]
-    pairs = zip(plan.stages, grades, strict=True)
-    return all(stage.memory_bytes <= grade.memory for stage, grade in pairs)
+    devices = [device_types.worst_of_machines(map(machine, stage.ranks)) for stage in plan.stages]
+    pairs = zip(plan.stages, devices, strict=True)
+    return all(stage.memory_bytes <= device.memory for stage, device in pairs)
 
 
 def comparison_table(contenders: list[Contender], microbatches: int) -> Table:

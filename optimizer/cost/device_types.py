@@ -1,4 +1,4 @@
-"""Components of different kinds: what those that a stage takes can do together."""
+"""Device types: counting the components of each type, and the worst device of a stage."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import NamedTuple
 from pipedream.graph.cluster import Cluster
 
 
-class Grade(NamedTuple):
-    """What a stage may count on: the speed of the slowest device it has, relative to the one that
-    the profile was measured on, and the bytes of the smallest.
+class WorstDevice(NamedTuple):
+    """What a stage can count on: the speed of its slowest device, relative to the device that was
+    profiled, and the bytes of its smallest.
     """
 
     speed: float
@@ -22,119 +22,121 @@ class Grade(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """The components of the outermost level, by kind.
+class DeviceTypes:
+    """The components of the outermost level, grouped by type.
 
-    `machines[k]` are those of kind k, `each[k]` what their devices can do. Components of a kind are
-    as good as each other, so what matters of those that a stage takes is how many of each kind.
+    `machines[k]` are the components of type k, and `worst[k]` describes their devices. Components
+    of one type are interchangeable, so a stage is described by how many it takes of each type.
     """
 
     machines: tuple[tuple[int, ...], ...]
-    each: tuple[Grade, ...]
+    worst: tuple[WorstDevice, ...]
 
     @staticmethod
-    def of(cluster: Cluster, memory: float | None = None) -> Kinds:
-        """`memory`: bytes that may be used of each device, whatever it has."""
-        grades = []
+    def of(cluster: Cluster, memory: float | None = None) -> DeviceTypes:
+        """The types of `cluster`, with at most `memory` bytes used of each device."""
+        devices = []
         for machine in range(cluster.machines[-1]):
             kind = cluster.kind(machine)
             limit = min(inf if limit is None else limit for limit in (kind.memory, memory))
-            grades.append(Grade(kind.speed, limit))
-        return Kinds.graded(grades)
+            devices.append(WorstDevice(kind.speed, limit))
+        return DeviceTypes.from_devices(devices)
 
     @staticmethod
-    def graded(grades: Iterable[Grade]) -> Kinds:
-        """Of components 0, 1, ... with devices of these grades."""
-        found: dict[Grade, list[int]] = {}
-        for machine, grade in enumerate(grades):
-            found.setdefault(grade, []).append(machine)
-        return Kinds(tuple(map(tuple, found.values())), tuple(found))
+    def from_devices(devices: Iterable[WorstDevice]) -> DeviceTypes:
+        """Groups components 0, 1, ..., whose devices are these."""
+        machines: dict[WorstDevice, list[int]] = {}
+        for machine, device in enumerate(devices):
+            machines.setdefault(device, []).append(machine)
+        return DeviceTypes(tuple(map(tuple, machines.values())), tuple(machines))
 
     @staticmethod
-    def alike(count: int) -> Kinds:
-        """So many components of devices like the one that was profiled."""
-        return Kinds.graded([Grade(1.0, inf)] * count)
+    def uniform(count: int) -> DeviceTypes:
+        """`count` components of devices like the profiled one, without a memory limit."""
+        return DeviceTypes.from_devices([WorstDevice(1.0, inf)] * count)
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """How many components there are of each kind."""
+        """The number of components of each type."""
         return tuple(map(len, self.machines))
 
-    def grade(self, taken: Sequence[int]) -> Grade:
-        """Of a stage that takes so many components of each kind: minibatches are dealt out evenly,
-        so the slowest sets the pace.
+    def worst_of(self, taken: Sequence[int]) -> WorstDevice:
+        """The worst device of a stage on `taken[k]` components of each type k.
+
+        Minibatches are dealt out evenly, so the slowest device sets the pace.
         """
-        grades = [grade for count, grade in zip(taken, self.each, strict=True) if count]
-        return Grade(min(grade.speed for grade in grades), min(grade.memory for grade in grades))
+        devices = [device for count, device in zip(taken, self.worst, strict=True) if count]
+        return WorstDevice(min(d.speed for d in devices), min(d.memory for d in devices))
 
-    def of_machines(self, machines: Iterable[int]) -> Grade:
-        """Of a stage that has these components."""
+    def worst_of_machines(self, machines: Iterable[int]) -> WorstDevice:
+        """The worst device of a stage on these components."""
         taken = set(machines)
-        return self.grade([len(taken.intersection(kind)) for kind in self.machines])
+        return self.worst_of([len(taken.intersection(same)) for same in self.machines])
 
     @property
-    def limited(self) -> bool:
-        """Whether any device has less memory than a plan may take."""
-        return any(grade.memory < inf for grade in self.each)
+    def memory_limited(self) -> bool:
+        """Whether any device has a memory limit."""
+        return any(device.memory < inf for device in self.worst)
 
     @property
-    def unlimited(self) -> Kinds:
-        """The same with as much memory as it takes."""
+    def without_memory_limit(self) -> DeviceTypes:
+        """The same devices with unlimited memory."""
         speed = {
-            machine: grade.speed
-            for machines, grade in zip(self.machines, self.each, strict=True)
+            machine: device.speed
+            for machines, device in zip(self.machines, self.worst, strict=True)
             for machine in machines
         }
-        return Kinds.graded(Grade(speed[machine], inf) for machine in sorted(speed))
+        return DeviceTypes.from_devices(WorstDevice(speed[m], inf) for m in sorted(speed))
 
     @property
-    def least(self) -> float:
-        """The bytes of the smallest device."""
-        return min(grade.memory for grade in self.each)
+    def smallest_memory(self) -> float:
+        """Bytes of the smallest device."""
+        return min(device.memory for device in self.worst)
 
     @property
     def fastest(self) -> float:
-        return max(grade.speed for grade in self.each)
+        """Relative speed of the fastest device."""
+        return max(device.speed for device in self.worst)
 
     @property
-    def grades(self) -> tuple[Grade, ...]:
-        """Every grade that some stage has."""
-        some = product((0, 1), repeat=len(self.each))
-        return tuple(sorted({self.grade(taken) for taken in some if any(taken)}))
+    def distinct(self) -> tuple[WorstDevice, ...]:
+        """The worst devices of all possible stages."""
+        subsets = product((0, 1), repeat=len(self.worst))
+        return tuple(sorted({self.worst_of(taken) for taken in subsets if any(taken)}))
 
 
-class Tally:
-    """How many components of each kind, as one number: the counts are its digits.
+class MixedRadixCounter:
+    """Encodes the number of components taken of each type as one integer, digit by digit.
 
-    Where there is one kind the number is the count. What two hold together is their sum.
+    With one type the code is the count. The code of a sum is the sum of the codes.
     """
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts = tuple(counts)
         self.size = prod(n + 1 for n in counts)
-        self._worth = tuple(prod(n + 1 for n in counts[k + 1 :]) for k in range(len(counts)))
+        self._weights = tuple(prod(n + 1 for n in counts[k + 1 :]) for k in range(len(counts)))
 
-    def number(self, held: Sequence[int]) -> int:
-        return sum(map(mul, held, self._worth))
+    def encode(self, taken: Sequence[int]) -> int:
+        return sum(map(mul, taken, self._weights))
 
-    def held(self, number: int) -> tuple[int, ...]:
-        """How many components of each kind."""
-        digits = zip(self.counts, self._worth, strict=True)
-        return tuple(number // worth % (most + 1) for most, worth in digits)
+    def decode(self, code: int) -> tuple[int, ...]:
+        """The number of components of each type."""
+        digits = zip(self.counts, self._weights, strict=True)
+        return tuple(code // weight % (most + 1) for most, weight in digits)
 
-    def total(self, number: int) -> int:
-        """How many components of any kind."""
-        return sum(self.held(number))
+    def total(self, code: int) -> int:
+        """The number of components of all types together."""
+        return sum(self.decode(code))
 
-    def takings(self) -> Iterator[tuple[int, ...]]:
-        """Every number of components of each kind that may be taken, one at least."""
-        every = product(*(range(n + 1) for n in self.counts))
-        next(every)
-        return every
+    def choices(self) -> Iterator[tuple[int, ...]]:
+        """All ways to take at least one component."""
+        ways = product(*(range(n + 1) for n in self.counts))
+        next(ways)
+        return ways
 
-    def besides(self, taken: Sequence[int]) -> Sequence[int]:
-        """The numbers of all that may be had beside those taken, the most last."""
+    def remaining_after(self, taken: Sequence[int]) -> Sequence[int]:
+        """The codes of all subsets of the components that are not `taken`, the largest last."""
         left = [n - t for n, t in zip(self.counts, taken, strict=True)]
         if len(left) == 1:
             return range(left[0] + 1)
-        return [self.number(held) for held in product(*(range(n + 1) for n in left))]
+        return [self.encode(subset) for subset in product(*(range(n + 1) for n in left))]

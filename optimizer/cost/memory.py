@@ -26,7 +26,7 @@ MOMENTS = 24
 
 
 @dataclass(frozen=True)
-class Keeping:
+class TrainingSettings:
     """What decides, beside the model, how much a worker holds.
 
     `microbatches` make one update where the schedule makes one for several minibatches. With
@@ -44,13 +44,15 @@ class Keeping:
         most = None if max_in_flight is None else tuple(max_in_flight)
         return policy(PipelineSpec(self.schedule, tuple(replicas), (), self.microbatches, 1, most))
 
-    def peak(self, load: int) -> Peak:
-        """The least that a stage with `load` workers of later stages for each of its own holds, as
-        far as that says: gpipe has less in flight on each of several replicas, and vertical sync
-        more versions in all stages but the first.
+    def peak(self, downstream_workers: int) -> Peak:
+        """A lower bound on what a stage holds, given the workers of later stages per worker.
+
+        Exact except that gpipe has fewer in flight on each of several replicas, and vertical sync
+        keeps more versions in all stages but the first.
         """
-        replicas = (1, load) if load else (1,)
-        return self.policy(replicas, (1 + load, 1)[: len(replicas)]).peak(0)
+        replicas = (1, downstream_workers) if downstream_workers else (1,)
+        in_flight = (1 + downstream_workers, 1)[: len(replicas)]
+        return self.policy(replicas, in_flight).peak(0)
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ class StageMemory:
     Work and memory: a few times `MOMENTS` times the number of cuts for each start.
     """
 
-    def __init__(self, cuts: Cuts, keeping: Keeping) -> None:
+    def __init__(self, cuts: Cuts, settings: TrainingSettings) -> None:
         self.cuts = cuts
-        self.keeping = keeping
+        self.settings = settings
         graph = cuts.graph
         moment = _moments(graph)
         self._saved = np.cumsum(self._by_moment(moment, graph.saved_bytes), axis=0)
@@ -121,14 +123,14 @@ class StageMemory:
         """What does not change in the course of the backward pass."""
         parameters = self._made[-1, ends] - self._made[-1, start]
         saved = self._saved[-1, ends] - self._saved[-1, start]
-        received = self.cuts.bytes_read(start)[ends] + self.cuts.bytes_given(start)[ends]
+        received = self.cuts.bytes_read(start)[ends] + self.cuts.model_input_bytes(start)[ends]
         others = peak.in_flight - 1
-        predicting = self.keeping.weight_prediction and peak.in_flight > 1
+        predicting = self.settings.weight_prediction and peak.in_flight > 1
         older = peak.in_flight if predicting else peak.versions - 1
         return {
             "parameters": parameters,
             "weight_versions": older * parameters,
-            "optimizer_state": (STATES[self.keeping.optimizer] + predicting) * parameters,
+            "optimizer_state": (STATES[self.settings.optimizer] + predicting) * parameters,
             "activations": 0 * saved if recompute else others * saved,
             "inputs": (peak.in_flight + 1) * received + self.cuts.bytes_across[ends],
             "workspace": 0 * saved,
@@ -145,7 +147,7 @@ class StageMemory:
         saved = self._saved[:, ends] - self._saved[:, start, None]
         made = self._made[:, ends] - self._made[:, start, None]
         all_made = made[-1:]
-        all_the_time = same_everywhere(self.keeping.schedule)
+        all_the_time = same_everywhere(self.settings.schedule)
         made = 0 * made + all_made if all_the_time else all_made - made
         busy = self._count[:, ends] > self._count[:, start, None]
         needed = np.where(busy, self._needs[:, None], 0.0)

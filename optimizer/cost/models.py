@@ -22,7 +22,7 @@ from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 
 
 @dataclass(frozen=True)
-class Level:
+class LevelLinks:
     """One level of the cluster: bytes per second between its components, and how many components
     of the next inner level one of them has (1 at the innermost); what carries a message between
     two components, and what one step of an all-reduce.
@@ -66,7 +66,7 @@ class CostModel(Protocol):
         """What the user calls it."""
         ...
 
-    def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms: ...
+    def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms: ...
 
     def seconds(self, terms: Terms) -> Floats:
         """The time per minibatch that the terms make together."""
@@ -77,7 +77,9 @@ class CostModel(Protocol):
         ...
 
 
-def overhead(model: CostModel, parameter_bytes: Floats, level: Level, replicas: Ints) -> Floats:
+def overhead(
+    model: CostModel, parameter_bytes: Floats, level: LevelLinks, replicas: Ints
+) -> Floats:
     """[case, end]: seconds of stages with nothing to compute inside and no boundaries."""
     idle = np.zeros_like(parameter_bytes)
     work = Work(idle[None], parameter_bytes, 0.0, idle)
@@ -86,7 +88,7 @@ def overhead(model: CostModel, parameter_bytes: Floats, level: Level, replicas: 
 
 
 @dataclass(frozen=True)
-class Paper:
+class PaperCost:
     """PipeDream, SOSP 2019, section 3.1; seeds/004, section 4.2.
 
     Stage: max(C', 2(m-1)W/B)/m. Boundary before every stage but the first of its pipeline: 2a/B,
@@ -99,7 +101,7 @@ class Paper:
     compression: float | None = None
     name: str = "paper"
 
-    def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms:
+    def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = 2 * (replicas - 1) * work.parameter_bytes / level.bandwidth
         sent = 0.0 if first else 2 * work.bytes_in / level.bandwidth / (self.compression or 1.0)
         return Terms(
@@ -116,7 +118,7 @@ class Paper:
 
 
 @dataclass(frozen=True)
-class Released:
+class ReleasedCost:
     """What the released optimizer means to compute (design: "Numbers that must agree").
 
     The first stage of a pipeline: (C' + 4(m-1)W/(B m)/q)/m, with q the machines of the next inner
@@ -127,7 +129,7 @@ class Released:
     compression: float | None = None
     name: str = "released"
 
-    def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms:
+    def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = 4 * (replicas - 1) * work.parameter_bytes / (level.bandwidth * replicas)
         compute = work.inner_seconds / replicas
         if first:
@@ -146,7 +148,7 @@ class Released:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCost:
     """Latency plus bytes over bandwidth, or what was measured, and what the runtime overlaps.
 
     Stage: (C' + ring(W, m))/m, where C' has the updates, calls and reading that were measured, and
@@ -170,7 +172,7 @@ class Measured:
     compression: float | None = None
     name: str = "measured"
 
-    def terms(self, work: Work, level: Level, replicas: Ints, first: bool) -> Terms:
+    def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = ring_seconds(level.ring, work.parameter_bytes, replicas)
         ratio = self.compression or 1.0
         into, out = (level.link.seconds(size / ratio) for size in (work.bytes_in, work.bytes_out))
@@ -186,10 +188,10 @@ class Measured:
         return _sum_or_boundary(terms)
 
 
-COST_MODELS: dict[str, type[Paper] | type[Released] | type[Measured]] = {
-    "paper": Paper,
-    "released": Released,
-    "measured": Measured,
+COST_MODELS: dict[str, type[PaperCost] | type[ReleasedCost] | type[MeasuredCost]] = {
+    "paper": PaperCost,
+    "released": ReleasedCost,
+    "measured": MeasuredCost,
 }
 
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
-from pipedream.optimizer.cost.device_types import Kinds
+from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.expected_time import in_a_run
 from pipedream.optimizer.cost.models import CostModel
 from pipedream.optimizer.cost.rank_assignment import stage_time
@@ -43,19 +43,19 @@ class Price:
         return self.per_minibatch if self.latency is None else self.latency
 
     @staticmethod
-    def noted(plan: Plan) -> Price:
+    def recorded_in(plan: Plan) -> Price:
         """As the plan has it."""
         predicted, simulated = plan.predicted, plan.predicted.simulated
-        played = None if simulated is None else simulated.seconds_per_minibatch
+        seconds = None if simulated is None else simulated.seconds_per_minibatch
         return Price(
             predicted.seconds_per_minibatch,
-            played,
+            seconds,
             predicted.latency_seconds,
             predicted.expected_seconds_per_minibatch,
         )
 
 
-def price(plan: Plan, request: Request) -> Price:
+def price_plan(plan: Plan, request: Request) -> Price:
     """Of `plan`, which was made for the structure of the graph that `request` has, on a cluster of
     its own.
 
@@ -66,13 +66,13 @@ def price(plan: Plan, request: Request) -> Price:
     simulation = simulate_plan(
         plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
     )
-    played = None if simulation is None else simulation.seconds_per_minibatch
+    simulated = None if simulation is None else simulation.seconds_per_minibatch
     batch = plan.predicted.microbatches
     latency = None
     if plan.predicted.objective == "latency" and batch is not None:
         latency = Latency(batch).seconds(sum(times), max(times))
     expected = in_a_run(found, plan.replicas, request.spread)
-    return Price(max(times), played, latency, expected)
+    return Price(max(times), simulated, latency, expected)
 
 
 def stage_times(plan: Plan, working: PlanningGraph, model: CostModel) -> list[tuple[float, str]]:
@@ -83,14 +83,17 @@ def stage_times(plan: Plan, working: PlanningGraph, model: CostModel) -> list[tu
         for stage in plan.stages
     ]
     cuts = Cuts(working, list(accumulate(pieces, initial=0)))
-    cost, kinds = Replication(cuts, plan.cluster, model), Kinds.of(plan.cluster)
+    cost, device_types = Replication(cuts, plan.cluster, model), DeviceTypes.of(plan.cluster)
     flat = plan.predicted.objective == "latency"
-    placed = [_places(plan, stage.stage) for stage in plan.stages]
-    nested = _flat(placed) if flat else _nested(placed)
-    grades = [kinds.of_machines(map(plan.cluster.machine, stage.ranks)) for stage in plan.stages]
+    of_stages = [_places(plan, stage.stage) for stage in plan.stages]
+    nested = _flat(of_stages) if flat else _nested(of_stages)
+    devices = [
+        device_types.worst_of_machines(map(plan.cluster.machine, stage.ranks))
+        for stage in plan.stages
+    ]
     return [
-        stage_time(cost.on(grade), shares, stage.recompute)
-        for grade, shares, stage in zip(grades, nested, plan.stages, strict=True)
+        stage_time(cost.on(device), shares, stage.recompute)
+        for device, shares, stage in zip(devices, nested, plan.stages, strict=True)
     ]
 
 
@@ -106,36 +109,36 @@ def _places(plan: Plan, stage: int) -> _Places:
     return found
 
 
-def _nested(placed: list[_Places]) -> list[NestedStage]:
+def _nested(of_stages: list[_Places]) -> list[NestedStage]:
     """Pipelines inside replicated components: stages on the same components of a level, and of
     those outside, are one stage there.
     """
     found = []
-    for stage, places in enumerate(placed):
+    for stage, places in enumerate(of_stages):
         shares = []
         for level, components in enumerate(places):
-            start, end = _run(placed, stage, level)
-            outer, _ = _run(placed, stage, level + 1)
+            start, end = _run(of_stages, stage, level)
+            outer, _ = _run(of_stages, stage, level + 1)
             shares.append(_share(level, start, end, components, first=start == outer))
         found.append(NestedStage(tuple(shares)))
     return found
 
 
-def _run(placed: list[_Places], stage: int, level: int) -> tuple[int, int]:
+def _run(of_stages: list[_Places], stage: int, level: int) -> tuple[int, int]:
     """The stages around this one that have its components of `level` and outwards; of none: all."""
-    same = [places[level:] == placed[stage][level:] for places in placed]
+    same = [places[level:] == of_stages[stage][level:] for places in of_stages]
     start = stage - same[stage::-1].index(False) + 1 if False in same[: stage + 1] else 0
     end = stage + same[stage:].index(False) if False in same[stage:] else len(same)
     return start, end
 
 
-def _flat(placed: list[_Places]) -> list[NestedStage]:
+def _flat(of_stages: list[_Places]) -> list[NestedStage]:
     """One pipeline: a stage has its own cuts at every level, and is joined to the one before it at
     the outermost level where they differ.
     """
     found = []
-    for stage, places in enumerate(placed):
-        before = placed[stage - 1] if stage else places
+    for stage, places in enumerate(of_stages):
+        before = of_stages[stage - 1] if stage else places
         joined = max((k for k in range(len(places)) if places[k] != before[k]), default=-1)
         shares = tuple(
             _share(level, stage, stage + 1, components, first=level != joined)

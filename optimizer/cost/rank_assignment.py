@@ -27,8 +27,8 @@ def ranks(stage: NestedStage, cluster: Cluster) -> tuple[int, ...]:
 def compute_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: bool) -> float:
     """Forward plus backward of these nodes on one worker; the forward pass twice to recompute."""
     inside = list(nodes)
-    again = graph.forward_seconds[inside].sum() if recompute else 0.0
-    return float(graph.compute_seconds[inside].sum() + again)
+    recomputed = graph.forward_seconds[inside].sum() if recompute else 0.0
+    return float(graph.compute_seconds[inside].sum() + recomputed)
 
 
 def _work_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: bool) -> float:
@@ -47,7 +47,7 @@ def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -
     """
     nodes = cost.cuts.nodes(stage.start, stage.end)
     work = _work_seconds(cost.cuts.graph, nodes, recompute)
-    seconds = (work + cost.cuts.beside(stage.start)[[stage.end]]) / cost.speed
+    seconds = (work + cost.cuts.stage_overhead(stage.start)[[stage.end]]) / cost.speed
     limit = "compute"
     for share in stage.shares:
         end = slice(share.end, share.end + 1)
@@ -62,7 +62,7 @@ def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -
 def data_parallel_time(cost: Replication, machines: Sequence[int]) -> float:
     """Seconds per minibatch with the whole model on every device; `cost` is on the slowest."""
     end = len(cost.cuts) - 1
-    seconds = (cost.cuts.seconds[[end]] + cost.cuts.beside(0)[[end]]) / cost.speed
+    seconds = (cost.cuts.seconds[[end]] + cost.cuts.stage_overhead(0)[[end]]) / cost.speed
     for level, count in enumerate(machines, start=1):
         replicas = np.array([count])
         seconds = cost.replicated(seconds, 0, slice(end, end + 1), level, replicas, True)

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from pipedream.graph.choices import Recompute
 from pipedream.graph.cluster import Cluster
-from pipedream.optimizer.cost.device_types import Grade
+from pipedream.optimizer.cost.device_types import WorstDevice
 from pipedream.optimizer.cost.memory import StageMemory
-from pipedream.optimizer.cost.models import CostModel, Level, Terms, Work, overhead
+from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work, overhead
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.schedule.policy import Peak
@@ -26,19 +26,19 @@ Bools: TypeAlias = NDArray[np.bool_]
 
 
 class StageCost(Protocol):
-    """Costs of the stages from cut `start` to each of `ends`; infinite for one that may not be.
+    """Costs of the stages from cut `start` to each of `ends`; infinite if not allowed.
 
-    `load` is how many workers of later stages there are for each worker of this one, rounded up,
-    which sets how many minibatches it has in flight.
+    `downstream_workers` is the number of workers of later stages per worker of this one, rounded
+    up. It determines how many minibatches the stage has in flight.
     """
 
-    depends_on_load: bool
+    depends_on_downstream: bool
 
-    def on(self, grade: Grade) -> StageCost:
+    def on(self, device: WorstDevice) -> StageCost:
         """The same question where devices are of this grade."""
         ...
 
-    def on_device(self, start: int, ends: States, load: int) -> Floats:
+    def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
         """On one device."""
         ...
 
@@ -69,9 +69,9 @@ class MemoryLimit:
     held: StageMemory
     recompute: Recompute = "never"
 
-    def on(self, grade: Grade) -> MemoryLimit:
+    def on(self, device: WorstDevice) -> MemoryLimit:
         """With the memory that devices of this grade have."""
-        return replace(self, bytes=grade.memory)
+        return replace(self, bytes=device.memory)
 
     def fits(self, start: int, ends: States, peak: Peak, recompute: bool) -> Bools:
         return self.held.total(start, ends, peak, recompute) <= self.bytes
@@ -81,10 +81,10 @@ class MemoryLimit:
 
         `last`: it ends the pipeline.
         """
-        again = not last and self.recompute != "never"
-        plain = not (again and self.recompute == "always")
+        recompute_here = not last and self.recompute != "never"
+        plain = not (recompute_here and self.recompute == "always")
         fits = self.fits(start, ends, peak, recompute=not plain)
-        if not (again and plain) or fits.all():
+        if not (recompute_here and plain) or fits.all():
             return fits, np.full_like(fits, not plain)
         return fits | self.fits(start, ends, peak, recompute=True), ~fits
 
@@ -95,7 +95,7 @@ class Priced(ABC):
     `bytes_across`: of each state, what crosses its cut.
     """
 
-    depends_on_load = False
+    depends_on_downstream = False
 
     def __init__(self, cluster: Cluster, model: CostModel, bytes_across: Floats) -> None:
         self.model = model
@@ -107,10 +107,10 @@ class Priced(ABC):
     def parameter_bytes(self, start: int, ends: States) -> Floats:
         """Of the stage from `start` to each of `ends`."""
 
-    def on(self, grade: Grade) -> Self:
-        graded = copy(self)
-        graded.speed = grade.speed
-        return graded
+    def on(self, device: WorstDevice) -> Self:
+        moved = copy(self)
+        moved.speed = device.speed
+        return moved
 
     def replicated(
         self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
@@ -148,28 +148,28 @@ class Replication(Priced):
         self.cuts = cuts
         self.limit = limit
         self.working = working
-        self.depends_on_load = limit is not None
+        self.depends_on_downstream = limit is not None
 
-    def on(self, grade: Grade) -> Self:
-        graded = super().on(grade)
-        graded.limit = self.limit and self.limit.on(grade)
-        return graded
+    def on(self, device: WorstDevice) -> Self:
+        moved = super().on(device)
+        moved.limit = self.limit and self.limit.on(device)
+        return moved
 
     def parameter_bytes(self, start: int, ends: States) -> Floats:
         parameters: Floats = self.cuts.parameter_bytes[ends] - self.cuts.parameter_bytes[start]
         return parameters
 
-    def on_device(self, start: int, ends: States, load: int) -> Floats:
+    def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
         seconds: Floats = np.maximum(self.cuts.seconds[ends] - self.cuts.seconds[start], 0.0)
         if self.working:
             seconds[self.cuts.working[ends] == self.cuts.working[start]] = np.inf
         if self.limit is not None:
-            peak = self.limit.held.keeping.peak(load)
-            fits, again = self.limit.choose(start, ends, peak, last=not load)
+            peak = self.limit.held.settings.peak(downstream_workers)
+            fits, recompute_here = self.limit.choose(start, ends, peak, last=not downstream_workers)
             forward = self.cuts.forward_seconds
-            seconds = seconds + np.where(again, forward[ends] - forward[start], 0.0)
+            seconds = seconds + np.where(recompute_here, forward[ends] - forward[start], 0.0)
             seconds[~fits] = np.inf
-        return (seconds + self.cuts.beside(start)[ends]) / self.speed
+        return (seconds + self.cuts.stage_overhead(start)[ends]) / self.speed
 
 
 class LeastMemory:
@@ -179,7 +179,7 @@ class LeastMemory:
     as if every device had `like` of them.
     """
 
-    depends_on_load = True
+    depends_on_downstream = True
 
     def __init__(self, held: StageMemory, recompute: bool, like: float = 1.0) -> None:
         self.held = held
@@ -187,14 +187,16 @@ class LeastMemory:
         self.like = like
         self.memory = like
 
-    def on(self, grade: Grade) -> LeastMemory:
-        graded = copy(self)
-        graded.memory = grade.memory
-        return graded
+    def on(self, device: WorstDevice) -> LeastMemory:
+        moved = copy(self)
+        moved.memory = device.memory
+        return moved
 
-    def on_device(self, start: int, ends: States, load: int) -> Floats:
-        again = self.recompute and load > 0
-        needed = self.held.total(start, ends, self.held.keeping.peak(load), again)
+    def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
+        recompute_here = self.recompute and downstream_workers > 0
+        needed = self.held.total(
+            start, ends, self.held.settings.peak(downstream_workers), recompute_here
+        )
         return needed if self.memory == self.like else needed * (self.like / self.memory)
 
     def replicated(
@@ -206,10 +208,10 @@ class LeastMemory:
         return np.zeros(np.broadcast_shapes(replicas.shape, np.shape(self.held.cuts.seconds[ends])))
 
 
-def levels(cluster: Cluster) -> tuple[Level, ...]:
+def levels(cluster: Cluster) -> tuple[LevelLinks, ...]:
     """What a cost model needs to know of each level, innermost first."""
     inner = (1, *cluster.machines)
     return tuple(
-        Level(bandwidth, inner[index], cluster.link(index + 1), cluster.ring_link(index + 1))
+        LevelLinks(bandwidth, inner[index], cluster.link(index + 1), cluster.ring_link(index + 1))
         for index, bandwidth in enumerate(cluster.bandwidth)
     )

@@ -31,7 +31,7 @@ class Cuts:
         self._bytes = np.frombuffer(packed, dtype=np.uint8).reshape(len(downsets), width)
         self.words: NDArray[np.uint64] = self._bytes.view("<u8")
         self._last_read: tuple[int, Floats] = (-1, np.empty(0))
-        self._last_given: tuple[int, Floats] = (-1, np.empty(0))
+        self._last_model_inputs: tuple[int, Floats] = (-1, np.empty(0))
 
     def __len__(self) -> int:
         return len(self.downsets)
@@ -41,19 +41,19 @@ class Cuts:
         """Forward, backward and update of all nodes before the cut, on one worker."""
         return self.sum(self.graph.work_seconds)
 
-    def beside(self, start: int) -> Floats:
+    def stage_overhead(self, start: int) -> Floats:
         """For each state what a stage from `start` to it takes beside its nodes."""
-        return self._first_beside if start == 0 else self._later_beside
+        return self._first_stage_overhead if start == 0 else self._later_stage_overhead
 
     @cached_property
-    def _first_beside(self) -> Floats:
+    def _first_stage_overhead(self) -> Floats:
         return np.full(len(self), self.graph.call + self.graph.reading)
 
     @cached_property
-    def _later_beside(self) -> Floats:
-        beside = np.full(len(self), self.graph.call)
-        beside[-1] += self.graph.reading
-        return beside
+    def _later_stage_overhead(self) -> Floats:
+        stage_overhead = np.full(len(self), self.graph.call)
+        stage_overhead[-1] += self.graph.reading
+        return stage_overhead
 
     @cached_property
     def working(self) -> Floats:
@@ -124,13 +124,13 @@ class Cuts:
             total[self._holds[readers].any(axis=0)] += self.graph.output_bytes[node]
         return total
 
-    def bytes_given(self, start: int) -> Floats:
+    def model_input_bytes(self, start: int) -> Floats:
         """For each state that the stage from `start` may end at: the model's inputs it reads."""
-        if self._last_given[0] != start:
-            self._last_given = (start, self._bytes_given(start))
-        return self._last_given[1]
+        if self._last_model_inputs[0] != start:
+            self._last_model_inputs = (start, self._model_input_bytes(start))
+        return self._last_model_inputs[1]
 
-    def _bytes_given(self, start: int) -> Floats:
+    def _model_input_bytes(self, start: int) -> Floats:
         total = np.zeros(len(self))
         for size, consumers in self.graph.given:
             readers = [n for n in consumers if not self._holds[n, start]]

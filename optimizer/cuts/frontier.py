@@ -113,7 +113,7 @@ def bins_of(graph: PlanningGraph, work: float = _WORK, most_states: int = _MOST_
     count = int(_FEWEST * work / cells)
     by_both = _Grid(min(count // (_BY_PARAMETERS + 1), _MOST), _BY_PARAMETERS)
     grid = by_both if by_both.columns >= _ENOUGH else _Grid(max(_FEWEST, min(count, _MOST)))
-    walk = _Walk(graph, grid, most_states)
+    walk = _FrontierSweep(graph, grid, most_states)
     for step in range(len(graph)):
         walk.advance(step)
     return walk.bins()
@@ -121,7 +121,7 @@ def bins_of(graph: PlanningGraph, work: float = _WORK, most_states: int = _MOST_
 
 def _survey(graph: PlanningGraph, most_states: int, budget: float) -> int | None:
     """How many cells the fewest bins take; None if more than `budget`, where it could be fewer."""
-    walk, cells = _Walk(graph, _Grid(_FEWEST), most_states), 1
+    walk, cells = _FrontierSweep(graph, _Grid(_FEWEST), most_states), 1
     for step in range(len(graph)):
         walk.advance(step)
         cells += len(walk.trails[-1].came)
@@ -143,7 +143,7 @@ class _Grid(NamedTuple):
         return (self.columns + 1) * (self.rows + 1)
 
 
-class _States(NamedTuple):
+class _FrontierStates(NamedTuple):
     """The states after a step, and where their figures lie: those of state s in the columns from
     `start[s]` to `start[s + 1]`, the first of them for bin `base[s]`.
     """
@@ -154,7 +154,7 @@ class _States(NamedTuple):
     figures: Floats
 
 
-class _Trail(NamedTuple):
+class _BackPointers(NamedTuple):
     """How the states of a step came about, to find the way back.
 
     `origins[first_origin[s] + came[column]]` is 2 * (the state before) + (the node was taken).
@@ -168,13 +168,13 @@ class _Trail(NamedTuple):
 
 
 @dataclass
-class _Walk:
+class _FrontierSweep:
     graph: PlanningGraph
     grid: _Grid
     most_states: int
     slots: dict[int, int] = field(default_factory=dict)
     forgotten: set[int] = field(default_factory=set)
-    trails: list[_Trail] = field(default_factory=list)
+    trails: list[_BackPointers] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         graph, total = self.graph, len(self.graph)
@@ -191,7 +191,7 @@ class _Walk:
         width = self.grid.bins
         self.final = np.full((_FIGURES, width), np.inf)
         self.final_from = np.zeros((2, width), dtype=np.int64)  # step, and origin as in _Trail
-        self.states = _States(
+        self.states = _FrontierStates(
             codes=np.zeros(1, dtype=np.uint64),
             base=np.zeros(1, dtype=np.int64),
             start=np.array([0, 1], dtype=np.int64),
@@ -217,8 +217,8 @@ class _Walk:
             self.final_from,
             step,
         )
-        self.states = _States(codes, base, start, figures)
-        self.trails.append(_Trail(base, start, *trail))
+        self.states = _FrontierStates(codes, base, start, figures)
+        self.trails.append(_BackPointers(base, start, *trail))
 
     def _leave(self, step: int) -> int:
         """Takes out of the frontier who was read for the last time, and whom to forget, so that
@@ -265,7 +265,7 @@ class _Walk:
         )
 
     def _lightest(self, bins: Numbers) -> tuple[int | None, ...]:
-        trail = _Trail(*(np.concatenate(parts) for parts in zip(*self.trails, strict=True)))
+        trail = _BackPointers(*(np.concatenate(parts) for parts in zip(*self.trails, strict=True)))
         offsets = np.cumsum(
             [[0] * 3]
             + [[len(part.base), len(part.origins), len(part.came)] for part in self.trails],

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedream.graph.cluster import Cluster
-from pipedream.optimizer.cost.device_types import Kinds
+from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import CostModel, Work
 from pipedream.optimizer.cost.stage_cost import Bools, levels
 from pipedream.optimizer.cuts.downsets import Cuts
@@ -33,7 +33,7 @@ _CELLS, _MOST = 1.6e7, 1_000
 
 
 @dataclass(frozen=True)
-class Question:
+class PruningProblem:
     """Plans on which cluster, by which model and rules.
 
     Neither a limit of memory nor recomputation makes any plan faster: they need not be known.
@@ -45,7 +45,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Subrange:
     """Of the model, for pipelines in one component of `level` (1 innermost): from one of the states
     `starts` to one of `ends`, in less than `within` seconds.
     """
@@ -56,24 +56,26 @@ class _Piece:
     within: float
 
 
-def survivors(cuts: Cuts, question: Question, within: float) -> Ints:
+def prune_cuts(cuts: Cuts, question: PruningProblem, within: float) -> Ints:
     """The states, in order, at which a plan that takes less than `within` may be cut, at any level.
 
     As few as can be shown in a few rounds; the first and the last are left out.
     """
     kept = np.zeros(len(cuts), np.bool_)
     ends = np.array([0]), np.array([len(cuts) - 1])
-    _keep(kept, cuts, question, _Piece(len(question.cluster.machines), *ends, within * (1 - TIE)))
+    _keep(
+        kept, cuts, question, _Subrange(len(question.cluster.machines), *ends, within * (1 - TIE))
+    )
     kept[[0, -1]] = False
     return np.flatnonzero(kept)
 
 
-def _keep(kept: Bools, cuts: Cuts, question: Question, piece: _Piece) -> None:
+def _keep(kept: Bools, cuts: Cuts, question: PruningProblem, piece: _Subrange) -> None:
     """Marks the states at which pipelines of this piece may be cut."""
     alive = _between(cuts, piece)
     while True:
-        groups = _Groups.of(cuts, alive, question, piece)
-        passage = _Passage(groups, question, piece)
+        groups = _CutGroups.of(cuts, alive, question, piece)
+        passage = _ReachabilityTable(groups, question, piece)
         before, alive = len(alive), _passed(cuts, passage)
         if not len(alive) or len(alive) > 0.8 * before:
             break
@@ -84,7 +86,7 @@ def _keep(kept: Bools, cuts: Cuts, question: Question, piece: _Piece) -> None:
                 _keep(kept, cuts, question, inside)
 
 
-def _passed(cuts: Cuts, passage: _Passage) -> Ints:
+def _passed(cuts: Cuts, passage: _ReachabilityTable) -> Ints:
     """The states, in order, where pipelines may be cut so that m components have time for what is
     before the cut, and the others for what is after it, for some m: by any cost model a stage on m
     takes an m-th of its time.
@@ -101,7 +103,7 @@ def _passed(cuts: Cuts, passage: _Passage) -> Ints:
     return found
 
 
-def _between(cuts: Cuts, piece: _Piece) -> Ints:
+def _between(cuts: Cuts, piece: _Subrange) -> Ints:
     """The states that may be inside the piece."""
     least = np.bitwise_and.reduce(cuts.words[piece.starts])
     most = np.bitwise_or.reduce(cuts.words[piece.ends])
@@ -113,7 +115,7 @@ def _between(cuts: Cuts, piece: _Piece) -> Ints:
 
 
 @dataclass(frozen=True)
-class _Groups:
+class _CutGroups:
     """Groups of states: the first all starts of a piece, the last all ends, the others in between.
 
     `seconds`, `parameters`: the least and the most of each group. `held_by_all` and `held_by_any`:
@@ -128,7 +130,7 @@ class _Groups:
     held_by_any: NDArray[np.uint64]
 
     @staticmethod
-    def of(cuts: Cuts, alive: Ints, question: Question, piece: _Piece) -> _Groups:
+    def of(cuts: Cuts, alive: Ints, question: PruningProblem, piece: _Subrange) -> _CutGroups:
         most = int(min(_MOST, (_CELLS / question.cluster.machines[piece.level - 1]) ** 0.5))
         bandwidth = question.cluster.bandwidth[piece.level - 1]
         alike = cuts.seconds, cuts.parameter_bytes / bandwidth, cuts.bytes_across / bandwidth
@@ -139,7 +141,7 @@ class _Groups:
         def over(join: np.ufunc, values: NDArray[Any]) -> NDArray[Any]:
             return np.asarray(join.reduceat(values[order], first, axis=0))
 
-        return _Groups(
+        return _CutGroups(
             states,
             (over(np.minimum, cuts.seconds), over(np.maximum, cuts.seconds)),
             (over(np.minimum, cuts.parameter_bytes), over(np.maximum, cuts.parameter_bytes)),
@@ -193,10 +195,10 @@ def _alike(figures: Floats, states: Ints, most: int) -> Iterator[Ints]:
     return (group for *_, group in heap)
 
 
-class _Passage:
+class _ReachabilityTable:
     """Which groups are passed by pipelines of a piece that take less than it says."""
 
-    def __init__(self, groups: _Groups, question: Question, piece: _Piece) -> None:
+    def __init__(self, groups: _CutGroups, question: PruningProblem, piece: _Subrange) -> None:
         self.groups = groups
         self.piece = piece
         self.model = question.model
@@ -206,7 +208,7 @@ class _Passage:
         self.fewer = question.rules.fewer_machines
         self.level = levels(question.cluster)[piece.level - 1]
         inside = prod(question.cluster.machines[: piece.level - 1])
-        self.share = inside * Kinds.of(question.cluster).fastest
+        self.share = inside * DeviceTypes.of(question.cluster).fastest
         self.stages = np.array([self._stages(start) for start in range(len(groups))])
         self.stages = self.stages.transpose(1, 0, 2)
 
@@ -250,7 +252,7 @@ class _Passage:
                 found[m] |= stages[:, found[m - replicas]].any(axis=1)
         return found
 
-    def inside(self) -> Iterator[_Piece]:
+    def inside(self) -> Iterator[_Subrange]:
         """What pipelines there may be inside the stages: those of all that begin after as many
         components and have as many are one piece.
         """
@@ -269,4 +271,4 @@ class _Passage:
                 )
                 most = replicas * (self.piece.within - over) * (1 + TIE)
                 members = self.groups.members
-                yield _Piece(self.piece.level - 1, members(starts), members(ends), float(most))
+                yield _Subrange(self.piece.level - 1, members(starts), members(ends), float(most))

@@ -8,7 +8,7 @@ from operator import mul
 import numpy as np
 
 from pipedream.graph.cluster import Cluster
-from pipedream.optimizer.cost.device_types import Kinds
+from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import CostModel, Work
 from pipedream.optimizer.cost.stage_cost import Priced, levels
 from pipedream.optimizer.cuts.downsets import States
@@ -25,9 +25,9 @@ def lower_bound(graph: PlanningGraph, cluster: Cluster, model: CostModel, straig
     holds a node takes at least as long as the node would alone, replicated as suits it best over
     devices of the fastest kind: more nodes, more to compute and reduce.
     """
-    kinds = Kinds.of(cluster)
-    speeds = [grade.speed for grade in kinds.each]
-    together = prod(cluster.machines[:-1]) * sum(map(mul, speeds, kinds.counts))
+    device_types = DeviceTypes.of(cluster)
+    speeds = [device.speed for device in device_types.worst]
+    together = prod(cluster.machines[:-1]) * sum(map(mul, speeds, device_types.counts))
     shared = float(graph.compute_seconds.sum() / together)
     alone: Floats = graph.compute_seconds / max(speeds)
     for level, count in zip(levels(cluster), cluster.machines, strict=True):
@@ -49,8 +49,8 @@ def bound_over_bins(
     """
     rules = Rules(straight, fewer_machines=True)
     cost = BinCost(bins, cluster, model)
-    kinds = Kinds.of(cluster).unlimited
-    best = Search(BinCuts(bins), cluster.machines, cost, rules, kinds, within).bottleneck()
+    device_types = DeviceTypes.of(cluster).without_memory_limit
+    best = Search(BinCuts(bins), cluster.machines, cost, rules, device_types, within).bottleneck()
     return min(best, within)
 
 
@@ -76,7 +76,7 @@ class BinCost(Priced):
         super().__init__(cluster, model, bins.bytes_across)
         self.bins = bins
 
-    def on_device(self, start: int, ends: States, load: int) -> Floats:
+    def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
         least, most = self.bins.least_seconds[ends], self.bins.most_seconds[start]
         seconds: Floats = np.maximum(least - most, 0.0) / self.speed
         return seconds

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipedream.optimizer.cost.device_types import Grade, Kinds, Tally
+from pipedream.optimizer.cost.device_types import DeviceTypes, MixedRadixCounter, WorstDevice
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.submeshes import Mesh, Submesh
@@ -23,21 +23,22 @@ from pipedream.optimizer.search.submeshes import Mesh, Submesh
 _NONE = -1
 
 
-class StageKind(NamedTuple):
+class StageVariant(NamedTuple):
     """All that the cost of a stage depends on beside its cuts."""
 
-    entry: int
+    boundary_level: int
     spans: int  # the level whose components it has several of; 0 for one device
     size: int
-    load: int
-    grade: Grade
+    downstream_workers: int
+    device: WorstDevice
 
 
-class Spot(NamedTuple):
-    """Where stages begin or have ended.
+class FillState(NamedTuple):
+    """How far the cluster is filled: the boundary between two stages.
 
-    `full`: the machines (their `Tally`) that are behind it; `inside`: devices of one more machine,
-    of this `kind`, if one is begun; `workers` from there on (0 where not counted).
+    `full` encodes the machines that are filled (`MixedRadixCounter`); `inside` counts the devices
+    used of one more machine, of type `kind`, if one is begun. `workers` counts the workers that
+    follow (0 where they are not counted).
     """
 
     full: int
@@ -47,184 +48,193 @@ class Spot(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Moves:
-    """`machines` of each kind; `kinds` of stages; `spots`, by the number of devices before them,
-    and `power`, what these devices do together.
+class FillOrder:
+    """`machines` of each kind; `kinds` of stages; `states`, by the number of devices before them,
+    and `capacity`, what these devices do together.
 
     Stages of kind k lead from spots `source[first[k] : first[k + 1]]` to `target[...]`, ordered by
-    the power before the source. Those from spot s are, once more, `kind_from[first_from[s] :
+    the power before the source. Those from spot s are, once more, `variant_from[first_from[s] :
     first_from[s + 1]]`, to `target_from[...]`. The pipeline may end at a spot where `may_end`, and
     leave devices out from spot s to any of `skips[s]`, which is padded with s.
     """
 
     mesh: Mesh
     machines: tuple[tuple[int, ...], ...]
-    kinds: tuple[StageKind, ...]
-    spots: tuple[Spot, ...]
-    power: Floats
+    variants: tuple[StageVariant, ...]
+    states: tuple[FillState, ...]
+    capacity: Floats
     first: Ints
     source: Ints
     target: Ints
     first_from: Ints
-    kind_from: Ints
+    variant_from: Ints
     target_from: Ints
     may_end: Ints
     skips: Ints
-    tally: Tally
+    counter: MixedRadixCounter
 
     @property
-    def whole_power(self) -> float:
-        return float(self.power[-1])
+    def whole_capacity(self) -> float:
+        return float(self.capacity[-1])
 
-    def begun(self, spot: Spot) -> tuple[int, ...]:
+    def begun(self, state: FillState) -> tuple[int, ...]:
         """How many machines of each kind it has behind it or is in."""
-        held = list(self.tally.held(spot.full))
-        if spot.inside:
-            held[spot.kind] += 1
-        return tuple(held)
+        taken = list(self.counter.decode(state.full))
+        if state.inside:
+            taken[state.kind] += 1
+        return tuple(taken)
 
-    def submesh(self, source: int, kind: int) -> Submesh:
+    def submesh(self, source: int, variant: int) -> Submesh:
         """Of a stage, its devices numbered in the order in which machines are filled."""
-        begin = _position(self.mesh, self.tally, self.spots[source])
-        return Submesh(begin, self.kinds[kind].size, self.kinds[kind].entry)
+        begin = _position(self.mesh, self.counter, self.states[source])
+        return Submesh(begin, self.variants[variant].size, self.variants[variant].boundary_level)
 
     def newly_begun(self, source: int, target: int) -> tuple[int, ...]:
         """How many machines of each kind a stage is the first on."""
-        return tuple(map(sub, self.begun(self.spots[target]), self.begun(self.spots[source])))
+        return tuple(map(sub, self.begun(self.states[target]), self.begun(self.states[source])))
 
 
-def moves(machines: Sequence[int], kinds: Kinds, rules: Rules, with_load: bool) -> Moves:
-    """`with_load`: what a stage costs depends on the workers behind it."""
-    return _Maker(Mesh(machines), kinds, rules, with_load).moves()
+def build_fill_order(
+    machines: Sequence[int], types: DeviceTypes, rules: Rules, with_downstream: bool
+) -> FillOrder:
+    """`with_downstream`: what a stage costs depends on the workers behind it."""
+    return _FillOrderBuilder(Mesh(machines), types, rules, with_downstream).build()
 
 
-def _position(mesh: Mesh, tally: Tally, spot: Spot) -> int:
-    return tally.total(spot.full) * mesh.within[-2] + spot.inside
+def _position(mesh: Mesh, counter: MixedRadixCounter, state: FillState) -> int:
+    return counter.total(state.full) * mesh.within[-2] + state.inside
 
 
-class _Maker:
-    def __init__(self, mesh: Mesh, kinds: Kinds, rules: Rules, with_load: bool) -> None:
-        self.mesh, self.kinds, self.rules, self.with_load = mesh, kinds, rules, with_load
-        self.counted = with_load and rules.fewer_machines
-        self.tally = Tally(kinds.counts)
+class _FillOrderBuilder:
+    def __init__(self, mesh: Mesh, types: DeviceTypes, rules: Rules, with_downstream: bool) -> None:
+        self.mesh, self.types, self.rules, self.with_downstream = (
+            mesh,
+            types,
+            rules,
+            with_downstream,
+        )
+        self.counted = with_downstream and rules.fewer_machines
+        self.counter = MixedRadixCounter(types.counts)
         self.inner = mesh.within[-2]
         self.one = [
-            self.tally.number([int(kind == other) for other in range(len(kinds.counts))])
-            for kind in range(len(kinds.counts))
+            self.counter.encode([int(kind == other) for other in range(len(types.counts))])
+            for kind in range(len(types.counts))
         ]
-        self.spots = sorted(self._all_spots(), key=self._position)
-        self.number = {spot: number for number, spot in enumerate(self.spots)}
+        self.states = sorted(self._all_states(), key=self._position)
+        self.number = {state: number for number, state in enumerate(self.states)}
 
-    def moves(self) -> Moves:
-        power = np.array([self._power(spot) for spot in self.spots])
-        found: dict[StageKind, list[tuple[int, int]]] = {}
-        for source, spot in enumerate(self.spots):
-            for kind, target in self._from(spot):
-                found.setdefault(kind, []).append((source, target))
-        kinds = tuple(sorted(found))
+    def build(self) -> FillOrder:
+        capacity = np.array([self._capacity(state) for state in self.states])
+        pairs_of: dict[StageVariant, list[tuple[int, int]]] = {}
+        for source, state in enumerate(self.states):
+            for variant, target in self._from(state):
+                pairs_of.setdefault(variant, []).append((source, target))
+        variants = tuple(sorted(pairs_of))
         pairs = np.array(
             [
                 pair
-                for kind in kinds
-                for pair in sorted(found[kind], key=lambda pair: (power[pair[0]], pair))
+                for variant in variants
+                for pair in sorted(pairs_of[variant], key=lambda pair: (capacity[pair[0]], pair))
             ],
             dtype=np.intp,
         ).reshape(-1, 2)
-        first = np.cumsum([0, *(len(found[kind]) for kind in kinds)], dtype=np.intp)
-        of_kind = np.repeat(np.arange(len(kinds)), np.diff(first))
+        first = np.cumsum([0, *(len(pairs_of[variant]) for variant in variants)], dtype=np.intp)
+        of_variant = np.repeat(np.arange(len(variants)), np.diff(first))
         by_source = np.argsort(pairs[:, 0], kind="stable")
-        spots = np.arange(len(self.spots) + 1)
-        skips = [list(self._skips(spot)) for spot in self.spots]
+        states = np.arange(len(self.states) + 1)
+        skips = [list(self._skips(state)) for state in self.states]
         width = max(map(len, skips))
-        padded = [row + [spot] * (width - len(row)) for spot, row in enumerate(skips)]
-        ends = [number for number, spot in enumerate(self.spots) if self._may_end(spot)]
-        return Moves(
+        padded = [row + [state] * (width - len(row)) for state, row in enumerate(skips)]
+        ends = [number for number, state in enumerate(self.states) if self._may_end(state)]
+        return FillOrder(
             mesh=self.mesh,
-            machines=self.kinds.machines,
-            kinds=kinds,
-            spots=tuple(self.spots),
-            power=power,
+            machines=self.types.machines,
+            variants=variants,
+            states=tuple(self.states),
+            capacity=capacity,
             first=first,
             source=np.ascontiguousarray(pairs[:, 0]),
             target=np.ascontiguousarray(pairs[:, 1]),
-            first_from=np.searchsorted(pairs[by_source, 0], spots),
-            kind_from=of_kind[by_source],
+            first_from=np.searchsorted(pairs[by_source, 0], states),
+            variant_from=of_variant[by_source],
             target_from=pairs[by_source, 1],
             may_end=np.array(ends, dtype=np.intp),
-            skips=np.array(padded, dtype=np.intp).reshape(len(self.spots), width),
-            tally=self.tally,
+            skips=np.array(padded, dtype=np.intp).reshape(len(self.states), width),
+            counter=self.counter,
         )
 
-    def _position(self, spot: Spot) -> int:
-        return _position(self.mesh, self.tally, spot)
+    def _position(self, state: FillState) -> int:
+        return _position(self.mesh, self.counter, state)
 
-    def _power(self, spot: Spot) -> float:
-        held = zip(self.tally.held(spot.full), self.kinds.each, strict=True)
-        full = sum(count * grade.speed for count, grade in held) * self.inner
-        return full + (self.kinds.each[spot.kind].speed * spot.inside if spot.inside else 0.0)
+    def _capacity(self, state: FillState) -> float:
+        full_machines = zip(self.counter.decode(state.full), self.types.worst, strict=True)
+        full: float = sum(count * device.speed for count, device in full_machines) * self.inner
+        return full + (self.types.worst[state.kind].speed * state.inside if state.inside else 0.0)
 
-    def _all_spots(self) -> Iterator[Spot]:
-        for full in range(self.tally.size):
-            yield from self._with_workers(Spot(full))
+    def _all_states(self) -> Iterator[FillState]:
+        for full in range(self.counter.size):
+            yield from self._with_workers(FillState(full))
             for kind in self._left(full):
                 for inside in range(1, self.inner):
-                    yield from self._with_workers(Spot(full, kind, inside))
+                    yield from self._with_workers(FillState(full, kind, inside))
 
-    def _with_workers(self, spot: Spot) -> Iterator[Spot]:
-        most = self.mesh.devices - self._position(spot) if self.counted else 0
-        return (spot._replace(workers=workers) for workers in range(most + 1))
+    def _with_workers(self, state: FillState) -> Iterator[FillState]:
+        most = self.mesh.devices - self._position(state) if self.counted else 0
+        return (state._replace(workers=workers) for workers in range(most + 1))
 
     def _left(self, full: int) -> list[int]:
         """The kinds that there is a machine of besides."""
-        held = zip(self.tally.held(full), self.kinds.counts, strict=True)
-        return [kind for kind, (taken, count) in enumerate(held) if taken < count]
+        filled = zip(self.counter.decode(full), self.types.counts, strict=True)
+        return [kind for kind, (taken, count) in enumerate(filled) if taken < count]
 
-    def _from(self, spot: Spot) -> Iterator[tuple[StageKind, int]]:
+    def _from(self, state: FillState) -> Iterator[tuple[StageVariant, int]]:
         """The stages that may begin here, and where they end."""
-        position = self._position(spot)
+        position = self._position(state)
         if position == self.mesh.devices:
             return
         for submesh in self.mesh.submeshes(position, self.rules.straight):
-            workers = spot.workers - submesh.size if self.counted else 0
+            workers = state.workers - submesh.size if self.counted else 0
             if workers < 0:
                 continue
             behind = workers if self.counted else self.mesh.devices - position - submesh.size
-            load = ceil(behind / submesh.size) if self.with_load else 0
+            downstream_workers = ceil(behind / submesh.size) if self.with_downstream else 0
             spans = self.mesh.spans(submesh.size)
-            for grade, target in self._taking(spot, submesh.size):
-                kind = StageKind(submesh.entry, spans, submesh.size, load, grade)
+            for device, target in self._taking(state, submesh.size):
+                kind = StageVariant(
+                    submesh.boundary_level, spans, submesh.size, downstream_workers, device
+                )
                 yield kind, self.number[target._replace(workers=workers)]
 
-    def _taking(self, spot: Spot, size: int) -> Iterator[tuple[Grade, Spot]]:
+    def _taking(self, state: FillState, size: int) -> Iterator[tuple[WorstDevice, FillState]]:
         """Every choice of machines for a stage of so many devices."""
         if size < self.inner:
-            for kind in [spot.kind] if spot.inside else self._left(spot.full):
-                yield self.kinds.each[kind], self._further(spot._replace(kind=kind), size)
+            for kind in [state.kind] if state.inside else self._left(state.full):
+                yield self.types.worst[kind], self._further(state._replace(kind=kind), size)
             return
-        held = self.tally.held(spot.full)
-        for taken in self.tally.takings():
-            left = zip(held, taken, self.kinds.counts, strict=True)
+        filled = self.counter.decode(state.full)
+        for taken in self.counter.choices():
+            left = zip(filled, taken, self.types.counts, strict=True)
             if sum(taken) == size // self.inner and all(h + t <= most for h, t, most in left):
-                yield self.kinds.grade(taken), Spot(spot.full + self.tally.number(taken))
+                yield self.types.worst_of(taken), FillState(state.full + self.counter.encode(taken))
 
-    def _further(self, spot: Spot, devices: int) -> Spot:
-        """So many devices on, within the machine of `spot.kind`."""
-        inside = spot.inside + devices
+    def _further(self, state: FillState, devices: int) -> FillState:
+        """So many devices on, within the machine of `state.kind`."""
+        inside = state.inside + devices
         if inside == self.inner:
-            return spot._replace(full=spot.full + self.one[spot.kind], kind=_NONE, inside=0)
-        return spot._replace(inside=inside)
+            return state._replace(full=state.full + self.one[state.kind], kind=_NONE, inside=0)
+        return state._replace(inside=inside)
 
-    def _skips(self, spot: Spot) -> Iterator[int]:
+    def _skips(self, state: FillState) -> Iterator[int]:
         """The next spots that a stage may begin at if devices are left out here."""
-        if self.rules.fewer_machines and spot.inside:
-            position = self._position(spot)
+        if self.rules.fewer_machines and state.inside:
+            position = self._position(state)
             ends = {-(-position // size) * size for size in self.mesh.within[:-1]} - {position}
             for end in sorted(ends):
-                further = self._further(spot, end - position)
+                further = self._further(state, end - position)
                 if further in self.number:
                     yield self.number[further]
 
-    def _may_end(self, spot: Spot) -> bool:
+    def _may_end(self, state: FillState) -> bool:
         if self.rules.fewer_machines:
-            return spot.workers == 0
-        return self._position(spot) == self.mesh.devices
+            return state.workers == 0
+        return self._position(state) == self.mesh.devices

@@ -6,12 +6,13 @@ same, so that the cost of a stage rests on the best pipeline *inside* one compon
 device. Differences from the source:
 
 - all pairs of nested downsets are tried and no others, so that no stage is ever negative;
-- it grows pipelines from their end, so that a stage knows the workers behind it when it is placed,
-  and with them its minibatches in flight and its memory. A component's inner pipeline needs to know
-  one number of what is behind: the workers of later stages per component, its `load`. That may be
-  rounded up at each level, since ceil((n + x) / a) = ceil((n + ceil(x)) / a) for whole n and a;
-- components of the outermost level may be of several kinds (kinds.py): what is counted there is how
-  many of each kind, and what is inside one is planned for each grade of device.
+- pipelines grow from their end, so that the workers behind a stage, and with them its minibatches
+  in flight and its memory, are known when it is added. A component's inner pipeline needs one
+  number of what is behind it: the workers of later stages per component, `downstream_workers`. It
+  may be rounded up at each level, since ceil((n + x) / a) = ceil((n + ceil(x)) / a) for integers n
+  and a;
+- components of the outermost level may be of several types (cost/device_types.py): the state counts
+  the components of each type, and inner pipelines are planned for each `WorstDevice`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numba import njit
 
-from pipedream.optimizer.cost.device_types import Grade, Kinds, Tally
+from pipedream.optimizer.cost.device_types import DeviceTypes, MixedRadixCounter, WorstDevice
 from pipedream.optimizer.cost.stage_cost import StageCost
 from pipedream.optimizer.cuts.downsets import States
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
@@ -102,64 +103,64 @@ class Solution(NamedTuple):
     stages: tuple[NestedStage, ...]
 
 
-class _Room(NamedTuple):
+class _Subproblem(NamedTuple):
     """A component of `level` to be filled, with devices of this grade, and the workers behind it
     for each such, rounded up.
     """
 
     level: int
-    load: int
-    grade: Grade
+    downstream_workers: int
+    device: WorstDevice
 
 
-class _Left(NamedTuple):
-    """The components (their `Tally`) and devices (0 where they are not counted) for a pipeline."""
+class _Remaining(NamedTuple):
+    """The components (a `MixedRadixCounter` code) and devices (0 if not counted) of a pipeline."""
 
     components: int
     devices: int
 
 
-class _Placing(NamedTuple):
+class _Allocation(NamedTuple):
     """A stage on `replicas` components and `used` devices of each (0 where not counted).
 
-    `taken`: the components of each kind, `tally` their number, `grade` what all of them can do.
-    `behind`: which components may be left to the stages behind it. `loads[m][w]`: the load
+    `taken`: the components of each kind, `counter` their number, `device` what all of them can do.
+    `behind`: which components may be left to the stages behind it. `downstream[m][w]`: the load
     inside each component with `behind[m]` and w devices behind it. Of one row where m makes no
     difference, of one column where devices are not counted.
     """
 
     replicas: int
     taken: tuple[int, ...]
-    tally: int
-    grade: Grade
+    counter: int
+    device: WorstDevice
     used: int
     behind: Sequence[int]
-    loads: list[list[int]]
+    downstream: list[list[int]]
 
-    def leaves(self, left: _Left) -> _Left | None:
+    def leaves(self, left: _Remaining) -> _Remaining | None:
         """What is left to the stages behind; None if this stage does not fit."""
-        components = left.components - self.tally
+        components = left.components - self.counter
         devices = left.devices - self.replicas * self.used
-        fits = components in self.behind and 0 <= devices < len(self.loads[0])
-        return _Left(components, devices) if fits else None
+        fits = components in self.behind and 0 <= devices < len(self.downstream[0])
+        return _Remaining(components, devices) if fits else None
 
-    def at(self, behind: _Left) -> tuple[int, int]:
-        """Where `loads` has the case of this much behind."""
-        return min(self.behind.index(behind.components), len(self.loads) - 1), behind.devices
+    def at(self, behind: _Remaining) -> tuple[int, int]:
+        """Where `downstream` has the case of this much behind."""
+        return min(self.behind.index(behind.components), len(self.downstream) - 1), behind.devices
 
 
 class _Option(NamedTuple):
-    """A placing, and what it costs: `cost[m, w, end]`, with m and w as in its `loads`."""
+    """A placing, and what it costs: `cost[m, w, end]`, with m and w as in its `downstream`."""
 
-    placing: _Placing
+    allocation: _Allocation
     cost: Floats
 
 
 class Search:
     """Finds the pipeline whose costliest stage costs least; ties go to the fewest stages.
 
-    `kinds`: those of the outermost level's components; all alike unless given. Pipelines that cost
-    more than `limit` need not be found: nothing that costs more is looked into.
+    `device_types` are those of the outermost level's components, by default all alike. Stages and
+    pipelines that cost more than `limit` are not explored.
 
     Work: N^2 M^2 for N cuts and M machines at the outermost level, N^3 M^2 at each within. With
     M1, M2, ... machines of each kind the first is N^2 M1^2 M2^2 ..., the second for each grade.
@@ -171,7 +172,7 @@ class Search:
         machines: Sequence[int],
         cost: StageCost,
         rules: Rules,
-        kinds: Kinds | None = None,
+        device_types: DeviceTypes | None = None,
         limit: float = inf,
     ) -> None:
         self.cuts = cuts
@@ -179,91 +180,106 @@ class Search:
         self.cost = cost
         self.rules = rules
         self.limit = limit * (1 + TIE)
-        self.kinds = kinds or Kinds.alike(machines[-1])
-        self.tallies = [*(Tally((count,)) for count in machines[:-1]), Tally(self.kinds.counts)]
-        self._on = {grade: cost.on(grade) if kinds else cost for grade in self.kinds.grades}
+        self.device_types = device_types or DeviceTypes.uniform(machines[-1])
+        self.counters = [
+            *(MixedRadixCounter((count,)) for count in machines[:-1]),
+            MixedRadixCounter(self.device_types.counts),
+        ]
+        self._on = {
+            device: cost.on(device) if device_types else cost
+            for device in self.device_types.distinct
+        }
         self.devices = tuple(prod(machines[:level]) for level in range(len(machines) + 1))
         # The load needs the number of devices behind a stage. It follows from the number of
         # components, unless a component may use only some of its devices: from level 2 on.
-        self._counted = cost.depends_on_load and rules.fewer_machines
+        self._counted = cost.depends_on_downstream and rules.fewer_machines
         self.steps = 0  # how much work it was
-        self._tables: dict[_Room, Floats] = {}
-        self._placed: dict[tuple[_Room, bool], list[_Placing]] = {}
+        self._tables: dict[_Subproblem, Floats] = {}
+        self._allocated: dict[tuple[_Subproblem, bool], list[_Allocation]] = {}
 
     def best(self) -> Solution | None:
         """The best pipeline; None if there is none."""
         costs = self._costs()
         used = int(costs.argmin())
-        cost, room, piece = float(costs[used]), self._outermost, (0, len(self.cuts) - 1)
-        return None if cost == inf else Solution(cost, tuple(self._unfold(room, piece, used, cost)))
+        cost, subproblem, piece = float(costs[used]), self._outermost, (0, len(self.cuts) - 1)
+        return (
+            None
+            if cost == inf
+            else Solution(cost, tuple(self._unfold(subproblem, piece, used, cost)))
+        )
 
     def bottleneck(self) -> float:
         """What the best pipeline costs; infinite if there is none."""
         return float(self._costs().min())
 
     @property
-    def _outermost(self) -> _Room:
-        return _Room(len(self.machines), 0, self.kinds.each[0])
+    def _outermost(self) -> _Subproblem:
+        return _Subproblem(len(self.machines), 0, self.device_types.worst[0])
 
     def _costs(self) -> Floats:
         """[used]: the best pipelines of the whole model."""
         whole = self._pipelines(self._outermost, (0, len(self.cuts) - 1))[1]
         return self._by_devices(self._outermost, whole)[:, 0, 0]
 
-    def _inside(self, room: _Room, start: int, ends: States) -> Floats:
+    def _inside(self, subproblem: _Subproblem, start: int, ends: States) -> Floats:
         """[used, end]: the best cost in this room of the pieces that begin at `start`."""
-        if room.level == 0:
-            return self._on[room.grade].on_device(start, ends, room.load)[None]
-        if room not in self._tables:
-            self._tables[room] = self._by_devices(room, self._pipelines(room)[1])
-        return self._tables[room][:, start, ends]
+        if subproblem.level == 0:
+            return self._on[subproblem.device].on_device(
+                start, ends, subproblem.downstream_workers
+            )[None]
+        if subproblem not in self._tables:
+            self._tables[subproblem] = self._by_devices(subproblem, self._pipelines(subproblem)[1])
+        return self._tables[subproblem][:, start, ends]
 
-    def _by_devices(self, room: _Room, whole: Floats) -> Floats:
+    def _by_devices(self, subproblem: _Subproblem, whole: Floats) -> Floats:
         """[used, ...]: the best of `whole[m, w, ...]`; of length 1 where devices are not counted.
 
         At level 1 components are devices.
         """
-        return whole[:, 0] if self._counted and room.level == 1 else whole.min(axis=0)
+        return whole[:, 0] if self._counted and subproblem.level == 1 else whole.min(axis=0)
 
     def _counts(self, level: int) -> bool:
         """Whether pipelines at this level count devices beside components."""
         return self._counted and level > 1
 
     def _pipelines(
-        self, room: _Room, piece: tuple[int, int] | None = None, within: float | None = None
+        self,
+        subproblem: _Subproblem,
+        piece: tuple[int, int] | None = None,
+        within: float | None = None,
     ) -> tuple[Floats, Floats]:
-        """The best pipelines in this room, for every piece of the model or the one given.
+        """The best pipelines of this subproblem, for every piece of the model or only for `piece`.
 
-        Returns `later[m, w, start, end]`, for those on m components (their `Tally`) and w devices
-        (0 where they are not counted) that another stage comes before, and `whole`, likewise, for
-        those that are the whole piece; `end` is the last axis, of length 1 for one piece. The
-        figures are costs; or, where `within` is given, numbers of stages none of which costs more.
+        Returns `later[m, w, start, end]`, pipelines on m components (a `MixedRadixCounter` code)
+        and w devices (0 if not counted) that follow another stage, and `whole`, likewise, pipelines
+        that begin at the start of the piece. `end` is the last axis, of length 1 for one piece. The
+        entries are costs or, if `within` is given, numbers of stages each costing at most that.
         """
         begin, end = piece or (0, len(self.cuts) - 1)
         ends = range(len(self.cuts)) if piece is None else range(end, end + 1)
-        width = self.devices[room.level] + 1 if self._counts(room.level) else 1
-        tallies = self.tallies[room.level - 1].size
-        later = np.full((tallies, width, len(self.cuts), len(ends)), inf)
+        width = self.devices[subproblem.level] + 1 if self._counts(subproblem.level) else 1
+        counters = self.counters[subproblem.level - 1].size
+        later = np.full((counters, width, len(self.cuts), len(ends)), inf)
         whole = np.full_like(later, inf)
         later[0, 0, ends, range(len(ends))] = 0.0
         reach = np.zeros(later.shape[:3], dtype=np.intp)
         reach[0, 0, ends] = np.arange(len(ends)) + 1
         for start in reversed(range(begin, end)):
-            stops = self._stops(room, start, end)
+            stops = self._stops(subproblem, start, end)
             if piece is not None:
                 stops = stops[(later[:, :, stops, 0] < inf).any(axis=(0, 1))]
             if not len(stops):
                 continue
             limits = np.full(len(stops), inf)
             if within is None:
-                limits = self._limits(room.level, start, stops)
+                limits = self._limits(subproblem.level, start, stops)
             first_end = stops if piece is None else np.zeros_like(stops)
             for first, table in ((False, later), (True, whole)):
                 if first and piece is not None and start != begin:
                     continue
-                for placing, costs in self._options(room, start, stops, first, within):
-                    size = placing.replicas * placing.used
-                    where = np.asarray(placing.behind), placing.tally, size
+                for allocation, costs in self._options(subproblem, start, stops, first, within):
+                    size = allocation.replicas * allocation.used
+                    where = np.asarray(allocation.behind), allocation.counter, size
                     rest = later, reach, stops, first_end
                     self.steps += _extend(
                         table, start, rest, costs, where, limits, within is not None
@@ -271,14 +287,14 @@ class Search:
             reach[:, :, start] = _reach(later[:, :, start])
         return later, whole
 
-    def _stops(self, room: _Room, start: int, end: int) -> Ints:
+    def _stops(self, subproblem: _Subproblem, start: int, end: int) -> Ints:
         """Where a stage from `start` may end, and not cost more than any plan of interest."""
         stops = np.arange(len(self.cuts))[self.cuts.after(start, end)]
         if self.limit == inf:
             return stops
         alone = np.min([cost.on_device(start, stops, 0) for cost in self._on.values()], axis=0)
-        shared = alone / self.devices[room.level]  # by all that a stage may have
-        within: Ints = stops[shared <= self._limits(room.level, start, stops)]
+        shared = alone / self.devices[subproblem.level]  # by all that a stage may have
+        within: Ints = stops[shared <= self._limits(subproblem.level, start, stops)]
         return within
 
     def _limits(self, level: int, start: int, ends: Ints) -> Floats:
@@ -297,153 +313,161 @@ class Search:
         return most
 
     def _options(
-        self, room: _Room, start: int, after: States, first: bool, within: float | None
+        self, subproblem: _Subproblem, start: int, after: States, first: bool, within: float | None
     ) -> Iterator[_Option]:
         """Every way to place the stages from `start`, all of them costed in one question.
 
         With `within` the cost is a number of stages: 1, infinite for a stage that costs more, and
         more than any pipeline has for one without work.
         """
-        placings = self._placings(room, first)
-        if not placings:
+        allocations = self._allocations(subproblem, first)
+        if not allocations:
             return
         cases = [
-            (placing, _Room(room.level - 1, load, placing.grade))
-            for placing in placings
-            for row in placing.loads
-            for load in row
+            (allocation, _Subproblem(subproblem.level - 1, downstream_workers, allocation.device))
+            for allocation in allocations
+            for row in allocation.downstream
+            for downstream_workers in row
         ]
-        rooms = {inside for _, inside in cases}
-        below = {inside: self._inside(inside, start, after) for inside in rooms}
-        inner = np.array([below[inside][placing.used] for placing, inside in cases])
-        replicas = np.array([[placing.replicas] for placing, _ in cases])
-        cost = self.cost.replicated(inner, start, after, room.level, replicas, first)
+        subproblems = {inside for _, inside in cases}
+        below = {inside: self._inside(inside, start, after) for inside in subproblems}
+        inner = np.array([below[inside][allocation.used] for allocation, inside in cases])
+        replicas = np.array([[allocation.replicas] for allocation, _ in cases])
+        cost = self.cost.replicated(inner, start, after, subproblem.level, replicas, first)
         if within is not None:
             works = self.cuts.working[after] > self.cuts.working[start]
             cost = np.where(cost <= within, np.where(works, 1.0, len(self.cuts)), inf)
         position = 0
-        for placing in placings:
-            shape = len(placing.loads), len(placing.loads[0])
+        for allocation in allocations:
+            shape = len(allocation.downstream), len(allocation.downstream[0])
             rows = cost[position : position + prod(shape)]
-            yield _Option(placing, rows.reshape(*shape, -1))
+            yield _Option(allocation, rows.reshape(*shape, -1))
             position += len(rows)
 
-    def _placings(self, room: _Room, first: bool) -> list[_Placing]:
+    def _allocations(self, subproblem: _Subproblem, first: bool) -> list[_Allocation]:
         """Every number of components, and devices in each, that a stage may have."""
-        if (room, first) not in self._placed:
-            self._placed[room, first] = list(self._new_placings(room, first))
-        return self._placed[room, first]
+        if (subproblem, first) not in self._allocated:
+            self._allocated[subproblem, first] = list(self._new_allocations(subproblem, first))
+        return self._allocated[subproblem, first]
 
-    def _new_placings(self, room: _Room, first: bool) -> Iterator[_Placing]:
-        outermost = room.level == len(self.machines)
-        tally = self.tallies[room.level - 1]
-        inner = self.devices[room.level - 1]
-        counts = range(1, inner + 1) if self._counts(room.level) else range(1)
-        for taken in tally.takings():
+    def _new_allocations(self, subproblem: _Subproblem, first: bool) -> Iterator[_Allocation]:
+        outermost = subproblem.level == len(self.machines)
+        counter = self.counters[subproblem.level - 1]
+        inner = self.devices[subproblem.level - 1]
+        counts = range(1, inner + 1) if self._counts(subproblem.level) else range(1)
+        for taken in counter.choices():
             replicas = sum(taken)
             if self.rules.straight and replicas > 1:
                 continue
-            behind = tally.besides(taken)
+            behind = counter.remaining_after(taken)
             if not first:  # it leaves a component to the stage before it
                 behind = behind[:-1]
             elif not self.rules.fewer_machines:
                 behind = behind[-1:]
-            grade = self.kinds.grade(taken) if outermost else room.grade
-            loads = self._loads(room, replicas, behind) if behind else []
+            device = self.device_types.worst_of(taken) if outermost else subproblem.device
+            downstream = self._downstream(subproblem, replicas, behind) if behind else []
             for used in counts if behind else ():
-                yield _Placing(replicas, taken, tally.number(taken), grade, used, behind, loads)
+                yield _Allocation(
+                    replicas, taken, counter.encode(taken), device, used, behind, downstream
+                )
 
-    def _loads(self, room: _Room, replicas: int, behind: Sequence[int]) -> list[list[int]]:
-        if not self.cost.depends_on_load:
+    def _downstream(
+        self, subproblem: _Subproblem, replicas: int, behind: Sequence[int]
+    ) -> list[list[int]]:
+        if not self.cost.depends_on_downstream:
             return [[0]]
-        inner = self.devices[room.level - 1]
-        components = list(map(self.tallies[room.level - 1].total, behind))
-        if self._counts(room.level):
+        inner = self.devices[subproblem.level - 1]
+        components = list(map(self.counters[subproblem.level - 1].total, behind))
+        if self._counts(subproblem.level):
             most = max(components) * inner
-            return [[-(-(number + room.load) // replicas) for number in range(most + 1)]]
-        return [[-(-(m * inner + room.load) // replicas)] for m in components]
+            return [[-(-(n + subproblem.downstream_workers) // replicas) for n in range(most + 1)]]
+        return [[-(-(m * inner + subproblem.downstream_workers) // replicas)] for m in components]
 
     def _unfold(
-        self, room: _Room, piece: tuple[int, int], used: int, cost: float
+        self, subproblem: _Subproblem, piece: tuple[int, int], used: int, cost: float
     ) -> Iterator[NestedStage]:
         """The pipeline of fewest stages for this piece that costs no more than `cost`."""
-        if room.level == 0:
+        if subproblem.level == 0:
             yield NestedStage(())
             return
         within = cost * (1 + TIE)
-        later, whole = self._pipelines(room, piece, within)
+        later, whole = self._pipelines(subproblem, piece, within)
         start, end = piece
-        left, offset = self._all(room, whole, start, used), 0
-        free = self._free(room)
+        left, offset = self._all(subproblem, whole, start, used), 0
+        free = self._free(subproblem)
         while start != end:
-            placing, behind, stop = self._next_stage(
-                room, (start, end), left, later, within, first=not offset
+            allocation, behind, stop = self._next_stage(
+                subproblem, (start, end), left, later, within, first=not offset
             )
             chosen = tuple(
                 next(machines)
-                for machines, count in zip(free, placing.taken, strict=True)
+                for machines, count in zip(free, allocation.taken, strict=True)
                 for _ in range(count)
             )
-            share = Share(room.level, start, stop, offset, placing.replicas, not offset, chosen)
-            m, w = placing.at(behind)
-            inner = _Room(room.level - 1, placing.loads[m][w], placing.grade)
-            inside = float(self._inside(inner, start, slice(stop, stop + 1))[placing.used, 0])
-            for stage in self._unfold(inner, (start, stop), placing.used, inside):
+            share = Share(
+                subproblem.level, start, stop, offset, allocation.replicas, not offset, chosen
+            )
+            m, w = allocation.at(behind)
+            inner = _Subproblem(
+                subproblem.level - 1, allocation.downstream[m][w], allocation.device
+            )
+            inside = float(self._inside(inner, start, slice(stop, stop + 1))[allocation.used, 0])
+            for stage in self._unfold(inner, (start, stop), allocation.used, inside):
                 yield NestedStage((*stage.shares, share))
-            start, left, offset = stop, behind, offset + placing.replicas
+            start, left, offset = stop, behind, offset + allocation.replicas
 
-    def _free(self, room: _Room) -> list[Iterator[int]]:
+    def _free(self, subproblem: _Subproblem) -> list[Iterator[int]]:
         """The components of each kind, to be taken in turn."""
-        if room.level == len(self.machines):
-            return [iter(machines) for machines in self.kinds.machines]
-        return [iter(range(self.machines[room.level - 1]))]
+        if subproblem.level == len(self.machines):
+            return [iter(machines) for machines in self.device_types.machines]
+        return [iter(range(self.machines[subproblem.level - 1]))]
 
-    def _all(self, room: _Room, whole: Floats, start: int, used: int) -> _Left:
+    def _all(self, subproblem: _Subproblem, whole: Floats, start: int, used: int) -> _Remaining:
         """The components and devices of the best pipeline of `_by_devices` number `used`."""
-        if self._counted and room.level == 1:
-            return _Left(used, 0)
-        return _Left(int(whole[:, used, start, 0].argmin()), used)
+        if self._counted and subproblem.level == 1:
+            return _Remaining(used, 0)
+        return _Remaining(int(whole[:, used, start, 0].argmin()), used)
 
     def _next_stage(
         self,
-        room: _Room,
+        subproblem: _Subproblem,
         piece: tuple[int, int],
-        left: _Left,
+        left: _Remaining,
         later: Floats,
         within: float,
         first: bool,
-    ) -> tuple[_Placing, _Left, int]:
+    ) -> tuple[_Allocation, _Remaining, int]:
         """The stage to begin this piece with, what it leaves to those behind, and its end."""
         after = self.cuts.after(*piece)
         stops = np.arange(len(self.cuts))[after]
         found = []
-        for placing, stages in self._options(room, piece[0], after, first, within):
-            behind = placing.leaves(left)
+        for allocation, stages in self._options(subproblem, piece[0], after, first, within):
+            behind = allocation.leaves(left)
             if behind is not None:
                 rest = later[behind.components, behind.devices, after, 0]
-                total = stages[placing.at(behind)] + rest
-                found.append((total.min(), placing, behind, int(stops[total.argmin()])))
-        fewest, placing, behind, stop = min(found, key=lambda choice: choice[0])
+                total = stages[allocation.at(behind)] + rest
+                found.append((total.min(), allocation, behind, int(stops[total.argmin()])))
+        fewest, allocation, behind, stop = min(found, key=lambda choice: choice[0])
         assert fewest < inf
-        return placing, behind, stop
+        return allocation, behind, stop
 
 
 @njit(cache=True)
-def _extend(table, start, rest, costs, placing, limits, counting):  # type: ignore[no-untyped-def]
+def _extend(table, start, rest, costs, allocation, limits, counting):  # type: ignore[no-untyped-def]
     """Lowers `table[m, w, start, end]` by a stage before each pipeline of `later[m, w, stop, end]`.
 
     `rest`: `later`, the end of what is finite in it, the stops, and the least end worth a look from
     each. `costs[m, w, k]` is the stage's to `stops[k]`, which is passed over above `limits[k]`.
-    `placing`: the components that are behind and those that it takes, by their tallies, and the
+    `allocation`: the components that are behind and those that it takes, by their tallies, and the
     devices. Costs are joined by the larger, or added if `counting`. Returns how many it looked at.
     """
     later, reach, stops, first_end = rest
-    behind, tally, devices = placing
+    behind, counter, devices = allocation
     steps = 0
     for k, m in enumerate(behind):
         for w in range(costs.shape[1]):
             row = costs[min(k, len(costs) - 1), w]
-            target = table[m + tally, w + devices, start]
+            target = table[m + counter, w + devices, start]
             for position, stop in enumerate(stops):
                 cost = row[position]
                 if cost > limits[position]:
@@ -476,21 +500,21 @@ def affordable(
     machines: Sequence[int],
     with_memory: bool = False,
     most: int = 20_000,
-    kinds: Kinds | None = None,
+    device_types: DeviceTypes | None = None,
 ) -> int:
     """How many cuts `Search` gets through in about half a minute, at most `most`.
 
     A memory limit calls for a table of each inner level for every load, about as many as there are
     components outside it; kinds of device for one for every grade.
     """
-    placings = [count * (count + 3) / 2 for count in machines[:-1]]
-    kinds = kinds or Kinds.alike(machines[-1])
-    outermost = prod((count + 1) * (count + 2) / 2 for count in kinds.counts) - 1
+    allocations = [count * (count + 3) / 2 for count in machines[:-1]]
+    device_types = device_types or DeviceTypes.uniform(machines[-1])
+    outermost = prod((count + 1) * (count + 2) / 2 for count in device_types.counts) - 1
     cuts = min(most, (_OUTER_BUDGET / outermost) ** (1 / 2))
-    grades = len(kinds.grades)
+    distinct = len(device_types.distinct)
     tables = [
-        grades * (prod(machines[level + 1 :]) if with_memory else 1)
+        distinct * (prod(machines[level + 1 :]) if with_memory else 1)
         for level in range(len(machines) - 1)
     ]
-    inner = sum(map(mul, placings, tables))
+    inner = sum(map(mul, allocations, tables))
     return int(min(cuts, (_INNER_BUDGET / inner) ** (1 / 3)) if inner else cuts)

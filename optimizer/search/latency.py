@@ -30,12 +30,12 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from pipedream.optimizer.cost.device_types import Grade
+from pipedream.optimizer.cost.device_types import WorstDevice
 from pipedream.optimizer.cost.stage_cost import StageCost
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.likely_cuts import lightest
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
-from pipedream.optimizer.search.fill_order import Moves
+from pipedream.optimizer.search.fill_order import FillOrder
 from pipedream.optimizer.search.hierarchical import TIE, Family, NestedStage
 from pipedream.optimizer.search.submeshes import Submesh, nested_stage
 
@@ -147,7 +147,7 @@ class LatencySearch:
         self,
         cuts: Family,
         done: Done,
-        moves: Moves,
+        fill_order: FillOrder,
         cost: StageCost,
         goal: Latency,
         within: float = inf,
@@ -155,7 +155,7 @@ class LatencySearch:
     ) -> None:
         self.cuts = cuts
         self.done = done
-        self.moves = moves
+        self.fill_order = fill_order
         self.goal = goal
         self.tried = 0
         self.steps = 0  # how much work it was
@@ -163,9 +163,9 @@ class LatencySearch:
         self._tie = 1e-13 * done.whole
         # Every stage adds to the sum, the slowest for each of the B microbatches.
         self._most = min(within * (1 + TIE) / goal.microbatches, _ANY)
-        self._asked = asked = _Asked(cuts, done, moves, cost, self._most)
-        self._stages = _stages(cuts, moves, asked, self._most, self._tie)
-        self._idle = _idle(cuts, moves, asked) if idle else np.zeros((0, 0))
+        self._asked = asked = _BatchedCosts(cuts, done, fill_order, cost, self._most)
+        self._stages = _stages(cuts, fill_order, asked, self._most, self._tie)
+        self._idle = _idle(cuts, fill_order, asked) if idle else np.zeros((0, 0))
 
     def affordable(self) -> int:
         """How many cuts like these take some ten seconds, and a gigabyte, going by what these took
@@ -184,7 +184,7 @@ class LatencySearch:
         if best is None:
             return None
         cost = goal.seconds(best.total, best.slowest)
-        floor = self.done.whole / self.moves.whole_power
+        floor = self.done.whole / self.fill_order.whole_capacity
         ranges = [_Range(floor * (1 - TIE), _below(best.slowest), best.total)] if rest else []
         while ranges:
             low, high, total = ranges.pop()
@@ -204,13 +204,18 @@ class LatencySearch:
     def _within(self, limit: float) -> _Pipeline | None:
         """The pipeline of the least sum whose every stage takes at most `limit`."""
         self.tried += 1
-        moves, done = self.moves, self.done
+        fill_order, done = self.fill_order, self.done
         least, onward, steps = _least(
             self._stages,
             self._idle,
-            (moves.first, moves.source, moves.target),
-            (moves.first_from, moves.kind_from, moves.target_from),
-            (moves.power, moves.power[moves.source], moves.skips, moves.may_end),
+            (fill_order.first, fill_order.source, fill_order.target),
+            (fill_order.first_from, fill_order.variant_from, fill_order.target_from),
+            (
+                fill_order.capacity,
+                fill_order.capacity[fill_order.source],
+                fill_order.skips,
+                fill_order.may_end,
+            ),
             (done.least, done.most),
             limit,
         )
@@ -223,7 +228,7 @@ class LatencySearch:
         return _Pipeline(total, max(seconds for seconds, _ in found), stages)
 
     def _begins(self) -> Ints:
-        return np.flatnonzero(self.moves.power == 0.0)
+        return np.flatnonzero(self.fill_order.capacity == 0.0)
 
     def _opening(self, least: Floats) -> float:
         return float(least[0, self._begins()].min())
@@ -232,52 +237,52 @@ class LatencySearch:
         self, least: Floats, onward: Floats, limit: float
     ) -> Iterator[tuple[float, tuple[int, int, Submesh, tuple[int, ...]]]]:
         """The stages of the pipeline behind `least[0]`, and what each takes."""
-        moves, begins = self.moves, self._begins()
-        spot, start, last = int(begins[least[0, begins].argmin()]), 0, len(self.cuts) - 1
+        fill_order, begins = self.fill_order, self._begins()
+        state, start, last = int(begins[least[0, begins].argmin()]), 0, len(self.cuts) - 1
         while start != last:
-            kind, cost, end, target = self._next(spot, start, least, onward, limit)
-            begun = moves.newly_begun(spot, target)
-            yield cost, (start, end, moves.submesh(spot, kind), begun)
-            spot, start = target, end
-            while start != last and least[start, spot] > onward[start, spot]:
-                ways = moves.skips[spot]
-                spot = int(ways[onward[start, ways].argmin()])
+            variant, cost, end, target = self._next(state, start, least, onward, limit)
+            begun = fill_order.newly_begun(state, target)
+            yield cost, (start, end, fill_order.submesh(state, variant), begun)
+            state, start = target, end
+            while start != last and least[start, state] > onward[start, state]:
+                ways = fill_order.skips[state]
+                state = int(ways[onward[start, ways].argmin()])
 
     def _next(
-        self, spot: int, start: int, least: Floats, onward: Floats, limit: float
+        self, state: int, start: int, least: Floats, onward: Floats, limit: float
     ) -> tuple[int, float, int, int]:
         """The stage that the pipeline from here begins with: kind, cost, end, where it leads."""
-        moves, sought = self.moves, least[start, spot]
-        for move in range(*moves.first_from[spot : spot + 2]):
-            kind, target = int(moves.kind_from[move]), int(moves.target_from[move])
-            ends, costs = self._of_kind(start, kind)
+        fill_order, sought = self.fill_order, least[start, state]
+        for move in range(*fill_order.first_from[state : state + 2]):
+            variant, target = int(fill_order.variant_from[move]), int(fill_order.target_from[move])
+            ends, costs = self._of_variant(start, variant)
             through = np.where(costs <= limit, costs + onward[ends, target], inf)
             at = int(through.argmin()) if len(through) else 0
             if len(through) and through[at] <= sought:
-                return kind, float(costs[at]), int(ends[at]), target
+                return variant, float(costs[at]), int(ends[at]), target
         raise AssertionError("no stage makes the least sum")
 
-    def _of_kind(self, start: int, kind: int) -> tuple[Ints, Floats]:
+    def _of_variant(self, start: int, variant: int) -> tuple[Ints, Floats]:
         """The ends of stages of this kind, and what they cost."""
-        here = slice(*self._stages.first[start, kind : kind + 2])
+        here = slice(*self._stages.first[start, variant : variant + 2])
         ends, costs = self._stages.end[here].astype(np.intp), self._stages.cost[here]
         if not len(self._idle):
             return ends, costs
-        return np.append(ends, start), np.append(costs, self._idle[start, kind])
+        return np.append(ends, start), np.append(costs, self._idle[start, variant])
 
     def _nested(self, pipeline: _Pipeline) -> Iterator[NestedStage]:
         """Its stages on machines: of each kind in turn."""
-        free = [iter(machines) for machines in self.moves.machines]
+        free = [iter(machines) for machines in self.fill_order.machines]
         order: list[int] = []
         for start, end, submesh, begun in pipeline.stages:
-            for kind, count in enumerate(begun):
-                order += [next(free[kind]) for _ in range(count)]
-            yield nested_stage(self.moves.mesh, start, end, submesh, order)
+            for variant, count in enumerate(begun):
+                order += [next(free[variant]) for _ in range(count)]
+            yield nested_stage(self.fill_order.mesh, start, end, submesh, order)
 
 
 def narrowed(
     cuts: Cuts,
-    moves: Moves,
+    fill_order: FillOrder,
     cost_of: Callable[[Cuts], StageCost],
     goal: Latency,
     done: Callable[[Cuts], Done] = Done.of,
@@ -286,15 +291,17 @@ def narrowed(
     within, few = inf, _FEWEST
     while few * _TIMES <= len(cuts):
         some = Cuts(cuts.graph, [cuts.downsets[index] for index in lightest(cuts, few)])
-        found = LatencySearch(some, done(some), moves, cost_of(some), goal, within).best()
+        found = LatencySearch(some, done(some), fill_order, cost_of(some), goal, within).best()
         within = min(within, found.cost if found else inf)
         few *= _TIMES
-    return LatencySearch(cuts, done(cuts), moves, cost_of(cuts), goal, within)
+    return LatencySearch(cuts, done(cuts), fill_order, cost_of(cuts), goal, within)
 
 
-def _stages(cuts: Family, moves: Moves, asked: _Asked, most: float, tie: float) -> _Stages:
+def _stages(
+    cuts: Family, fill_order: FillOrder, asked: _BatchedCosts, most: float, tie: float
+) -> _Stages:
     """Those that cost no more than `most`, and `tie` more each, twice that without any work."""
-    count = len(moves.kinds)
+    count = len(fill_order.variants)
     first = np.zeros((len(cuts), count + 1), dtype=np.int64)
     ends: list[NDArray[np.int32]] = []
     costs: list[Floats] = []
@@ -319,35 +326,37 @@ def _stages(cuts: Family, moves: Moves, asked: _Asked, most: float, tie: float) 
     )
 
 
-def _idle(cuts: Family, moves: Moves, asked: _Asked) -> Floats:
+def _idle(cuts: Family, fill_order: FillOrder, asked: _BatchedCosts) -> Floats:
     """[cut, kind]: what stages cost that end where they begin."""
-    found = np.full((len(cuts), len(moves.kinds)), inf)
+    found = np.full((len(cuts), len(fill_order.variants)), inf)
     for start in range(1, len(cuts) - 1):
         for low, high, _, seconds in asked.groups(start, np.array([start])):
             found[start, low:high] = seconds[:, 0]
     return found
 
 
-class _Asked:
+class _BatchedCosts:
     """Asks what stages cost, those together that are alike in all but their number of devices."""
 
     def __init__(
-        self, cuts: Family, done: Done, moves: Moves, cost: StageCost, most: float
+        self, cuts: Family, done: Done, fill_order: FillOrder, cost: StageCost, most: float
     ) -> None:
         self.cuts, self.done, self.most = cuts, done, most
-        self.mesh = moves.mesh
-        kinds = moves.kinds
-        self.cost = {grade: cost.on(grade) for grade in {kind.grade for kind in kinds}}
+        self.mesh = fill_order.mesh
+        variants = fill_order.variants
+        self.cost = {device: cost.on(device) for device in {variant.device for variant in variants}}
         self.parts = []
         self.questions, self.answers = 0, 0
         position = 0
-        for (entry, _), group in groupby(kinds, key=lambda kind: (kind.entry, kind.spans)):
+        for (boundary_level, _), group in groupby(
+            variants, key=lambda variant: (variant.boundary_level, variant.spans)
+        ):
             members = list(group)
             high = position + len(members)
-            shapes = np.array([self.mesh.shape(kind.size) for kind in members])
-            alone = [(kind.grade, kind.load) for kind in members]
-            power = max(kind.size * kind.grade.speed for kind in members)
-            self.parts.append((position, high, entry, shapes, alone, power))
+            shapes = np.array([self.mesh.shape(variant.size) for variant in members])
+            alone = [(variant.device, variant.downstream_workers) for variant in members]
+            capacity = max(variant.size * variant.device.speed for variant in members)
+            self.parts.append((position, high, boundary_level, shapes, alone, capacity))
             position = high
 
     def groups(
@@ -360,80 +369,87 @@ class _Asked:
         if after is None:
             after = np.arange(len(self.cuts))[self.cuts.after(start, len(self.cuts) - 1)]
         work = self.done.least[after] - self.done.most[start]
-        for low, high, entry, shapes, alone, power in self.parts:
-            if (entry == 0) != (start == 0):
+        for low, high, boundary_level, shapes, alone, capacity in self.parts:
+            if (boundary_level == 0) != (start == 0):
                 continue
-            ends = after[work <= self.most * power * (1 + _ROUNDING)]
+            ends = after[work <= self.most * capacity * (1 + _ROUNDING)]
             if len(ends):
-                yield low, high, ends, self._costs(start, ends, entry, shapes, alone)
+                yield low, high, ends, self._costs(start, ends, boundary_level, shapes, alone)
 
     def _costs(
-        self, start: int, ends: Ints, entry: int, shapes: Ints, alone: list[tuple[Grade, int]]
+        self,
+        start: int,
+        ends: Ints,
+        boundary_level: int,
+        shapes: Ints,
+        alone: list[tuple[WorstDevice, int]],
     ) -> Floats:
         known = {
-            (grade, load): self.cost[grade].on_device(start, ends, load)
-            for grade, load in set(alone)
+            (device, downstream_workers): self.cost[device].on_device(
+                start, ends, downstream_workers
+            )
+            for device, downstream_workers in set(alone)
         }
         asked = next(iter(self.cost.values()))
         self.questions += len(known)
-        memory = _MEMORY if asked.depends_on_load else 1
+        memory = _MEMORY if asked.depends_on_downstream else 1
         self.answers += (memory * len(known) + len(alone)) * len(ends)
         here = np.array([known[case] for case in alone])
         for level in range(1, shapes.shape[1] + 1):
             replicas = shapes[:, level - 1 : level]
-            here = asked.replicated(here, start, ends, level, replicas, level != entry)
+            here = asked.replicated(here, start, ends, level, replicas, level != boundary_level)
         return here
 
 
 @njit(cache=True)
-def _least(stages, idle, moves, moves_from, spots, done, limit):  # type: ignore[no-untyped-def]
+def _least(stages, idle, fill_order, transitions_from, states, done, limit):  # type: ignore[no-untyped-def]
     """[cut, spot]: the least sum of stages from here on that begin at the spot, and that come after
     a stage that ended at it; and how many ways on were looked at.
     """
     first = stages[0]
-    of_kind, source, target = moves
-    power, source_power, skips, may_end = spots
+    of_variant, source, target = fill_order
+    capacity, source_capacity, skips, may_end = states
     least_done, most_done = done
-    cuts, whole, rounding = len(first), least_done[-1], 1e-9 * power[-1]
-    least = np.full((cuts, len(power)), np.inf)
-    onward = np.full((cuts, len(power)), np.inf)
-    for spot in may_end:
-        onward[cuts - 1, spot] = 0.0
+    cuts, whole, rounding = len(first), least_done[-1], 1e-9 * capacity[-1]
+    least = np.full((cuts, len(capacity)), np.inf)
+    onward = np.full((cuts, len(capacity)), np.inf)
+    for state in may_end:
+        onward[cuts - 1, state] = 0.0
     steps = 0
     for start in range(cuts - 2, -1, -1):
         # What the devices before the cut have to do together, and those after it.
         low = least_done[start] / limit - rounding
-        high = power[-1] - (whole - most_done[start]) / limit + rounding
-        for kind in range(len(of_kind) - 1):
-            stop = of_kind[kind + 1]
-            some = source_power[of_kind[kind] : stop]
-            begin = of_kind[kind] + np.searchsorted(some, low, side="left")
+        high = capacity[-1] - (whole - most_done[start]) / limit + rounding
+        for variant in range(len(of_variant) - 1):
+            stop = of_variant[variant + 1]
+            some = source_capacity[of_variant[variant] : stop]
+            begin = of_variant[variant] + np.searchsorted(some, low, side="left")
             stop -= len(some) - np.searchsorted(some, high, side="right")
-            entries = first[start, kind], first[start, kind + 1]
+            entries = first[start, variant], first[start, variant + 1]
             if begin < stop:
                 those = source[begin:stop], target[begin:stop]
                 steps += _lower(least[start], onward, stages, entries, those, limit)
-        for spot in range(len(power) - 1, -1, -1):
+        for state in range(len(capacity) - 1, -1, -1):
             if len(idle):
-                _add_idle(least[start], onward[start], idle[start], moves_from, spot, limit)
-            best = least[start, spot]
-            for skip in skips[spot]:
-                if skip != spot:
+                _add_idle(least[start], onward[start], idle[start], transitions_from, state, limit)
+            best = least[start, state]
+            for skip in skips[state]:
+                if skip != state:
                     best = min(best, onward[start, skip])
-            onward[start, spot] = best
+            onward[start, state] = best
     return least, onward, steps
 
 
 @njit(cache=True)
-def _lower(sums, onward, stages, entries, moves, limit):  # type: ignore[no-untyped-def]
-    """Lowers `sums[spot]` by these stages, each in every place that the moves allow."""
+def _lower(sums, onward, stages, entries, fill_order, limit):  # type: ignore[no-untyped-def]
+    """Lowers `sums[state]` by these stages, each in every place that the moves allow."""
     _, ends, costs = stages
-    source, target = moves
+    source, target = fill_order
     steps = 0
-    for entry in range(entries[0], entries[1]):
-        cost = costs[entry]
+    for boundary_level in range(entries[0], entries[1]):
+        cost = costs[boundary_level]
         if cost <= limit:
-            after = onward[ends[entry]]
+            after = onward[ends[boundary_level]]
             steps += len(source)
             for move in range(len(source)):
                 sums[source[move]] = min(sums[source[move]], cost + after[target[move]])
@@ -441,13 +457,13 @@ def _lower(sums, onward, stages, entries, moves, limit):  # type: ignore[no-unty
 
 
 @njit(cache=True)
-def _add_idle(sums, after, idle, moves_from, spot, limit):  # type: ignore[no-untyped-def]
-    """Lowers `sums[spot]` by stages from there that end at the cut they begin at."""
-    first, kind, target = moves_from
-    for move in range(first[spot], first[spot + 1]):
-        cost = idle[kind[move]]
+def _add_idle(sums, after, idle, transitions_from, state, limit):  # type: ignore[no-untyped-def]
+    """Lowers `sums[state]` by stages from there that end at the cut they begin at."""
+    first, variant, target = transitions_from
+    for move in range(first[state], first[state + 1]):
+        cost = idle[variant[move]]
         if cost <= limit:
-            sums[spot] = min(sums[spot], cost + after[target[move]])
+            sums[state] = min(sums[state], cost + after[target[move]])
 
 
 def _below(seconds: float) -> float:

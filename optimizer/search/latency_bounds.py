@@ -7,13 +7,13 @@ from operator import mul
 import numpy as np
 
 from pipedream.graph.cluster import Cluster
-from pipedream.optimizer.cost.device_types import Kinds
+from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import CostModel, Work
 from pipedream.optimizer.cost.stage_cost import levels
 from pipedream.optimizer.cuts.frontier import Bins
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
 from pipedream.optimizer.search.bounds import BinCost, BinCuts
-from pipedream.optimizer.search.fill_order import moves
+from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.latency import Done, Latency, LatencySearch
 from pipedream.optimizer.search.submeshes import Mesh
@@ -31,22 +31,26 @@ def latency_bound(
     S is 2. Besides, the stage that holds a node takes at least as long as the node would alone on
     the submesh that suits it best; and each straight stage has one device.
     """
-    mesh, kinds, seconds = Mesh(cluster.machines), Kinds.of(cluster), graph.compute_seconds
+    mesh, device_types, seconds = (
+        Mesh(cluster.machines),
+        DeviceTypes.of(cluster),
+        graph.compute_seconds,
+    )
     nodes = _least(seconds, graph.parameter_bytes, cluster, model, straight)
     slowest = float(nodes.max())
-    speeds = [grade.speed for grade in kinds.each]
+    speeds = [device.speed for device in device_types.worst]
     least: float = min(speeds)
-    power = float(mesh.within[-2] * sum(map(mul, speeds, kinds.counts)) / least)
+    capacity = float(mesh.within[-2] * sum(map(mul, speeds, device_types.counts)) / least)
     work = float(seconds.sum()) / least
     if straight:
-        return float(seconds.sum()) / kinds.fastest + (microbatches - 1) * max(
-            slowest, work / power
+        return float(seconds.sum()) / device_types.fastest + (microbatches - 1) * max(
+            slowest, work / capacity
         )
     whole, parameters = np.array([seconds.sum()]), np.array([graph.parameter_bytes.sum()])
     one = microbatches * float(_least(whole, parameters, cluster, model, straight)[0])
     if mesh.devices == 1:
         return one
-    several = min(microbatches * work / (power - 1), (microbatches + 1) * work / power)
+    several = min(microbatches * work / (capacity - 1), (microbatches + 1) * work / capacity)
     return min(one, max(several, microbatches * slowest))
 
 
@@ -62,11 +66,11 @@ def latency_bound_over_bins(
     it out, since up to a cut no more is computed than the devices so far can do. The best over bins
     is a bound under any cost model.
     """
-    kinds = Kinds.of(cluster).unlimited
-    ways = moves(cluster.machines, kinds, rules, with_load=False)
+    device_types = DeviceTypes.of(cluster).without_memory_limit
+    fill_order = build_fill_order(cluster.machines, device_types, rules, with_downstream=False)
     done = Done(bins.least_seconds, bins.most_seconds)
     cost = BinCost(bins, cluster, model)
-    found = LatencySearch(BinCuts(bins), done, ways, cost, goal, within, idle=True).best()
+    found = LatencySearch(BinCuts(bins), done, fill_order, cost, goal, within, idle=True).best()
     return within if found is None else min(found.bound, within)
 
 

@@ -13,9 +13,9 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, PlannedGraph, Predicted, Stage
 from pipedream.graph.profile import Footprint, TrainingOverheads
-from pipedream.optimizer.cost.device_types import Kinds
+from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.expected_time import in_a_run
-from pipedream.optimizer.cost.memory import Keeping, StageMemory
+from pipedream.optimizer.cost.memory import StageMemory, TrainingSettings
 from pipedream.optimizer.cost.models import CostModel
 from pipedream.optimizer.cost.rank_assignment import (
     compute_seconds,
@@ -30,21 +30,21 @@ from pipedream.optimizer.cuts.frontier import Bins, bins_of
 from pipedream.optimizer.cuts.layering import layer_cuts
 from pipedream.optimizer.cuts.likely_cuts import in_order, lightest, likely_cuts, orders, prefixes
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.cuts.pruning import Question, survivors
+from pipedream.optimizer.cuts.pruning import PruningProblem, prune_cuts
 from pipedream.optimizer.search.bounds import bound_over_bins, lower_bound
-from pipedream.optimizer.search.fill_order import moves
+from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.hierarchical import TIE, Rules, Search, Solution, affordable
 from pipedream.optimizer.search.latency import Latency, narrowed
 from pipedream.optimizer.search.latency_bounds import latency_bound, latency_bound_over_bins
 from pipedream.optimizer.search.memory_fit import (
-    Load,
+    WorkerMemory,
     fit,
-    loads,
     nothing_fits,
-    roomier,
     too_many_versions,
+    with_more_in_flight,
+    worker_memory,
 )
-from pipedream.optimizer.search.required_in_flight import room_for
+from pipedream.optimizer.search.required_in_flight import required_in_flight
 from pipedream.optimizer.search.submeshes import Mesh, Submesh, nested_stage
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, Workload
 from pipedream.schedule.policy import Peak, same_everywhere
@@ -96,8 +96,8 @@ class Request:
         """The graph, with what the cost model `measured` makes of overheads that were measured."""
         if self.overheads is None or self.model.name != "measured":
             return PlanningGraph.of(self.graph, self.footprints)
-        keeping = self.keeping
-        per_update = keeping.microbatches if same_everywhere(keeping.schedule) else 1
+        settings = self.settings
+        per_update = settings.microbatches if same_everywhere(settings.schedule) else 1
         return PlanningGraph.of(
             self.graph,
             self.footprints,
@@ -114,25 +114,25 @@ class Request:
         return self.overheads.spread
 
     @property
-    def keeping(self) -> Keeping:
+    def settings(self) -> TrainingSettings:
         batch = self.latency and self.latency.microbatches
         microbatches = self.microbatches or batch or MICROBATCHES
-        return Keeping(self.schedule, self.optimizer, microbatches, self.weight_prediction)
+        return TrainingSettings(self.schedule, self.optimizer, microbatches, self.weight_prediction)
 
     @property
-    def kinds(self) -> Kinds:
+    def device_types(self) -> DeviceTypes:
         """What the machines are, and the bytes that may be used of each device."""
-        return Kinds.of(self.cluster, self.memory)
+        return DeviceTypes.of(self.cluster, self.memory)
 
-    def limits(self, kinds: Kinds) -> bool:
+    def limits(self, device_types: DeviceTypes) -> bool:
         """Whether memory or recomputation says anything about what a stage may be."""
-        return kinds.limited or self.recompute == "always"
+        return device_types.memory_limited or self.recompute == "always"
 
-    def limit(self, held: StageMemory, kinds: Kinds) -> MemoryLimit | None:
+    def limit(self, held: StageMemory, device_types: DeviceTypes) -> MemoryLimit | None:
         """What a stage may hold, where that or recomputation says anything about it."""
-        if not self.limits(kinds):
+        if not self.limits(device_types):
             return None
-        return MemoryLimit(kinds.least, held, self.recompute)
+        return MemoryLimit(device_types.smallest_memory, held, self.recompute)
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,11 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
     if request.latency is not None:
         return _optimize_latency(graph, request, request.latency, most_cuts)
     limit = most_cuts or min(
-        affordable(request.cluster.machines, request.kinds.limited, kinds=request.kinds),
+        affordable(
+            request.cluster.machines,
+            request.device_types.memory_limited,
+            device_types=request.device_types,
+        ),
         int((_WORDS * 64 / len(graph)) ** 0.5),
     )
     listed = most_cuts or max(limit, int(min(_MOST_LISTED, _LISTED / len(graph))))
@@ -190,7 +194,7 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
             return _best_of_all(cuts, request, found)
     bins = bins_of(graph)
     many = most_cuts or _many(graph, bins, request)
-    likely = _held(Cuts(graph, likely_cuts(graph, bins, many)), request)
+    likely = _memory_model(Cuts(graph, likely_cuts(graph, bins, many)), request)
     solution = _planned(likely, request)
     if found is None or solution.cost < found.solution.cost * (1 - TIE):
         found = _Found(likely, solution, best=False)
@@ -221,7 +225,7 @@ def _best_of_all(cuts: Cuts, request: Request, found: _Found) -> Outcome:
 
 
 def _check_versions(held: StageMemory, request: Request, solution: Solution) -> None:
-    if not _fits(held, request, request.kinds, solution):
+    if not _fits(held, request, request.device_types, solution):
         raise too_many_versions(held, request, solution)
 
 
@@ -233,12 +237,12 @@ def _among_all(cuts: Cuts, request: Request, limit: int) -> _Found | None:
     if len(cuts) > few:
         likely = {*prefixes(cuts.graph, 2 * _FEW)}
         likely |= {cuts.downsets[index] for index in lightest(cuts, _FEW)}
-        held = _held(Cuts(cuts.graph, in_order(likely)), request)
+        held = _memory_model(Cuts(cuts.graph, in_order(likely)), request)
         solution = _solve(held, request)
         if solution is not None:
             found = _narrowed(cuts, request, few, _Found(held, solution, best=False))
     if len(cuts) <= limit and not (found and found.best):
-        held = _held(cuts, request)
+        held = _memory_model(cuts, request)
         found = _Found(held, _planned(held, request), best=True)
     return found
 
@@ -248,16 +252,16 @@ def _narrowed(cuts: Cuts, request: Request, enough: int, found: _Found) -> _Foun
 
     Where more than `enough` can, it is sought over some of them as long as that helps.
     """
-    question = Question(request.cluster, request.model, request.rules)
+    question = PruningProblem(request.cluster, request.model, request.rules)
     while not found.best:
         cost = found.solution.cost
-        alive = survivors(cuts, question, cost)
+        alive = prune_cuts(cuts, question, cost)
         few = len(alive) <= enough
         chosen = [0, *alive, len(cuts) - 1]
         if not few:
             some = alive[:: 1 + 2 * len(alive) // max(enough, 1)]
             chosen = sorted({*lightest(cuts, _FEW, alive), *some.tolist()})
-        held = _held(Cuts(cuts.graph, [cuts.downsets[index] for index in chosen]), request)
+        held = _memory_model(Cuts(cuts.graph, [cuts.downsets[index] for index in chosen]), request)
         better = _solve(held, request, cost * (1 - 2 * TIE))
         if better is None:
             return found._replace(best=few)
@@ -267,45 +271,47 @@ def _narrowed(cuts: Cuts, request: Request, enough: int, found: _Found) -> _Foun
 
 def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
     """How many cuts can be searched in some seconds, going by what a few of them take."""
-    machines, kinds = request.cluster.machines, request.kinds.unlimited
+    machines, device_types = request.cluster.machines, request.device_types.without_memory_limit
     cuts = Cuts(graph, likely_cuts(graph, bins, _FEW))
     cost = Replication(cuts, request.cluster, request.model)
-    first = Search(cuts, machines, cost, request.rules, kinds).bottleneck()
-    again = Search(cuts, machines, cost, request.rules, kinds, first)
+    first = Search(cuts, machines, cost, request.rules, device_types).bottleneck()
+    again = Search(cuts, machines, cost, request.rules, device_types, first)
     again.bottleneck()
     growth = (_STEPS / max(again.steps, 1)) ** (1 / (2 if len(machines) == 1 else 3))
     return int(min(max(_FEW, _FEW * growth), _MANY if len(machines) == 1 else _MANY * 2 // 3))
 
 
-def _held(cuts: Cuts, request: Request) -> StageMemory:
-    return StageMemory(cuts, request.keeping)
+def _memory_model(cuts: Cuts, request: Request) -> StageMemory:
+    return StageMemory(cuts, request.settings)
 
 
 def _optimize_latency(
     graph: PlanningGraph, request: Request, goal: Latency, most_cuts: int | None
 ) -> Outcome:
     """The best flat pipeline for latency, over all nested downsets or over those between layers."""
-    model, kinds, machines = request.model, request.kinds, request.cluster.machines
+    model, device_types, machines = request.model, request.device_types, request.cluster.machines
     straight = request.rules.straight
-    ways = moves(machines, kinds, request.rules, with_load=request.limits(kinds))
+    fill_order = build_fill_order(
+        machines, device_types, request.rules, with_downstream=request.limits(device_types)
+    )
 
     def cost_of(cuts: Cuts) -> Replication:
-        limit = request.limit(_held(cuts, request), kinds)
+        limit = request.limit(_memory_model(cuts, request), device_types)
         return Replication(cuts, request.cluster, model, limit)
 
     limit = most_cuts
     if limit is None:
-        first = narrowed(Cuts(graph, prefixes(graph, _FEW)), ways, cost_of, goal)
+        first = narrowed(Cuts(graph, prefixes(graph, _FEW)), fill_order, cost_of, goal)
         first.best()
         limit = max(first.affordable(), 4 * request.cluster.devices * straight)
     dag = AntichainDag.of(graph, limit) if goal.layers is None else None
     bins = None
     if dag is None:
         bins = bins_of(graph)
-        held = _held(Cuts(graph, _some_cuts(graph, bins, goal, limit)), request)
+        held = _memory_model(Cuts(graph, _some_cuts(graph, bins, goal, limit)), request)
     else:
-        held = _held(Cuts(graph, dag.downsets), request)
-    solution = narrowed(held.cuts, ways, cost_of, goal).best()
+        held = _memory_model(Cuts(graph, dag.downsets), request)
+    solution = narrowed(held.cuts, fill_order, cost_of, goal).best()
     if solution is None:
         raise nothing_fits(held, request)
     slowest = lower_bound(graph, request.cluster, model, straight)
@@ -364,54 +370,64 @@ def _solve(held: StageMemory, request: Request, within: float = inf) -> Solution
     Where it is no slower, one whose every stage takes time, if need be on fewer machines: rather
     one without work than a stage without work.
     """
-    cuts, kinds = held.cuts, request.kinds.unlimited
-    solution = _search(held, request, kinds, working=False, within=within)
-    if solution is not None and not _fits(held, request, kinds, solution):
-        kinds = request.kinds
-        solution = _search(held, request, kinds, working=False, within=within)
+    cuts, device_types = held.cuts, request.device_types.without_memory_limit
+    solution = _search(held, request, device_types, working=False, within=within)
+    if solution is not None and not _fits(held, request, device_types, solution):
+        device_types = request.device_types
+        solution = _search(held, request, device_types, working=False, within=within)
     if solution is None:
         return None
     if any(cuts.working[stage.start] == cuts.working[stage.end] for stage in solution.stages):
         for rules in (request.rules, replace(request.rules, fewer_machines=True)):
             asked = replace(request, rules=rules)
-            working = _search(held, asked, kinds, working=True, within=solution.cost)
-            fits = working and _fits(held, request, kinds, working)
+            working = _search(held, asked, device_types, working=True, within=solution.cost)
+            fits = working and _fits(held, request, device_types, working)
             if working and fits and working.cost <= solution.cost * (1 + TIE):
                 return working
     return solution
 
 
 def _search(
-    held: StageMemory, request: Request, kinds: Kinds, working: bool, within: float = inf
+    held: StageMemory,
+    request: Request,
+    device_types: DeviceTypes,
+    working: bool,
+    within: float = inf,
 ) -> Solution | None:
     """The best plan, None if there is none or it costs more than `within`.
 
     Where the cuts are many, a plan over a few of them tells first what need not be looked into.
     """
-    limit = request.limit(held, kinds)
+    limit = request.limit(held, device_types)
     cuts, machines, rules = held.cuts, request.cluster.machines, request.rules
     if len(cuts) > 3 * _FEW and limit is None:
         few = Cuts(cuts.graph, [cuts.downsets[index] for index in lightest(cuts, _FEW)])
         rough = Replication(few, request.cluster, request.model, working=working)
-        within = min(within, Search(few, machines, rough, rules, kinds, within).bottleneck())
+        within = min(within, Search(few, machines, rough, rules, device_types, within).bottleneck())
     cost = Replication(cuts, request.cluster, request.model, limit, working)
-    return Search(cuts, machines, cost, rules, kinds, within).best()
+    return Search(cuts, machines, cost, rules, device_types, within).best()
 
 
-def _fits(held: StageMemory, request: Request, kinds: Kinds, solution: Solution) -> bool:
-    """Whether what was found on devices of `kinds` fits on those that there are."""
-    return fit(loads(held, request.limit(held, kinds), solution, request.kinds))
+def _fits(
+    held: StageMemory, request: Request, device_types: DeviceTypes, solution: Solution
+) -> bool:
+    """Whether what was found on devices of `device_types` fits on those that there are."""
+    return fit(
+        worker_memory(held, request.limit(held, device_types), solution, request.device_types)
+    )
 
 
 def _outcome(
     held: StageMemory, request: Request, solution: Solution, bound: float, exact: bool
 ) -> Outcome:
-    cuts, kinds = held.cuts, request.kinds
-    found: Sequence[Load] = loads(held, request.limit(held, kinds), solution, kinds)
+    cuts, device_types = held.cuts, request.device_types
+    found: Sequence[WorkerMemory] = worker_memory(
+        held, request.limit(held, device_types), solution, device_types
+    )
     cost = Replication(cuts, request.cluster, request.model)
     times = [
-        stage_time(cost.on(load.grade), stage, load.recompute)
-        for stage, load in zip(solution.stages, found, strict=True)
+        stage_time(cost.on(worker.device), stage, worker.recompute)
+        for stage, worker in zip(solution.stages, found, strict=True)
     ]
     seconds = max(seconds for seconds, _ in times)
     predicted = Predicted(
@@ -422,9 +438,10 @@ def _outcome(
             times, [stage.replicas for stage in solution.stages], request.spread
         ),
         lower_bound_seconds=min(bound, seconds),
-        one_worker_seconds=float(cuts.seconds[-1] + cuts.beside(0)[-1]) / kinds.fastest,
+        one_worker_seconds=float(cuts.seconds[-1] + cuts.stage_overhead(0)[-1])
+        / device_types.fastest,
         data_parallel_seconds=data_parallel_time(
-            cost.on(kinds.grade(kinds.counts)), request.cluster.machines
+            cost.on(device_types.worst_of(device_types.counts)), request.cluster.machines
         ),
     )
     plan = Plan(
@@ -437,29 +454,31 @@ def _outcome(
         predicted=predicted,
     )
     if request.in_flight == "useful":
-        found = roomier(held, solution, kinds, found, _useful_room(plan, request))
+        found = with_more_in_flight(
+            held, solution, device_types, found, _useful_in_flight(plan, request)
+        )
         plan = plan.model_copy(update={"stages": _stages(cuts, request, solution, found)})
     whole = held.total(0, slice(len(cuts) - 1, None), Peak(1, 1), recompute=False)
-    memory = kinds.least if kinds.limited else None
+    memory = device_types.smallest_memory if device_types.memory_limited else None
     figures = tuple(
-        StageFigures(seconds, what, load.peak.in_flight)
-        for (seconds, what), load in zip(times, found, strict=True)
+        StageFigures(seconds, what, worker.peak.in_flight)
+        for (seconds, what), worker in zip(times, found, strict=True)
     )
     return Outcome(
         plan, figures, len(cuts), exact, float(whole[0]), memory, bool(request.footprints)
     )
 
 
-def _useful_room(plan: Plan, request: Request) -> tuple[int, ...]:
-    policy = request.keeping.policy(plan.replicas)
+def _useful_in_flight(plan: Plan, request: Request) -> tuple[int, ...]:
+    policy = request.settings.policy(plan.replicas)
     workload = Workload.of(plan, policy, request.graph, request.update_rate, request.overheads)
-    return room_for(plan, workload, policy)
+    return required_in_flight(plan, workload, policy)
 
 
 def _microbatches(request: Request, replicas: Sequence[int]) -> int | None:
     """How many make one update, where the schedule makes one for several."""
-    keeping = request.keeping
-    policy = keeping.policy(replicas)
+    settings = request.settings
+    policy = settings.policy(replicas)
     if not policy.same_everywhere:
         return None
     least = policy.least_microbatches
@@ -469,11 +488,11 @@ def _microbatches(request: Request, replicas: Sequence[int]) -> int | None:
             f" plan, of stages with {', '.join(map(str, replicas))} workers, has {least} in flight:"
             f" give at least --microbatches {least}"
         )
-    return max(keeping.microbatches, least)
+    return max(settings.microbatches, least)
 
 
 def _stages(
-    cuts: Cuts, request: Request, solution: Solution, found: Sequence[Load]
+    cuts: Cuts, request: Request, solution: Solution, found: Sequence[WorkerMemory]
 ) -> tuple[Stage, ...]:
     graph = cuts.graph
     nodes = [cuts.nodes(stage.start, stage.end) for stage in solution.stages]
@@ -483,14 +502,14 @@ def _stages(
             stage=position,
             nodes=tuple(name for name in request.graph.order if stage_of[name] == position),
             ranks=ranks(stage, request.cluster),
-            compute_seconds=compute_seconds(graph, inside, load.recompute) / load.grade.speed,
+            compute_seconds=compute_seconds(graph, inside, worker.recompute) / worker.device.speed,
             parameter_bytes=float(graph.parameter_bytes[list(inside)].sum()),
-            memory_bytes=load.bytes,
-            memory=load.items,
-            in_flight=load.room,
-            recompute=load.recompute,
+            memory_bytes=worker.bytes,
+            memory=worker.items,
+            in_flight=worker.max_in_flight,
+            recompute=worker.recompute,
         )
-        for position, (stage, inside, load) in enumerate(
+        for position, (stage, inside, worker) in enumerate(
             zip(solution.stages, nodes, found, strict=True)
         )
     )
@@ -507,8 +526,8 @@ def given_plan(
     mesh = Mesh(request.cluster.machines)
     stages, begin = [], 0
     for stage, size in enumerate(sizes):
-        submesh = Submesh(begin, size, mesh.entry(begin))
+        submesh = Submesh(begin, size, mesh.boundary_level(begin))
         stages.append(nested_stage(mesh, stage, stage + 1, submesh))
         begin += size
-    held = _held(cuts, request)
+    held = _memory_model(cuts, request)
     return _outcome(held, request, Solution(0.0, tuple(stages)), 0.0, exact=False)

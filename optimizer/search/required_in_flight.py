@@ -18,7 +18,7 @@ _MOST_PAIRS = 64
 """Of the pairs of replicas that exchange messages, so many are looked at for each link."""
 
 
-def room_for(plan: Plan, workload: Workload, policy: Policy) -> tuple[int, ...]:
+def required_in_flight(plan: Plan, workload: Workload, policy: Policy) -> tuple[int, ...]:
     """For each stage, with the times of `workload`, messages and all-reduces that find the network
     idle, and a minibatch done about as often as the cost model has it, or as the workers can.
     """

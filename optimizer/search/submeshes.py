@@ -16,11 +16,11 @@ from pipedream.optimizer.search.hierarchical import NestedStage, Share
 
 
 class Submesh(NamedTuple):
-    """`size` devices from number `begin` on; `entry` as in `Mesh.entry`."""
+    """`size` devices from number `begin` on; `boundary_level` as in `Mesh.boundary_level`."""
 
     begin: int
     size: int
-    entry: int
+    boundary_level: int
 
 
 class Mesh:
@@ -34,7 +34,7 @@ class Mesh:
     def devices(self) -> int:
         return self.within[-1]
 
-    def entry(self, begin: int) -> int:
+    def boundary_level(self, begin: int) -> int:
         """The level (1 innermost) that joins a stage from `begin` on to the stage before it.
 
         0 for the stage that begins the pipeline.
@@ -44,14 +44,14 @@ class Mesh:
 
     def submeshes(self, begin: int, straight: bool = False) -> Iterator[Submesh]:
         """All that begin at this device; of one device only if `straight`."""
-        entry = self.entry(begin)
-        yield Submesh(begin, 1, entry)
+        boundary_level = self.boundary_level(begin)
+        yield Submesh(begin, 1, boundary_level)
         for level, count in enumerate(self.machines):
             if straight or begin % self.within[level]:
                 return
             taken = begin // self.within[level] % count
             for replicas in range(2, count - taken + 1):
-                yield Submesh(begin, replicas * self.within[level], entry)
+                yield Submesh(begin, replicas * self.within[level], boundary_level)
 
     def shape(self, size: int) -> tuple[int, ...]:
         """How many components of each level a submesh of this size spans, innermost first."""
@@ -83,6 +83,6 @@ def nested_stage(
     for level, replicas in enumerate(shape, start=1):
         offset = mesh.offset(submesh.begin, level)
         chosen = tuple(order[offset : offset + replicas]) if level == outermost else ()
-        first = level != submesh.entry
+        first = level != submesh.boundary_level
         shares.append(Share(level, start, end, offset, replicas, first, chosen))
     return NestedStage(tuple(shares))

@@ -117,7 +117,7 @@ def simulate_ranks(
     span: SteadySpan,
 ) -> Simulation:
     """Likewise, where each rank does these actions, be they of one worker or of several."""
-    run = _Run(made, actions, workload, cluster, ranks)
+    run = _Simulator(made, actions, workload, cluster, ranks)
     run.finish()
     begin, end = steady_window(run.events, span)
     period = (end - begin) / len(span)
@@ -136,33 +136,33 @@ def simulate_ranks(
 
 
 @dataclass
-class _Place:
+class _RankState:
     """Where one rank stands; `number` settles who of those that are ready goes first, `states` are
     those of its workers.
     """
 
     number: int
     actions: Sequence[Action]
-    states: list[_State] = field(default_factory=list)
+    states: list[_WorkerState] = field(default_factory=list)
     position: int = 0
     events: list[Event] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
 
 
 @dataclass
-class _State:
+class _WorkerState:
     """What one worker has; `gradients`: whether it holds any that no update has used, `held`: the
     bytes that all of it comes to.
     """
 
-    place: _Place
+    place: _RankState
     versions: Versions
     in_flight: int = 0
     gradients: bool = False
     held: float = 0.0
 
 
-class _Run:
+class _Simulator:
     """The ranks in the order of time: `turns` holds when each is ready for its next action.
 
     A rank that waits for others has no turn until they give it one.
@@ -185,13 +185,14 @@ class _Run:
             for worker in made.workers
         }
         self.places = {
-            rank: _Place(number, listed) for number, (rank, listed) in enumerate(actions.items())
+            rank: _RankState(number, listed)
+            for number, (rank, listed) in enumerate(actions.items())
         }
-        self.states: dict[Worker, _State] = {}
+        self.states: dict[Worker, _WorkerState] = {}
         for worker in made.workers:
             place = self.places[self.rank(worker)]
             own = [a for a in place.actions if (a.stage, a.replica) == worker]
-            self.states[worker] = _State(place, Versions(own))
+            self.states[worker] = _WorkerState(place, Versions(own))
             place.states.append(self.states[worker])
         self.turns = [(0.0, place.number, place) for place in self.places.values()]
         self.arrivals: dict[tuple[Worker, Worker, Kind, int], float] = {}

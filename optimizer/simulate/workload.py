@@ -110,12 +110,12 @@ class Workload:
         for stage in plan.stages:
             nodes = [graph.nodes[name] for name in stage.nodes]
             parameters = sum(node.parameter_bytes for node in nodes)
-            beside = (overheads or TrainingOverheads({})).of_stage(stage.stage, len(plan.stages))
+            overhead = (overheads or TrainingOverheads({})).of_stage(stage.stage, len(plan.stages))
             working = [node for node in nodes if not node.is_input]
-            forward_seconds = beside[0] + sum(node.forward_seconds for node in working)
+            forward_seconds = overhead[0] + sum(node.forward_seconds for node in working)
             work = StageWork(
                 forward_seconds=forward_seconds,
-                backward_seconds=beside[1]
+                backward_seconds=overhead[1]
                 + sum(node.backward_seconds for node in working)
                 + (forward_seconds if stage.recompute else 0.0),
                 update_seconds=parameters / update_rate,

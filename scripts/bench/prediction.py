@@ -31,8 +31,8 @@ from pipedream.graph.cluster_file import read_cluster
 from pipedream.graph.model import read_graph
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.profile import read_profile
-from pipedream.optimizer.cost.models import Measured
-from pipedream.optimizer.cost.price_plan import price
+from pipedream.optimizer.cost.models import MeasuredCost
+from pipedream.optimizer.cost.price_plan import price_plan
 from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.planner import Request, given_plan, optimize
 from pipedream.runtime.report.trace import read_trace
@@ -74,7 +74,7 @@ def request(name: str, profile: Path, cluster: Path) -> Request:
     return Request(
         read_graph(profile / "graph.txt"),
         read_cluster(cluster),
-        Measured(),
+        MeasuredCost(),
         rules=Rules(straight=True),
         optimizer=optimizer,
         update_rate=overheads.update_rates[optimizer],
@@ -130,7 +130,7 @@ def compare(name: str, folder: Path) -> list[dict[str, Any]]:
     chosen = plans(asked)
     repeats = int(SECONDS / PASSES / asked.planning.compute_seconds.sum())
     # The profile has the data that the runs have: more than caches hold take longer to read.
-    minibatches = int(SECONDS / price(chosen["best"], asked).per_minibatch)
+    minibatches = int(SECONDS / price_plan(chosen["best"], asked).per_minibatch)
     config = prepare(name, here / "run.yaml", minibatches)
     commands = [profiling(config, here / "profile", repeats)]
     for which, plan in chosen.items():
@@ -141,7 +141,7 @@ def compare(name: str, folder: Path) -> list[dict[str, Any]]:
     asked = request(name, here / "profile", cluster)
     rows = []
     for which, plan in chosen.items():
-        said, took = price(plan, asked).expected, measured(here / which / "run", plan)
+        said, took = price_plan(plan, asked).expected, measured(here / which / "run", plan)
         assert said is not None
         row = {"model": name, "plan": which, "predicted": said, "measured": took}
         rows.append({**row, "error": said / took - 1})

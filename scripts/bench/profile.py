@@ -29,8 +29,8 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.profile import Profile
 from pipedream.graph.run_config import read_config
-from pipedream.optimizer.cost.models import Measured
-from pipedream.optimizer.cost.price_plan import price
+from pipedream.optimizer.cost.models import MeasuredCost
+from pipedream.optimizer.cost.price_plan import price_plan
 from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.planner import Request, optimize
 from pipedream.profiler.measure import Settings, measure
@@ -132,10 +132,12 @@ def again(name: str, seconds: float) -> float:
     """How much slower the plan of one profile is than the best, under the other; the worse way."""
     cluster = Cluster(machines=(4,), bandwidth=(1e9,), latency=(1e-4,))
     graphs = [profiled(name, MODELS[name](), seconds)[0] for _ in range(2)]
-    asked = [Request(graph, cluster, Measured(), rules=Rules(straight=True)) for graph in graphs]
+    asked = [
+        Request(graph, cluster, MeasuredCost(), rules=Rules(straight=True)) for graph in graphs
+    ]
     plans = [optimize(request).plan for request in asked]
     slower = [
-        price(other, request).per_minibatch / price(own, request).per_minibatch - 1
+        price_plan(other, request).per_minibatch / price_plan(own, request).per_minibatch - 1
         for own, other, request in zip(plans, reversed(plans), asked, strict=True)
     ]
     same = [[stage.nodes for stage in plan.stages] for plan in plans]

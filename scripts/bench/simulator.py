@@ -40,7 +40,7 @@ from pipedream.graph.model import Graph, read_graph
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.run_config import read_config
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.optimizer.cost.models import Measured
+from pipedream.optimizer.cost.models import MeasuredCost
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.planner import Request, given_plan
 from pipedream.optimizer.simulate.simulator import simulate_plan
@@ -178,7 +178,7 @@ def call(program: str, *arguments: object) -> None:
 
 def make_plan(graph: Graph, cluster: Cluster, share: float | None, schedule: ScheduleName) -> Plan:
     """Two stages of which the first has `share` of the time, or one of two replicas."""
-    request = Request(graph, cluster, Measured(), schedule)
+    request = Request(graph, cluster, MeasuredCost(), schedule)
     planning = PlanningGraph.of(graph)
     if share is None:
         return given_plan(request, planning, [len(planning)], [2]).plan

@@ -290,7 +290,7 @@ def flat_times(costs, pipeline, alone):
     return times
 
 
-def flat_within(costs, pipeline, *keeping):
+def flat_within(costs, pipeline, *settings):
     """As `Costs.within`, for a flat pipeline."""
     plan = [(start, end, len(devices), None) for start, end, devices in pipeline]
-    return costs.within(plan, *keeping)
+    return costs.within(plan, *settings)

@@ -2,8 +2,8 @@ from io import StringIO
 
 from rich.console import Console
 
-from pipedream.graph.cluster import Cluster, DeviceKind
-from pipedream.optimizer.cost.models import Paper
+from pipedream.graph.cluster import Cluster, DeviceType
+from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.report import _gap, print_report
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.planner import Request, optimize
@@ -18,7 +18,7 @@ def report(graph, machines, kinds=(), **options):
         machine_kinds=tuple(kind.name for kind in kinds),
     )
     most_cuts = options.pop("most_cuts", None)
-    request = Request(graph, cluster, Paper(), **options)
+    request = Request(graph, cluster, PaperCost(), **options)
     text = StringIO()
     outcome = optimize(request, most_cuts)
     print_report(outcome, graph, Console(file=text, width=120, highlight=False))
@@ -41,7 +41,7 @@ def test_a_row_for_each_stage_and_the_comparison(make_graph):
 
 def test_the_kinds_of_devices_are_shown_where_there_are_several(make_graph):
     graph = make_graph("a b", "a-b", a=(30, 10, 0), b=(30, 10, 1e9))
-    new, old = DeviceKind(name="new"), DeviceKind(name="old", speed=0.5)
+    new, old = DeviceType(name="new"), DeviceType(name="old", speed=0.5)
     lines = report(graph, (3,), [old, new, old])
     assert lines[0].startswith("2 stages on 3 of 3 devices (3: 2 old, 1 new), weight-stash")
     assert "0 1 a Linear 60 ms 2 2 old 30 ms compute 2 30 B" in lines
@@ -90,7 +90,7 @@ def test_the_gap_is_rounded_up():
 def test_a_narrow_page_shows_every_figure_whole(make_graph):
     graph = make_graph("a b", "a-b", **dict.fromkeys("ab", (623.4, 123456.0, 123456789.0)))
     text = StringIO()
-    outcome = optimize(Request(graph, Cluster(machines=(2,), bandwidth=(1e9,)), Paper()))
+    outcome = optimize(Request(graph, Cluster(machines=(2,), bandwidth=(1e9,)), PaperCost()))
     print_report(outcome, graph, Console(file=text, width=80, highlight=False))
     assert "…" not in text.getvalue()
     assert max(map(len, text.getvalue().splitlines()[:-1])) <= 80

@@ -8,17 +8,17 @@ import pytest
 from plans import cut, make_plan
 from profiled import profile_of
 
-from pipedream.graph.cluster import Cluster, DeviceKind
+from pipedream.graph.cluster import Cluster, DeviceType
 from pipedream.graph.measured_run import MeasuredRank, MeasuredRun, read_measured, write_measured
 from pipedream.graph.model import format_graph, read_graph
-from pipedream.graph.plan import Asked
+from pipedream.graph.plan import PlanningOptions
 from pipedream.graph.profile import Quartiles, TrainingOverheads, write_profile
-from pipedream.optimizer.calibrate.runs import Run, calibrated
+from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
 from pipedream.optimizer.calibrate.verdict import Verdict
 from pipedream.optimizer.cli.command import _task, main
 from pipedream.optimizer.cli.options import Options
-from pipedream.optimizer.cost.models import Paper
-from pipedream.optimizer.cost.price_plan import Price, price
+from pipedream.optimizer.cost.models import PaperCost
+from pipedream.optimizer.cost.price_plan import Price, price_plan
 from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.planner import Request, optimize
 
@@ -65,7 +65,7 @@ def chain(make_graph):
 
 @pytest.fixture
 def plan(chain):
-    return optimize(Request(chain, TWO, Paper(), rules=STRAIGHT, optimizer="sgd")).plan
+    return optimize(Request(chain, TWO, PaperCost(), rules=STRAIGHT, optimizer="sgd")).plan
 
 
 def forward(graph, names):
@@ -73,14 +73,14 @@ def forward(graph, names):
 
 
 def test_a_stage_twice_as_slow_moves_the_cut(chain, plan, tmp_path):
-    run = Run(tmp_path, measured(plan, [(8, 0), (4, 0)]))
+    run = CalibrationRun(tmp_path, measured(plan, [(8, 0), (4, 0)]))
     found = calibrated(chain, [run], None)
     assert found.fingerprint == chain.fingerprint
     assert forward(found, "abcd") == pytest.approx(8e-3)
     assert forward(found, "efgh") == pytest.approx(4e-3)
-    better = optimize(Request(found, TWO, Paper(), rules=STRAIGHT, optimizer="sgd")).plan
+    better = optimize(Request(found, TWO, PaperCost(), rules=STRAIGHT, optimizer="sgd")).plan
     assert better.stages[0].nodes == ("a", "b", "c")
-    now = price(plan, Request(found, TWO, Paper()))
+    now = price_plan(plan, Request(found, TWO, PaperCost()))
     assert now.per_minibatch == pytest.approx(8e-3)
     verdict = Verdict(run, now, better)
     assert verdict.gain == pytest.approx(8 / 6 - 1)
@@ -94,7 +94,7 @@ def test_forward_and_backward_are_corrected_apart(chain, plan, tmp_path):
         node.__class__(**{**node.__dict__, "backward_seconds": 2e-3})
         for node in chain.nodes.values()
     )
-    run = Run(tmp_path, measured(plan, [(4, 16), (6, 4)]))
+    run = CalibrationRun(tmp_path, measured(plan, [(4, 16), (6, 4)]))
     found = calibrated(with_backward, [run], None)
     assert [found.nodes[n].forward_seconds for n in "ae"] == pytest.approx([1e-3, 1.5e-3])
     assert [found.nodes[n].backward_seconds for n in "ae"] == pytest.approx([4e-3, 1e-3])
@@ -103,7 +103,7 @@ def test_forward_and_backward_are_corrected_apart(chain, plan, tmp_path):
 def test_a_forward_pass_done_again_is_no_backward_pass(chain, plan, tmp_path):
     stage = plan.stages[0].model_copy(update={"recompute": True})
     again = plan.model_copy(update={"stages": (stage, plan.stages[1])})
-    run = Run(tmp_path, measured(again, [(4, 12), (4, 8)]))
+    run = CalibrationRun(tmp_path, measured(again, [(4, 12), (4, 8)]))
     assert [p[0].median for p in run.passes(0)] == pytest.approx([4e-3, 8e-3])
     assert [p[0].median for p in run.passes(1)] == pytest.approx([4e-3, 8e-3])
 
@@ -112,7 +112,7 @@ def test_a_call_longer_than_the_pass_does_not_leave_the_stage_as_it_was(chain, p
     """The profile had a call of 1 ms, from two noisy repeats; the stage took half of that. What was
     left of it was nothing, from which nothing was learned: it kept a time that was far too long.
     """
-    run = Run(tmp_path, measured(plan, [(8, 0), (0.5, 0)]))
+    run = CalibrationRun(tmp_path, measured(plan, [(8, 0), (0.5, 0)]))
     found = calibrated(chain, [run], None, TrainingOverheads({}, call_forward=1e-3))
     assert forward(found, "abcd") == pytest.approx(7e-3)
     assert forward(found, "efgh") == pytest.approx(0.05e-3)
@@ -120,24 +120,24 @@ def test_a_call_longer_than_the_pass_does_not_leave_the_stage_as_it_was(chain, p
 
 def test_a_slow_device_is_no_slow_node(chain, tmp_path):
     """Half as fast by the cluster file: what took it 8 ms takes the profiled device 4."""
-    kinds = {"kinds": (DeviceKind(name="old", speed=0.5),), "machine_kinds": ("old", "old")}
+    kinds = {"kinds": (DeviceType(name="old", speed=0.5),), "machine_kinds": ("old", "old")}
     cluster = Cluster(machines=(2,), bandwidth=(1e9,), **kinds)
-    plan = optimize(Request(chain, cluster, Paper(), rules=STRAIGHT, optimizer="sgd")).plan
-    run = Run(tmp_path, measured(plan, [(8, 0), (8, 0)], update=1))
+    plan = optimize(Request(chain, cluster, PaperCost(), rules=STRAIGHT, optimizer="sgd")).plan
+    run = CalibrationRun(tmp_path, measured(plan, [(8, 0), (8, 0)], update=1))
     found = calibrated(chain, [run], None)
     assert forward(found, "abcdefgh") == pytest.approx(8e-3)
     assert run.update_rate == pytest.approx(8000 / 1e-3)
 
 
 def test_replicas_are_averaged(chain, tmp_path):
-    plan = optimize(Request(chain, TWO, Paper(), optimizer="sgd")).plan
+    plan = optimize(Request(chain, TWO, PaperCost(), optimizer="sgd")).plan
     assert plan.replicas == (2,)
     run = measured(plan, [(8, 0)])
     slow = run.ranks[1].model_copy(update={"forward": spread(24)})
     run = run.model_copy(update={"ranks": (run.ranks[0], slow)})
-    assert forward(calibrated(chain, [Run(tmp_path, run)], None), "abcdefgh") == pytest.approx(
-        16e-3
-    )
+    assert forward(
+        calibrated(chain, [CalibrationRun(tmp_path, run)], None), "abcdefgh"
+    ) == pytest.approx(16e-3)
 
 
 def test_the_stage_that_computes_longest(chain):
@@ -149,9 +149,9 @@ def test_the_stage_that_computes_longest(chain):
 
 
 def test_the_plan_of_the_run_may_stay_or_be_as_good(chain, plan, tmp_path):
-    run = Run(tmp_path, measured(plan, [(4, 0), (4, 0)]))
+    run = CalibrationRun(tmp_path, measured(plan, [(4, 0), (4, 0)]))
     assert Verdict(run, Price.noted(plan), plan).words == f"The plan of {tmp_path} stays the best."
-    other = optimize(Request(chain, TWO, Paper(), optimizer="sgd")).plan
+    other = optimize(Request(chain, TWO, PaperCost(), optimizer="sgd")).plan
     assert "There is no need to change" in Verdict(run, Price.noted(other), other).words
     slower = Verdict(run, Price(1e-3), other).words
     assert (
@@ -168,7 +168,7 @@ def folder(tmp_path, chain, plan):
     """graph.txt, and a run whose first stage took twice as long as it was profiled."""
     (tmp_path / "graph.txt").write_text(format_graph(chain))
     (tmp_path / "run").mkdir()
-    asked = Asked(straight=True, memory="1GB", update_rate="1GB")
+    asked = PlanningOptions(straight=True, memory="1GB", update_rate="1GB")
     kept = plan.model_copy(update={"asked": asked})
     write_measured(measured(kept, [(8, 0), (4, 0)], update=1), tmp_path / "run/measured.json")
     return tmp_path

@@ -5,7 +5,7 @@ import json
 import click
 import pytest
 
-from pipedream.graph.cluster import Cluster, DeviceKind, Link
+from pipedream.graph.cluster import Cluster, DeviceType, Link
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import format_graph
 from pipedream.graph.plan import read_plan
@@ -56,7 +56,7 @@ def test_the_same_is_asked_again(graph, options):
     # The model is a new object each time; and a plan names the number of microbatches it is for.
     for field in set(first.request.__dataclass_fields__) - {"model", "graph", "microbatches"}:
         assert getattr(again.request, field) == getattr(first.request, field), field
-    assert again.request.keeping == first.request.keeping
+    assert again.request.settings == first.request.settings
     assert type(again.request.model) is type(first.request.model)
     planned(graph, "--like", path, "-o", graph.parent / "again")
     assert (graph.parent / "again" / "plan.json").read_text() == path.read_text()
@@ -113,7 +113,7 @@ def test_whole_machines_are_machines_and_others_one_level():
 
 
 def test_kinds_are_those_of_the_first_devices():
-    kinds = (DeviceKind(name="new"), DeviceKind(name="old", speed=0.5))
+    kinds = (DeviceType(name="new"), DeviceType(name="old", speed=0.5))
     cluster = Cluster(
         machines=(2, 3),
         bandwidth=(10e9, 1e9),

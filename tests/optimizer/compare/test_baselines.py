@@ -14,7 +14,7 @@ from pipedream.optimizer.compare.baselines import (
     equal_layers,
     equal_parameters,
 )
-from pipedream.optimizer.cost.models import Paper
+from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.search.planner import Request
 
 
@@ -30,7 +30,9 @@ def request_on(make_graph):
     )
 
     def make(*machines):
-        return Request(graph, Cluster(machines=machines, bandwidth=(1e9,) * len(machines)), Paper())
+        return Request(
+            graph, Cluster(machines=machines, bandwidth=(1e9,) * len(machines)), PaperCost()
+        )
 
     return make
 

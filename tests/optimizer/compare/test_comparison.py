@@ -10,7 +10,7 @@ from pipedream.optimizer.compare.comparison import (
     comparison_table,
     draw_comparison,
 )
-from pipedream.optimizer.cost.models import Paper
+from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.search.planner import Request
 
 
@@ -19,7 +19,7 @@ def request_of(make_graph):
     graph = make_graph("a b c d", "a-b b-c c-d", a=(8, 1e3, 1e3), b=(2, 1e3, 1e3), d=(2, 1e3, 1e6))
 
     def make(memory=None):
-        return Request(graph, Cluster(machines=(3,), bandwidth=(1e9,)), Paper(), memory=memory)
+        return Request(graph, Cluster(machines=(3,), bandwidth=(1e9,)), PaperCost(), memory=memory)
 
     return make
 

@@ -14,7 +14,7 @@ from pipedream.optimizer.compare.sweep import (
     sweep_frame,
     thinned,
 )
-from pipedream.optimizer.cost.models import Paper
+from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.search.planner import Request
 
 THREE = Cluster(machines=(4, 2, 2), bandwidth=(9e9, 3e9, 1e9), latency=(1e-6, 2e-6, 3e-6))
@@ -69,7 +69,7 @@ def test_a_range_that_is_none(text):
 
 def test_a_row_for_each_number_and_the_picture(make_graph, tmp_path):
     graph = make_graph("a b c", "a-b b-c", a=(6, 1e3, 1e3), b=(6, 1e3, 1e3), c=(6, 1e3, 1e8))
-    request = Request(graph, Cluster(machines=(2, 2), bandwidth=(1e9, 1e9)), Paper())
+    request = Request(graph, Cluster(machines=(2, 2), bandwidth=(1e9, 1e9)), PaperCost())
     frame = sweep_frame(list(sweep(request, parse_range("1..5"))))
     assert list(frame.workers) == [1, 2, 4]
     assert list(frame.machines) == ["1", "2", "2,2"]
@@ -83,7 +83,7 @@ def test_a_row_for_each_number_and_the_picture(make_graph, tmp_path):
 
 def test_numbers_of_workers_that_nothing_fits_on_have_no_plan(make_graph):
     graph = make_graph("a b c", "a-b b-c", a=(6, 1, 1e3), b=(6, 1, 1e3), c=(6, 1, 1e3))
-    request = Request(graph, Cluster(machines=(3,), bandwidth=(1e9,)), Paper(), memory=5.5e3)
+    request = Request(graph, Cluster(machines=(3,), bandwidth=(1e9,)), PaperCost(), memory=5.5e3)
     frame = sweep_frame(list(sweep(request, range(1, 4))))
     assert math.isnan(frame.plan[0])
     assert frame.plan[2] > 0

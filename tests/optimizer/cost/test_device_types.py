@@ -7,10 +7,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from pipedream.graph.cluster import Cluster, DeviceKind
+from pipedream.graph.cluster import Cluster, DeviceType
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
-from pipedream.optimizer.cost.device_types import Grade, Kinds, Tally
+from pipedream.optimizer.cost.device_types import DeviceTypes, MixedRadixCounter, WorstDevice
 from pipedream.optimizer.cost.models import COST_MODELS
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.bounds import lower_bound
@@ -18,8 +18,8 @@ from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.planner import Request, optimize
 
-NEW = DeviceKind(name="new", speed=1.0)
-OLD = DeviceKind(name="old", speed=0.5)
+NEW = DeviceType(name="new", speed=1.0)
+OLD = DeviceType(name="old", speed=0.5)
 
 
 def cluster_of(machines, *kinds, **fields):
@@ -66,7 +66,7 @@ def test_a_stage_on_both_kinds_goes_at_the_pace_of_the_slow(make_graph):
     graph = make_graph("a", a=(60, 0, 0))
     plan = plan_of(graph, cluster_of((3,), NEW, OLD, OLD), rules=Rules(fewer_machines=True))
     assert plan.predicted.seconds_per_minibatch == pytest.approx(0.04)
-    much_slower = DeviceKind(name="slow", speed=0.1)
+    much_slower = DeviceType(name="slow", speed=0.1)
     plan = plan_of(graph, cluster_of((2,), much_slower, NEW), rules=Rules(fewer_machines=True))
     assert plan.stages[0].ranks == (1,)
     assert plan.predicted.seconds_per_minibatch == pytest.approx(0.06)
@@ -108,31 +108,35 @@ def test_what_the_kinds_lack_is_said(make_graph):
         plan_of(graph, cluster_of((2,), large, large), memory=12e6, rules=Rules(straight=True))
 
 
-def test_grades_are_those_of_the_slowest_and_the_smallest():
+def test_the_worst_device_has_the_least_speed_and_the_least_memory():
     fast_small, slow_large = NEW.model_copy(update={"memory": 8.0}), OLD
-    kinds = Kinds.of(cluster_of((3,), fast_small, slow_large, fast_small), memory=None)
-    assert kinds.machines == ((0, 2), (1,))
-    assert kinds.grade((2, 0)) == Grade(1.0, 8.0)
-    assert kinds.grade((0, 1)) == Grade(0.5, math.inf)
-    assert kinds.grade((1, 1)) == Grade(0.5, 8.0)
-    assert len(kinds.grades) == 3
-    assert Kinds.of(cluster_of((2,), fast_small, slow_large), memory=4.0).least == 4.0
+    types = DeviceTypes.of(cluster_of((3,), fast_small, slow_large, fast_small), memory=None)
+    assert types.machines == ((0, 2), (1,))
+    assert types.worst_of((2, 0)) == WorstDevice(1.0, 8.0)
+    assert types.worst_of((0, 1)) == WorstDevice(0.5, math.inf)
+    assert types.worst_of((1, 1)) == WorstDevice(0.5, 8.0)
+    assert len(types.distinct) == 3
+    assert (
+        DeviceTypes.of(cluster_of((2,), fast_small, slow_large), memory=4.0).smallest_memory == 4.0
+    )
 
 
 def test_kinds_that_differ_in_name_alone_are_one():
     twin = NEW.model_copy(update={"name": "twin"})
-    assert len(Kinds.of(cluster_of((2,), NEW, twin)).each) == 1
+    assert len(DeviceTypes.of(cluster_of((2,), NEW, twin)).worst) == 1
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3))
 def test_a_tally_adds_up(counts):
-    tally = Tally(counts)
-    for taken in tally.takings():
-        besides = tally.besides(taken)
-        assert besides[-1] + tally.number(taken) == tally.size - 1
-        assert len(set(besides)) == math.prod(n - t + 1 for n, t in zip(counts, taken, strict=True))
-        assert all(tally.total(b) <= sum(counts) - sum(taken) for b in besides)
-        assert tally.total(tally.number(taken)) == sum(taken)
+    tally = MixedRadixCounter(counts)
+    for taken in tally.choices():
+        remaining_after = tally.remaining_after(taken)
+        assert remaining_after[-1] + tally.encode(taken) == tally.size - 1
+        assert len(set(remaining_after)) == math.prod(
+            n - t + 1 for n, t in zip(counts, taken, strict=True)
+        )
+        assert all(tally.total(b) <= sum(counts) - sum(taken) for b in remaining_after)
+        assert tally.total(tally.encode(taken)) == sum(taken)
 
 
 def graphs(most):
@@ -211,7 +215,7 @@ MEMORY = st.sampled_from([None, 2e7, 4e7, 8e7])
 def two_kinds(draw):
     """Small clusters with machines of two kinds in any order, or of one of them."""
     machines = draw(st.sampled_from([(2,), (3,), (4,), (2, 2), (1, 3), (2, 3)]))
-    kinds = [DeviceKind(name=name, speed=draw(SPEED), memory=draw(MEMORY)) for name in "xy"]
+    kinds = [DeviceType(name=name, speed=draw(SPEED), memory=draw(MEMORY)) for name in "xy"]
     count = machines[-1]
     which = draw(st.lists(st.sampled_from(kinds), min_size=count, max_size=count))
     return cluster_of(machines, *which, latency=(1e-4, 2e-3)[: len(machines)])
@@ -242,7 +246,7 @@ def test_plans_on_two_kinds_equal_brute_force(
     straight=st.booleans(),
 )
 def test_the_certificate_holds_on_kinds_and_with_latency(graph, speeds, inner, model, straight):
-    kinds = [DeviceKind(name=n, speed=s) for n, s in zip("xyz", speeds, strict=True)]
+    kinds = [DeviceType(name=n, speed=s) for n, s in zip("xyz", speeds, strict=True)]
     latency = (1e-4, 2e-3)[: len(inner) + 1]
     cluster = cluster_of((*inner, 3), *kinds, latency=latency)
     rules = Rules(straight, fewer_machines=True)
@@ -256,7 +260,7 @@ def test_the_certificate_holds_on_kinds_and_with_latency(graph, speeds, inner, m
 @settings(max_examples=15, deadline=None)
 @given(graph=graphs(5), speeds=st.tuples(SPEED, SPEED, SPEED), model=st.sampled_from(["paper"]))
 def test_three_kinds_equal_brute_force(by_hand, graph, speeds, model):
-    kinds = [DeviceKind(name=n, speed=s) for n, s in zip("xyz", speeds, strict=True)]
+    kinds = [DeviceType(name=n, speed=s) for n, s in zip("xyz", speeds, strict=True)]
     cluster = cluster_of((4,), *kinds, kinds[0])
     check(by_hand, graph, cluster, model, Rules())
 

@@ -6,12 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.graph.cluster import Link
-from pipedream.optimizer.cost.models import COST_MODELS, Level, Measured, Paper, Released, Work
+from pipedream.optimizer.cost.models import (
+    COST_MODELS,
+    LevelLinks,
+    MeasuredCost,
+    PaperCost,
+    ReleasedCost,
+    Work,
+)
 
 # C' = 6 s, W = 90 B, a_in = 40 B, a_out = 100 B, B = 10 B/s, q = 4; a message takes 0.5 s more, a
 # step of a ring 1 s.
 WORK = Work(np.array([[6.0]]), np.array([90.0]), 40.0, np.array([100.0]))
-LEVEL = Level(
+LEVEL = LevelLinks(
     bandwidth=10.0,
     inner_machines=4,
     link=Link(latency=0.5, bandwidth=10.0),
@@ -27,22 +34,22 @@ def seconds(model, replicas, first):
 @pytest.mark.parametrize(
     ("model", "replicas", "first", "expected"),
     [
-        (Paper(), 1, True, (6.0, "compute")),
-        (Paper(), 3, True, (12.0, "all-reduce")),  # 2 * 2 * 90/10 = 36 over 3
-        (Paper(), 1, False, (8.0, "boundary")),  # 2 * 40/10, whatever the replicas
-        (Paper(), 2, False, (9.0, "all-reduce")),
-        (Paper(compression=4.0), 1, False, (6.0, "compute")),
-        (Released(), 1, True, (6.0, "compute")),
-        (Released(), 3, True, (4.0, "compute")),  # (6 + 4*2*90/(10*3)/4)/3
-        (Released(), 3, False, (10.0, "all-reduce")),  # (6 + 24)/3
-        (Released(), 1, False, (6.0, "compute")),  # boundaries are free without a ratio
-        (Released(compression=1.0), 1, False, (20.0, "boundary")),  # 2 * 100/10
-        (Released(compression=1.0), 1, True, (6.0, "compute")),  # the first does not pay
-        (Released(compression=1.0), 2, False, (12.0, "all-reduce")),  # (6 + 18)/2 above 20/2
-        (Released(compression=4.0), 1, False, (6.0, "compute")),
-        (Measured(), 1, True, (15.0, "boundary")),  # 0.5 + 40/10 + 0.5 + 100/10
-        (Measured(), 2, True, (8.5, "all-reduce")),  # (6 + 2 * (1 + 45/10))/2 above 15/2
-        (Measured(compression=4.0), 1, False, (6.0, "compute")),  # above 0.5 + 1 + 0.5 + 2.5
+        (PaperCost(), 1, True, (6.0, "compute")),
+        (PaperCost(), 3, True, (12.0, "all-reduce")),  # 2 * 2 * 90/10 = 36 over 3
+        (PaperCost(), 1, False, (8.0, "boundary")),  # 2 * 40/10, whatever the replicas
+        (PaperCost(), 2, False, (9.0, "all-reduce")),
+        (PaperCost(compression=4.0), 1, False, (6.0, "compute")),
+        (ReleasedCost(), 1, True, (6.0, "compute")),
+        (ReleasedCost(), 3, True, (4.0, "compute")),  # (6 + 4*2*90/(10*3)/4)/3
+        (ReleasedCost(), 3, False, (10.0, "all-reduce")),  # (6 + 24)/3
+        (ReleasedCost(), 1, False, (6.0, "compute")),  # boundaries are free without a ratio
+        (ReleasedCost(compression=1.0), 1, False, (20.0, "boundary")),  # 2 * 100/10
+        (ReleasedCost(compression=1.0), 1, True, (6.0, "compute")),  # the first does not pay
+        (ReleasedCost(compression=1.0), 2, False, (12.0, "all-reduce")),  # (6 + 18)/2 above 20/2
+        (ReleasedCost(compression=4.0), 1, False, (6.0, "compute")),
+        (MeasuredCost(), 1, True, (15.0, "boundary")),  # 0.5 + 40/10 + 0.5 + 100/10
+        (MeasuredCost(), 2, True, (8.5, "all-reduce")),  # (6 + 2 * (1 + 45/10))/2 above 15/2
+        (MeasuredCost(compression=4.0), 1, False, (6.0, "compute")),  # above 0.5 + 1 + 0.5 + 2.5
     ],
 )
 def test_formulas(model, replicas, first, expected):
@@ -52,7 +59,7 @@ def test_formulas(model, replicas, first, expected):
 def test_all_replica_counts_in_one_question():
     inner = np.array([[6.0, 7.0], [6.0, 7.0]])
     work = Work(inner, np.array([0.0, 0.0]), 0.0, np.array([0.0, 0.0]))
-    for model in (Paper(), Released(), Measured()):
+    for model in (PaperCost(), ReleasedCost(), MeasuredCost()):
         terms = model.terms(work, LEVEL, np.array([[1], [2]]), first=False)
         assert model.seconds(terms).tolist() == [[6.0, 7.0], [3.0, 3.5]]
 
@@ -67,7 +74,7 @@ def test_models_by_name():
 
 def test_no_message_takes_no_time():
     work = Work(np.array([[6.0]]), np.array([0.0]), 0.0, np.array([100.0]))
-    terms = Measured().terms(work, LEVEL, np.array([[1]]), False)
+    terms = MeasuredCost().terms(work, LEVEL, np.array([[1]]), False)
     assert terms.boundary.item() == pytest.approx(10.5)
 
 
@@ -84,7 +91,7 @@ LINK = st.one_of(
 
 @given(
     model=st.sampled_from([m(c) for m in COST_MODELS.values() for c in (None, 1.0, 4.0)]),
-    level=st.builds(Level, st.floats(1e-3, 1e6), st.integers(1, 8), LINK, LINK),
+    level=st.builds(LevelLinks, st.floats(1e-3, 1e6), st.integers(1, 8), LINK, LINK),
     pairs=st.lists(st.tuples(AMOUNT, AMOUNT).map(sorted), min_size=4, max_size=4),
     replicas=st.integers(1, 9),
     first=st.booleans(),

@@ -5,16 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import graphs
 
-from pipedream.graph.cluster import Cluster, DeviceKind
+from pipedream.graph.cluster import Cluster, DeviceType
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import TrainingOverheads
-from pipedream.optimizer.cost.models import Measured, Paper, Released
-from pipedream.optimizer.cost.price_plan import Price, price, stage_times
+from pipedream.optimizer.cost.models import MeasuredCost, PaperCost, ReleasedCost
+from pipedream.optimizer.cost.price_plan import Price, price_plan, stage_times
 from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.planner import Request, given_plan, optimize
 
-KINDS = (DeviceKind(name="new"), DeviceKind(name="old", speed=0.5))
+KINDS = (DeviceType(name="new"), DeviceType(name="old", speed=0.5))
 
 
 @st.composite
@@ -35,7 +35,7 @@ def clusters(draw):
 @given(
     graphs(7),
     clusters(),
-    st.sampled_from([Paper(), Released(), Released(2.0), Measured()]),
+    st.sampled_from([PaperCost(), ReleasedCost(), ReleasedCost(2.0), MeasuredCost()]),
     st.sampled_from([None, Latency(2), Latency(9)]),
     st.booleans(),
     st.sampled_from([None, TrainingOverheads({}, 2e-3, 1e-3, 3e-3, [0.9, 1.0, 1.4])]),
@@ -54,9 +54,9 @@ def test_a_plan_takes_what_the_planner_said(graph, cluster, model, latency, fewe
         update_rate=1e6,
     )
     plan = optimize(request).plan
-    found, said = price(plan, request), Price.noted(plan)
+    found, said = price_plan(plan, request), Price.noted(plan)
     assert found.per_minibatch == pytest.approx(said.per_minibatch)
-    if overheads is None or not isinstance(model, Measured):
+    if overheads is None or not isinstance(model, MeasuredCost):
         assert found.expected is said.expected is None
     else:
         assert found.expected == pytest.approx(said.expected)
@@ -69,9 +69,11 @@ def test_a_plan_takes_what_the_planner_said(graph, cluster, model, latency, fewe
 def test_a_forward_pass_that_is_done_again_counts(make_graph):
     graph = make_graph("a b", "a-b", a=(4, 1e3, 1e3), b=(4, 1e3, 1e3))
     cluster, rules = Cluster(machines=(2,), bandwidth=(1e9,)), Rules(straight=True)
-    plan = optimize(Request(graph, cluster, Paper(), rules=rules, recompute="always")).plan
+    plan = optimize(Request(graph, cluster, PaperCost(), rules=rules, recompute="always")).plan
     assert [stage.recompute for stage in plan.stages] == [True, False]
-    assert price(plan, Request(graph, cluster, Paper())).per_minibatch == pytest.approx(8e-3)
+    assert price_plan(plan, Request(graph, cluster, PaperCost())).per_minibatch == pytest.approx(
+        8e-3
+    )
 
 
 @pytest.mark.parametrize("machines", [(4,), (2, 2)])
@@ -80,9 +82,9 @@ def test_messages_count_at_the_level_where_stages_meet(make_graph, machines, lat
     graph = make_graph("a b c d", "a-b b-c c-d", **dict.fromkeys("abcd", (1, 1e4, 1e3)))
     cluster = Cluster(machines=machines, bandwidth=(1e6, 1e5)[: len(machines)])
     rules, schedule = Rules(straight=True), "weight-stashing" if latency is None else "flush"
-    request = Request(graph, cluster, Paper(), schedule=schedule, latency=latency, rules=rules)
+    request = Request(graph, cluster, PaperCost(), schedule=schedule, latency=latency, rules=rules)
     plan = optimize(request).plan
-    found = price(plan, request)
+    found = price_plan(plan, request)
     assert found.per_minibatch == pytest.approx(2e4 / min(cluster.bandwidth))
     assert found.goal == pytest.approx(Price.noted(plan).goal)
 
@@ -90,23 +92,23 @@ def test_messages_count_at_the_level_where_stages_meet(make_graph, machines, lat
 def test_ranks_that_no_cost_model_knows_are_refused(make_graph):
     graph = make_graph("a b", "a-b")
     cluster = Cluster(machines=(2, 2), bandwidth=(1e9, 1e9))
-    plan = optimize(Request(graph, cluster, Paper())).plan
+    plan = optimize(Request(graph, cluster, PaperCost())).plan
     stage = plan.stages[0].model_copy(update={"ranks": (0, 1, 2)})
     odd = plan.model_copy(update={"stages": (stage,)})
     with pytest.raises(UserError, match="the ranks of stage 0 are no whole pieces"):
-        price(odd, Request(graph, cluster, Paper()))
+        price_plan(odd, Request(graph, cluster, PaperCost()))
 
 
 def test_the_first_stage_reads_the_inputs_and_the_last_one_the_target(make_graph):
     graph = make_graph("a b c", "a-b b-c", a=(4, 1e3, 0), b=(4, 1e3, 0), c=(4, 1e3, 0))
     cluster, rules = Cluster(machines=(3,), bandwidth=(1e15,)), Rules(straight=True)
     request = Request(
-        graph, cluster, Measured(), rules=rules, overheads=TrainingOverheads({}, reading=2e-3)
+        graph, cluster, MeasuredCost(), rules=rules, overheads=TrainingOverheads({}, reading=2e-3)
     )
     plan = given_plan(request, request.planning, [1, 2, 3], [1, 1, 1]).plan
-    times = [seconds for seconds, _ in stage_times(plan, request.planning, Measured())]
+    times = [seconds for seconds, _ in stage_times(plan, request.planning, MeasuredCost())]
     assert times == pytest.approx([6e-3, 4e-3, 6e-3])
-    simulated = price(plan, request).simulated
+    simulated = price_plan(plan, request).simulated
     assert simulated == pytest.approx(6e-3)
     alone = given_plan(request, request.planning, [3], [1]).plan
     assert alone.predicted.seconds_per_minibatch == pytest.approx(14e-3)

@@ -6,13 +6,13 @@ from random_graphs import graphs
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
-from pipedream.optimizer.cost.models import COST_MODELS, Paper, Released
+from pipedream.optimizer.cost.models import COST_MODELS, PaperCost, ReleasedCost
 from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.cuts import pruning as elimination
 from pipedream.optimizer.cuts.antichains import AntichainDag
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.cuts.pruning import Question, survivors
+from pipedream.optimizer.cuts.pruning import PruningProblem, prune_cuts
 from pipedream.optimizer.search import planner as optimize
 from pipedream.optimizer.search.hierarchical import Rules, Search
 from pipedream.optimizer.search.planner import Request
@@ -51,7 +51,7 @@ def test_no_cut_of_a_plan_of_interest_is_dropped(
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(elimination, "_MOST", groups)
-        found = survivors(cuts, Question(cluster, model, rules), best.cost * (1 + slack))
+        found = prune_cuts(cuts, PruningProblem(cluster, model, rules), best.cost * (1 + slack))
     used = {cut for stage in best.stages for cut in (stage.start, stage.end)}
     assert used <= {0, *found.tolist(), len(cuts) - 1}
 
@@ -93,29 +93,29 @@ def test_a_cut_that_costs_more_than_the_plan_to_send_is_dropped(make_graph):
     """Of the cuts of a chain a-b-c-d the one in the middle takes 200 ms to send, the others 2."""
     costs = dict.fromkeys("acd", (20, 1e6, 0)) | {"b": (20, 1e8, 0)}
     cuts = every_cut(make_graph("a b c d", "a-b b-c c-d", **costs))
-    question = Question(cluster_of((2,)), Paper(), Rules())
-    assert survivors(cuts, question, 0.0800001).tolist() == [1, 3]
+    question = PruningProblem(cluster_of((2,)), PaperCost(), Rules())
+    assert prune_cuts(cuts, question, 0.0800001).tolist() == [1, 3]
     # In less than 60 ms: neither 20 and 60, nor 60 and 20, is a plan.
-    assert survivors(cuts, question, 0.060).tolist() == []
+    assert prune_cuts(cuts, question, 0.060).tolist() == []
 
 
 def test_a_cut_inside_a_stage_may_cost_as_much_as_its_replicas_allow(make_graph):
     """It takes 60 ms to send: 30 ms for each minibatch where two machines do the same."""
     cuts = every_cut(make_graph("a b", "a-b", a=(40, 3e6, 0), b=(40, 3e6, 0)))
     cluster = Cluster(machines=(2, 2), bandwidth=(1e8, 1e8))
-    question = Question(cluster, Paper(), Rules())
-    assert survivors(cuts, question, 0.0301).tolist() == [1]
-    assert survivors(cuts, question, 0.0299).tolist() == []
+    question = PruningProblem(cluster, PaperCost(), Rules())
+    assert prune_cuts(cuts, question, 0.0301).tolist() == [1]
+    assert prune_cuts(cuts, question, 0.0299).tolist() == []
 
 
 @pytest.mark.parametrize(
     ("machines", "model", "milliseconds"),
     [
-        ((4,), Paper(), 172.2595),
-        ((4,), Released(1.0), 198.8510),
-        ((8,), Released(1.0), 101.8831),
-        ((16,), Released(1.0), 61.6317),
-        ((4, 4), Released(1.0), 63.5487),
+        ((4,), PaperCost(), 172.2595),
+        ((4,), ReleasedCost(1.0), 198.8510),
+        ((8,), ReleasedCost(1.0), 101.8831),
+        ((16,), ReleasedCost(1.0), 61.6317),
+        ((4, 4), ReleasedCost(1.0), 63.5487),
     ],
 )
 def test_two_hundred_thousand_cuts_are_planned_exactly(

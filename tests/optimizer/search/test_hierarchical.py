@@ -25,11 +25,11 @@ MODELS = [
 ]
 
 
-def best_of_all(by_hand, costs, cuts, rules, *keeping):
+def best_of_all(by_hand, costs, cuts, rules, *settings):
     """The least time over every plan, infinite if none fits."""
     level = len(costs.machines) - 1
     plans = by_hand.every_plan(cuts, costs.machines, rules.straight, rules.fewer_machines)
-    held = ((plan, costs.within(plan, *keeping)) for plan in plans)
+    held = ((plan, costs.within(plan, *settings)) for plan in plans)
     return min(
         (costs.time(level, plan, found[1]) for plan, found in held if found), default=math.inf
     )
@@ -73,8 +73,8 @@ def check(
         assume(memory > 0)
         request = replace(request, memory=memory)
     room = math.inf if memory is None else memory
-    keeping = (schedule, room, recompute, {"sgd": 0, "momentum": 1, "adam": 2}[optimizer])
-    best = best_of_all(by_hand, costs, cuts, rules, *keeping)
+    settings = (schedule, room, recompute, {"sgd": 0, "momentum": 1, "adam": 2}[optimizer])
+    best = best_of_all(by_hand, costs, cuts, rules, *settings)
     if best == math.inf:
         with pytest.raises(UserError, match="no plan fits"):
             optimize(request)
@@ -83,7 +83,7 @@ def check(
     predicted = outcome.plan.predicted
     if outcome.plan.workers < cluster.devices and not rules.fewer_machines:
         # Rather a machine without work than a stage without, as the best on all machines has.
-        freely = best_of_all(by_hand, costs, cuts, replace(rules, fewer_machines=True), *keeping)
+        freely = best_of_all(by_hand, costs, cuts, replace(rules, fewer_machines=True), *settings)
         assert freely * (1 - 1e-9) <= predicted.seconds_per_minibatch <= best * (1 + 1e-9)
         assert all(stage.compute_seconds for stage in outcome.plan.stages)
         best = predicted.seconds_per_minibatch
@@ -92,7 +92,7 @@ def check(
     assert predicted.seconds_per_minibatch == pytest.approx(best, rel=1e-9)
     assert predicted.lower_bound_seconds == pytest.approx(best, rel=1e-9)
     nested = by_hand.nest(outcome.plan, graph)
-    most, seconds = costs.within(nested, *keeping)
+    most, seconds = costs.within(nested, *settings)
     assert costs.time(len(machines) - 1, nested, seconds) == pytest.approx(best, rel=1e-9)
     held = max(stage.memory_bytes for stage in outcome.plan.stages)
     assert held == pytest.approx(most)

@@ -10,14 +10,14 @@ from random_graphs import graphs
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
-from pipedream.optimizer.cost.device_types import Kinds
+from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import COST_MODELS
 from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.cuts.antichains import AntichainDag
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.frontier import bins_of
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.fill_order import moves
+from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.latency import Done, Latency, LatencySearch
 from pipedream.optimizer.search.latency_bounds import latency_bound_over_bins
@@ -79,8 +79,8 @@ def check(
         memory = share * max(stage.memory_bytes for stage in free.plan.stages)
         assume(memory > 0)
     pipelines = by_hand.flat_pipelines(cuts, machines, rules.straight, rules.fewer_machines)
-    keeping = (schedule, math.inf if memory is None else memory, recompute)
-    held = ((pipeline, by_hand.flat_within(costs, pipeline, *keeping)) for pipeline in pipelines)
+    settings = (schedule, math.inf if memory is None else memory, recompute)
+    held = ((pipeline, by_hand.flat_within(costs, pipeline, *settings)) for pipeline in pipelines)
     best = min(
         (
             batch(by_hand.flat_times(costs, pipeline, found[1]), goal.microbatches)
@@ -97,7 +97,7 @@ def check(
     outcome = optimize(request, tried)
     predicted = outcome.plan.predicted
     pipeline = as_pipeline(outcome.plan)
-    most, alone = by_hand.flat_within(costs, pipeline, *keeping)
+    most, alone = by_hand.flat_within(costs, pipeline, *settings)
     times = by_hand.flat_times(costs, pipeline, alone)
     assert [figures.seconds for figures in outcome.figures] == pytest.approx(times)
     assert predicted.latency_seconds == pytest.approx(batch(times, goal.microbatches), rel=1e-9)
@@ -251,7 +251,7 @@ def test_what_is_known_of_the_best_leaves_the_best_to_be_found(graph, machines, 
     name, compression = model
     cuts = Cuts(planning, dag.downsets)
     cost = Replication(cuts, cluster, COST_MODELS[name](compression))
-    ways = moves(machines, Kinds.of(cluster), rules, with_load=False)
+    ways = build_fill_order(machines, DeviceTypes.of(cluster), rules, with_downstream=False)
 
     def search(within):
         return LatencySearch(cuts, Done.of(cuts), ways, cost, goal, within).best()

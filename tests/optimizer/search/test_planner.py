@@ -8,7 +8,7 @@ import pytest
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import read_graph
-from pipedream.optimizer.cost.models import Paper, Released
+from pipedream.optimizer.cost.models import PaperCost, ReleasedCost
 from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.planner import Request, optimize
 
@@ -33,7 +33,7 @@ def test_every_published_case_has_the_recorded_optimum(by_hand, expected, profil
         compression = case["activation_compression"]
         cluster = Cluster(machines=case["machines"], bandwidth=case["bandwidth"])
         rules = Rules(straight=case["straight"])
-        outcome = optimize(Request(graph, cluster, Released(compression), rules=rules))
+        outcome = optimize(Request(graph, cluster, ReleasedCost(compression), rules=rules))
         best = pytest.approx(case["optimum_seconds"], rel=1e-9)
         assert outcome.exact
         assert outcome.plan.predicted.seconds_per_minibatch == best, case
@@ -44,14 +44,14 @@ def test_every_published_case_has_the_recorded_optimum(by_hand, expected, profil
 
 def test_gnmt_on_10_machines_as_in_the_source_document(profile):
     cluster = Cluster(machines=(10,), bandwidth=(1e9,))
-    outcome = optimize(Request(profile("gnmt"), cluster, Released()))
+    outcome = optimize(Request(profile("gnmt"), cluster, ReleasedCost()))
     assert outcome.plan.predicted.seconds_per_minibatch == pytest.approx(0.019032, rel=1e-9)
 
 
 def test_gnmt_on_5_5_has_nodes_and_time_in_every_stage(by_hand, profile):
     """The released optimizer subtracts sets that are not nested here; ours are, always."""
     graph, cluster = profile("gnmt"), Cluster(machines=(5, 5), bandwidth=(8e8, 1e9))
-    outcome = optimize(Request(graph, cluster, Released()))
+    outcome = optimize(Request(graph, cluster, ReleasedCost()))
     time = outcome.plan.predicted.seconds_per_minibatch
     assert all(stage.nodes and stage.compute_seconds > 0 for stage in outcome.plan.stages)
     assert outcome.plan.workers == 25
@@ -75,7 +75,7 @@ def test_many_cuts_give_a_plan_as_good_as_the_best_known(
         (c["profile"], tuple(c["machines"])): c["seconds"] for c in expected["best_known"]["cases"]
     }
     graph, cluster = profile(name), Cluster(machines=machines, bandwidth=(1e9,))
-    outcome = optimize(Request(graph, cluster, Released(1.0)))
+    outcome = optimize(Request(graph, cluster, ReleasedCost(1.0)))
     predicted = outcome.plan.predicted
     assert outcome.exact or name != "inception_v3"
     assert predicted.seconds_per_minibatch <= known[name, machines] * (1 + 1e-5)
@@ -98,7 +98,7 @@ def test_towers_side_by_side_are_planned_to_within_a_few_percent(make_graph, by_
     edges += [f"in-t{tower}_0 t{tower}_9-join" for tower in range(5)]
     graph = make_graph(" ".join(["in", *names, "join"]), " ".join(edges), **costs)
     bandwidth = (1e9, 5e8)[: len(machines)]
-    request = Request(graph, Cluster(machines=machines, bandwidth=bandwidth), Paper())
+    request = Request(graph, Cluster(machines=machines, bandwidth=bandwidth), PaperCost())
     best, some = optimize(request), optimize(request, most_cuts=1_000)
     assert not some.exact
     for outcome in (best, some):
@@ -125,7 +125,7 @@ def test_a_small_translation_model_equals_brute_force(by_hand, machines, model, 
     costs = by_hand.Costs(working, machines, bandwidth, model, compression)
     cuts = by_hand.downsets(working)
     best = min(costs.time(len(machines) - 1, plan) for plan in by_hand.every_plan(cuts, machines))
-    cost = {"paper": Paper, "released": Released}[model](compression)
+    cost = {"paper": PaperCost, "released": ReleasedCost}[model](compression)
     outcome = optimize(Request(graph, Cluster(machines=machines, bandwidth=bandwidth), cost))
     assert outcome.plan.predicted.seconds_per_minibatch == pytest.approx(best, rel=1e-9)
     added = add_up(by_hand, graph, outcome, model, compression)
@@ -137,7 +137,7 @@ def test_figures_of_a_plan_worked_out_by_hand(make_graph):
     # 2*3*1e8/1e9/4 s. In flight: ceil(4/3) = 2 at a, 1 at b.
     graph = make_graph("a b", "a-b", a=(30, 1e5, 1e3), b=(10, 2e5, 1e8))
     cluster = Cluster(machines=(4,), bandwidth=(1e9,))
-    outcome = optimize(Request(graph, cluster, Paper()))
+    outcome = optimize(Request(graph, cluster, PaperCost()))
     first, last = outcome.plan.stages
     assert (first.nodes, first.ranks) == (("a",), (0, 1, 2))
     assert (last.nodes, last.ranks) == (("b",), (3,))
@@ -161,14 +161,14 @@ def test_data_parallelism_goes_over_all_levels(make_graph):
     # Inside: max(40, 2*3*1e6/1e9 s = 6 ms)/4 = 10 ms. Across: max(10, 2*1e6/1e8 s = 20 ms)/2.
     graph = make_graph("a b", "a-b", a=(30, 0, 5e5), b=(10, 0, 5e5))
     cluster = Cluster(machines=(4, 2), bandwidth=(1e9, 1e8))
-    predicted = optimize(Request(graph, cluster, Paper())).plan.predicted
+    predicted = optimize(Request(graph, cluster, PaperCost())).plan.predicted
     assert predicted.data_parallel_seconds == pytest.approx(0.010)
 
 
 def test_a_replicated_stage_names_the_level_that_limits_it(make_graph):
     graph = make_graph("a", a=(30, 0, 1e6))
     cluster = Cluster(machines=(2, 2), bandwidth=(1e9, 1e7))
-    outcome = optimize(Request(graph, cluster, Paper()))
+    outcome = optimize(Request(graph, cluster, PaperCost()))
     assert outcome.figures[0].limit == "all-reduce"
     assert outcome.figures[0].seconds == pytest.approx(2 * 1e6 / 1e7 / 2)
 
@@ -176,8 +176,8 @@ def test_a_replicated_stage_names_the_level_that_limits_it(make_graph):
 def test_equal_plans_give_way_to_the_one_of_fewest_stages(make_graph):
     graph = make_graph("a b c d", "a-b b-c c-d", **dict.fromkeys("abcd", (10, 0, 0)))
     cluster = Cluster(machines=(4,), bandwidth=(1e9,))
-    assert len(optimize(Request(graph, cluster, Paper())).plan.stages) == 1
-    straight = Request(graph, cluster, Paper(), rules=Rules(straight=True))
+    assert len(optimize(Request(graph, cluster, PaperCost())).plan.stages) == 1
+    straight = Request(graph, cluster, PaperCost(), rules=Rules(straight=True))
     assert len(optimize(straight).plan.stages) == 4
 
 
@@ -185,7 +185,7 @@ def test_no_stage_is_idle_where_that_costs_nothing(make_graph):
     costs = {"a": (10, 0, 0), "b": (0, 0, 0), "c": (0, 0, 0), "d": (1, 0, 0), "e": (0, 0, 0)}
     graph = make_graph("a b c d e", "a-b b-c c-d d-e", **costs)
     cluster = Cluster(machines=(2,), bandwidth=(1e9,))
-    outcome = optimize(Request(graph, cluster, Paper(), rules=Rules(straight=True)))
+    outcome = optimize(Request(graph, cluster, PaperCost(), rules=Rules(straight=True)))
     assert all(stage.compute_seconds > 0 for stage in outcome.plan.stages)
 
 
@@ -194,7 +194,7 @@ def test_no_stage_is_idle_where_a_slower_one_elsewhere_leaves_the_time(make_grap
     # z does nothing; replicated over both devices they take 20 ms.
     graph = make_graph("h a z", "h-a a-z", h=(60, 0, 0), a=(10, 0, 2e7), z=(0, 0, 0))
     cluster = Cluster(machines=(2, 2), bandwidth=(1e9, 1e8))
-    plan = optimize(Request(graph, cluster, Paper())).plan
+    plan = optimize(Request(graph, cluster, PaperCost())).plan
     assert [stage.nodes for stage in plan.stages] == [("h",), ("a", "z")]
     assert plan.replicas == (2, 2)
     assert plan.predicted.seconds_per_minibatch == pytest.approx(0.030)
@@ -204,9 +204,9 @@ def test_fewer_machines_where_more_would_be_slower(make_graph):
     # Replicating costs 2(m-1)W/B/m: far more than it saves.
     graph = make_graph("a", a=(1, 0, 1e9))
     cluster = Cluster(machines=(3, 2), bandwidth=(1e9, 1e9))
-    every = optimize(Request(graph, cluster, Paper())).plan
+    every = optimize(Request(graph, cluster, PaperCost())).plan
     assert every.workers == 6
-    fewer = optimize(Request(graph, cluster, Paper(), rules=Rules(fewer_machines=True))).plan
+    fewer = optimize(Request(graph, cluster, PaperCost(), rules=Rules(fewer_machines=True))).plan
     assert fewer.workers == 1
     assert fewer.predicted.seconds_per_minibatch == pytest.approx(0.001)
     assert fewer.predicted.seconds_per_minibatch < every.predicted.seconds_per_minibatch
@@ -216,7 +216,7 @@ def test_unused_devices_leave_gaps_in_ranks_but_not_in_processes(make_graph):
     # b and a on a machine each; neither gains from a second device.
     graph = make_graph("a b", "a-b", a=(1, 0, 1e9), b=(1, 0, 1e9))
     cluster = Cluster(machines=(3, 2), bandwidth=(1e9, 1e12))
-    plan = optimize(Request(graph, cluster, Paper(), rules=Rules(fewer_machines=True))).plan
+    plan = optimize(Request(graph, cluster, PaperCost(), rules=Rules(fewer_machines=True))).plan
     assert plan.workers == 2
     assert plan.process_ranks == ((0,), (1,))
     assert all(rank < 6 for stage in plan.stages for rank in stage.ranks)
@@ -226,7 +226,7 @@ def test_memory_that_does_not_suffice_names_the_stage_and_the_remedies(make_grap
     graph = make_graph("a b", "a-b", a=(30, 1e5, 1e3), b=(10, 2e5, 2e3))
     cluster = Cluster(machines=(2,), bandwidth=(1e9,))
     with pytest.raises(UserError) as caught:
-        optimize(Request(graph, cluster, Paper(), memory=250e3))
+        optimize(Request(graph, cluster, PaperCost(), memory=250e3))
     message = caught.value.format_message()
     # Both devices with the whole model, at b's gradients: 3e3 + 3e5 + 2e3. More devices do not
     # help: b with what it reads needs more.
@@ -235,7 +235,7 @@ def test_memory_that_does_not_suffice_names_the_stage_and_the_remedies(make_grap
         " 3 kB for weights, optimizer and gradients, 302 kB for the activations of 1 minibatch in"
         " flight; give at least --memory 305kB or a profile with half the batch"
     )
-    fits = optimize(Request(graph, cluster, Paper(), memory=305e3))
+    fits = optimize(Request(graph, cluster, PaperCost(), memory=305e3))
     assert max(stage.memory_bytes for stage in fits.plan.stages) <= 305e3
 
 
@@ -245,7 +245,7 @@ def test_replicas_share_the_minibatches_of_the_workers_behind_them(make_graph):
     graph = make_graph("a b", "a-b", a=(20, 10, 1000), b=(20, 10, 1000))
     cluster = Cluster(machines=(1, 4), bandwidth=(1e9, 1e9))
     for rules in (Rules(), Rules(fewer_machines=True)):
-        plan = optimize(Request(graph, cluster, Paper(), memory=3500, rules=rules)).plan
+        plan = optimize(Request(graph, cluster, PaperCost(), memory=3500, rules=rules)).plan
         assert plan.replicas == (2, 2)
         assert [stage.memory_bytes for stage in plan.stages] == [3030, 2030]
 
@@ -262,14 +262,14 @@ def test_each_remedy_is_named_where_it_would_help_and_does(make_graph):
     # Weights are what is large: the first of three stages has three versions.
     graph = make_graph("a b c", "a-b b-c", **small, c=(30, 10, 1e6))
     request = Request(
-        graph, Cluster(machines=(3,), bandwidth=(1e9,)), Paper(), memory=3.5e6, rules=straight
+        graph, Cluster(machines=(3,), bandwidth=(1e9,)), PaperCost(), memory=3.5e6, rules=straight
     )
     assert refusal(request) == "--memory 4001kB or --schedule flush"
     assert optimize(replace(request, schedule="flush")).plan.schedule == "flush"
     # Activations are: the first stage has two sets of them.
     graph = make_graph("a b c", "a-b b-c", a=(30, 1e6, 10), b=(30, 10, 10), c=(30, 10, 10))
     two = Cluster(machines=(2,), bandwidth=(1e9,))
-    request = Request(graph, two, Paper(), memory=1.5e6, rules=straight, recompute="never")
+    request = Request(graph, two, PaperCost(), memory=1.5e6, rules=straight, recompute="never")
     remedies = "--memory 2001kB, --recompute auto or a profile with half the batch"
     assert refusal(request) == remedies
     plan = optimize(replace(request, recompute="auto")).plan
@@ -278,7 +278,7 @@ def test_each_remedy_is_named_where_it_would_help_and_does(make_graph):
     assert plan.predicted.seconds_per_minibatch == pytest.approx(2 * 0.060)
     # More devices: weights without versions in flight, a half on each.
     graph = make_graph("a b", "a-b", a=(30, 10, 1e6), b=(30, 10, 1e6))
-    one = Request(graph, Cluster(machines=(1,), bandwidth=(1e9,)), Paper(), memory=3.2e6)
+    one = Request(graph, Cluster(machines=(1,), bandwidth=(1e9,)), PaperCost(), memory=3.2e6)
     assert refusal(one) == "--memory 4001kB or --machines 2"
     assert len(optimize(replace(one, cluster=two)).plan.stages) == 2
 
@@ -286,15 +286,15 @@ def test_each_remedy_is_named_where_it_would_help_and_does(make_graph):
 def test_straight_needs_a_node_for_each_device(make_graph):
     graph, cluster = make_graph("a b", "a-b"), Cluster(machines=(2, 2), bandwidth=(1e9, 1e9))
     with pytest.raises(UserError, match="--straight: 4 devices but only 2 nodes"):
-        optimize(Request(graph, cluster, Paper(), rules=Rules(straight=True)))
+        optimize(Request(graph, cluster, PaperCost(), rules=Rules(straight=True)))
     fewer = Rules(straight=True, fewer_machines=True)
-    assert optimize(Request(graph, cluster, Paper(), rules=fewer)).plan.workers == 2
+    assert optimize(Request(graph, cluster, PaperCost(), rules=fewer)).plan.workers == 2
 
 
 def test_a_graph_without_work_is_refused(make_graph):
     cluster = Cluster(machines=(2,), bandwidth=(1e9,))
     with pytest.raises(UserError, match="no node of the graph takes any time"):
-        optimize(Request(make_graph("a", a=(0, 0, 0)), cluster, Paper()))
+        optimize(Request(make_graph("a", a=(0, 0, 0)), cluster, PaperCost()))
 
 
 def test_prefixes_take_over_where_cuts_are_too_many(make_graph):
@@ -303,8 +303,8 @@ def test_prefixes_take_over_where_cuts_are_too_many(make_graph):
         names, **{name: (index + 1, 1e4, 1e4) for index, name in enumerate("abcdefgh")}
     )
     cluster = Cluster(machines=(3,), bandwidth=(1e9,))
-    exact = optimize(Request(graph, cluster, Paper()))
-    rough = optimize(Request(graph, cluster, Paper()), most_cuts=20)
+    exact = optimize(Request(graph, cluster, PaperCost()))
+    rough = optimize(Request(graph, cluster, PaperCost()), most_cuts=20)
     assert exact.exact
     assert exact.cuts == 2**8
     assert not rough.exact

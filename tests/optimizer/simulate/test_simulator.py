@@ -10,9 +10,9 @@ from pipelines import PASSES, interleaved, zero_bubble
 from schedules import policy, schedule
 
 from pipedream.graph.choices import MICROBATCHES, SCHEDULES
-from pipedream.graph.cluster import Cluster, DeviceKind
+from pipedream.graph.cluster import Cluster, DeviceType
 from pipedream.graph.model import Graph, Node
-from pipedream.optimizer.cost.models import Paper
+from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.planner import Request, given_plan
 from pipedream.optimizer.simulate.simulator import simulate, simulate_plan, simulate_ranks
@@ -104,7 +104,7 @@ def test_a_message_waits_for_the_one_before_it_on_the_same_port():
 
 
 def test_a_device_twice_as_fast_takes_half_as_long():
-    kinds = (DeviceKind(name="slow"), DeviceKind(name="fast", speed=2.0))
+    kinds = (DeviceType(name="slow"), DeviceType(name="fast", speed=2.0))
     cluster = Cluster(
         machines=(1, 2), bandwidth=(FREE, FREE), kinds=kinds, machine_kinds=("slow", "fast")
     )
@@ -202,7 +202,7 @@ def test_a_plans_memory_over_time_is_within_what_the_planner_says(data):
     request = Request(
         graph,
         Cluster(machines=(sum(counts),), bandwidth=(1e3,)),
-        Paper(),
+        PaperCost(),
         schedule=data.draw(st.sampled_from(SCHEDULES)),
         optimizer=data.draw(st.sampled_from(["sgd", "adam"])),
         recompute=data.draw(st.sampled_from(["never", "always"])),

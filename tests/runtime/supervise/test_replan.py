@@ -19,7 +19,7 @@ from pipedream.capture.export import capture
 from pipedream.comm.launcher import Place
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, format_graph
-from pipedream.graph.plan import Asked, read_plan, write_plan
+from pipedream.graph.plan import PlanningOptions, read_plan, write_plan
 from pipedream.graph.run_config import read_config
 from pipedream.runtime.job import Job
 from pipedream.runtime.supervise.replan import replanned
@@ -47,7 +47,10 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "plan").mkdir()
     (tmp_path / "plan/graph.txt").write_text(format_graph(Graph(slow, graph.edges)))
     (tmp_path / "run.yaml").write_text(CONFIG)
-    write_plan(plan.model_copy(update={"asked": Asked(straight=True)}), tmp_path / "plan/plan.json")
+    write_plan(
+        plan.model_copy(update={"asked": PlanningOptions(straight=True)}),
+        tmp_path / "plan/plan.json",
+    )
     return tmp_path
 
 
@@ -56,7 +59,7 @@ def job_of(folder: Path, **asked: object) -> Job:
     path = folder / "plan/plan.json"
     plan = read_plan(path)
     if asked:
-        plan = plan.model_copy(update={"asked": Asked.model_validate(asked)})
+        plan = plan.model_copy(update={"asked": PlanningOptions.model_validate(asked)})
         write_plan(plan, path)
     config = read_config(folder / "run.yaml")
     options = {"schedule": plan.schedule, "epochs": config.epochs, "replan": path}
