@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -76,7 +77,7 @@ class StageMemory(ArtifactModel):
 
     @property
     def total(self) -> float:
-        return math.fsum(self.model_dump().values())
+        return reduce(add, self.model_dump().values(), 0.0)
 
 
 class Stage(ArtifactModel):

@@ -14,7 +14,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.optimizer.search.planner import Outcome, StageFigures
+from pipedream.optimizer.search.outcome import Outcome, StageFigures
 
 _PIPED_WIDTH = 120
 _WIDEST_NAME = 24

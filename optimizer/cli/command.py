@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from pipedream.optimizer.calibrate.runs import CalibrationRun
     from pipedream.optimizer.compare.batch_sizes import Choices
     from pipedream.optimizer.search.latency import Latency
-    from pipedream.optimizer.search.planner import Outcome, Request
-    from pipedream.optimizer.simulate.simulator import Simulation
+    from pipedream.optimizer.search.outcome import Outcome
+    from pipedream.optimizer.search.request import Request
+    from pipedream.optimizer.simulate.simulation import Simulation
 
 
 @click.command("pd-optimize", cls=Calculation)
@@ -98,9 +99,9 @@ def _task(options: Options) -> _Task:
     from pipedream.graph.model import read_graph
     from pipedream.graph.profile import TrainingOverheads
     from pipedream.optimizer.calibrate.runs import CalibrationRun
-    from pipedream.optimizer.cost.models import COST_MODELS
-    from pipedream.optimizer.search.hierarchical import Rules
-    from pipedream.optimizer.search.planner import Request
+    from pipedream.optimizer.cost.models import COST_MODELS, default_cost_model
+    from pipedream.optimizer.search.request import Request
+    from pipedream.optimizer.search.stages import Rules
     from pipedream.optimizer.simulate.workload import UPDATE_RATE
 
     profiled = read_graph(options.graph)
@@ -115,7 +116,7 @@ def _task(options: Options) -> _Task:
             f"--weight-prediction is for weight-stashing, and the schedule is {schedule}: leave one"
             " of them out"
         )
-    cost_model = options.cost_model or ("measured" if cluster.measured else "paper")
+    cost_model = options.cost_model or default_cost_model(cluster)
     request = Request(
         graph=graph,
         cluster=cluster,

@@ -13,7 +13,8 @@ import numpy as np
 
 from pipedream.optimizer.cuts.planning_graph import Floats
 from pipedream.optimizer.search.latency import Latency
-from pipedream.optimizer.search.planner import Outcome, Request, given_plan
+from pipedream.optimizer.search.outcome import Outcome, given_plan
+from pipedream.optimizer.search.request import Request
 
 _HALVINGS = 60
 

@@ -17,10 +17,13 @@ from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.compare.baselines import data_parallel, equal_layers, equal_parameters
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.latency import Latency
-from pipedream.optimizer.search.planner import Outcome, Request, optimize
-from pipedream.optimizer.simulate.simulator import Simulation, simulate_plan
+from pipedream.optimizer.search.outcome import Outcome
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import Rules
+from pipedream.optimizer.simulate.simulation import Simulation
+from pipedream.optimizer.simulate.simulator import simulate_plan
 
 if TYPE_CHECKING:
     import pandas as pd

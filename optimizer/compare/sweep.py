@@ -15,7 +15,9 @@ from rich.table import Table
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_seconds
-from pipedream.optimizer.search.planner import Outcome, Request, optimize
+from pipedream.optimizer.search.outcome import Outcome
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
 
 if TYPE_CHECKING:

@@ -1,38 +1,40 @@
-"""What one worker of a stage has to hold, at the moment when it holds most.
+"""The memory of one worker: the one account that planner, simulator, plan.json and report share.
 
-That moment is in the backward pass of the oldest minibatch in flight: what it saved goes, node by
-node from the last to the first, while the gradients of the parameters come.
+A worker holds most during the backward pass of its oldest minibatch in flight: what that minibatch
+saved is freed node by node from the last to the first, while parameter gradients are produced.
+`graph.plan.StageMemory` lists the items at that moment; `HeldBytes` says how they change over time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipedream.graph.choices import MICROBATCHES, OptimizerName, ScheduleName
+from pipedream.graph.plan import StageMemory
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
 from pipedream.schedule.policy import Peak, Policy, policy, same_everywhere
 from pipedream.schedule.spec import PipelineSpec
 
 STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2}
-"""Tensors of the size of a parameter that the optimizer remembers."""
+"""Tensors per parameter in the optimizer's state."""
 
 MOMENTS = 24
-"""Moments of the backward pass that are looked at in a graph of more nodes than that."""
+"""Moments of the backward pass that are examined; neighbouring nodes share one in larger graphs."""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """What decides, beside the model, how much a worker holds.
+    """What determines a worker's memory beside the model.
 
-    `microbatches` make one update where the schedule makes one for several minibatches. With
-    `weight_prediction` (pipedream.runtime.engine.prediction; weight stashing alone) the older
-    versions of a stage with later ones behind it give way to predicted weights, a copy for each
-    minibatch in flight, and its last step is one more tensor for each parameter.
+    `microbatches` make one update, for schedules that make one per several minibatches. With
+    `weight_prediction` (weight stashing only) the older versions of a stage that is not the last
+    are replaced by predicted weights, one copy per minibatch in flight, and the last step of the
+    optimizer is kept, one more tensor per parameter.
     """
 
     schedule: ScheduleName = "weight-stashing"
@@ -55,25 +57,8 @@ class TrainingSettings:
         return self.policy(replicas, in_flight).peak(0)
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one worker at that moment; `graph.plan.StageMemory` says what each of them is."""
-
-    parameters: Floats
-    weight_versions: Floats
-    optimizer_state: Floats
-    gradients: Floats
-    activations: Floats
-    inputs: Floats
-    workspace: Floats
-
-    @property
-    def total(self) -> Floats:
-        return np.asarray(sum(astuple(self)))
-
-
-class StageMemory:
-    """The memory of any stage between two cuts.
+class MemoryModel:
+    """The memory of every stage between two cuts, on one worker.
 
     Work and memory: a few times `MOMENTS` times the number of cuts for each start.
     """
@@ -84,84 +69,124 @@ class StageMemory:
         graph = cuts.graph
         moment = _moments(graph)
         self._saved = np.cumsum(self._by_moment(moment, graph.saved_bytes), axis=0)
-        self._made = np.cumsum(self._by_moment(moment, graph.parameter_bytes), axis=0)
-        self._count = self._by_moment(moment, np.ones(len(graph)))
-        self._needs = np.zeros(len(self._count))
-        np.maximum.at(self._needs, moment, graph.workspace_bytes)
+        self._parameters = np.cumsum(self._by_moment(moment, graph.parameter_bytes), axis=0)
+        self._nodes = self._by_moment(moment, np.ones(len(graph)))
+        self._workspace = np.zeros(len(self._nodes))
+        np.maximum.at(self._workspace, moment, graph.workspace_bytes)
         self._last: tuple[int, Floats] = (-1, np.empty(0))
 
     def _by_moment(self, moment: NDArray[np.intp], values: Floats) -> Floats:
-        """[moment, state]: the sum over the nodes before the cut that belong to the moment."""
-        found = [self.cuts.sum(np.where(moment == m, values, 0.0)) for m in range(max(moment) + 1)]
-        return np.array(found)
+        """[moment, state]: the sum over the moment's nodes before the cut."""
+        moments = range(max(moment) + 1)
+        return np.array([self.cuts.sum(np.where(moment == m, values, 0.0)) for m in moments])
 
     def total(self, start: int, ends: States, peak: Peak, recompute: bool) -> Floats:
         """Bytes of the stages from `start` to each of `ends`, with `peak` in flight."""
-        if self._last[0] != start:  # a search asks many times in a row
-            self._last = start, self._passing(start, slice(None)).max(axis=0)
-        steady = self._steady(start, ends, peak, recompute)
-        return np.asarray(sum(steady.values())) + self._last[1][ends]
+        if self._last[0] != start:  # a search asks for one start many times in a row
+            self._last = start, self._varying(start, slice(None)).max(axis=0)
+        constant = self._constant(start, ends, peak, recompute)
+        return np.asarray(sum(constant.values())) + self._last[1][ends]
 
-    def of(self, start: int, ends: States, peak: Peak, recompute: bool) -> Memory:
-        """Likewise, item by item.
+    def of(self, start: int, end: int, peak: Peak, recompute: bool) -> StageMemory:
+        """The items of one stage.
 
-        Gradients last from a backward pass to its update; with a schedule that makes one update for
-        several minibatches, for all of the round. Each minibatch in flight keeps what the stage has
-        received for it, one more is on its way, and so is a gradient; and it keeps what the nodes
-        saved: with `recompute` only while its backward pass lasts.
+        Gradients last from a backward pass to its update; with schedules that make one update per
+        several minibatches, for the whole round. Each minibatch in flight keeps what the stage
+        received for it; one more is on its way, and so is a gradient. A minibatch also keeps what
+        its nodes saved, with `recompute` only during its backward pass.
         """
-        held = self._steady(start, ends, peak, recompute)
-        at = self._passing(start, ends).argmax(axis=0)[None]
-        parts = self._parts(start, ends)
-        saved, made, needed = (np.take_along_axis(part, at, axis=0)[0] for part in parts)
-        return Memory(
-            **held | {"activations": held["activations"] + saved, "workspace": needed},
-            gradients=made,
-        )
+        ends = slice(end, end + 1)
+        constant = self._constant(start, ends, peak, recompute)
+        at = self._varying(start, ends).argmax(axis=0)[None]
+        parts = self._varying_parts(start, ends)
+        saved, gradients, workspace = (np.take_along_axis(part, at, axis=0)[0] for part in parts)
+        items = constant | {
+            "activations": constant["activations"] + saved,
+            "gradients": gradients,
+            "workspace": workspace,
+        }
+        return StageMemory(**{name: float(amount[0]) for name, amount in items.items()})
 
-    def _steady(self, start: int, ends: States, peak: Peak, recompute: bool) -> dict[str, Floats]:
-        """What does not change in the course of the backward pass."""
-        parameters = self._made[-1, ends] - self._made[-1, start]
+    def _constant(self, start: int, ends: States, peak: Peak, recompute: bool) -> dict[str, Floats]:
+        """The items that do not change during the backward pass."""
+        parameters = self._parameters[-1, ends] - self._parameters[-1, start]
         saved = self._saved[-1, ends] - self._saved[-1, start]
         received = self.cuts.bytes_read(start)[ends] + self.cuts.model_input_bytes(start)[ends]
-        others = peak.in_flight - 1
         predicting = self.settings.weight_prediction and peak.in_flight > 1
         older = peak.in_flight if predicting else peak.versions - 1
         return {
             "parameters": parameters,
             "weight_versions": older * parameters,
             "optimizer_state": (STATES[self.settings.optimizer] + predicting) * parameters,
-            "activations": 0 * saved if recompute else others * saved,
+            "activations": 0 * saved if recompute else (peak.in_flight - 1) * saved,
             "inputs": (peak.in_flight + 1) * received + self.cuts.bytes_across[ends],
             "workspace": 0 * saved,
         }
 
-    def _passing(self, start: int, ends: States) -> Floats:
-        """[moment, end]: what does change; the last moment is that of the update."""
-        return np.asarray(sum(self._parts(start, ends)))
+    def _varying(self, start: int, ends: States) -> Floats:
+        """[moment, end]: what changes during the backward pass; the last moment is the update."""
+        return np.asarray(sum(self._varying_parts(start, ends)))
 
-    def _parts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats]:
+    def _varying_parts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats]:
         """[moment, end]: saved by the oldest minibatch, gradients, workspace."""
         columns = self._saved[:, ends].shape[1]
         last = np.zeros((1, columns))
         saved = self._saved[:, ends] - self._saved[:, start, None]
-        made = self._made[:, ends] - self._made[:, start, None]
-        all_made = made[-1:]
-        all_the_time = same_everywhere(self.settings.schedule)
-        made = 0 * made + all_made if all_the_time else all_made - made
-        busy = self._count[:, ends] > self._count[:, start, None]
-        needed = np.where(busy, self._needs[:, None], 0.0)
+        before = self._parameters[:, ends] - self._parameters[:, start, None]
+        whole = before[-1:]
+        whole_round = same_everywhere(self.settings.schedule)
+        gradients = 0 * before + whole if whole_round else whole - before
+        busy = self._nodes[:, ends] > self._nodes[:, start, None]
+        workspace = np.where(busy, self._workspace[:, None], 0.0)
         return (
             np.concatenate([saved, last]),
-            np.concatenate([made, all_made]),
-            np.concatenate([needed, last]),
+            np.concatenate([gradients, whole]),
+            np.concatenate([workspace, last]),
         )
 
 
 def _moments(graph: PlanningGraph) -> NDArray[np.intp]:
-    """The moment of each node: its own, or one shared with neighbours where nodes are many."""
+    """The moment of each node: its own, or one shared with neighbours in larger graphs."""
     if len(graph) <= MOMENTS:
         return np.arange(len(graph))
     weight = np.cumsum(graph.saved_bytes + graph.parameter_bytes + 1.0)
-    found: NDArray[np.intp] = np.minimum(weight / weight[-1] * MOMENTS, MOMENTS - 1).astype(np.intp)
-    return np.unique(found, return_inverse=True)[1]
+    moment: NDArray[np.intp] = np.minimum(weight / weight[-1] * MOMENTS, MOMENTS - 1).astype(
+        np.intp
+    )
+    return np.unique(moment, return_inverse=True)[1]
+
+
+@dataclass(frozen=True)
+class HeldBytes:
+    """`StageMemory` taken apart by time: bytes held always, per older weight version, per minibatch
+    in flight, during a backward pass, and from there to the update.
+    """
+
+    always: float = 0.0
+    version: float = 0.0
+    minibatch: float = 0.0
+    backward: float = 0.0
+    gradients: float = 0.0
+
+    @staticmethod
+    def of(memory: StageMemory | None, peak: Peak, recompute: bool) -> HeldBytes:
+        """Splits the memory at the peak, with `peak` in flight; all zero if it is not known."""
+        if memory is None:
+            return HeldBytes()
+        saved = 0.0 if recompute else memory.activations
+        return HeldBytes(
+            always=memory.parameters + memory.optimizer_state,
+            version=memory.weight_versions / max(1, peak.versions - 1),
+            minibatch=(memory.inputs + saved) / peak.in_flight,
+            backward=memory.workspace
+            + memory.gradients
+            + (memory.activations if recompute else 0.0),
+            gradients=memory.parameters,
+        )
+
+    def at(self, older_versions: int, in_flight: int, backward: bool, gradients: bool) -> float:
+        """Bytes held at one moment: in a `backward` pass, or with `gradients` not yet used."""
+        amount = self.always + older_versions * self.version + in_flight * self.minibatch
+        if backward:
+            return amount + self.backward
+        return amount + self.gradients if gradients else amount

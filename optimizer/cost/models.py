@@ -13,11 +13,11 @@ lower bounds rest on three things that every one of them holds to:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
-from pipedream.graph.cluster import Link, ring_seconds
+from pipedream.graph.cluster import Cluster, Link, ring_seconds
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 
 
@@ -66,6 +66,11 @@ class CostModel(Protocol):
         """What the user calls it."""
         ...
 
+    @property
+    def counts_overheads(self) -> bool:
+        """Whether measured overheads of training count: updates, calls, reading, spread."""
+        ...
+
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms: ...
 
     def seconds(self, terms: Terms) -> Floats:
@@ -100,6 +105,7 @@ class PaperCost:
 
     compression: float | None = None
     name: str = "paper"
+    counts_overheads: ClassVar[bool] = False
 
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = 2 * (replicas - 1) * work.parameter_bytes / level.bandwidth
@@ -128,6 +134,7 @@ class ReleasedCost:
 
     compression: float | None = None
     name: str = "released"
+    counts_overheads: ClassVar[bool] = False
 
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = 4 * (replicas - 1) * work.parameter_bytes / (level.bandwidth * replicas)
@@ -171,6 +178,7 @@ class MeasuredCost:
 
     compression: float | None = None
     name: str = "measured"
+    counts_overheads: ClassVar[bool] = True
 
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = ring_seconds(level.ring, work.parameter_bytes, replicas)
@@ -193,6 +201,11 @@ COST_MODELS: dict[str, type[PaperCost] | type[ReleasedCost] | type[MeasuredCost]
     "released": ReleasedCost,
     "measured": MeasuredCost,
 }
+
+
+def default_cost_model(cluster: Cluster) -> str:
+    """The name of the model for a cluster: `measured` if any of its links is, else `paper`."""
+    return "measured" if cluster.measured else "paper"
 
 
 def _sum_or_boundary(terms: Terms) -> str:

@@ -16,9 +16,9 @@ from pipedream.optimizer.cost.rank_assignment import stage_time
 from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.hierarchical import NestedStage, Share
 from pipedream.optimizer.search.latency import Latency
-from pipedream.optimizer.search.planner import Request
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import NestedStage, Share
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
 
 _Places: TypeAlias = tuple[tuple[int, ...], ...]

@@ -1,4 +1,4 @@
-"""From nested stages to ranks, and to the time of each once its levels are put together."""
+"""Assigns nested stages to ranks, and prices each stage over all its levels."""
 
 from __future__ import annotations
 
@@ -8,62 +8,58 @@ from itertools import product
 import numpy as np
 
 from pipedream.graph.cluster import Cluster
-from pipedream.optimizer.cost.stage_cost import Replication
+from pipedream.optimizer.cost.stage_cost import LevelShare, Replication
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.hierarchical import NestedStage
+from pipedream.optimizer.search.stages import NestedStage, Share
 
 
 def ranks(stage: NestedStage, cluster: Cluster) -> tuple[int, ...]:
     """The devices of a stage, the same in each component of every level it is replicated over.
 
-    The outermost level counts fastest: minibatch b runs on the (b mod r)-th rank, so that stages
-    which share a machine's inner pipeline keep each minibatch inside that machine, as the cost
-    model takes for granted, whatever their replica counts.
+    The outermost level counts fastest. Minibatch b runs on the (b mod r)-th rank, so stages that
+    share a machine's inner pipeline keep each minibatch inside that machine, as the cost model
+    assumes, whatever their replica counts.
     """
     places = (share.components for share in stage.shares)
     return tuple(cluster.rank(place) for place in product(*places))
 
 
 def compute_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: bool) -> float:
-    """Forward plus backward of these nodes on one worker; the forward pass twice to recompute."""
+    """Forward plus backward of these nodes on one worker; with `recompute` two forward passes."""
     inside = list(nodes)
-    recomputed = graph.forward_seconds[inside].sum() if recompute else 0.0
-    return float(graph.compute_seconds[inside].sum() + recomputed)
-
-
-def _work_seconds(graph: PlanningGraph, nodes: Sequence[int], recompute: bool) -> float:
-    """And what it takes to update them."""
-    update = float(graph.parameter_bytes[list(nodes)].sum()) * graph.update
-    return compute_seconds(graph, nodes, recompute) + update
+    second_forward = graph.forward_seconds[inside].sum() if recompute else 0.0
+    return float(graph.compute_seconds[inside].sum() + second_forward)
 
 
 def stage_time(cost: Replication, stage: NestedStage, recompute: bool = False) -> tuple[float, str]:
-    """Seconds per minibatch that this stage allows, all levels together, and what sets them.
+    """Seconds per minibatch that this stage allows, all levels together, and what limits them.
 
-    `cost` is that on devices of the stage's grade.
-
-    Costs of a level only grow with the cost inside, so the largest of these over the stages of a
-    plan is the plan's time.
+    `cost` is that on the stage's worst device. The cost of a level only grows with the cost inside
+    it, so the largest of these times over the stages of a plan is the plan's time.
     """
-    nodes = cost.cuts.nodes(stage.start, stage.end)
-    work = _work_seconds(cost.cuts.graph, nodes, recompute)
+    graph, nodes = cost.cuts.graph, list(cost.cuts.nodes(stage.start, stage.end))
+    update = float(graph.parameter_bytes[nodes].sum()) * graph.update
+    work = compute_seconds(graph, nodes, recompute) + update
     seconds = (work + cost.cuts.stage_overhead(stage.start)[[stage.end]]) / cost.speed
     limit = "compute"
-    for share in stage.shares:
-        end = slice(share.end, share.end + 1)
-        replicas = np.array([share.replicas])
-        terms = cost.terms(seconds, share.start, end, share.level, replicas, share.first)
+    for terms in cost.terms(seconds, map(_level_share, stage.shares)):
         here = cost.model.limit(terms)
         limit = limit if here == "compute" else here
         seconds = cost.model.seconds(terms)
     return float(seconds[0]), limit
 
 
+def _level_share(share: Share) -> LevelShare:
+    ends, replicas = slice(share.end, share.end + 1), np.array([share.replicas])
+    return LevelShare(share.level, share.start, ends, replicas, share.first)
+
+
 def data_parallel_time(cost: Replication, machines: Sequence[int]) -> float:
-    """Seconds per minibatch with the whole model on every device; `cost` is on the slowest."""
+    """Seconds per minibatch with the whole model on every device; `cost` is on the worst one."""
     end = len(cost.cuts) - 1
     seconds = (cost.cuts.seconds[[end]] + cost.cuts.stage_overhead(0)[[end]]) / cost.speed
-    for level, count in enumerate(machines, start=1):
-        replicas = np.array([count])
-        seconds = cost.replicated(seconds, 0, slice(end, end + 1), level, replicas, True)
-    return float(seconds[0])
+    shares = (
+        LevelShare(level, 0, slice(end, end + 1), np.array([count]), True)
+        for level, count in enumerate(machines, start=1)
+    )
+    return float(cost.price(seconds, shares)[0])

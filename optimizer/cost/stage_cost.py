@@ -1,14 +1,15 @@
 """The one cost question: how long does this piece of the model take on these devices?
 
-The solver asks a StageCost and does not care who answers.
+A search asks a `StageCost` and does not depend on which class answers.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Protocol, Self, TypeAlias
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,25 @@ from numpy.typing import NDArray
 from pipedream.graph.choices import Recompute
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.device_types import WorstDevice
-from pipedream.optimizer.cost.memory import StageMemory
+from pipedream.optimizer.cost.memory import MemoryModel
 from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work, overhead
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.schedule.policy import Peak
 
 Bools: TypeAlias = NDArray[np.bool_]
+
+
+class LevelShare(NamedTuple):
+    """Stages at one level (1 innermost): from cut `start` to each of `ends`, on `replicas[case, 0]`
+    components of the level below; `first`: they begin the pipeline of the level.
+    """
+
+    level: int
+    start: int
+    ends: States
+    replicas: Ints
+    first: bool
 
 
 class StageCost(Protocol):
@@ -35,64 +48,62 @@ class StageCost(Protocol):
     depends_on_downstream: bool
 
     def on(self, device: WorstDevice) -> StageCost:
-        """The same question where devices are of this grade."""
+        """The same question for stages whose worst device is `device`."""
         ...
 
     def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
-        """On one device."""
+        """[end]: the cost on one device."""
         ...
 
-    def replicated(
-        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
-    ) -> Floats:
-        """[case, end]: on `replicas[case, 0]` components of `level` (1 innermost), given the cost
-        on one component `inner[case, end]`. `first`: it begins the pipeline of its level.
+    def price(self, inner: Floats, shares: Iterable[LevelShare]) -> Floats:
+        """[case, end]: the cost once the stages are spread over these levels, innermost first,
+        given the cost on one component below the first of them, `inner[case, end]`.
         """
         ...
 
     def overhead(self, start: int, ends: States, level: int, replicas: Ints) -> Floats:
-        """[case, end]: what is left of that with nothing to compute inside and nothing to send over
-        a boundary; never less for a stage than for a part of it.
+        """[case, end]: the cost of a level with nothing to compute and nothing to send over a
+        boundary; never less for a stage than for a part of it.
         """
         ...
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What each device has, what is held there, and whether a forward pass may be done again.
+    """The `bytes` of each device, the memory model of stages, and the recomputation allowed.
 
-    `recompute`: never; in stages that would not fit otherwise; in all stages but the last, whose
-    backward pass follows its forward pass at once, but with gpipe.
+    `recompute`: never; in stages that would not fit otherwise (auto); always in all stages but the
+    last, whose backward pass follows its forward pass at once (except with gpipe).
     """
 
     bytes: float
-    held: StageMemory
+    memory: MemoryModel
     recompute: Recompute = "never"
 
     def on(self, device: WorstDevice) -> MemoryLimit:
-        """With the memory that devices of this grade have."""
+        """The limit with the memory of this device."""
         return replace(self, bytes=device.memory)
 
     def fits(self, start: int, ends: States, peak: Peak, recompute: bool) -> Bools:
-        return self.held.total(start, ends, peak, recompute) <= self.bytes
+        return self.memory.total(start, ends, peak, recompute) <= self.bytes
 
     def choose(self, start: int, ends: States, peak: Peak, last: bool) -> tuple[Bools, Bools]:
-        """For each stage whether it fits at all, and whether with recomputation.
+        """For each stage whether it fits at all, and whether it recomputes.
 
-        `last`: it ends the pipeline.
+        `last`: the stages end the pipeline.
         """
-        recompute_here = not last and self.recompute != "never"
-        plain = not (recompute_here and self.recompute == "always")
+        allowed = not last and self.recompute != "never"
+        plain = not (allowed and self.recompute == "always")
         fits = self.fits(start, ends, peak, recompute=not plain)
-        if not (recompute_here and plain) or fits.all():
+        if not (allowed and plain) or fits.all():
             return fits, np.full_like(fits, not plain)
         return fits | self.fits(start, ends, peak, recompute=True), ~fits
 
 
 class Priced(ABC):
-    """Seconds per minibatch under `model`, of stages whose size and cuts the subclass knows.
+    """Seconds per minibatch under `model`; subclasses know the size and the cuts of the stages.
 
-    `bytes_across`: of each state, what crosses its cut.
+    `bytes_across[state]` crosses the state's cut.
     """
 
     depends_on_downstream = False
@@ -105,35 +116,41 @@ class Priced(ABC):
 
     @abstractmethod
     def parameter_bytes(self, start: int, ends: States) -> Floats:
-        """Of the stage from `start` to each of `ends`."""
+        """[end]: parameter bytes of the stages."""
 
     def on(self, device: WorstDevice) -> Self:
         moved = copy(self)
         moved.speed = device.speed
         return moved
 
-    def replicated(
-        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
-    ) -> Floats:
-        return self.model.seconds(self.terms(inner, start, ends, level, replicas, first))
+    def price(self, inner: Floats, shares: Iterable[LevelShare]) -> Floats:
+        for terms in self.terms(inner, shares):
+            inner = self.model.seconds(terms)
+        return inner
+
+    def terms(self, inner: Floats, shares: Iterable[LevelShare]) -> Iterator[Terms]:
+        """The parts of the cost at each level.
+
+        C_k = f(C_(k-1), W, a_in, a_out, m_k, first_k) for k = 1, 2, ..., where C_0 is the cost on a
+        device and f the cost model's closed form (PipeDream, SOSP 2019, section 3.1).
+        """
+        across = self.bytes_across
+        for level, start, ends, replicas, first in shares:
+            parameters = self.parameter_bytes(start, ends)
+            work = Work(inner, parameters, float(across[start]), across[ends])
+            terms = self.model.terms(work, self.levels[level - 1], replicas, first)
+            inner = self.model.seconds(terms)
+            yield terms
 
     def overhead(self, start: int, ends: States, level: int, replicas: Ints) -> Floats:
         parameters = self.parameter_bytes(start, ends)
         return overhead(self.model, parameters, self.levels[level - 1], replicas)
 
-    def terms(
-        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
-    ) -> Terms:
-        """The parts that `replicated` is made of."""
-        across = self.bytes_across
-        work = Work(inner, self.parameter_bytes(start, ends), float(across[start]), across[ends])
-        return self.model.terms(work, self.levels[level - 1], replicas, first)
-
 
 class Replication(Priced):
-    """PipeDream's answer: every component of a stage does the same on other minibatches.
+    """PipeDream's answer: each component of a stage does the same work on other minibatches.
 
-    Costs are seconds per minibatch under `model`. With `working` a stage must take some time.
+    With `working` a stage without any work is not allowed.
     """
 
     def __init__(
@@ -164,52 +181,51 @@ class Replication(Priced):
         if self.working:
             seconds[self.cuts.working[ends] == self.cuts.working[start]] = np.inf
         if self.limit is not None:
-            peak = self.limit.held.settings.peak(downstream_workers)
-            fits, recompute_here = self.limit.choose(start, ends, peak, last=not downstream_workers)
+            peak = self.limit.memory.settings.peak(downstream_workers)
+            fits, recompute = self.limit.choose(start, ends, peak, last=not downstream_workers)
             forward = self.cuts.forward_seconds
-            seconds = seconds + np.where(recompute_here, forward[ends] - forward[start], 0.0)
+            seconds = seconds + np.where(recompute, forward[ends] - forward[start], 0.0)
             seconds[~fits] = np.inf
         return (seconds + self.cuts.stage_overhead(start)[ends]) / self.speed
 
 
 class LeastMemory:
-    """Bytes on the fullest worker, not seconds: for the plan that needs the least memory.
+    """Bytes on the fullest worker instead of seconds, to find the plan that needs least memory.
 
-    Where devices differ, bytes count by what part they are of the device's memory: they are given
-    as if every device had `like` of them.
+    Where devices differ, bytes are scaled as if every device had `reference` of them.
     """
 
     depends_on_downstream = True
 
-    def __init__(self, held: StageMemory, recompute: bool, like: float = 1.0) -> None:
-        self.held = held
+    def __init__(self, memory: MemoryModel, recompute: bool, reference: float = 1.0) -> None:
+        self.memory = memory
         self.recompute = recompute
-        self.like = like
-        self.memory = like
+        self.reference = reference
+        self.device_bytes = reference
 
     def on(self, device: WorstDevice) -> LeastMemory:
         moved = copy(self)
-        moved.memory = device.memory
+        moved.device_bytes = device.memory
         return moved
 
     def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
-        recompute_here = self.recompute and downstream_workers > 0
-        needed = self.held.total(
-            start, ends, self.held.settings.peak(downstream_workers), recompute_here
-        )
-        return needed if self.memory == self.like else needed * (self.like / self.memory)
+        recompute = self.recompute and downstream_workers > 0
+        peak = self.memory.settings.peak(downstream_workers)
+        needed = self.memory.total(start, ends, peak, recompute)
+        if self.device_bytes == self.reference:
+            return needed
+        return needed * (self.reference / self.device_bytes)
 
-    def replicated(
-        self, inner: Floats, start: int, ends: States, level: int, replicas: Ints, first: bool
-    ) -> Floats:
+    def price(self, inner: Floats, shares: Iterable[LevelShare]) -> Floats:
         return inner
 
     def overhead(self, start: int, ends: States, level: int, replicas: Ints) -> Floats:
-        return np.zeros(np.broadcast_shapes(replicas.shape, np.shape(self.held.cuts.seconds[ends])))
+        states = np.shape(self.memory.cuts.seconds[ends])
+        return np.zeros(np.broadcast_shapes(replicas.shape, states))
 
 
 def levels(cluster: Cluster) -> tuple[LevelLinks, ...]:
-    """What a cost model needs to know of each level, innermost first."""
+    """The links of each level, innermost first."""
     inner = (1, *cluster.machines)
     return tuple(
         LevelLinks(bandwidth, inner[index], cluster.link(index + 1), cluster.ring_link(index + 1))

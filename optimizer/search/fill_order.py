@@ -17,7 +17,7 @@ import numpy as np
 
 from pipedream.optimizer.cost.device_types import DeviceTypes, MixedRadixCounter, WorstDevice
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
-from pipedream.optimizer.search.hierarchical import Rules
+from pipedream.optimizer.search.stages import Rules
 from pipedream.optimizer.search.submeshes import Mesh, Submesh
 
 _NONE = -1

@@ -18,89 +18,28 @@ device. Differences from the source:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import inf, prod
 from operator import mul
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
 from pipedream.optimizer.cost.device_types import DeviceTypes, MixedRadixCounter, WorstDevice
-from pipedream.optimizer.cost.stage_cost import StageCost
+from pipedream.optimizer.cost.stage_cost import LevelShare, StageCost
 from pipedream.optimizer.cuts.downsets import States
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
-
-# Two costs this close are the same: what rounding can do to a sum of a thousand times.
-TIE = 1e-11
+from pipedream.optimizer.search.stages import (
+    TIE,
+    CutFamily,
+    NestedStage,
+    Rules,
+    Share,
+    Solution,
+)
 
 # Elementary steps of the outermost and of an inner level that take about half a minute.
 _OUTER_BUDGET, _INNER_BUDGET = 4e9, 3e11
-
-
-@dataclass(frozen=True)
-class Rules:
-    """`straight`: no replication. `fewer_machines`: components may be left without work."""
-
-    straight: bool = False
-    fewer_machines: bool = False
-
-
-class Family(Protocol):
-    """The states of a search, as `Cuts`: the first the empty one, the last the whole graph."""
-
-    @property
-    def working(self) -> Floats:
-        """How much work is before each: a stage without any is one that a plan does not need."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def after(self, start: int, end: int) -> States:
-        """The states up to `end` that a stage from `start` may end at."""
-        ...
-
-
-class Share(NamedTuple):
-    """A stage at one level (1 innermost): from cut `start` to `end`, on `replicas` components of
-    the level below. `first`: it begins its pipeline. The components are those from number `offset`
-    on, unless `chosen` says which.
-    """
-
-    level: int
-    start: int
-    end: int
-    offset: int
-    replicas: int
-    first: bool
-    chosen: tuple[int, ...] = ()
-
-    @property
-    def components(self) -> Sequence[int]:
-        return self.chosen or range(self.offset, self.offset + self.replicas)
-
-
-class NestedStage(NamedTuple):
-    """A stage on devices: its share of each level, innermost first."""
-
-    shares: tuple[Share, ...]
-
-    @property
-    def start(self) -> int:
-        return self.shares[0].start
-
-    @property
-    def end(self) -> int:
-        return self.shares[0].end
-
-    @property
-    def replicas(self) -> int:
-        return prod(share.replicas for share in self.shares)
-
-
-class Solution(NamedTuple):
-    cost: float
-    stages: tuple[NestedStage, ...]
 
 
 class _Subproblem(NamedTuple):
@@ -168,7 +107,7 @@ class Search:
 
     def __init__(
         self,
-        cuts: Family,
+        cuts: CutFamily,
         machines: Sequence[int],
         cost: StageCost,
         rules: Rules,
@@ -333,7 +272,8 @@ class Search:
         below = {inside: self._inside(inside, start, after) for inside in subproblems}
         inner = np.array([below[inside][allocation.used] for allocation, inside in cases])
         replicas = np.array([[allocation.replicas] for allocation, _ in cases])
-        cost = self.cost.replicated(inner, start, after, subproblem.level, replicas, first)
+        share = LevelShare(subproblem.level, start, after, replicas, first)
+        cost = self.cost.price(inner, [share])
         if within is not None:
             works = self.cuts.working[after] > self.cuts.working[start]
             cost = np.where(cost <= within, np.where(works, 1.0, len(self.cuts)), inf)

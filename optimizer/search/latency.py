@@ -31,12 +31,12 @@ from numba import njit
 from numpy.typing import NDArray
 
 from pipedream.optimizer.cost.device_types import WorstDevice
-from pipedream.optimizer.cost.stage_cost import StageCost
+from pipedream.optimizer.cost.stage_cost import LevelShare, StageCost
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.likely_cuts import lightest
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.optimizer.search.fill_order import FillOrder
-from pipedream.optimizer.search.hierarchical import TIE, Family, NestedStage
+from pipedream.optimizer.search.stages import TIE, CutFamily, NestedStage
 from pipedream.optimizer.search.submeshes import Submesh, nested_stage
 
 _RANGE = 1.02
@@ -79,7 +79,7 @@ class LatencySolution(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Done:
+class DoneBounds:
     """The compute seconds before each cut: at least and at most, where a cut stands for several.
 
     A stage takes at least its compute time over what its devices do together, so that pipelines
@@ -90,13 +90,13 @@ class Done:
     most: Floats
 
     @staticmethod
-    def of(cuts: Cuts) -> Done:
-        return Done(cuts.seconds, cuts.seconds)
+    def of(cuts: Cuts) -> DoneBounds:
+        return DoneBounds(cuts.seconds, cuts.seconds)
 
     @staticmethod
-    def unknown(cuts: Cuts) -> Done:
+    def unknown(cuts: Cuts) -> DoneBounds:
         """For costs that are not seconds: nothing is left out."""
-        return Done(np.zeros(len(cuts)), np.zeros(len(cuts)))
+        return DoneBounds(np.zeros(len(cuts)), np.zeros(len(cuts)))
 
     @property
     def whole(self) -> float:
@@ -145,8 +145,8 @@ class LatencySearch:
 
     def __init__(
         self,
-        cuts: Family,
-        done: Done,
+        cuts: CutFamily,
+        done: DoneBounds,
         fill_order: FillOrder,
         cost: StageCost,
         goal: Latency,
@@ -285,7 +285,7 @@ def narrowed(
     fill_order: FillOrder,
     cost_of: Callable[[Cuts], StageCost],
     goal: Latency,
-    done: Callable[[Cuts], Done] = Done.of,
+    done: Callable[[Cuts], DoneBounds] = DoneBounds.of,
 ) -> LatencySearch:
     """The search over these cuts, within what a plan over a few of them costs."""
     within, few = inf, _FEWEST
@@ -298,7 +298,7 @@ def narrowed(
 
 
 def _stages(
-    cuts: Family, fill_order: FillOrder, asked: _BatchedCosts, most: float, tie: float
+    cuts: CutFamily, fill_order: FillOrder, asked: _BatchedCosts, most: float, tie: float
 ) -> _Stages:
     """Those that cost no more than `most`, and `tie` more each, twice that without any work."""
     count = len(fill_order.variants)
@@ -326,7 +326,7 @@ def _stages(
     )
 
 
-def _idle(cuts: Family, fill_order: FillOrder, asked: _BatchedCosts) -> Floats:
+def _idle(cuts: CutFamily, fill_order: FillOrder, asked: _BatchedCosts) -> Floats:
     """[cut, kind]: what stages cost that end where they begin."""
     found = np.full((len(cuts), len(fill_order.variants)), inf)
     for start in range(1, len(cuts) - 1):
@@ -339,7 +339,7 @@ class _BatchedCosts:
     """Asks what stages cost, those together that are alike in all but their number of devices."""
 
     def __init__(
-        self, cuts: Family, done: Done, fill_order: FillOrder, cost: StageCost, most: float
+        self, cuts: CutFamily, done: DoneBounds, fill_order: FillOrder, cost: StageCost, most: float
     ) -> None:
         self.cuts, self.done, self.most = cuts, done, most
         self.mesh = fill_order.mesh
@@ -394,11 +394,12 @@ class _BatchedCosts:
         self.questions += len(known)
         memory = _MEMORY if asked.depends_on_downstream else 1
         self.answers += (memory * len(known) + len(alone)) * len(ends)
-        here = np.array([known[case] for case in alone])
-        for level in range(1, shapes.shape[1] + 1):
-            replicas = shapes[:, level - 1 : level]
-            here = asked.replicated(here, start, ends, level, replicas, level != boundary_level)
-        return here
+        inner = np.array([known[case] for case in alone])
+        shares = (
+            LevelShare(level, start, ends, shapes[:, level - 1 : level], level != boundary_level)
+            for level in range(1, shapes.shape[1] + 1)
+        )
+        return asked.price(inner, shares)
 
 
 @njit(cache=True)

@@ -1,237 +1,222 @@
-"""What the workers of a plan hold; where nothing fits, which comes closest and what would help."""
+"""Memory of a plan's workers; if no plan fits, which comes closest and what would help."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import TYPE_CHECKING
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.plan import StageMemory as StageItems
+from pipedream.graph.plan import StageMemory
 from pipedream.graph.profile import Footprint
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.cost.device_types import DeviceTypes, WorstDevice
-from pipedream.optimizer.cost.memory import Memory, StageMemory
+from pipedream.optimizer.cost.memory import MemoryModel
 from pipedream.optimizer.cost.stage_cost import LeastMemory, MemoryLimit
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.likely_cuts import prefixes
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.fill_order import build_fill_order
-from pipedream.optimizer.search.hierarchical import NestedStage, Search, Solution
-from pipedream.optimizer.search.latency import Done, Latency, narrowed
+from pipedream.optimizer.search.hierarchical import Search
+from pipedream.optimizer.search.latency import DoneBounds, Latency, narrowed
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import NestedStage, Solution
 from pipedream.schedule.in_flight import warm_up
 from pipedream.schedule.policy import Peak
 
 FULLEST = 10**9
-"""Of so many microbatches all that matters is the slowest stage: here, the fullest."""
-
-if TYPE_CHECKING:
-    from pipedream.optimizer.search.planner import Request
+"""With so many microbatches only the slowest stage counts in a latency: here, the fullest."""
 
 _FEW = 300
-"""Cuts over which a remedy is tried: one that gives a plan over these gives a plan."""
+"""Cuts over which a remedy is tried: a plan over these is a plan."""
 
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """What a worker of one stage holds, for how many minibatches, and whether it recomputes.
+    """What a worker of one stage holds, with how many minibatches, and whether it recomputes.
 
-    `max_in_flight` is the limit on minibatches in flight, which a long round of flush may reach;
-    `device` describes the worst device of the stage.
+    `max_in_flight` is the limit on minibatches in flight, `peak` what a round really has of it;
+    `device` is the worst device of the stage.
     """
 
     peak: Peak
     max_in_flight: int
     recompute: bool
-    memory: Memory
+    memory: StageMemory
     device: WorstDevice
 
     @property
-    def bytes(self) -> float:
-        return float(self.memory.total[0])
-
-    @property
-    def part(self) -> float:
-        """Of the device's memory: above 1, too much."""
-        return self.bytes / self.device.memory
-
-    @property
-    def items(self) -> StageItems:
-        """The memory as plan.json has it."""
-        items = {item.name: getattr(self.memory, item.name)[0] for item in fields(Memory)}
-        return StageItems(**items)
+    def share(self) -> float:
+        """The share of the device's memory; above 1 it does not fit."""
+        return self.memory.total / self.device.memory
 
 
 def worker_memory(
-    held: StageMemory, limit: MemoryLimit | None, solution: Solution, device_types: DeviceTypes
+    memory: MemoryModel, limit: MemoryLimit | None, solution: Solution, types: DeviceTypes
 ) -> list[WorkerMemory]:
-    """The load of each stage with the least in flight, PipeDream's number: what recomputes by the
-    rule that the search goes by.
+    """The memory of each stage's workers with the least in flight, PipeDream's number.
+
+    Whether a stage recomputes is decided by the rule that the search follows.
     """
     replicas = [stage.replicas for stage in solution.stages]
     positions = range(len(replicas))
     least = [warm_up(replicas, position) for position in positions]
-    return [
-        _worker_memory(held, solution, device_types, least, position, limit)
-        for position in positions
-    ]
+    return [_of_stage(memory, solution, types, least, position, limit) for position in positions]
 
 
 def with_more_in_flight(
-    held: StageMemory,
+    memory: MemoryModel,
     solution: Solution,
-    device_types: DeviceTypes,
-    sure: Sequence[WorkerMemory],
+    types: DeviceTypes,
+    least: Sequence[WorkerMemory],
     useful: Sequence[int],
 ) -> Sequence[WorkerMemory]:
-    """The loads with as many minibatches in flight as have room, up to `useful`; `sure` are those
-    with the least. Never fewer than these: slower workers than planned would want them.
+    """As many minibatches in flight as fit, up to `useful` of each stage, but never fewer than
+    `least`, which slower workers than planned would need.
     """
-    positions, least = range(len(sure)), [worker.max_in_flight for worker in sure]
+    positions, fewest = range(len(least)), [worker.max_in_flight for worker in least]
 
-    def with_in_flight(position: int, max_in_flight: Sequence[int]) -> WorkerMemory:
-        again = sure[position].recompute
-        return _worker_memory(
-            held, solution, device_types, max_in_flight, position, recompute=again
-        )
+    def with_in_flight(position: int, in_flight: Sequence[int]) -> WorkerMemory:
+        recompute = least[position].recompute
+        return _of_stage(memory, solution, types, in_flight, position, recompute=recompute)
 
     def most(position: int) -> int:
-        for count in range(useful[position], least[position], -1):
-            max_in_flight = [*least[:position], count, *least[position + 1 :]]
-            if fit([with_in_flight(position, max_in_flight)]):
+        for count in range(useful[position], fewest[position], -1):
+            in_flight = [*fewest[:position], count, *fewest[position + 1 :]]
+            if with_in_flight(position, in_flight).share <= 1:
                 return count
-        return least[position]
+        return fewest[position]
 
-    wanted = [max(both) for both in zip(useful, least, strict=True)]
-    for max_in_flight in (wanted, [most(position) for position in positions]):
-        found = [with_in_flight(position, max_in_flight) for position in positions]
-        if fit(found):
-            return found
-    return sure
+    wanted = [max(both) for both in zip(useful, fewest, strict=True)]
+    for in_flight in (wanted, [most(position) for position in positions]):
+        workers = [with_in_flight(position, in_flight) for position in positions]
+        if all(worker.share <= 1 for worker in workers):
+            return workers
+    return least
 
 
-def _worker_memory(
-    held: StageMemory,
+def _of_stage(
+    memory: MemoryModel,
     solution: Solution,
-    device_types: DeviceTypes,
-    max_in_flight: Sequence[int],
+    types: DeviceTypes,
+    in_flight: Sequence[int],
     position: int,
     limit: MemoryLimit | None = None,
     recompute: bool = False,
 ) -> WorkerMemory:
-    """The memory with `max_in_flight` minibatches; `limit` decides whether the stage recomputes."""
+    """One stage with `in_flight` of each stage; `limit` decides whether it recomputes."""
     stage = solution.stages[position]
-    policy = held.settings.policy([stage.replicas for stage in solution.stages], max_in_flight)
-    peak, last = policy.peak(position), position == len(max_in_flight) - 1
-    end = slice(stage.end, stage.end + 1)
-    device = device_types.worst_of_machines(stage.shares[-1].components)
+    policy = memory.settings.policy([stage.replicas for stage in solution.stages], in_flight)
+    peak, last = policy.peak(position), position == len(in_flight) - 1
+    device = types.worst_of_machines(stage.shares[-1].components)
     if limit is not None:
+        end = slice(stage.end, stage.end + 1)
         recompute = bool(limit.on(device).choose(stage.start, end, peak, last)[1][0])
-    memory = held.of(stage.start, end, peak, recompute)
-    return WorkerMemory(peak, max_in_flight[position], recompute, memory, device)
+    items = memory.of(stage.start, stage.end, peak, recompute)
+    return WorkerMemory(peak, in_flight[position], recompute, items, device)
 
 
-def fit(worker_memory: Sequence[WorkerMemory]) -> bool:
-    """Whether every worker has what it needs."""
-    return all(worker.part <= 1 for worker in worker_memory)
+def fits(memory: MemoryModel, request: Request, types: DeviceTypes, solution: Solution) -> bool:
+    """Whether a solution found for devices of `types` fits on the devices there are."""
+    limit = request.limit(memory, types)
+    workers = worker_memory(memory, limit, solution, request.device_types)
+    return all(worker.share <= 1 for worker in workers)
 
 
-def nothing_fits(held: StageMemory, request: Request) -> UserError:
-    """Names the stage that is too large in the plan that comes closest, and what would help."""
-    cuts, again = held.cuts, request.recompute != "never"
-    closest = _least(held, request, again)
+def nothing_fits(memory: MemoryModel, request: Request) -> UserError:
+    """The error that names the stage too large in the closest plan, and what would help."""
+    cuts, allowed = memory.cuts, request.recompute != "never"
+    closest = _least(memory, request, allowed)
     assert closest is not None
     # The least memory: as much recomputation as the user allows.
-    limit = MemoryLimit(0.0, held, "always" if again else "never")
-    found = worker_memory(held, limit, closest, request.device_types)
-    position = max(range(len(found)), key=lambda stage: found[stage].part)
-    worker = found[position]
+    limit = MemoryLimit(0.0, memory, "always" if allowed else "never")
+    workers = worker_memory(memory, limit, closest, request.device_types)
+    position = max(range(len(workers)), key=lambda stage: workers[stage].share)
+    worker = workers[position]
+    needed = worker.memory.total
     if worker.device.memory == request.memory:
-        lacking, remedies = "--memory", [f"give at least --memory {_round_up(worker.bytes)}"]
+        lacking, remedies = "--memory", [f"give at least --memory {_round_up(needed)}"]
     else:
         lacking, remedies = "memory of the cluster's kinds:", ["devices with more"]
-    remedies += _remedies(held, request)
+    remedies += _remedies(memory, request)
     help = ", ".join(remedies[:-1]) + " or " + remedies[-1] if remedies[1:] else remedies[0]
     return UserError(
         f"{lacking} {show_bytes(worker.device.memory)}: no plan fits; the closest needs"
-        f" {show_bytes(worker.bytes)} in stage {position} of {len(closest.stages)}"
+        f" {show_bytes(needed)} in stage {position} of {len(closest.stages)}"
         f" ({_describe(cuts, closest.stages[position])}): {_items(worker)}; {help}"
     )
 
 
-def too_many_versions(held: StageMemory, request: Request, found: Solution) -> UserError:
-    """The search does not see how many versions vertical sync keeps in later stages."""
-    kept = worker_memory(
-        held, request.limit(held, request.device_types), found, request.device_types
-    )
-    position = max(range(len(kept)), key=lambda stage: kept[stage].part)
-    worker = kept[position]
+def too_many_versions(memory: MemoryModel, request: Request, solution: Solution) -> UserError:
+    """The error for vertical sync, whose versions in later stages the search does not count."""
+    types = request.device_types
+    workers = worker_memory(memory, request.limit(memory, types), solution, types)
+    position = max(range(len(workers)), key=lambda stage: workers[stage].share)
+    worker = workers[position]
     return UserError(
         f"--memory {show_bytes(worker.device.memory)}: with --schedule {request.schedule} stage"
-        f" {position} of {len(kept)} keeps {worker.peak.versions} versions of its weights and needs"
-        f" {show_bytes(worker.bytes)}: give more, or use --schedule weight-stashing"
+        f" {position} of {len(workers)} keeps {worker.peak.versions} versions of its weights and"
+        f" needs {show_bytes(worker.memory.total)}: give more, or use --schedule weight-stashing"
     )
 
 
-def _least(held: StageMemory, request: Request, recompute: bool) -> Solution | None:
-    """The plan whose fullest worker holds least; its cost is those bytes, as if all devices had
-    what the smallest has.
+def _least(memory: MemoryModel, request: Request, recompute: bool) -> Solution | None:
+    """The plan whose fullest worker holds least; its cost is those bytes, scaled as if all devices
+    had what the smallest has.
     """
-    machines, device_types = request.cluster.machines, request.device_types
+    machines, types = request.cluster.machines, request.device_types
     if request.latency is None:
-        cost = LeastMemory(held, recompute, device_types.smallest_memory)
-        return Search(held.cuts, machines, cost, request.rules, device_types).best()
+        cost = LeastMemory(memory, recompute, types.smallest_memory)
+        return Search(memory.cuts, machines, cost, request.rules, types).best()
 
     def cost_of(cuts: Cuts) -> LeastMemory:
-        return LeastMemory(
-            StageMemory(cuts, held.settings), recompute, device_types.smallest_memory
-        )
+        return LeastMemory(MemoryModel(cuts, memory.settings), recompute, types.smallest_memory)
 
-    fill_order = build_fill_order(machines, device_types, request.rules, with_downstream=True)
-    fullest = narrowed(held.cuts, fill_order, cost_of, Latency(FULLEST), Done.unknown).best()
+    fill_order = build_fill_order(machines, types, request.rules, with_downstream=True)
+    goal = Latency(FULLEST)
+    fullest = narrowed(memory.cuts, fill_order, cost_of, goal, DoneBounds.unknown).best()
     return fullest and Solution(fullest.cost / FULLEST, fullest.stages)
 
 
-def _remedies(held: StageMemory, request: Request) -> Iterator[str]:
+def _remedies(memory: MemoryModel, request: Request) -> Iterator[str]:
     """What would make a plan fit, each tried by planning."""
-    graph, settings, again = held.cuts.graph, held.settings, request.recompute != "never"
-    cuts = held.cuts if len(held.cuts) <= _FEW else Cuts(graph, prefixes(graph, _FEW))
-    held = StageMemory(cuts, settings)
+    graph, settings, allowed = memory.cuts.graph, memory.settings, request.recompute != "never"
+    cuts = memory.cuts if len(memory.cuts) <= _FEW else Cuts(graph, prefixes(graph, _FEW))
+    memory = MemoryModel(cuts, settings)
 
-    def fits(held: StageMemory, request: Request, recompute: bool) -> bool:
-        best = _least(held, request, recompute)
+    def helps(memory: MemoryModel, request: Request, recompute: bool) -> bool:
+        best = _least(memory, request, recompute)
         return best is not None and best.cost <= request.device_types.smallest_memory
 
-    helped = not again and fits(held, request, True)
-    if helped:
+    recomputing = not allowed and helps(memory, request, True)
+    if recomputing:
         yield "--recompute auto"
     if settings.schedule != "flush":
-        flush = StageMemory(cuts, replace(settings, schedule="flush"))
-        if fits(flush, request, again):
+        flush = MemoryModel(cuts, replace(settings, schedule="flush"))
+        if helps(flush, request, allowed):
             yield "--schedule flush"
-        elif not again and not helped and fits(flush, request, True):
+        elif not allowed and not recomputing and helps(flush, request, True):
             yield "--schedule flush with --recompute auto"
     *inner, outer = request.cluster.machines
     for factor in (2, 4, 8):
         machines = (*inner, outer * factor)
-        device_types = request.cluster.machine_kinds * factor
-        changes = {"machines": machines, "machine_kinds": device_types}
+        kinds = request.cluster.machine_kinds * factor
+        changes = {"machines": machines, "machine_kinds": kinds}
         more = replace(request, cluster=request.cluster.model_copy(update=changes))
-        if fits(held, more, again):
+        if helps(memory, more, allowed):
             names = request.cluster.names
             short = "--machines " + ",".join(map(str, machines))
             yield f"{machines[-1]} of the level {names[-1]}" if names else short
             break
     for part, name in ((2, "half"), (4, "a quarter of"), (8, "an eighth of")):
-        smaller = StageMemory(Cuts(_batch_divided(graph, part), cuts.downsets), settings)
-        if fits(smaller, request, again):
+        smaller = MemoryModel(Cuts(_batch_divided(graph, part), cuts.downsets), settings)
+        if helps(smaller, request, allowed):
             yield f"a profile with {name} the batch"
             break
 
 
 def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
-    """The same model with a smaller minibatch: what goes by example shrinks, parameters do not."""
+    """The same model with a smaller minibatch: activations shrink, parameters do not."""
     nodes = graph.graph.nodes
     smaller = graph.graph.with_nodes(
         replace(node, activation_bytes=tuple(size / part for size in node.activation_bytes))
@@ -249,16 +234,14 @@ def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
 
 
 def _items(worker: WorkerMemory) -> str:
-    """What it is made of, for a person."""
-    memory = worker.memory
+    """The items of a worker's memory in two groups, in words."""
+    memory, count = worker.memory, worker.peak.in_flight
     weights = memory.parameters + memory.weight_versions + memory.optimizer_state
     passing = memory.activations + memory.inputs + memory.workspace
-    count = worker.peak.in_flight
     plural = "" if count == 1 else "es"
     return (
-        f"{show_bytes(float(weights[0] + memory.gradients[0]))} for weights, optimizer and"
-        f" gradients, {show_bytes(float(passing[0]))} for the activations of"
-        f" {count} minibatch{plural} in flight"
+        f"{show_bytes(weights + memory.gradients)} for weights, optimizer and gradients,"
+        f" {show_bytes(passing)} for the activations of {count} minibatch{plural} in flight"
     )
 
 
@@ -268,6 +251,6 @@ def _describe(cuts: Cuts, stage: NestedStage) -> str:
 
 
 def _round_up(amount: float) -> str:
-    """An amount that --memory takes and that is enough."""
+    """An amount for --memory that is enough."""
     unit, factor = ("MB", 1e6) if amount >= 1e8 else ("kB", 1e3) if amount >= 1e5 else ("B", 1.0)
     return f"{ceil(amount / factor)}{unit}"

@@ -1,9 +1,9 @@
-"""Rounds of very many microbatches, from shorter ones that are played.
+"""Extrapolates rounds of very many microbatches from shorter ones that are simulated.
 
-Between filling and draining a round of the flush schedule soon repeats itself: when every action of
-some consecutive microbatches, as many as there can be under way, comes as much later than the same
-action one period before, so will all that follow until the round drains, since nothing but those
-times decides when they run. Each further period then adds the same time, exactly.
+Between filling and draining, a round of the flush schedule soon becomes periodic. Once every action
+of as many consecutive microbatches as can be in flight comes the same time after the same action
+one period before, so do all later ones until the round drains, since only those times determine
+when they run. Each further period then adds exactly that time.
 """
 
 from __future__ import annotations
@@ -11,28 +11,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import ceil, lcm
-from typing import TYPE_CHECKING
 
 from pipedream.graph.timeline import Timeline
+from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.schedule.action import Kind
 from pipedream.schedule.steady_state import SteadySpan, bubble
 
-if TYPE_CHECKING:
-    from pipedream.optimizer.simulate.simulator import Simulation
-
 _TURNS = 12
-"""A period is so many turns of the replicas: the fewest that shorter ones fit in, mostly."""
+"""Turns of the replicas in a period; most shorter periods divide it."""
 
 _SAME = 1e-9
-"""Seconds in a second of simulated time that a difference of rounding may make."""
+"""Relative tolerance for rounding of simulated times."""
 
 _OF_A_ROUND = (Kind.ALL_REDUCE, Kind.UPDATE)
 
 
 def rounds_to_play(replicas: Sequence[int], microbatches: int) -> Iterator[int]:
-    """Rounds to try in place of one of `microbatches`: longer and longer, at last this one.
+    """Lengths of rounds to simulate instead of one of `microbatches`, which comes last.
 
-    They differ from it by whole periods, and have room for one beside filling and draining.
+    They differ from it by whole periods, and hold one period beside filling and draining.
     """
     period = _period(replicas)
     count = period * (1 + ceil(8 * sum(replicas) / period)) + microbatches % period
@@ -43,25 +40,30 @@ def rounds_to_play(replicas: Sequence[int], microbatches: int) -> Iterator[int]:
 
 
 def lengthened(
-    played: Simulation, span: SteadySpan, replicas: Sequence[int], length: int, microbatches: int
+    simulation: Simulation,
+    span: SteadySpan,
+    replicas: Sequence[int],
+    length: int,
+    microbatches: int,
 ) -> Simulation | None:
-    """What `played`, of rounds of `length`, says of rounds of `microbatches`; None where a round
-    does not come to repeat itself. Events and memory are those of the shorter rounds.
+    """Extrapolates `simulation`, of rounds of `length`, to rounds of `microbatches`.
+
+    None if the rounds do not become periodic. Events and memory stay those of the shorter rounds.
     """
     starts = range(span.first, span.last, length)
-    times = _times(played.events)
+    times = _times(simulation.events)
     steps = [_step(times, start + length, replicas) for start in starts]
-    found = [step for step in steps if step is not None]
-    if len(found) < len(steps):
+    periods = [step for step in steps if step is not None]
+    if len(periods) < len(steps):
         return None
-    before = played.seconds_per_minibatch * length
-    after = before + sum(found) / len(found) * (microbatches - length) / _period(replicas)
+    before = simulation.seconds_per_minibatch * length
+    after = before + sum(periods) / len(periods) * (microbatches - length) / _period(replicas)
     workers = sum(replicas)
-    updates = _updates(played.events, span, length)
-    passes = (1 - played.bubble) * workers * before - updates
+    updates = _updates(simulation.events, span, length)
+    passes = (1 - simulation.bubble) * workers * before - updates
     busy = passes / length * microbatches + updates
     return replace(
-        played,
+        simulation,
         seconds_per_minibatch=after / microbatches,
         bubble=bubble(busy, workers, after),
     )
@@ -72,18 +74,18 @@ def _period(replicas: Sequence[int]) -> int:
 
 
 def _times(events: Timeline) -> dict[int, list[float]]:
-    """For each minibatch when each of its actions was over: worker by worker, in their order."""
+    """For each minibatch the end of each of its actions, worker by worker, in order."""
     times: dict[int, list[float]] = {}
-    for done in events.values():
-        for event in done:
+    for of_rank in events.values():
+        for event in of_rank:
             if event.action.kind not in _OF_A_ROUND:
                 times.setdefault(event.action.minibatch, []).append(event.end)
     return times
 
 
 def _step(times: Mapping[int, Sequence[float]], end: int, replicas: Sequence[int]) -> float | None:
-    """By how much each action is later than that one period before, just before the drain of the
-    round that ends with minibatch `end` - 1; None where these times differ.
+    """The time between an action and the same action one period before, just before the drain of
+    the round that ends with minibatch `end` - 1; None if it differs between actions.
     """
     period, workers = _period(replicas), sum(replicas)
     steps = [
@@ -95,10 +97,10 @@ def _step(times: Mapping[int, Sequence[float]], end: int, replicas: Sequence[int
 
 
 def _updates(events: Timeline, span: SteadySpan, length: int) -> float:
-    """Seconds that the updates of one round take, those of all workers together."""
+    """Seconds that the updates of one round take on all workers together."""
     return sum(
         event.end - event.begin
-        for done in events.values()
-        for event in done
+        for of_rank in events.values()
+        for event in of_rank
         if event.action.kind is Kind.UPDATE
     ) / (span.minibatches / length)

@@ -1,9 +1,9 @@
-"""Times the schedule that pd-train executes, action by action, on a cluster.
+"""Simulates the schedule that pd-train executes, action by action, on a cluster.
 
-Each rank does its list of actions in order, as the engine does: passes and updates take their
-time, a send takes none of the rank's, a receive waits for the message, an all-reduce for all
-replicas of the stage and then for the network. Messages queue where they share a link; those of a
-rank to itself take no time. Of a backward pass in two halves each takes half the time.
+Each rank performs its list of actions in order, as the engine does. Passes and updates take their
+time; a send takes none of the rank's; a receive waits for the message; an all-reduce waits for all
+replicas of the stage and then for the network. Messages that share a link queue; a rank's messages
+to itself take no time. Each half of a split backward pass takes half its time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from dataclasses import dataclass, field, replace
 from pipedream.graph.choices import MICROBATCHES
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
-from pipedream.graph.plan import Plan, Simulated
+from pipedream.graph.plan import Plan
 from pipedream.graph.profile import TrainingOverheads
 from pipedream.graph.timeline import Event, Timeline
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.simulate.long_rounds import lengthened, rounds_to_play
+from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, Workload
 from pipedream.schedule.action import Action, Kind, Worker
 from pipedream.schedule.policy import policy
@@ -29,35 +30,12 @@ from pipedream.schedule.steady_state import SteadySpan, bubble, steady_window
 from pipedream.schedule.versions import Versions
 
 MOST_MOVES = 2_000_000
-"""Workers times minibatches of the largest simulation: some five seconds."""
+"""Workers times minibatches of the largest simulation: about five seconds."""
 
 QUICK_MOVES = 100_000
-"""And of one that nobody asked for: a quarter of a second."""
+"""The same for a simulation that is not asked for: about a quarter of a second."""
 
 _SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """How a schedule went.
-
-    `seconds_per_minibatch` in the steady state, filling and draining of the pipeline left out.
-    `bubble`: the share of the workers' time, then, in which they neither compute nor update.
-    `steady_from`: the first minibatch of that state. `memory`: for each rank the bytes it holds
-    from which second on, as `Held` has it.
-    """
-
-    seconds_per_minibatch: float
-    bubble: float
-    steady_from: int
-    events: Mapping[int, Sequence[Event]]
-    memory: Mapping[int, Sequence[tuple[float, float]]]
-
-    def noted_in(self, plan: Plan) -> Plan:
-        """`plan` with the figures of this simulation of it."""
-        figures = Simulated(seconds_per_minibatch=self.seconds_per_minibatch, bubble=self.bubble)
-        predicted = plan.predicted.model_copy(update={"simulated": figures})
-        return plan.model_copy(update={"predicted": predicted})
 
 
 def simulate_plan(
@@ -67,10 +45,10 @@ def simulate_plan(
     overheads: TrainingOverheads | None = None,
     most_moves: int = MOST_MOVES,
 ) -> Simulation | None:
-    """Simulates `plan` with the times of `graph`; None where that takes more than `most_moves`.
+    """Simulates `plan` with the times of `graph`; None if that takes more than `most_moves`.
 
-    Rounds have as many microbatches as the plan was made for: where those of flush are very many,
-    as `long_rounds` has it.
+    Rounds have as many microbatches as the plan was made for. Very long rounds of flush are
+    extrapolated from shorter ones (long_rounds.py).
     """
     microbatches = plan.predicted.microbatches or MICROBATCHES
     spec = PipelineSpec(plan.schedule, plan.replicas, (), microbatches, 1, plan.max_in_flight)
@@ -85,45 +63,46 @@ def simulate_plan(
         span = SteadySpan.for_simulation(policy(spec))
         if span.minibatches * plan.workers > most_moves:
             return None
-        played = simulate(Schedule(spec, span.minibatches), workload, plan.cluster, ranks, span)
+        simulation = simulate(Schedule(spec, span.minibatches), workload, plan.cluster, ranks, span)
         if length == microbatches:
-            return played
-        whole = lengthened(played, span, plan.replicas, length, microbatches)
-        if whole is not None:
-            return whole
+            return simulation
+        extrapolated = lengthened(simulation, span, plan.replicas, length, microbatches)
+        if extrapolated is not None:
+            return extrapolated
     return None
 
 
 def simulate(
-    made: Schedule,
+    schedule: Schedule,
     workload: Workload,
     cluster: Cluster,
     ranks: Sequence[Sequence[int]],
     span: SteadySpan,
 ) -> Simulation:
-    """Runs `made`, whose worker (s, r) is `ranks[s][r]` of the cluster."""
+    """Simulates `schedule`, whose worker (s, r) is rank `ranks[s][r]` of the cluster."""
     actions = {
-        ranks[stage][replica]: made.actions((stage, replica)) for stage, replica in made.workers
+        ranks[stage][replica]: schedule.actions((stage, replica))
+        for stage, replica in schedule.workers
     }
-    return simulate_ranks(made, actions, workload, cluster, ranks, span)
+    return simulate_ranks(schedule, actions, workload, cluster, ranks, span)
 
 
 def simulate_ranks(
-    made: Schedule,
+    schedule: Schedule,
     actions: Mapping[int, Sequence[Action]],
     workload: Workload,
     cluster: Cluster,
     ranks: Sequence[Sequence[int]],
     span: SteadySpan,
 ) -> Simulation:
-    """Likewise, where each rank does these actions, be they of one worker or of several."""
-    run = _Simulator(made, actions, workload, cluster, ranks)
+    """As `simulate`, with the actions of each rank given: a rank may run several workers."""
+    run = _Simulator(schedule, actions, workload, cluster, ranks)
     run.finish()
     begin, end = steady_window(run.events, span)
     period = (end - begin) / len(span)
     busy = sum(
-        (work.forward_seconds + work.backward_seconds) / made.spec.replicas[stage]
-        + work.update_seconds / made.policy.round_size(stage)
+        (work.forward_seconds + work.backward_seconds) / schedule.spec.replicas[stage]
+        + work.update_seconds / schedule.policy.round_size(stage)
         for (stage, _), work in run.works.items()
     )
     return Simulation(
@@ -137,8 +116,8 @@ def simulate_ranks(
 
 @dataclass
 class _RankState:
-    """Where one rank stands; `number` settles who of those that are ready goes first, `states` are
-    those of its workers.
+    """The progress of one rank: its actions, the next `position`, the `states` of its workers, and
+    what is recorded. Ties in time go to the lowest `number`.
     """
 
     number: int
@@ -151,9 +130,7 @@ class _RankState:
 
 @dataclass
 class _WorkerState:
-    """What one worker has; `gradients`: whether it holds any that no update has used, `held`: the
-    bytes that all of it comes to.
-    """
+    """What one worker holds, `held` bytes in all; `gradients`: any not yet used by an update."""
 
     place: _RankState
     versions: Versions
@@ -163,33 +140,33 @@ class _WorkerState:
 
 
 class _Simulator:
-    """The ranks in the order of time: `turns` holds when each is ready for its next action.
+    """Event loop over the ranks: `turns` is a heap of when each is ready for its next action.
 
     A rank that waits for others has no turn until they give it one.
     """
 
     def __init__(
         self,
-        made: Schedule,
+        schedule: Schedule,
         actions: Mapping[int, Sequence[Action]],
         workload: Workload,
         cluster: Cluster,
         ranks: Sequence[Sequence[int]],
     ) -> None:
-        self.schedule = made
+        self.schedule = schedule
         self.workload = workload
         self.ranks = ranks
         self.network = Network(cluster)
         self.works = {
             worker: workload.stages[worker[0]].at(cluster.device(self.rank(worker)).speed)
-            for worker in made.workers
+            for worker in schedule.workers
         }
         self.places = {
             rank: _RankState(number, listed)
             for number, (rank, listed) in enumerate(actions.items())
         }
         self.states: dict[Worker, _WorkerState] = {}
-        for worker in made.workers:
+        for worker in schedule.workers:
             place = self.places[self.rank(worker)]
             own = [a for a in place.actions if (a.stage, a.replica) == worker]
             self.states[worker] = _WorkerState(place, Versions(own))
@@ -198,7 +175,6 @@ class _Simulator:
         self.arrivals: dict[tuple[Worker, Worker, Kind, int], float] = {}
         self.waiting: dict[tuple[Worker, Worker, Kind, int], float] = {}
         self.gathering: dict[tuple[int, int], dict[Worker, float]] = {}
-        self.passes_over = [0.0] * made.minibatches
         self.perform = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -233,7 +209,7 @@ class _Simulator:
         return {rank: place.events for rank, place in self.places.items()}
 
     def _done(self, worker: Worker, begin: float, end: float) -> None:
-        """The rank of `worker` has done its action from `begin` to `end`, and goes on."""
+        """Records the action of the worker's rank from `begin` to `end`; the rank goes on."""
         place = self.states[worker].place
         place.events.append(Event(place.actions[place.position], begin, end))
         place.position += 1
@@ -261,14 +237,13 @@ class _Simulator:
         self._end_backward(now, now + self.works[worker].backward_seconds / 2, worker)
 
     def _end_backward(self, now: float, end: float, worker: Worker) -> None:
-        """All of the backward pass, or its second half, from `now` to `end`."""
+        """The backward pass, or its second half, from `now` to `end`."""
         action, state = self._action(worker), self.states[worker]
         self._hold(worker, now, backward=True)
         state.in_flight -= 1
         state.versions.gone_backward(action.version)
         state.gradients = True
         self._hold(worker, end)
-        self.passes_over[action.minibatch] = max(self.passes_over[action.minibatch], end)
         self._done(worker, now, end)
 
     def _update(self, now: float, worker: Worker) -> None:
@@ -305,7 +280,7 @@ class _Simulator:
             self.waiting[message] = now
 
     def _all_reduce(self, now: float, worker: Worker) -> None:
-        """The last replica to come lets all go on, once the network has done its part."""
+        """All replicas go on when the last has arrived and the network is done."""
         stage = worker[0]
         key = stage, self._action(worker).minibatch
         here = self.gathering.setdefault(key, {})
@@ -318,14 +293,11 @@ class _Simulator:
             self._done(each, since, end)
 
     def _hold(self, worker: Worker, now: float, backward: bool = False) -> None:
-        """Writes down what its rank holds from now on; `backward`: `worker` is in such a pass."""
-        state, held = self.states[worker], self.works[worker].held
+        """Records what the worker's rank holds from now on; `backward`: during such a pass."""
+        state = self.states[worker]
         older = len(state.versions.alive) - 1
-        amount = held.always + older * held.version + state.in_flight * held.minibatch
-        if backward:
-            amount += held.backward
-        elif state.gradients:
-            amount += held.gradients
-        state.held, place = amount, state.place
-        beside = sum(each.held for each in place.states) if len(place.states) > 1 else amount
-        place.memory.append((now, beside))
+        held = self.works[worker].held
+        state.held = held.at(older, state.in_flight, backward, state.gradients)
+        states = state.place.states
+        total = sum(each.held for each in states) if len(states) > 1 else state.held
+        state.place.memory.append((now, total))

@@ -1,66 +1,37 @@
-"""What each stage of a plan has to do for one minibatch, and what it sends."""
+"""The workload of a plan: the seconds of each stage per minibatch, and the bytes it sends."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pipedream.graph.model import Graph
-from pipedream.graph.plan import Plan, StageMemory
+from pipedream.graph.plan import Plan
 from pipedream.graph.profile import TrainingOverheads
+from pipedream.optimizer.cost.memory import HeldBytes
 from pipedream.schedule.action import Link
-from pipedream.schedule.policy import Peak, Policy
+from pipedream.schedule.policy import Policy
 
 UPDATE_RATE = 5e10
-"""Bytes of parameters a device updates in a second where nobody has measured it: an optimizer with
-two moments moves ten times as many, and a GPU some 5e11 bytes of memory in a second."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes on one worker: always; for each older version of the weights; for each minibatch in
-    flight; while a backward pass lasts; from then to the update.
-    """
-
-    always: float = 0.0
-    version: float = 0.0
-    minibatch: float = 0.0
-    backward: float = 0.0
-    gradients: float = 0.0
-
-    @staticmethod
-    def of(memory: StageMemory | None, peak: Peak, recompute: bool) -> Held:
-        """What makes up `memory`, that of the fullest moment with `peak` in flight.
-
-        Nothing where the planner has not said.
-        """
-        if memory is None:
-            return Held()
-        passing = memory.workspace + memory.gradients
-        return Held(
-            always=memory.parameters + memory.optimizer_state,
-            version=memory.weight_versions / max(1, peak.versions - 1),
-            minibatch=(memory.inputs + (0.0 if recompute else memory.activations)) / peak.in_flight,
-            backward=passing + (memory.activations if recompute else 0.0),
-            gradients=memory.parameters,
-        )
+"""Default bytes of parameters a device updates per second: an optimizer with two moments moves
+ten times as many bytes, and a GPU about 5e11 per second."""
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """Seconds of one minibatch on one worker, `update_seconds` those of the optimizer's step; the
-    bytes of the parameters, and all that the worker holds.
+    """The work of one worker: seconds of a minibatch's passes and of an optimizer step, bytes of
+    parameters, and memory held.
     """
 
     forward_seconds: float
     backward_seconds: float
     update_seconds: float = 0.0
     parameter_bytes: float = 0.0
-    held: Held = Held()
+    held: HeldBytes = field(default_factory=HeldBytes)
 
     def at(self, speed: float) -> StageWork:
-        """The same work on a device that is `speed` times as fast."""
+        """The same work on a device of relative `speed`."""
         return replace(
             self,
             forward_seconds=self.forward_seconds / speed,
@@ -71,8 +42,8 @@ class StageWork:
 
 @dataclass(frozen=True)
 class Workload:
-    """The stages, and for each pair of them that exchange tensors the bytes of a minibatch that go
-    forward and those that come back.
+    """The work of each stage, and for each link between stages the bytes per minibatch that go
+    forward and come back.
     """
 
     stages: tuple[StageWork, ...]
@@ -87,12 +58,12 @@ class Workload:
         update_rate: float,
         overheads: TrainingOverheads | None = None,
     ) -> Workload:
-        """The work of `plan` with the times and sizes of `graph`; `policy` is its schedule's.
+        """The work of `plan` with the times and sizes of `graph` under the schedule's `policy`.
 
-        `update_rate`: bytes of parameters that the optimizer takes through a step in a second;
-        `overheads` says what a pass takes beside its nodes. A
-        tensor goes once to each stage that reads it. Inputs of the model are read by each stage for
-        itself. A gradient of the same size comes back where anything before it learns.
+        `update_rate`: bytes of parameters that the optimizer updates per second; `overheads`:
+        seconds of a pass beside its nodes. A tensor is sent once to each stage that reads it; each
+        stage reads the model's inputs itself. A gradient of the same size comes back if anything
+        before the tensor learns.
         """
         stage_of = plan.stage_of
         forward: dict[Link, float] = defaultdict(float)
@@ -120,20 +91,20 @@ class Workload:
                 + (forward_seconds if stage.recompute else 0.0),
                 update_seconds=parameters / update_rate,
                 parameter_bytes=parameters,
-                held=Held.of(stage.memory, policy.peak(stage.stage), stage.recompute),
+                held=HeldBytes.of(stage.memory, policy.peak(stage.stage), stage.recompute),
             )
             stages.append(work)
         return Workload(tuple(stages), dict(forward), dict(backward))
 
 
 def _learning(graph: Graph) -> frozenset[str]:
-    """The nodes through which a gradient flows: they or what feeds them have parameters, or at
-    least a backward pass that takes time.
+    """The nodes through which a gradient flows: they or nodes that feed them have parameters or a
+    backward pass that takes time.
     """
-    found: set[str] = set()
+    learning: set[str] = set()
     for name in graph.order:
         node = graph.nodes[name]
         own = node.parameter_bytes > 0 or node.backward_seconds > 0
-        if own or found.intersection(graph.predecessors[name]):
-            found.add(name)
-    return frozenset(found)
+        if own or learning.intersection(graph.predecessors[name]):
+            learning.add(name)
+    return frozenset(learning)

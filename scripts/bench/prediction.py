@@ -33,8 +33,10 @@ from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.profile import read_profile
 from pipedream.optimizer.cost.models import MeasuredCost
 from pipedream.optimizer.cost.price_plan import price_plan
-from pipedream.optimizer.search.hierarchical import Rules
-from pipedream.optimizer.search.planner import Request, given_plan, optimize
+from pipedream.optimizer.search.outcome import given_plan
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import Rules
 from pipedream.runtime.report.trace import read_trace
 from pipedream.schedule.action import Kind
 

@@ -31,8 +31,9 @@ from pipedream.graph.profile import Profile
 from pipedream.graph.run_config import read_config
 from pipedream.optimizer.cost.models import MeasuredCost
 from pipedream.optimizer.cost.price_plan import price_plan
-from pipedream.optimizer.search.hierarchical import Rules
-from pipedream.optimizer.search.planner import Request, optimize
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import Rules
 from pipedream.profiler.measure import Settings, measure
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.timing.stopping_rule import StoppingRule

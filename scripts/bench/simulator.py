@@ -42,7 +42,8 @@ from pipedream.graph.run_config import read_config
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.cost.models import MeasuredCost
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.planner import Request, given_plan
+from pipedream.optimizer.search.outcome import given_plan
+from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import simulate_plan
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.optimizers import make_optimizer

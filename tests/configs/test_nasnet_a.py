@@ -11,7 +11,8 @@ import torch
 from pipedream.capture.export import capture
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.models import COST_MODELS
-from pipedream.optimizer.search.planner import Request, optimize
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
 
 
 def test_the_mobile_network_has_the_published_size(nasnet_a: ModuleType) -> None:

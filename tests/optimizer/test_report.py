@@ -6,7 +6,8 @@ from pipedream.graph.cluster import Cluster, DeviceType
 from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.report import _gap, print_report
 from pipedream.optimizer.search.latency import Latency
-from pipedream.optimizer.search.planner import Request, optimize
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
 
 
 def report(graph, machines, kinds=(), **options):

@@ -19,8 +19,9 @@ from pipedream.optimizer.cli.command import _task, main
 from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cost.price_plan import Price, price_plan
-from pipedream.optimizer.search.hierarchical import Rules
-from pipedream.optimizer.search.planner import Request, optimize
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import Rules
 
 TWO = Cluster(machines=(2,), bandwidth=(1e9,))
 STRAIGHT = Rules(straight=True)
@@ -150,9 +151,12 @@ def test_the_stage_that_computes_longest(chain):
 
 def test_the_plan_of_the_run_may_stay_or_be_as_good(chain, plan, tmp_path):
     run = CalibrationRun(tmp_path, measured(plan, [(4, 0), (4, 0)]))
-    assert Verdict(run, Price.noted(plan), plan).words == f"The plan of {tmp_path} stays the best."
+    assert (
+        Verdict(run, Price.recorded_in(plan), plan).words
+        == f"The plan of {tmp_path} stays the best."
+    )
     other = optimize(Request(chain, TWO, PaperCost(), optimizer="sgd")).plan
-    assert "There is no need to change" in Verdict(run, Price.noted(other), other).words
+    assert "There is no need to change" in Verdict(run, Price.recorded_in(other), other).words
     slower = Verdict(run, Price(1e-3), other).words
     assert (
         slower == f"The plan of {tmp_path} is faster than the best that was asked for now: 4 ms"

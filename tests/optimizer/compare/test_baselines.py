@@ -15,7 +15,7 @@ from pipedream.optimizer.compare.baselines import (
     equal_parameters,
 )
 from pipedream.optimizer.cost.models import PaperCost
-from pipedream.optimizer.search.planner import Request
+from pipedream.optimizer.search.request import Request
 
 
 @pytest.fixture

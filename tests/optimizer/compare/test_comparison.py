@@ -11,7 +11,7 @@ from pipedream.optimizer.compare.comparison import (
     draw_comparison,
 )
 from pipedream.optimizer.cost.models import PaperCost
-from pipedream.optimizer.search.planner import Request
+from pipedream.optimizer.search.request import Request
 
 
 @pytest.fixture

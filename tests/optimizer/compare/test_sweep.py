@@ -15,7 +15,7 @@ from pipedream.optimizer.compare.sweep import (
     thinned,
 )
 from pipedream.optimizer.cost.models import PaperCost
-from pipedream.optimizer.search.planner import Request
+from pipedream.optimizer.search.request import Request
 
 THREE = Cluster(machines=(4, 2, 2), bandwidth=(9e9, 3e9, 1e9), latency=(1e-6, 2e-6, 3e-6))
 

@@ -10,9 +10,11 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.cost.models import MeasuredCost, PaperCost, ReleasedCost
 from pipedream.optimizer.cost.price_plan import Price, price_plan, stage_times
-from pipedream.optimizer.search.hierarchical import Rules
 from pipedream.optimizer.search.latency import Latency
-from pipedream.optimizer.search.planner import Request, given_plan, optimize
+from pipedream.optimizer.search.outcome import given_plan
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import Rules
 
 KINDS = (DeviceType(name="new"), DeviceType(name="old", speed=0.5))
 
@@ -54,7 +56,7 @@ def test_a_plan_takes_what_the_planner_said(graph, cluster, model, latency, fewe
         update_rate=1e6,
     )
     plan = optimize(request).plan
-    found, said = price_plan(plan, request), Price.noted(plan)
+    found, said = price_plan(plan, request), Price.recorded_in(plan)
     assert found.per_minibatch == pytest.approx(said.per_minibatch)
     if overheads is None or not isinstance(model, MeasuredCost):
         assert found.expected is said.expected is None
@@ -86,7 +88,7 @@ def test_messages_count_at_the_level_where_stages_meet(make_graph, machines, lat
     plan = optimize(request).plan
     found = price_plan(plan, request)
     assert found.per_minibatch == pytest.approx(2e4 / min(cluster.bandwidth))
-    assert found.goal == pytest.approx(Price.noted(plan).goal)
+    assert found.goal == pytest.approx(Price.recorded_in(plan).goal)
 
 
 def test_ranks_that_no_cost_model_knows_are_refused(make_graph):

@@ -1,6 +1,6 @@
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.rank_assignment import ranks
-from pipedream.optimizer.search.hierarchical import NestedStage, Share
+from pipedream.optimizer.search.stages import NestedStage, Share
 
 FOUR_TWO = Cluster(machines=(4, 2), bandwidth=(1e10, 1e9))
 

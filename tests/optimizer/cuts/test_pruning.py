@@ -14,8 +14,9 @@ from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.cuts.pruning import PruningProblem, prune_cuts
 from pipedream.optimizer.search import planner as optimize
-from pipedream.optimizer.search.hierarchical import Rules, Search
-from pipedream.optimizer.search.planner import Request
+from pipedream.optimizer.search.hierarchical import Search
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import Rules
 
 SHAPES = [(2,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2)]
 

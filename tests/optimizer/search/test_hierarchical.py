@@ -11,8 +11,10 @@ from random_graphs import graphs
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.optimizer.cost.models import COST_MODELS
-from pipedream.optimizer.search.hierarchical import Rules, affordable
-from pipedream.optimizer.search.planner import Request, optimize
+from pipedream.optimizer.search.hierarchical import affordable
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import Rules
 
 MODELS = [
     ("paper", None),

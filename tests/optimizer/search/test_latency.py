@@ -17,11 +17,12 @@ from pipedream.optimizer.cuts.antichains import AntichainDag
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.frontier import bins_of
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
+from pipedream.optimizer.search.bounds import latency_bound_over_bins
 from pipedream.optimizer.search.fill_order import build_fill_order
-from pipedream.optimizer.search.hierarchical import Rules
-from pipedream.optimizer.search.latency import Done, Latency, LatencySearch
-from pipedream.optimizer.search.latency_bounds import latency_bound_over_bins
-from pipedream.optimizer.search.planner import Request, optimize
+from pipedream.optimizer.search.latency import DoneBounds, Latency, LatencySearch
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import Rules
 
 MODELS = [
     ("paper", None),
@@ -254,7 +255,7 @@ def test_what_is_known_of_the_best_leaves_the_best_to_be_found(graph, machines, 
     ways = build_fill_order(machines, DeviceTypes.of(cluster), rules, with_downstream=False)
 
     def search(within):
-        return LatencySearch(cuts, Done.of(cuts), ways, cost, goal, within).best()
+        return LatencySearch(cuts, DoneBounds.of(cuts), ways, cost, goal, within).best()
 
     best = search(math.inf).cost
     assert search(best).cost == pytest.approx(best, rel=1e-12)

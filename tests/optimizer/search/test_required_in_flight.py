@@ -12,7 +12,8 @@ from pipedream.graph.model import Graph, Node
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.cost.models import COST_MODELS
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.planner import Request, given_plan
+from pipedream.optimizer.search.outcome import given_plan
+from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import simulate_plan
 
 FAST = 1e12

@@ -12,11 +12,13 @@ from schedules import policy, schedule
 from pipedream.graph.choices import MICROBATCHES, SCHEDULES
 from pipedream.graph.cluster import Cluster, DeviceType
 from pipedream.graph.model import Graph, Node
+from pipedream.optimizer.cost.memory import HeldBytes
 from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.planner import Request, given_plan
+from pipedream.optimizer.search.outcome import given_plan
+from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import simulate, simulate_plan, simulate_ranks
-from pipedream.optimizer.simulate.workload import Held, StageWork, Workload
+from pipedream.optimizer.simulate.workload import StageWork, Workload
 from pipedream.schedule.action import Kind
 from pipedream.schedule.checker import check
 from pipedream.schedule.in_flight import warm_up
@@ -148,7 +150,7 @@ works = st.builds(
     *[st.floats(0.1, 5)] * 2,
     update_seconds=st.floats(0, 1),
     parameter_bytes=st.floats(0, 50),
-    held=st.builds(Held, *[st.floats(0, 50)] * 5),
+    held=st.builds(HeldBytes, *[st.floats(0, 50)] * 5),
 )
 
 

@@ -19,7 +19,7 @@ from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, Ru
 from pipedream.runtime.checkpoint.files import load_all
 from pipedream.runtime.checkpoint.plain_model import evaluate
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.evaluation import Tally, obstacle
+from pipedream.runtime.engine.evaluation import EvaluationTotals, obstacle
 from pipedream.runtime.job import Job
 from pipedream.runtime.report.live_table import keep_until
 from pipedream.schedule.schedule import forwards
@@ -129,10 +129,10 @@ def test_forward_passes_in_the_order_of_the_minibatches() -> None:
 
 
 def test_examples_weigh_the_same_in_any_minibatch() -> None:
-    one, other = Tally(), Tally()
+    one, other = EvaluationTotals(), EvaluationTotals()
     one.add(2.0, 4, (3, 4))
     other.add(7.0, 1, (0, 1))
-    assert Tally.result([one.told, other.told, Tally().told]) == {
+    assert EvaluationTotals.result([one.told, other.told, EvaluationTotals().told]) == {
         "held_out_loss": pytest.approx(3.0),
         "held_out_accuracy": pytest.approx(0.6),
     }

@@ -22,7 +22,8 @@ from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.optimizer.cost.models import COST_MODELS
-from pipedream.optimizer.search.planner import Request, optimize
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
 from pipedream.runtime.data.reader import Epoch
 from pipedream.runtime.job import Job
 

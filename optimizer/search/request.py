@@ -1,0 +1,102 @@
+"""The planning request: everything that a plan depends on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pipedream.graph.choices import MICROBATCHES, InFlight, OptimizerName, Recompute, ScheduleName
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.model import Graph
+from pipedream.graph.profile import Footprint, TrainingOverheads
+from pipedream.optimizer.cost.device_types import DeviceTypes
+from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
+from pipedream.optimizer.cost.models import CostModel
+from pipedream.optimizer.cost.stage_cost import MemoryLimit
+from pipedream.optimizer.cuts.downsets import Cuts
+from pipedream.optimizer.cuts.planning_graph import PlanningGraph
+from pipedream.optimizer.search.latency import Latency
+from pipedream.optimizer.search.stages import Rules
+from pipedream.optimizer.simulate.workload import UPDATE_RATE
+from pipedream.schedule.policy import same_everywhere
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan.
+
+    - `memory`: bytes usable on each device, None for no limit;
+    - `latency`: the batch to finish soonest, None to plan for throughput;
+    - `microbatches`: of one update, for schedules that make one per several minibatches; None for
+      the batch of `latency`, or else the default;
+    - `footprints`: memory of the graph's nodes; without them each node keeps its outputs;
+    - `in_flight`: as few minibatches as fill the pipeline, or as many as keep its pace and fit;
+    - `update_rate`: bytes of parameters that the optimizer updates per second;
+    - `overheads`: measured costs of training beside the nodes, where the profile has them.
+    """
+
+    graph: Graph
+    cluster: Cluster
+    model: CostModel
+    schedule: ScheduleName = "weight-stashing"
+    memory: float | None = None
+    rules: Rules = field(default_factory=Rules)
+    latency: Latency | None = None
+    optimizer: OptimizerName = "sgd"
+    recompute: Recompute = "auto"
+    footprints: Mapping[str, Footprint] | None = None
+    microbatches: int | None = None
+    weight_prediction: bool = False
+    in_flight: InFlight = "useful"
+    update_rate: float = UPDATE_RATE
+    overheads: TrainingOverheads | None = None
+
+    @property
+    def planning(self) -> PlanningGraph:
+        """The graph to divide, with the overheads that the cost model counts."""
+        overheads = self._counted_overheads
+        if overheads is None:
+            return PlanningGraph.of(self.graph, self.footprints)
+        settings = self.settings
+        per_update = settings.microbatches if same_everywhere(settings.schedule) else 1
+        return PlanningGraph.of(
+            self.graph,
+            self.footprints,
+            update=1 / self.update_rate / per_update,
+            call=overheads.call_forward + overheads.call_backward,
+            reading=overheads.reading,
+        )
+
+    @property
+    def spread(self) -> Sequence[float]:
+        """How much passes vary, as multiples of their median; empty if not counted."""
+        overheads = self._counted_overheads
+        return () if overheads is None else overheads.spread
+
+    @property
+    def _counted_overheads(self) -> TrainingOverheads | None:
+        return self.overheads if self.model.counts_overheads else None
+
+    @property
+    def settings(self) -> TrainingSettings:
+        batch = self.latency and self.latency.microbatches
+        microbatches = self.microbatches or batch or MICROBATCHES
+        return TrainingSettings(self.schedule, self.optimizer, microbatches, self.weight_prediction)
+
+    @property
+    def device_types(self) -> DeviceTypes:
+        """The types of device, with the bytes that may be used of each."""
+        return DeviceTypes.of(self.cluster, self.memory)
+
+    def memory_model(self, cuts: Cuts) -> MemoryModel:
+        return MemoryModel(cuts, self.settings)
+
+    def constrains_stages(self, device_types: DeviceTypes) -> bool:
+        """Whether memory or recomputation restricts or changes stages."""
+        return device_types.memory_limited or self.recompute == "always"
+
+    def limit(self, memory: MemoryModel, device_types: DeviceTypes) -> MemoryLimit | None:
+        """The memory limit of a stage, None where neither memory nor recomputation matters."""
+        if not self.constrains_stages(device_types):
+            return None
+        return MemoryLimit(device_types.smallest_memory, memory, self.recompute)
