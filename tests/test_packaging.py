@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib
 import importlib.metadata
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+PACKAGES = ("graph", "capture", "schedule", "comm", "profiler", "optimizer", "runtime")
 TOOLS = ("pd-profile", "pd-optimize", "pd-train")
 
 WITHOUT_TORCH = """
@@ -59,9 +61,24 @@ def test_the_metadata_name_the_tools_and_the_licence() -> None:
     assert metadata["Requires-Python"] == ">=3.11"
 
 
-@pytest.mark.parametrize(
-    "package", ["graph", "capture", "schedule", "comm", "profiler", "optimizer", "runtime"]
-)
+@pytest.mark.parametrize("package", PACKAGES)
 def test_every_package_is_typed(package: str) -> None:
     files = importlib.import_module(f"pipedream.{package}").__path__
     assert (Path(next(iter(files))) / "py.typed").exists()
+
+
+def test_every_folder_with_code_is_a_package_that_is_installed() -> None:
+    root = Path(__file__).parents[1]
+    config = configparser.ConfigParser()
+    config.read(root / "setup.cfg")
+    listed = config["options"]["packages"].split()
+    folders = {path.parent for top in PACKAGES for path in (root / top).rglob("*.py")}
+    names = (".".join(folder.relative_to(root).parts) for folder in folders)
+    assert sorted(f"pipedream.{name}" for name in names) == listed
+
+
+def test_no_folder_has_more_than_fourteen_files() -> None:
+    root = Path(__file__).parents[1]
+    for top in (*PACKAGES, "tests", "scripts"):
+        for folder in [root / top, *(path for path in (root / top).rglob("*") if path.is_dir())]:
+            assert len(list(folder.glob("*.py"))) <= 14, folder
