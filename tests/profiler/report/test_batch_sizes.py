@@ -171,7 +171,7 @@ WRONG = {
     ),
     "too few data": (("run.yaml", "--batch-sizes", "4,9"), "at batch size 9: users_net:data: 8"),
     "sizes from before": (("users_net:told", "-o", "used"), "batch-16 is there from before"),
-    "network": (("--network",), "--batch-sizes is of a MODEL"),
+    "network": (("--network",), "--batch-sizes is for a MODEL"),
     "show": (("--show", "used"), "leave --batch-sizes out"),
 }
 
