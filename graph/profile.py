@@ -54,7 +54,7 @@ class Quartiles(ArtifactModel):
 
 
 class ProfiledTensor(ArtifactModel):
-    """A tensor that leaves a node; `shape` includes the batch dimension, `dtype` is as `float32`."""
+    """A tensor that leaves a node; `shape` includes the batch dimension, `dtype` is a name."""
 
     name: str
     shape: tuple[int, ...]
