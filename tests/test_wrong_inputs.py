@@ -166,7 +166,7 @@ WRONG = [
     (f"pd-optimize good.txt {OPTIMIZE} --sweep ١..٤", r"--sweep"),
     ("pd-profile torchvision:resnet999 -o out", r"resnet999.*did you mean"),
     ("pd-profile nowhere:model -o out", r"there is no module nowhere"),
-    ("pd-profile user:Late -o out", r"user:Late gives a Late, not a torch.nn.Module"),
+    ("pd-profile user:Late -o out", r"user:Late returns a Late, not a torch.nn.Module"),
     ("pd-profile small_models:Noisy -o out", r"--input"),
     ("pd-profile small_models:Noisy --input 5 -o out", r"Noisy cannot be captured"),
     ("pd-profile small_models:Noisy --input 6 --batch-size 0 -o out", r"--batch-size"),
@@ -227,7 +227,7 @@ WRONG_IN_A_RANK = [
     ("plan.json --config loss_class.yaml", r"loss torch.nn:CrossEntropyLoss: this is a class"),
     ("plan.json --config no_model.yaml", r"has no 'Noisi'; did you mean 'Noisy'"),
     ("plan.json --config no_module.yaml", r"there is no module small_model in"),
-    ("plan.json --config no_data.yaml", r"user:rubbish gives a int"),
+    ("plan.json --config no_data.yaml", r"user:rubbish returns a int"),
     ("plan.json --config too_large.yaml", r"60 examples do not fill a batch of 4000"),
     (
         "plan.json --config one_left.yaml",

@@ -94,9 +94,7 @@ def _shape(model: nn.Module, config: Any, source: str) -> str:
         return f"{getattr(config, 'num_channels', 3)}x{height}x{width}"
     if takes == "pixel_values":
         return f"{getattr(config, 'num_channels', 3)}x224x224"
-    raise UserError(
-        f"{source} takes {takes}: give their shape with --input, such as --input 80x3000"
-    )
+    raise UserError(f"{source} takes {takes}: give their shape, such as --input 80x3000")
 
 
 def _tokens(config: Any) -> str:

@@ -173,7 +173,7 @@ def test_mistakes_in_a_factory_are_one_line(user: Callable[..., str], tmp_path: 
     assert "no module os.nosuch" in message("os.nosuch:f")
     assert "has no 'plane'; did you mean 'plain'?" in message(f"{name}:plane")
     assert "is a int, not a function" in message(f"{name}:NOT_A_FUNCTION")
-    assert "gives a dict, not a torch.nn.Module" in message(f"{name}:no_module")
+    assert "returns a dict, not a torch.nn.Module" in message(f"{name}:no_module")
     assert "--input 3x32x32" in message(f"{name}:plain")
     assert "unexpected keyword argument 'wide'" in message(f"{name}:plain", {"wide": 1})
     assert "its signature is plain(width)" in message(f"{name}:plain", {"wide": 1})
@@ -233,7 +233,7 @@ def test_several_inputs_and_a_target_that_the_model_takes(user: Callable[..., st
 @pytest.mark.parametrize(
     ("factory", "told"),
     [
-        ("one_set", "gives a TensorDataset: return (training set, held-out set or None)"),
+        ("one_set", "returns a TensorDataset: return (training set, held-out set or None)"),
         ("no_sets", "the training set, a int, lacks __len__ or __getitem__"),
         ("empty", "the training set is empty"),
         ("ragged", "3 examples do not fill a batch of 4"),
