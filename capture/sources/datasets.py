@@ -85,7 +85,7 @@ def _import() -> ModuleType:
     except ModuleNotFoundError as error:
         raise UserError(
             "huggingface: the package datasets is not installed: pip install datasets"
-        ) from (error)
+        ) from error
     datasets.disable_progress_bars()
     return datasets
 
