@@ -364,14 +364,14 @@ def test_mistakes_in_a_library_model_are_one_line() -> None:
     assert "did you mean 'resnet50'" in message("torchvision:resnet51")
     assert "did you mean 'resnet18'" in message("timm:resnet19")
     assert "unexpected keyword argument 'wide'" in message("timm:test_vit", {"wide": 1})
-    assert "profile its backbone" in message("torchvision:fasterrcnn_resnet50_fpn")
+    assert "profile the backbone" in message("torchvision:fasterrcnn_resnet50_fpn")
     assert "did you mean 'bert'?" in message("transformers:bert-base-uncased")
     assert "has no 'n_layers'; did you mean 'n_layer'?" in message(
         "transformers:gpt2", {"n_layers": 2}
     )
     assert "must be divisible" in message("transformers:gpt2", {"n_head": 7})
     assert "unexpected keyword argument 'wide'" in message("torchvision:resnet18", {"wide": 1})
-    assert "give their shape by --input" in message("transformers:whisper", SPEECH)
+    assert "give their shape, such as --input 80x3000" in message("transformers:whisper", SPEECH)
 
 
 def test_transformers_of_speech_take_a_second_input_for_the_decoder() -> None:
