@@ -56,7 +56,7 @@ def _table(profile: Profile, sort: str, top: int | None, width: int) -> Table:
 def _title(profile: Profile, sort: str, rows: int) -> str:
     count = len(profile.nodes)
     if sort == "order":
-        which = f"{count} nodes in order of execution" + (
+        which = f"{count} nodes in execution order" + (
             f", the first {rows}" if rows < count else ""
         )
     else:
