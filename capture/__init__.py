@@ -1,1 +1,7 @@
-"""capture."""
+"""An unmodified model becomes a graph, and modules that run parts of that graph.
+
+`export` captures a model by torch.export; `grouping`, `functionalize`, `constants` and
+`autograd_functions` are its steps, `capture_errors` and `determinism_check` its error messages.
+`segment` and `node_modules` make modules of parts of a captured model, `fake_tensors` captures
+models larger than memory. `sources/` loads models and data. Begin with `export`, then `segment`.
+"""

@@ -1,4 +1,4 @@
-"""What becomes of freed memory on a CPU."""
+"""A setting of the CPU's memory allocator for profiling and training."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 from contextlib import suppress
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Numbers of mallopt's parameters, from malloc.h."""
+"""Parameters of mallopt, from malloc.h."""
 _NEVER = 2**31 - 1
 _LARGEST = 32 << 20
-"""glibc takes no higher threshold; larger blocks always go back."""
-_SAID_BY_THE_USER = (
+"""The highest threshold that glibc accepts; larger blocks are always returned."""
+_USER_SETTINGS = (
     "MALLOC_TRIM_THRESHOLD_",
     "MALLOC_MMAP_THRESHOLD_",
     "MALLOC_MMAP_MAX_",
@@ -20,13 +20,12 @@ _SAID_BY_THE_USER = (
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc's allocator keep freed blocks of up to 32 MiB for the next use.
+    """Makes glibc keep freed blocks of up to 32 MiB for the next use.
 
-    On its own it returns them to the kernel again and again, and each activation and gradient then
-    costs a page fault for every 4 KiB of it. What the user says about it in the environment stays
-    as it is. Does nothing where there is another allocator.
+    By default glibc returns them to the kernel, and every activation and gradient then costs a page
+    fault per 4 KiB. Settings in the environment take precedence. Other allocators are not affected.
     """
-    if not os.environ.keys().isdisjoint(_SAID_BY_THE_USER):
+    if not os.environ.keys().isdisjoint(_USER_SETTINGS):
         return
     with suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,8 +1,8 @@
-"""What the user's model says of its backward pass, which torch.export would lose without a word.
+"""Keeps the backward passes of the user's autograd functions, which torch.export would drop.
 
-It follows the forward pass of a `torch.autograd.Function` alone. So while a model is captured each
-call becomes an operator of its own, `pipedream_function::NAME.callN`, which calls the function when
-it runs. Hooks on the gradients of tensors, and gradients taken in the forward pass, are refused.
+torch.export traces only the forward pass of a `torch.autograd.Function`. During a capture each call
+therefore becomes an operator of its own, `pipedream_function::NAME.callN`, which calls the function
+when it runs. Hooks on the gradients of tensors and gradients taken in the forward pass are errors.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _numbers = itertools.count()
 
 
 _HOOK = (
-    "it hooks a tensor's gradient, which would not be called; write a torch.autograd.Function "
-    "with the backward pass you want"
+    "it hooks a tensor's gradient, and the hook would be lost; write a torch.autograd.Function "
+    "with the backward pass that you want"
 )
 _GRADIENT = (
     "it takes gradients in its forward pass, which torch.export cannot follow; compute them in "
     "the loss, or leave this part out of the model"
 )
-_LOST = (
+_LOST_CALLS = (
     (Tensor, "register_hook", _HOOK),
     (Tensor, "register_post_accumulate_grad_hook", _HOOK),
     (torch.autograd, "grad", _GRADIENT),
@@ -52,19 +52,19 @@ def _raiser(reason: str) -> Callable[..., Any]:
 
 @contextmanager
 def functions_as_operators() -> Iterator[None]:
-    """While a model is exported in here, its autograd functions become operators.
+    """Turns autograd functions into operators while a model is exported inside this context.
 
-    Those of torch itself (such as of torch.utils.checkpoint) are followed: their backward pass is
-    that of what they call. Inside raises UserError where a function cannot be an operator, or what
-    is asked of the backward pass would be lost.
+    Functions of torch itself, such as torch.utils.checkpoint, are traced as usual. The export
+    raises UserError if a function cannot become an operator, or if part of the backward pass would
+    be lost.
     """
-    # Function.apply ends in a call of this; the user may hold that bound to his class already.
+    # Function.apply ends in a call of this method; Function.apply itself may already be bound.
     single_level: Any = Function.__mro__[1]
     assert "apply" not in vars(single_level)
     single_level.apply = classmethod(_apply)
     try:
         with ExitStack() as patches:
-            for owner, name, reason in _LOST:
+            for owner, name, reason in _LOST_CALLS:
                 patches.enter_context(patch.object(owner, name, _raiser(reason)))
             yield
     finally:
@@ -72,9 +72,9 @@ def functions_as_operators() -> Iterator[None]:
 
 
 def _apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-    if function is CheckpointFunction:  # it runs without gradients what its backward runs again
-        run, _preserve_random_state, *given = args
-        return run(*given)
+    if function is CheckpointFunction:  # its forward runs without gradients
+        run, _preserve_random_state, *inputs = args
+        return run(*inputs)
     if function.__module__.partition(".")[0] == "torch":
         return _call(function, args, kwargs)
     operator = _Operator(function, args, kwargs)
@@ -82,13 +82,13 @@ def _apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
 
 
 def _call(function: type[Function], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What Function.apply calls in the end."""
+    """Calls the function as Function.apply does, past the patched method."""
     base: Any = super(Function.__mro__[1], function)
     return base.apply(*args, **kwargs)
 
 
 class _Operator:
-    """One call of `function`; what is no tensor among its arguments stays as it is."""
+    """One call of `function` as an operator of its tensors; other arguments are constants."""
 
     def __init__(self, function: type[Function], args: Sequence[Any], kwargs: Any) -> None:
         self.function = function
@@ -97,8 +97,8 @@ class _Operator:
             if isinstance(leaf, nn.Module) or (callable(leaf) and not isinstance(leaf, Tensor)):
                 raise UserError(
                     f"autograd function {function.__name__} is given {type(leaf).__name__}, whose "
-                    "parameters and operators would go unseen: call that outside of it, and give "
-                    "it tensors"
+                    "parameters and operators would not be captured: call it outside the function "
+                    "and pass tensors"
                 )
         self.returned: tuple[list[Any], pytree.TreeSpec] | None = None
         name = f"{function.__name__}.call{next(_numbers)}"
@@ -115,46 +115,46 @@ class _Operator:
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def __call__(self, *tensors: Tensor) -> Any:
-        made = iter(self.operator(list(tensors)))
+        outputs = iter(self.operator(list(tensors)))
         assert self.returned is not None
         leaves, spec = self.returned
         return pytree.tree_unflatten(
-            [next(made) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+            [next(outputs) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
         )
 
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if self.returned is None:
             return self._shapes(tensors)
-        made = pytree.tree_leaves(self._result(tensors))
-        return [leaf for leaf in made if isinstance(leaf, Tensor)]
+        leaves = pytree.tree_leaves(self._result(tensors))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
     def _result(self, tensors: Sequence[Tensor]) -> Any:
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return _call(self.function, args, kwargs)
 
     def _shapes(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs without data, none of them one of the inputs."""
+        """The outputs without data; none of them is one of the inputs."""
         versions = [tensor._version for tensor in tensors]
-        with _OnlyGiven(self.function.__name__, tensors):
+        with _NoHiddenParameters(self.function.__name__, tensors):
             result = self._result(tensors)
         if versions != [tensor._version for tensor in tensors]:
             raise UserError(
-                f"autograd function {self.function.__name__} writes into its input: give it a "
+                f"autograd function {self.function.__name__} writes into its input: pass a "
                 "clone, or return a new tensor"
             )
         leaves, spec = pytree.tree_flatten(result)
         self.returned = leaves, spec
-        return [  # of no leaf: those may not be written in place
+        return [  # clones, because leaves may not be written in place
             torch.empty_like(leaf).requires_grad_(leaf.requires_grad).clone()
             for leaf in leaves
             if isinstance(leaf, Tensor)
         ]
 
 
-class _OnlyGiven(TorchFunctionMode):
-    """Refuses parameters that a function reads without being given them."""
+class _NoHiddenParameters(TorchFunctionMode):
+    """Raises UserError if a function reads a parameter that is not one of its arguments."""
 
     def __init__(self, name: str, given: Sequence[Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Why a model cannot be captured, in one line: where, the reason, and what to do."""
+"""One-line errors for models that cannot be captured: where, why, and what to do."""
 
 from __future__ import annotations
 
@@ -19,40 +19,39 @@ from pipedream.graph.errors import UserError
 
 DATA_DEPENDENT = (
     "its control flow, a number or a shape depends on the data; use torch.where or masks of fixed "
-    "shape, or leave this part out of the model"
+    "shape, or move this part out of the model"
 )
 
-# What an error says, and what that means. A name of a class, or words of the message.
+# Errors of torch, matched by "CLASS: MESSAGE", and what they mean to the user.
 _KNOWN = (
     (r"^GuardOnDataDependentSymNode|^DynamicOutputShape", DATA_DEPENDENT),
-    (r"\.numpy\(\) is not supported", "it goes through numpy, where no graph and no gradient "
-     "follow; use torch's functions"),
-    (r"FakeTensor.__format__", "it formats the value of a tensor, which is not known yet; leave "
-     "the print or log out of forward"),
-    (r"nested_?tensor|is not tracked with proxy", "nested tensors have no fixed shapes; pad to a "
+    (r"\.numpy\(\) is not supported", "it converts a tensor to numpy, which loses the graph and "
+     "the gradient; use torch's functions"),
+    (r"FakeTensor.__format__", "it formats the value of a tensor, which is unknown during the "
+     "capture; leave the print or log out of forward"),
+    (r"nested_?tensor|is not tracked with proxy", "nested tensors have no fixed shape; pad to a "
      "fixed length and use a mask"),
     (r"fake tensor in the exported program constant's list", "it writes to a tensor's .data, or "
-     "does something else that leaves no operator; write what it computes as operators on tensors"),
-    (r"in output, which is not a known type", "it returns an object that torch does not know as "
-     "a structure of tensors; return tensors, tuples, lists or dicts of them, or register its "
-     "class by torch.export.register_dataclass"),
+     "does something else that torch.export cannot trace; write it as operators on tensors"),
+    (r"in output, which is not a known type", "it returns an object that torch cannot take apart "
+     "into tensors; return tensors, or tuples, lists or dicts of them, or register its class with "
+     "torch.export.register_dataclass"),
     (r"not linked with support for cuda|Found no NVIDIA driver|Torch not compiled with CUDA",
-     "it moves a tensor to a GPU that is not there; write .to(x.device), with a tensor x that "
-     "it is given"),
+     "it moves a tensor to a GPU, and there is none; write .to(x.device), x being an input"),
     (r"missing the required \"forward\" function", "it has no forward: return a module that has "
-     "one, say nn.Sequential"),
+     "one, such as nn.Sequential"),
     (r"_add_batch_dim|functorch", "it uses torch.func or vmap; write the batched operators "
-     "themselves"),
+     "instead"),
     (r"Cannot access data pointer|erroneously tracing into a custom kernel", "it copies a module "
-     "or calls an extension on tensors that have no data yet; register the extension by "
-     "torch.library.custom_op with a fake implementation"),
+     "or calls an extension, and tensors have no data during the capture; register the extension "
+     "with torch.library.custom_op and a fake implementation"),
     (r"UnsupportedOperatorException|NotImplementedError: (aten|\w+)::", "torch.export cannot "
-     "follow this operator; use others, or register it by torch.library.custom_op"),
+     "trace this operator; use others, or register it with torch.library.custom_op"),
 )  # fmt: skip
 
 
 def capture_error(error: BaseException, model: nn.Module) -> UserError:
-    """The user's line of what `model` raised while it was captured."""
+    """The UserError for an error that `model` raised during the capture."""
     known = f"{type(error).__name__}: {error}"
     reason = next((means for sign, means in _KNOWN if re.search(sign, known)), None)
     if isinstance(error, UserError):
@@ -68,26 +67,26 @@ def capture_error(error: BaseException, model: nn.Module) -> UserError:
 
 
 def cannot_capture(model: nn.Module, reason: str, where: str = "") -> UserError:
-    """`where` is `FILE:LINE: `; without it, the beginning of the model's forward, if the user's."""
+    """The UserError for `reason`; `where` is `FILE:LINE: `, by default of the user's forward."""
     name = type(model).__name__
     return UserError(f"{where or _forward(model)}{name} cannot be captured: {reason}")
 
 
 def place_of(node: fx.Node) -> str:
-    """`FILE:LINE: ` of the line that called an operator of an exported graph, if it is known."""
+    """`FILE:LINE: ` of the code that called an operator of an exported graph, or empty."""
     files = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
     theirs = [each for each in files if is_the_users(each[0])] or files
     return "{}:{}: ".format(*theirs[-1]) if theirs else ""
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises UserError for what no error of torch.export would explain, or what it would lose."""
+    """Raises UserError where torch.export would fail without a clear error, or drop code."""
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise cannot_capture(
                 model,
                 f"{_called(path)} is a ScriptModule, whose code is not Python; use the module it "
-                "was made from",
+                "was compiled from",
             )
         if module._backward_hooks or module._backward_pre_hooks:
             raise cannot_capture(model, _hooked(_called(path)))
@@ -102,13 +101,13 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises UserError where an input is neither a tensor nor a plain value."""
+    """Raises UserError if an input is neither a tensor nor a plain value."""
     for keys, leaf in pytree.tree_leaves_with_path((args, kwargs)):
         if not isinstance(leaf, (torch.Tensor, bool, int, float, complex, str, type(None))):
             where = f"input {pytree.keystr(keys[1:])}"
             kind = type(leaf).__name__
             raise cannot_capture(
-                model, f"{where} is a {kind}: give tensors, also in tuples and dicts"
+                model, f"{where} is a {kind}: give tensors, or tuples and dicts of them"
             )
 
 
@@ -118,7 +117,7 @@ def _called(path: str) -> str:
 
 def _hooked(what: str) -> str:
     return (
-        f"{what} has a hook on its gradients, which would not be called; take it off, or write a "
+        f"{what} has a hook on its gradients, which would be lost; remove it, or write a "
         "torch.autograd.Function"
     )
 
@@ -128,7 +127,7 @@ def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
 
 
 def _place_in_library(error: BaseException) -> str:
-    """Of a model from a library, the last line that is neither torch's nor of this package."""
+    """`FILE:LINE: ` of the last line in a library other than torch and this package, or empty."""
     own = (str(Path(torch.__file__).parent), *package_folders())
     theirs = [
         frame

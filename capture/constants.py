@@ -1,7 +1,7 @@
-"""What a model computes from nothing that varies: masks from `arange`, rotary tables, zero states.
+"""Finds constants: values that depend on no input or parameter, such as masks and rotary tables.
 
-It is no layer: every piece of the model that reads such a value makes it for itself, so it needs no
-node in the graph, crosses no cut, and adds no source that the planner would have to place.
+Constants are not nodes of the graph. Every part of the model that reads one computes it itself, so
+constants cross no cut and add no sources that the planner would have to place.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from pipedream.capture.functionalize import writes_shared_memory, written
 
 
 def constants(module: fx.GraphModule) -> frozenset[fx.Node]:
-    """The operators that depend on no input, parameter, random number or changing buffer."""
+    """The operators that depend on no input, parameter, random number or changing buffer.
+
+    Those that an output of the model depends on are left out.
+    """
     varying = {node for together in writes_shared_memory(module) for node in together}
     states = [written(node) for node in module.graph.nodes]
     changing = {state.target for state in states if state is not None and state.op == "get_attr"}
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    found: set[fx.Node] = set()
+    fixed: set[fx.Node] = set()
     for node in module.graph.nodes:
         if (node.op == "get_attr" and node.target not in parameters | changing) or (
             node.op == "call_function"
             and node not in varying
             and not _random_or_writing(node)
-            and found.issuperset(node.all_input_nodes)
+            and fixed.issuperset(node.all_input_nodes)
         ):
-            found.add(node)
+            fixed.add(node)
     (output,) = module.graph.find_nodes(op="output")
-    for node in found.intersection(output.all_input_nodes):
-        found -= _made_from(node)
-    return frozenset(node for node in found if node.op == "call_function")
+    for node in fixed.intersection(output.all_input_nodes):
+        fixed -= _ancestors(node)
+    return frozenset(node for node in fixed if node.op == "call_function")
 
 
 def _random_or_writing(node: fx.Node) -> bool:
@@ -39,10 +42,11 @@ def _random_or_writing(node: fx.Node) -> bool:
     return written(node) is not None or torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-def _made_from(node: fx.Node) -> set[fx.Node]:
-    made, waiting = {node}, [node]
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """The node and everything that it is computed from."""
+    seen, waiting = {node}, [node]
     while waiting:
-        sources = set(waiting.pop().all_input_nodes) - made
-        made |= sources
+        sources = set(waiting.pop().all_input_nodes) - seen
+        seen |= sources
         waiting += sources
-    return made
+    return seen

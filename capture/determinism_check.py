@@ -1,7 +1,7 @@
-"""A captured model does the same for every minibatch: refused is a model that does not.
+"""Checks that a model computes the same for every minibatch, as a captured model will.
 
-torch.export runs a model once. What Python decides in that run, by its own random numbers or by
-what an earlier call has left behind, would be so for every minibatch.
+torch.export runs a model once. What Python code decides in that run, by its random numbers or by
+state that an earlier call left behind, is frozen into the capture.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
 def export_deterministic(
     model: nn.Module, export: Callable[[], ExportedProgram], call: Callable[[], object]
 ) -> ExportedProgram:
-    """What `export` gives for `model`, whose attributes are as they were afterwards.
+    """Returns what `export` returns for `model`, and restores the attributes of the model.
 
-    `call` calls the model, to find the line to blame. Raises UserError where another call of the
-    model may do something else.
+    `call` calls the model and serves to find the line to blame. Raises UserError if another call of
+    the model may compute something else.
     """
     names = {name for name, _ in model.named_parameters()}
     randoms = {name: probe() for name, probe in _RANDOM.items()}
@@ -45,17 +45,17 @@ def export_deterministic(
         if probe() != randoms[name]:
             reason = (
                 f"it draws from {name}, whose numbers would be the same for every minibatch; draw "
-                "from torch, and choose by torch.where, or turn this off"
+                "from torch and choose with torch.where, or turn this off"
             )
             raise cannot_capture(model, reason, _line_that_changes(probe, call))
-    if made := sorted({name for name, _ in model.named_parameters()} - names):
+    if created := sorted({name for name, _ in model.named_parameters()} - names):
         raise cannot_capture(
-            model, f"it makes {made[0]} as it runs; make all parameters in __init__"
+            model, f"it creates {created[0]} as it runs; create all parameters in __init__"
         )
     if changes and not _same_again(changes, program, export):
         first = changes[0][0]
         reason = (
-            f"{first.name} changes as it runs, and what it computes with it; make it a buffer, a "
+            f"{first.name} changes as it runs and changes what it computes; make it a buffer, a "
             "tensor that is written in place"
         )
         raise cannot_capture(model, reason, _line_that_changes(first.now, call))
@@ -64,9 +64,9 @@ def export_deterministic(
 
 @contextmanager
 def _watching(model: nn.Module) -> Iterator[list[tuple[_Attribute, _Attribute]]]:
-    """The attributes that a call of the model in here changes, as they were and as they became.
+    """Lists the attributes that calls of the model inside this context change: (before, after).
 
-    They are looked at when the call ends, since torch.export puts most of them back.
+    They are compared as each call ends, because torch.export restores most of them.
     """
     before = _attributes(model)
     changes: list[tuple[_Attribute, _Attribute]] = []
@@ -74,9 +74,9 @@ def _watching(model: nn.Module) -> Iterator[list[tuple[_Attribute, _Attribute]]]
     def look(*_: object) -> None:
         after = _attributes(model)
         for place in {**before, **after}:
-            old = before.get(place) or replace(after[place], value=_ABSENT, held=None)
-            new = after.get(place) or replace(old, value=_ABSENT, held=None)
-            if not _same(old.value, new.value) or not _same_held(old.held, new.held):
+            old = before.get(place) or replace(after[place], value=_ABSENT, items=None)
+            new = after.get(place) or replace(old, value=_ABSENT, items=None)
+            if not _same(old.value, new.value) or not _same_items(old.items, new.items):
                 changes.append((old, new))
 
     hook = model.register_forward_hook(look)
@@ -85,7 +85,7 @@ def _watching(model: nn.Module) -> Iterator[list[tuple[_Attribute, _Attribute]]]
     finally:
         hook.remove()
         for old, _ in changes:
-            old.put()
+            old.restore()
 
 
 def _same_again(
@@ -93,16 +93,16 @@ def _same_again(
     program: ExportedProgram,
     export: Callable[[], ExportedProgram],
 ) -> bool:
-    """Whether what a call has left behind makes no difference to the next one."""
+    """Whether the state that a call left behind does not change the next export."""
     for _, new in changes:
-        new.put()
+        new.restore()
     try:
         return _text(export()) == _text(program)
     except UserError:
         return False
     finally:
         for old, _ in changes:
-            old.put()
+            old.restore()
 
 
 def _text(program: ExportedProgram) -> str:
@@ -117,27 +117,27 @@ _RANDOM: dict[str, Callable[[], object]] = {
 
 @dataclass(frozen=True)
 class _Attribute:
-    """A Python attribute of a module as it was; of a list, dict or set also what was in it."""
+    """The value of a Python attribute of a module, with the items of a list, dict or set."""
 
     module: nn.Module
     key: str
     name: str
     value: Any
-    held: Any
+    items: Any
 
-    def put(self) -> None:
-        """Makes the attribute again what it was."""
+    def restore(self) -> None:
+        """Restores the attribute."""
         if type(self.value) is list:
-            self.value[:] = self.held
+            self.value[:] = self.items
         elif type(self.value) in (dict, set):
             self.value.clear()
-            self.value.update(self.held)
+            self.value.update(self.items)
         vars(self.module)[self.key] = self.value
         if self.value is _ABSENT:
             del vars(self.module)[self.key]
 
     def now(self) -> object:
-        """What tells its values apart."""
+        """A key that tells its values apart."""
         value = vars(self.module).get(self.key, _ABSENT)
         return value if isinstance(value, _PLAIN) else (id(value), repr(_ids(value)))
 
@@ -145,7 +145,7 @@ class _Attribute:
 def _attributes(model: nn.Module) -> dict[tuple[nn.Module, str], _Attribute]:
     return {
         (module, key): _Attribute(
-            module, key, f"{path}.{key}" if path else key, value, _held(value)
+            module, key, f"{path}.{key}" if path else key, value, _items(value)
         )
         for path, module in model.named_modules()
         for key, value in vars(module).items()
@@ -154,12 +154,12 @@ def _attributes(model: nn.Module) -> dict[tuple[nn.Module, str], _Attribute]:
 
 
 def _ids(value: Any) -> Any:
-    """Which objects a list, dict or set holds."""
-    held = value.values() if type(value) is dict else _held(value) or ()
-    return [each if isinstance(each, _PLAIN) else id(each) for each in held]
+    """The identities of the objects in a list, dict or set."""
+    items = value.values() if type(value) is dict else _items(value) or ()
+    return [each if isinstance(each, _PLAIN) else id(each) for each in items]
 
 
-def _held(value: Any) -> Any:
+def _items(value: Any) -> Any:
     return type(value)(value) if type(value) in _CONTAINERS else None
 
 
@@ -169,7 +169,7 @@ def _same(one: Any, other: Any) -> bool:
     )
 
 
-def _same_held(one: Any, other: Any) -> bool:
+def _same_items(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -180,18 +180,18 @@ def _same_held(one: Any, other: Any) -> bool:
 
 
 def _line_that_changes(probe: Callable[[], object], call: Callable[[], object]) -> str:
-    """`FILE:LINE: ` of the user's line in which `probe()` becomes another as `call()` runs."""
-    before, last, found = probe(), "", ""
+    """`FILE:LINE: ` of the user's line in which `probe()` changes while `call()` runs, or empty."""
+    before, last, changed_at = probe(), "", ""
 
     def look(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal last, found
-        if not found and last and probe() != before:
-            found = last
+        nonlocal last, changed_at
+        if not changed_at and last and probe() != before:
+            changed_at = last
         last = f"{frame.f_code.co_filename}:{frame.f_lineno}: "
         return look
 
     def enter(frame: FrameType, event: str, argument: Any) -> Any:
-        if found or not is_the_users(frame.f_code.co_filename):
+        if changed_at or not is_the_users(frame.f_code.co_filename):
             return None
         return look(frame, event, argument)
 
@@ -199,8 +199,8 @@ def _line_that_changes(probe: Callable[[], object], call: Callable[[], object]) 
     sys.settrace(enter)
     try:
         call()
-    except Exception:  # it is refused in any case
+    except Exception:  # the capture fails anyway
         pass
     finally:
         sys.settrace(tracing)
-    return found
+    return changed_at

@@ -1,4 +1,4 @@
-"""The one way in which a model becomes a graph: torch.export, one node per innermost module."""
+"""Captures a model as a graph by torch.export, with one node per innermost module."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the captured model: made by graph node `node`, called `name` in the fx graph."""
+    """A tensor of the captured model: `name` in the fx graph, computed by graph node `node`."""
 
     name: str
     node: str
@@ -55,7 +55,7 @@ class Value:
 
 @dataclass(frozen=True)
 class OutSpec:
-    """What a model returns: a pytree, and those of its leaves, by number, that are no tensors."""
+    """The structure that a model returns: a pytree, and by index its leaves that are no tensors."""
 
     tree: pytree.TreeSpec
     fixed: Mapping[int, Any]
@@ -65,16 +65,17 @@ class OutSpec:
 class Captured:
     """A model as a graph of nodes over an fx graph of ATen operators.
 
-    `graph` has the structure and the sizes, no times; ids are node1, node2, ... in the order of
-    execution, and the inputs of the model come first as `Input0`, `Input1`, ...
-    `module` has one placeholder for each input tensor of the model (inputs flattened), parameters,
-    buffers and constants as get_attr under their qualified names, and writes in place to buffers
-    only. `owner` gives each fx node (placeholders and operators) its graph node, except for
-    constants, which every piece makes for itself; `values` gives each tensor with an owner its
-    shape. `inputs` and `outputs` are the names of the values that the model takes and returns,
-    `out_spec` the structure in which it returned them.
-    `module_paths` gives each graph node the module it is a call of (a functional operator: the
-    module whose code calls it); `parameters` the qualified names of the parameters it reads.
+    `graph`: structure and sizes, without times. Ids are node1, node2, ... in order of execution;
+    the inputs of the model come first, as `Input0`, `Input1`, ...
+    `module`: the fx graph, with a placeholder for each input tensor (flattened) and parameters,
+    buffers and constants as get_attr under their qualified names. It writes in place only to
+    buffers.
+    `owner`: the graph node of each fx node (placeholders and operators) except constants, which
+    every part of the model computes itself. `values`: each tensor that has an owner.
+    `inputs`, `outputs`: names of the values that the model takes and returns; `out_spec`: the
+    structure that it returns.
+    `module_paths`: the module that each graph node is a call of, or for a functional operator the
+    module that calls it. `parameters`: qualified names of the parameters that each node reads.
     """
 
     graph: Graph
@@ -89,12 +90,12 @@ class Captured:
 
     @property
     def working(self) -> tuple[str, ...]:
-        """The graph nodes but the inputs, in the order of the graph."""
+        """The graph nodes except inputs, in the order of the graph."""
         return tuple(name for name in self.graph.order if not self.graph.nodes[name].is_input)
 
 
 def rebuild(outputs: Sequence[torch.Tensor], out_spec: OutSpec) -> Any:
-    """The structure that a model returns, made of the tensors named in `Captured.outputs`."""
+    """The structure that the model returns, from the tensors named in `Captured.outputs`."""
     tensors, fixed = iter(outputs), out_spec.fixed
     leaves = [
         fixed[index] if index in fixed else next(tensors)
@@ -115,10 +116,10 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     training: bool = True,
 ) -> Captured:
-    """Captures `model`, in training mode or in eval mode, as it runs on these inputs.
+    """Captures `model`, in training or eval mode, as it runs on these inputs.
 
-    Raises UserError with the reason where torch.export cannot capture the model, or what it
-    captures is no fixed sequence of operators on tensors of fixed shapes.
+    Raises UserError with the reason if torch.export cannot capture the model, or if the model is
+    not a fixed sequence of operators on tensors of fixed shapes.
     """
     count = len(args) + len(kwargs or {})
     check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs or {})
@@ -133,7 +134,7 @@ def capture(
     module, outputs, out_spec = _unlift(program, model)
     _check_data_dependence(module, model)
     if (writer := writes_parameter(module)) is not None:
-        reason = "it writes into a parameter, of which a pipeline keeps several versions"
+        reason = "it writes into a parameter, and a pipeline keeps several versions of it"
         raise cannot_capture(
             model, f"{reason}; make it a buffer, or leave it to the optimizer", place_of(writer)
         )
@@ -143,10 +144,10 @@ def capture(
     operators = [node for node in module.graph.nodes if node.op == "call_function"]
     groups = group_by_module([node for node in operators if node not in fixed], module, model)
     if not groups:
-        raise UserError(f"{type(model).__name__} has no operator: there is nothing to measure")
+        raise UserError(f"{type(model).__name__} runs no operator: there is nothing to measure")
     try:
         return _assemble(module, groups, outputs, out_spec)
-    except RuntimeError as error:  # an operator that torch.export took, and that cannot run
+    except RuntimeError as error:  # an operator that can be exported but not run
         raise capture_error(error, model) from error
 
 
@@ -155,7 +156,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         with _suppress_output(), functions_as_operators(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.export.export(model, args, kwargs, strict=False)
-    except (Exception, SystemExit) as error:  # whatever the model's own code raises
+    except (Exception, SystemExit) as error:  # the model's code may raise anything
         raise capture_error(error, model) from error
 
 
@@ -172,7 +173,7 @@ def _suppress_output() -> Iterator[None]:
 
 
 def _check_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:
-    """Raises UserError where a number taken from a tensor, or a shape, depends on the data."""
+    """Raises UserError if a shape, or a number taken from a tensor, depends on the data."""
     for node in module.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             shape = value.shape if isinstance(value, torch.Tensor) else [value]
@@ -183,9 +184,9 @@ def _check_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:
 def _unlift(
     program: ExportedProgram, model: nn.Module
 ) -> tuple[fx.GraphModule, tuple[str, ...], OutSpec]:
-    """The program with parameters, buffers and constants as attributes; its outputs' names.
+    """The program with parameters, buffers and constants as attributes, and its outputs.
 
-    A tied parameter goes by the first of its names, as in `model.named_parameters()`.
+    A tied parameter has the first of its names, as in `model.named_parameters()`.
     """
     held: dict[str, Any] = {**program.state_dict, **program.constants}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -219,7 +220,7 @@ def _unlift(
 
 
 def _user_outputs(program: ExportedProgram) -> tuple[list[str], OutSpec]:
-    """The names of the tensors that the program returns, and what it makes of them."""
+    """The names of the tensors that the program returns, and the structure that they are in."""
     tree = program.call_spec.out_spec
     assert tree is not None
     specs = program.graph_signature.output_specs
@@ -235,7 +236,7 @@ def _user_outputs(program: ExportedProgram) -> tuple[list[str], OutSpec]:
 
 
 def _attach(root: nn.Module, name: str, value: Any) -> None:
-    """Sets `root.a.b.c`, whatever it is: parameter, buffer, constant or submodule."""
+    """Sets `root.a.b.c` to a parameter, buffer, constant or submodule."""
     *path, last = name.split(".")
     for part in path:
         if not hasattr(root, part):
@@ -248,7 +249,7 @@ def _attach(root: nn.Module, name: str, value: Any) -> None:
 
 
 def _drop_dead(module: fx.GraphModule) -> None:
-    """Removes what export leaves behind: assertions, unused values, inputs that are no tensors."""
+    """Removes leftovers of the export: assertions, unused values, inputs that are not tensors."""
     for node in reversed(module.graph.nodes):
         if "_assert" in str(node.target) and not node.users:
             module.graph.erase_node(node)
@@ -261,10 +262,10 @@ def _drop_dead(module: fx.GraphModule) -> None:
 
 
 class _Gradients(fx.Interpreter):
-    """Runs the graph on fake tensors and notes what every operator gives.
+    """Runs the graph on fake tensors and records the result of every operator.
 
-    Every attribute is made fake beforehand: torch would compute with the true value of a number
-    such as batch norm's count of batches, and so count one that never was.
+    Attributes are made fake first. Otherwise torch would compute with real values, and would for
+    example count a batch in batch norm that never ran.
     """
 
     def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
@@ -285,7 +286,7 @@ class _Gradients(fx.Interpreter):
 
 
 def _fake_values(module: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """Every tensor of the graph, without data: shapes, types, and whether a gradient flows."""
+    """Every tensor of the graph as a fake tensor: shape, type, and whether it needs gradients."""
     held = (*module.parameters(), *module.buffers())
     modes = (tensor.fake_mode for tensor in held if isinstance(tensor, FakeTensor))
     mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
@@ -366,14 +367,14 @@ def _graph(
 
 
 def _leaves(node: fx.Node, owner: Mapping[str, str], returned: frozenset[str]) -> bool:
-    """Whether a value is read outside the graph node that makes it."""
+    """Whether a value is read outside the graph node that computes it."""
     return node.name in returned or any(
         owner.get(user.name, owner[node.name]) != owner[node.name] for user in node.users
     )
 
 
 def _parameters_read(known: Set[str], nodes: Iterable[fx.Node]) -> Iterable[str]:
-    """Those of the `known` parameters that these operators read."""
+    """The names among `known` of the parameters that these operators read."""
     for node in nodes:
         for source in node.all_input_nodes:
             if source.op == "get_attr" and source.target in known:

@@ -1,8 +1,8 @@
-"""Models too large for memory: made and captured without data, and real one node at a time.
+"""Captures models larger than memory without data, and gives memory to one node at a time.
 
-On torch's meta device a tensor has a shape and no memory. A model made there is captured as any
-other; its graph and bytes are those of the real one. To be timed, a node is given random
-parameters on the device, which are freed before the next one.
+On torch's meta device a tensor has a shape but no memory. The graph and sizes of a model created
+there equal those of the real one. To be measured, a node gets random parameters on the device,
+which are freed before the next node.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from pipedream.capture.sources.user_code import blame
 from pipedream.graph.errors import UserError
 
 META = torch.device("meta")
-_DEVIATION = 0.02  # of random parameters: small, so that activations stay finite
+_DEVIATION = 0.02  # of random parameters: small enough for finite activations
 _Tree = TypeVar("_Tree")
 
 
 @contextmanager
 def on_meta_device(source: str) -> Iterator[None]:
-    """A factory called in here makes its model on the meta device. Raises UserError."""
+    """Factories called inside create models on the meta device. Raises UserError if they fail."""
     try:
         with META:
             yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{source} cannot be made without memory: {blame(error)}") from error
+        raise UserError(f"{source} cannot be created without memory: {blame(error)}") from error
 
 
 def check_on_meta(source: str, model: nn.Module) -> None:
-    """Raises UserError where the factory has made parameters on a device that it names itself."""
+    """Raises UserError if the factory created parameters on a device of its own."""
     for name, parameter in model.named_parameters():
         if parameter.device != META:
             raise UserError(
-                f"{source} cannot be made without memory: it makes {name} on {parameter.device}; "
-                "leave device= out"
+                f"{source} cannot be created without memory: it creates {name} on "
+                f"{parameter.device}; leave device= out"
             )
 
 
-def with_data(inputs: _Tree) -> _Tree:
-    """Inputs that a factory made on the meta device, on the CPU: see `random_tensor`."""
+def with_memory(inputs: _Tree) -> _Tree:
+    """Replaces inputs on the meta device by those of `random_tensor` on the CPU."""
 
     def real(tensor: Tensor) -> Tensor:
         device = torch.device("cpu") if tensor.device == META else tensor.device
@@ -65,21 +65,21 @@ def with_data(inputs: _Tree) -> _Tree:
 def capture_fake(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
 ) -> Captured:
-    """As `capture`, of a model on the meta device. Raises UserError.
+    """Captures a model on the meta device, like `capture`. Raises UserError.
 
-    What a model does may depend on the device; so its tensors are made fake ones, which say that
-    they are on the CPU, and stay so.
+    Its tensors become fake tensors that claim to be on the CPU, because what a model computes may
+    depend on the device. They stay so.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in fakes:
             with mode:
-                made[id(tensor)] = torch.empty_strided(
+                fakes[id(tensor)] = torch.empty_strided(
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
                 )
-        return made[id(tensor)]
+        return fakes[id(tensor)]
 
     parameters: dict[int, nn.Parameter] = {}  # a tied one stays tied
     for module in model.modules():
@@ -97,7 +97,7 @@ def capture_fake(
 
 
 def random_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Standard normal numbers, or zeros where they are whole: those are indices into anything."""
+    """Standard normal numbers; zeros for integers, which are valid indices into anything."""
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(tuple(shape), dtype=dtype, device=device)
     return torch.zeros(tuple(shape), dtype=dtype, device=device)
@@ -107,8 +107,8 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 def real_node_module(captured: Captured, node: str, device: torch.device) -> Iterator[NodeModule]:
     """A node of a fake model with real memory, like those of `node_modules`, inside the context.
 
-    Parameters are random, buffers zeros, running variances ones; all have memory on `device`, which
-    is given back at the end whoever still holds them. `captured` stays as it is.
+    Parameters are random, buffers zeros, running variances ones. Their memory on `device` is freed
+    at the end even if they are still referenced. `captured` does not change.
     """
     part = segment(captured, [node], keep=captured.outputs)
     made = _make_real(part.module, device)
@@ -123,7 +123,7 @@ def real_node_module(captured: Captured, node: str, device: torch.device) -> Ite
 
 
 def _make_real(module: fx.GraphModule, device: torch.device) -> list[Tensor]:
-    """Puts tensors with memory in place of those without: the piece held the model's very own."""
+    """Replaces the tensors without memory, which belong to the model; returns the new ones."""
     made: list[Tensor] = []
     for part in module.modules():
         for name, parameter in part._parameters.items():

@@ -1,12 +1,11 @@
-"""Writes in place, taken out of a captured graph wherever that changes nothing.
+"""Replaces in-place writes of a captured graph by new values wherever that changes nothing.
 
-A stage may not write into what another stage reads, and autograd refuses a write into a tensor that
-came from outside; so `relu_(x)` becomes `relu(x)` and whoever read x afterwards reads the result.
+A stage must not write into a tensor that another stage reads, and autograd rejects writes into
+inputs. So `relu_(x)` becomes `relu(x)`, and later readers of x read the result.
 
-Buffers are state. Where a model does more with one than write it once, as batch norm does with its
-count, the pass works on a copy, a value like any other, and the buffer gets what has become of it:
-so other stages may read the value, and no later minibatch writes into what the backward pass of an
-earlier one needs.
+Buffers are state. If a model does more with a buffer than one write, as batch norm does with its
+count, the pass works on a copy and the buffer takes over its final value. Other stages can then
+read the copy, and no later minibatch writes into what the backward pass of an earlier one needs.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from torch import fx, nn
 
 
 def make_functional(module: fx.GraphModule) -> None:
-    """Replaces writes in place by new values; leaves those to buffers and to shared memory.
+    """Replaces in-place writes by new values, except those to buffers and to shared memory.
 
-    The last write first: until then its result is one more name of the memory written before.
+    Goes from the last write to the first, since the result of a later write is another name of the
+    memory that earlier ones write.
     """
     for state in module.graph.find_nodes(op="get_attr"):
         _copy_state(state)
@@ -38,8 +38,8 @@ def make_functional(module: fx.GraphModule) -> None:
 
 
 def make_dense(module: fx.GraphModule) -> None:
-    """Takes out `sparse=True` of embeddings: only some optimizers know what to do with gradients
-    like that, and neither sums over replicas nor torch's fused steps do. The values are the same.
+    """Sets `sparse=False` in embeddings: few optimizers, no all-reduce and no fused step support
+    sparse gradients. The values are the same.
     """
     for node in module.graph.nodes:
         if isinstance(node.target, torch._ops.OpOverload):
@@ -50,8 +50,8 @@ def make_dense(module: fx.GraphModule) -> None:
 
 
 def _copy_state(state: fx.Node) -> None:
-    """Has the pass work on a copy of a buffer that it changes, and the buffer take that over."""
-    if isinstance(_held(state), nn.Parameter):
+    """Makes the pass work on a copy of a buffer that it changes, then writes the copy back."""
+    if isinstance(_attribute(state), nn.Parameter):
         return
     memory = _aliases(state)
     writes = [node for node in memory if not memory.isdisjoint(_targets(node))]
@@ -69,30 +69,30 @@ def _copy_state(state: fx.Node) -> None:
     taken.meta = {**last.meta, "val": state.meta.get("val")}
 
 
-def _held(state: fx.Node) -> object:
+def _attribute(state: fx.Node) -> object:
     """The attribute that a get_attr node reads."""
-    held: object = state.graph.owning_module
+    value: object = state.graph.owning_module
     for part in str(state.target).split("."):
-        held = getattr(held, part)
-    return held
+        value = getattr(value, part)
+    return value
 
 
 def writes_parameter(module: fx.GraphModule) -> fx.Node | None:
-    """An operator that writes into a parameter, if there is one."""
+    """An operator that writes into a parameter, or None."""
     for node in module.graph.nodes:
         for target in _targets(node):
             states = (each for each in _aliases(target) if each.op == "get_attr")
-            if any(isinstance(_held(state), nn.Parameter) for state in states):
+            if any(isinstance(_attribute(state), nn.Parameter) for state in states):
                 assert isinstance(node, fx.Node)
                 return node
     return None
 
 
 def writes_shared_memory(module: fx.GraphModule) -> Iterable[set[fx.Node]]:
-    """For each write in place that is left: the operators that see the written memory.
+    """For each remaining in-place write, the operators that use the written memory.
 
-    Those that read it before the write are among them: as stages of their own they would come too
-    late. Of a buffer these are all that read or write it.
+    These include readers before the write, which in another stage would run too late. For a buffer
+    they are all that read or write it.
     """
     before: set[fx.Node] = set()
     for node in module.graph.nodes:
@@ -106,12 +106,12 @@ def writes_shared_memory(module: fx.GraphModule) -> Iterable[set[fx.Node]]:
 
 
 def _targets(node: fx.Node) -> list[fx.Node]:
-    """The values that an operator, or a stretch without gradient, writes into."""
+    """The values that an operator, or a region without gradient, writes into."""
     target = written(node)
     if target is not None:
         return [target]
     parts = [arg for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr"]
-    part = _held(parts[0]) if isinstance(node.target, torch._ops.HigherOrderOperator) else None
+    part = _attribute(parts[0]) if isinstance(node.target, torch._ops.HigherOrderOperator) else None
     if not isinstance(part, fx.GraphModule):
         return []
     given = node.args[node.args.index(parts[0]) + 1 :]
@@ -124,7 +124,7 @@ def _targets(node: fx.Node) -> list[fx.Node]:
 
 
 def written(node: fx.Node) -> fx.Node | None:
-    """The value that an operator writes into: that of its first argument, or None."""
+    """The value that an operator writes into: its first argument, or None."""
     if not isinstance(node.target, torch._ops.OpOverload) or not node.args:
         return None
     first = node.target._schema.arguments[0]
@@ -133,7 +133,7 @@ def written(node: fx.Node) -> fx.Node | None:
 
 
 def _functional(target: object) -> torch._ops.OpOverload | None:
-    """`aten.relu_.default` as `aten.relu.default`, where there is one."""
+    """`aten.relu.default` for `aten.relu_.default`, or None if there is no such operator."""
     assert isinstance(target, torch._ops.OpOverload)
     name = target._schema.name.partition("::")[2].removesuffix("_")
     packet = getattr(torch.ops.aten, name, None)
@@ -141,7 +141,7 @@ def _functional(target: object) -> torch._ops.OpOverload | None:
 
 
 def _read_instead(old: fx.Node, new: fx.Node) -> None:
-    """Lets everything after `new` that reads `old` read `new`."""
+    """Makes everything after `new` that reads `old` read `new` instead."""
     later = False
     for node in old.graph.nodes:
         if later and node in old.users:
@@ -161,15 +161,15 @@ def _shares(write: fx.Node, target: fx.Node) -> bool:
 
 
 def _aliases(value: fx.Node) -> set[fx.Node]:
-    """All values that may lie in the same memory: views of it, what it views, and so on."""
-    found, waiting = {value}, [value]
+    """All values that may share memory with `value`: views of it, what it views, and so on."""
+    aliases, waiting = {value}, [value]
     while waiting:
         node = waiting.pop()
         views = [user for user in node.users if node in _viewed(user)]
-        fresh = {*_viewed(node), *views} - found
-        found |= fresh
+        fresh = {*_viewed(node), *views} - aliases
+        aliases |= fresh
         waiting += fresh
-    return found
+    return aliases
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:

@@ -1,4 +1,4 @@
-"""Which operators form one node: a call of an innermost module, or one functional operator."""
+"""Groups operators into graph nodes: calls of innermost modules, or single functional operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipedream.capture.functionalize import writes_shared_memory
 
 @dataclass
 class OperatorGroup:
-    """The operators of one graph node, in order; `path` is the module whose code called them."""
+    """The operators of one graph node in order; `path` is the module whose code calls them."""
 
     description: str
     path: str
@@ -24,10 +24,10 @@ class OperatorGroup:
 def group_by_module(
     operators: Sequence[fx.Node], module: fx.GraphModule, model: nn.Module
 ) -> list[OperatorGroup]:
-    """Groups these operators of an exported graph, in the order of execution.
+    """Groups these operators of an exported graph, in order of execution.
 
-    A module call is innermost if it calls no module that computes something. Its operators stand
-    together, so the groups are intervals of a topological order and form no cycle.
+    A module call is innermost if it calls no module that runs operators. Its operators are
+    consecutive, so the groups are intervals of a topological order and form no cycle.
     """
     outer = {key for node in operators for key in _calls(node)[:-1]}
     groups: list[OperatorGroup] = []
@@ -49,7 +49,7 @@ def group_by_module(
 
 
 def _calls(node: fx.Node) -> list[str]:
-    """The module calls around an operator, outermost first; a second call has a key of its own."""
+    """Keys of the module calls around an operator, outermost first; each call has its own key."""
     return list(node.meta.get("nn_module_stack") or {})
 
 
@@ -68,7 +68,7 @@ def operator_name(node: fx.Node) -> str:
 
 
 def _join_shared_memory(groups: list[OperatorGroup], module: fx.GraphModule) -> list[OperatorGroup]:
-    """Makes one group of all that reads and writes the same memory, and of what lies between."""
+    """Joins groups that read and write the same memory, and everything between them."""
     of = {node: index for index, group in enumerate(groups) for node in group.nodes}
     for together in writes_shared_memory(module):
         parts = nx.DiGraph(
@@ -92,7 +92,7 @@ def _join_shared_memory(groups: list[OperatorGroup], module: fx.GraphModule) -> 
 
 
 def _in_order(groups: list[OperatorGroup], module: fx.GraphModule) -> list[OperatorGroup]:
-    """Groups in a topological order that keeps to the order of execution where it can."""
+    """The groups in a topological order, close to the order of execution."""
     position = {node: index for index, node in enumerate(module.graph.nodes)}
     of = {node: index for index, group in enumerate(groups) for node in group.nodes}
     parts: nx.DiGraph[int] = nx.DiGraph()

@@ -1,4 +1,4 @@
-"""The loss that a run config names, as a function of what the model returns and the target."""
+"""The loss function that a run config names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Loss = Callable[[Any, Any], Tensor]
 
 
 def load_loss(name: str, directory: Path) -> Loss:
-    """A function of torch.nn.functional by name, `package.module:function`, or `output`.
+    """Loads a function of torch.nn.functional by name, `package.module:function`, or `output`.
 
     `output` is for models that return their own loss, as a scalar or as the first of several
     outputs. Raises UserError if there is no such function.
@@ -26,26 +26,26 @@ def load_loss(name: str, directory: Path) -> Loss:
     if name == "output":
         return _own_loss
     if ":" in name:
-        found = load_function(name, directory)
-        if isinstance(found, type):
+        function = load_function(name, directory)
+        if isinstance(function, type):
             raise UserError(f"loss {name}: this is a class: name a function of (output, target)")
-        return checked(found, name)
-    function = getattr(functional, name, None)
-    if not callable(function) or isinstance(function, type):
+        return checked(function, name)
+    known: Any = getattr(functional, name, None)
+    if not callable(known) or isinstance(known, type):
         raise UserError(
             f"loss {name!r}: torch.nn.functional has no such function; write cross_entropy, "
             "mse_loss, package.module:function, or output"
         )
-    return checked(function, name)
+    return checked(known, name)
 
 
 def checked(function: Callable[..., Any], name: str) -> Loss:
-    """`function`, with a line for the user where it raises, or gives no scalar to learn from."""
+    """Wraps `function` to raise UserError if it fails or returns no scalar to learn from."""
 
     def loss(output: Any, target: Any) -> Tensor:
         with blaming(f"loss {name}"):
             value = function(output, target)
-        return _scalar(value, f"loss {name} gives")
+        return _scalar(value, f"loss {name} returns")
 
     return loss
 
@@ -62,7 +62,7 @@ def _scalar(value: Any, what: str) -> Tensor:
         kind = f"{list(value.shape)} of {str(value.dtype)[6:]}"
         raise UserError(f"{what} a tensor {kind}, not a real scalar: take a mean")
     if torch.is_grad_enabled() and not value.requires_grad:
-        raise UserError(f"{what} what depends on no parameter: nothing could be learned")
+        raise UserError(f"{what} a value that depends on no parameter: there is nothing to learn")
     return value
 
 
@@ -71,7 +71,7 @@ def _values(output: Any) -> Any:
 
 
 def accuracy(output: Any, target: Any) -> tuple[int, int] | None:
-    """How many of how many predictions are right, for logits [..., classes] and targets [...]."""
+    """(correct, total) predictions for logits [..., classes] and targets [...], else None."""
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return None
     if target.is_floating_point() or output.shape[:-1] != target.shape:

@@ -1,4 +1,4 @@
-"""The lower precision that a run config asks for, the same where it is profiled and trained."""
+"""The lower precision of a run config, for profiling and training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def lowered(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Operators in here compute in the type `autocast`, where torch deems that safe."""
+    """A context in which operators compute in the type `autocast` if torch considers that safe."""
     if autocast is None:
         return nullcontext()
     return torch.autocast(device.type, dtype=getattr(torch, autocast))

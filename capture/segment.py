@@ -1,4 +1,4 @@
-"""A piece of a captured model that runs by itself: one node for the profiler, a stage for a run."""
+"""Part of a captured model as a module: a node for the profiler, a stage for a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pipedream.capture.functionalize import written
 
 @dataclass(frozen=True)
 class Segment:
-    """`module(*inputs) -> tuple of outputs`, holding only its own parameters and buffers.
+    """Part of a model: `module(*inputs) -> tuple of outputs`, with its own parameters and buffers.
 
-    `inputs` and `outputs` are names of values of the capture (`captured.values[name]`). Parameters
-    and buffers keep the names they have in the model.
+    `inputs` and `outputs` are names of values (`captured.values[name]`). Parameters and buffers
+    have the same names as in the model.
     """
 
     module: fx.GraphModule
@@ -28,12 +28,12 @@ class Segment:
 
     @property
     def written_buffers(self) -> tuple[str, ...]:
-        """The buffers that a forward pass changes, such as batch norm's statistics."""
+        """The buffers that a forward pass changes, such as the statistics of batch norm."""
         changed = (node for each in self.module.graph.nodes for node in _changed(each))
         return tuple(dict.fromkeys(str(node.target) for node in changed if node.op == "get_attr"))
 
     def to(self, device: torch.device) -> Segment:
-        """Moves parameters, buffers and the device named in `arange` and the like. In place."""
+        """Moves parameters, buffers and `device` arguments of operators to `device`, in place."""
         self.module.to(device)
         for part in self.module.modules():
             if isinstance(part, fx.GraphModule):
@@ -45,10 +45,10 @@ class Segment:
 
 
 def segment(captured: Captured, nodes: Collection[str], keep: Collection[str] = ()) -> Segment:
-    """The piece of `captured` made of the graph nodes `nodes`.
+    """The part of `captured` that consists of the graph nodes `nodes`.
 
-    Its inputs are the values it reads from other nodes, inputs of the model among them, wherever
-    the input's own node stands; its outputs those that other nodes read, and those in `keep`.
+    Its inputs are the values that it reads from other nodes, and inputs of the model. Its outputs
+    are the values that other nodes read, and those in `keep`.
     """
     members = _members(captured, nodes)
     inside = [node for node in captured.module.graph.nodes if node in members]
@@ -76,7 +76,7 @@ def segment(captured: Captured, nodes: Collection[str], keep: Collection[str] = 
 
 
 def _members(captured: Captured, nodes: Collection[str]) -> set[fx.Node]:
-    """The operators of these graph nodes, and the constants that they read."""
+    """The operators of these graph nodes and the constants that they read."""
     operators = [node for node in captured.module.graph.nodes if node.op == "call_function"]
     members = {node for node in operators if captured.owner.get(node.name) in nodes}
     for node in reversed(operators):
@@ -90,7 +90,7 @@ def _leaves(node: fx.Node, members: set[fx.Node]) -> bool:
 
 
 def _changed(node: fx.Node) -> Iterator[fx.Node]:
-    """What an operator writes: its schema says so, but for the statistics of batch norm."""
+    """The values that an operator writes, including statistics of batch norm."""
     target = written(node)
     if target is not None:
         yield target
@@ -102,10 +102,10 @@ def _changed(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def freeze_constants(part: Segment, owned: Collection[str]) -> Segment:
-    """Puts buffers in place of the operators whose names are not in `owned` (`Captured.owner`).
+    """Computes the constants of a segment once and stores them as buffers, in place; returns it.
 
-    Those are the constants that every piece makes for itself. In place; returns `part`. Call it
-    once the segment is on its device.
+    Constants are the operators whose names are not in `owned` (`Captured.owner`). Call this after
+    the segment was moved to its device.
     """
     graph = part.module.graph
     fixed = [node for node in graph.nodes if node.op == "call_function" and node.name not in owned]
@@ -113,7 +113,7 @@ def freeze_constants(part: Segment, owned: Collection[str]) -> Segment:
 
     def value(node: fx.Node) -> Any:
         if node not in made:
-            assert node.op == "get_attr", f"{node} is no constant"
+            assert node.op == "get_attr", f"{node} is not a constant"
             made[node] = operator.attrgetter(str(node.target))(part.module)
         return made[node]
 

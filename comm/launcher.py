@@ -20,7 +20,7 @@ _UNTIL_RANK_0_HAS_SPOKEN = 5.0  # seconds
 
 @dataclass(frozen=True)
 class Place:
-    """Which of the workers this process is, and where they meet."""
+    """The rank of this process as its launcher gave it, and the address where all ranks meet."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""Handwritten digits and a small residual network for them; digits.yaml names both."""
+"""Handwritten digits and a small residual network, used by digits.yaml."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils.data import TensorDataset
 
 
 def data(held_out: float = 0.2, seed: int = 0) -> tuple[TensorDataset, TensorDataset]:
-    """scikit-learn's 1,797 scanned digits: a training set and a held-out one, always the same two.
+    """The 1,797 scanned digits of scikit-learn: (training set, held-out set), split by `seed`.
 
     An example is a float32 image [1, 8, 8] in [0, 1] and its digit, an int64 scalar. Both sets have
-    each digit in the same proportion.
+    the digits in the same proportions.
     """
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
@@ -25,7 +25,7 @@ def data(held_out: float = 0.2, seed: int = 0) -> tuple[TensorDataset, TensorDat
 
 
 class Block(nn.Module):
-    """Two convolutions and a skip around them; keeps the shape [batch, channels, h, w]."""
+    """A residual block of two convolutions; keeps the shape [batch, channels, h, w]."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 def model(channels: int = 32, dropout: float = 0.2) -> nn.Module:
-    """Images [batch, 1, 8, 8] to the logits of ten digits [batch, 10]."""
+    """A network from images [batch, 1, 8, 8] to logits [batch, 10]."""
     return nn.Sequential(
         nn.Conv2d(1, channels, 3, padding=1, bias=False),
         nn.BatchNorm2d(channels),

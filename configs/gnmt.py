@@ -1,8 +1,8 @@
-"""A translator in the shape of GNMT (Wu et al., 2016), and digit strings to turn round; gnmt.yaml.
+"""A translation model like GNMT (Wu et al., 2016) and digit strings to reverse; see gnmt.yaml.
 
-LSTM encoder and decoder; the first encoder layer reads both ways, layers from the third on have a
-skip around them. The bottom decoder layer asks an additive attention over the encoder's output
-(Bahdanau et al., 2015), and what it finds is fed to every decoder layer above and to the
+LSTM encoder and decoder: the first encoder layer is bidirectional, and layers from the third on are
+residual. The output of the first decoder layer is the query of an additive attention over the
+encoder's output (Bahdanau et al., 2015); its result goes to all later decoder layers and to the
 projection.
 """
 
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-BEGIN = 0  # what the decoder reads first; digits are 1 to 10
+BEGIN = 0  # the first decoder input; digits are 1 to 10
 
 
 def data(
     length: int = 8, examples: int = 4096, held_out: float = 0.1, seed: int = 0
 ) -> tuple[TensorDataset, TensorDataset]:
-    """Random digit strings and the same from right to left.
+    """Random digit strings and their reverses: (training set, held-out set).
 
-    An example is ((source, decoder input), target), each int64 [length]: teacher forcing, so the
-    decoder reads the target one place late. No held-out string is trained on.
+    An example is ((source, decoder input), target), each int64 [length], for teacher
+    forcing: the decoder reads the target shifted by one. The sets share no strings.
     """
     random = torch.Generator().manual_seed(seed)
     source = torch.randint(1, 11, (examples, length), generator=random).unique(dim=0)
@@ -47,9 +47,9 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """An LSTM over [batch, length, width in] to [batch, length, width], a skip where asked for.
+    """An LSTM from [batch, length, inputs] to [batch, length, width], residual with `skip`.
 
-    With `context` its input is that and x, side by side; the skip is around x.
+    `context` is concatenated to the input x; the residual connection is around x.
     """
 
     def __init__(self, inputs: int, width: int, dropout: float, skip: bool) -> None:
@@ -65,7 +65,7 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Tokens [batch, length] to [batch, length, width]: one layer both ways, the others one."""
+    """Tokens [batch, length] to [batch, length, width]; the first layer is bidirectional."""
 
     def __init__(self, vocabulary: int, width: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Encoder(nn.Module):
 
 
 class Attention(nn.Module):
-    """v . tanh(query + key): for each query [batch, asked, width] a mean of `found`."""
+    """Additive attention, with scores v . tanh(query + key)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -93,15 +93,15 @@ class Attention(nn.Module):
         self.key = nn.Linear(width, width)
         self.score = nn.Linear(width, 1, bias=False)
 
-    def forward(self, asking: Tensor, found: Tensor) -> Tensor:
-        """`found` is [batch, length, width]; the result is as `asking`."""
-        together = self.query(asking).unsqueeze(2) + self.key(found).unsqueeze(1)
-        weights = self.score(together.tanh()).squeeze(-1).softmax(dim=-1)
-        return weights @ found
+    def forward(self, queries: Tensor, values: Tensor) -> Tensor:
+        """Means of `values` [batch, length, width] for `queries` [batch, target, width]."""
+        scores = self.query(queries).unsqueeze(2) + self.key(values).unsqueeze(1)
+        weights = self.score(scores.tanh()).squeeze(-1).softmax(dim=-1)
+        return weights @ values
 
 
 class Decoder(nn.Module):
-    """What has been said so far [batch, asked], and the encoder's output, to logits."""
+    """Decoder input [batch, target] and the encoder's output to logits [batch, target, words]."""
 
     def __init__(self, vocabulary: int, width: int, layers: int, dropout: float) -> None:
         super().__init__()
@@ -113,9 +113,9 @@ class Decoder(nn.Module):
         )
         self.project = nn.Linear(2 * width, vocabulary)
 
-    def forward(self, read: Tensor, found: Tensor) -> Tensor:
+    def forward(self, read: Tensor, encoded: Tensor) -> Tensor:
         x = self.first(self.embed(read))
-        context = self.attention(x, found)
+        context = self.attention(x, encoded)
         for layer in self.layers:
             x = layer(x, context)
         return self.project(torch.cat((x, context), dim=-1))
@@ -136,8 +136,8 @@ class Gnmt(nn.Module):
 def model(
     vocabulary: int = 11, width: int = 64, layers: int = 3, dropout: float = 0.0
 ) -> nn.Module:
-    """GNMT of so many encoder and so many decoder layers, at least 2.
+    """GNMT with `layers` encoder and `layers` decoder layers, at least 2.
 
-    `vocabulary=32000, width=1024, layers=8, dropout=0.2` has the size of the published one.
+    The published model has `vocabulary=32000, width=1024, layers=8, dropout=0.2`.
     """
     return Gnmt(vocabulary, width, layers, dropout)

@@ -1,9 +1,8 @@
-"""NASNet-A, a network of wide cells found by search, and digits large enough for it; nasnet_a.yaml
-names both.
+"""NASNet-A, a network of cells found by architecture search, and enlarged digits; nasnet_a.yaml.
 
-After Zoph, Vasudevan, Shlens and Le, Learning Transferable Architectures for Scalable Image
-Recognition, CVPR 2018: the cells of figure 4, put together as in figure 2 and section 4. Without
-the auxiliary classifier, and without dropping paths, which the mobile network does not do.
+Zoph, Vasudevan, Shlens and Le: Learning Transferable Architectures for Scalable Image Recognition,
+CVPR 2018. The cells are those of figure 4, combined as in figure 2 and section 4, without the
+auxiliary classifier and without DropPath, which the mobile network does not use.
 """
 
 from __future__ import annotations
@@ -20,9 +19,11 @@ PREVIOUS, CURRENT = 0, 1
 
 
 class Recipe(NamedTuple):
-    """What a cell computes. Its states are the outputs of the cell before the last and of the last
-    one, then those of its own `blocks`, numbered in that order; a block adds two operations, each
-    with the state it reads. The output is the states `kept`, side by side.
+    """The operations of a cell.
+
+    States are the outputs of the two previous cells, older first, then those of `blocks`, numbered
+    in this order. A block adds the results of two operations, each given with the state it reads.
+    The output concatenates the states `kept`.
     """
 
     blocks: tuple[tuple[str, int, str, int], ...]
@@ -52,7 +53,7 @@ REDUCTION = Recipe(
 
 
 class Enlarged(Dataset[tuple[Tensor, Tensor]]):
-    """Grey images [1, h, w] as coloured ones [3, size, size], made when they are asked for."""
+    """Grey images [1, h, w], enlarged on access to colour images [3, size, size]."""
 
     def __init__(self, small: TensorDataset, size: int) -> None:
         self.small = small
@@ -68,7 +69,7 @@ class Enlarged(Dataset[tuple[Tensor, Tensor]]):
 
 
 def data(size: int = 224) -> tuple[Enlarged, Enlarged]:
-    """scikit-learn's digits as images [3, size, size]: to train on, and held out."""
+    """The digits of scikit-learn as images [3, size, size]: (training set, held-out set)."""
     train, held_out = digits()
     return Enlarged(train, size), Enlarged(held_out, size)
 
@@ -82,7 +83,7 @@ def pointwise(channels: int, width: int) -> nn.Module:
 
 
 def separable(channels: int, width: int, size: int, stride: int) -> nn.Module:
-    """A depthwise and a pointwise convolution, twice; the stride is the first one's."""
+    """Two depthwise separable convolutions; the first has the stride."""
     layers: list[nn.Module] = []
     for inside, step in ((channels, stride), (width, 1)):
         layers += [
@@ -107,8 +108,9 @@ def operation(name: str, channels: int, width: int, stride: int) -> nn.Module:
 
 
 class Halve(nn.Module):
-    """[batch, channels, h, w] to [batch, width, h / 2, w / 2], rounded up: half of the channels
-    from the even pixels, half from the odd ones.
+    """Halves height and width, rounding up: [batch, channels, h, w] to [batch, width, h/2, w/2].
+
+    Half of the output channels come from the even pixels, half from the odd ones.
     """
 
     def __init__(self, channels: int, width: int) -> None:
@@ -124,10 +126,10 @@ class Halve(nn.Module):
 
 
 class Cell(nn.Module):
-    """Reads the outputs of the two cells before it and gives `out` channels.
+    """A cell that reads the outputs of the two previous cells and has `out` output channels.
 
-    `channels`: of these two; `halve`: whether the first of them is twice as large in height and
-    width. `first`: there is only one, which stands for both.
+    `channels`: of these two outputs. `halve`: the first of them has twice the height and width.
+    `first`: there is one previous output, used as both.
     """
 
     def __init__(
@@ -190,11 +192,11 @@ class NasNet(nn.Module):
 
 
 def mobile(stem: int = 32, features: int = 1056, cells: int = 4, classes: int = 1000) -> nn.Module:
-    """NASNet-A (4 @ 1056), the mobile network: `cells` normal ones in each of three stacks.
+    """NASNet-A (4 @ 1056), the mobile network, with `cells` normal cells in each of three stacks.
 
-    `stem`: channels of the first convolution; `features`: those before the classifier, a multiple
-    of 96. Its inputs are meant to be [batch, 3, 224, 224].
+    `stem`: channels of the first convolution. `features`: channels before the classifier, a
+    multiple of 96. Inputs are [batch, 3, 224, 224].
     """
     if features % 96:
-        raise ValueError(f"features={features}: give a multiple of 96, as 1056")
+        raise ValueError(f"features={features}: give a multiple of 96, such as 1056")
     return NasNet(stem, features // 24, cells, classes)

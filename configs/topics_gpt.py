@@ -1,4 +1,4 @@
-"""A byte-level GPT and the English text of Python's own help topics; topics.yaml names both."""
+"""A byte-level GPT and the text of Python's help topics, used by topics.yaml."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ BYTES = 256
 
 
 def data(length: int = 64, held_out: float = 0.1) -> tuple[TensorDataset, TensorDataset]:
-    """The text cut into windows of `length` bytes: the beginning to train on, the end held out.
+    """The text in windows of `length` bytes: (training set, held-out set), split near the end.
 
     An example is a window and the same window one byte later, both int64 [length]: the model learns
-    to name the next byte at each position. Windows do not overlap.
+    to predict the next byte at each position. Windows do not overlap.
     """
     text = "\n".join(topics[name] for name in sorted(topics))
     stream = torch.tensor(list(text.encode()), dtype=torch.int64)
@@ -31,10 +31,7 @@ def data(length: int = 64, held_out: float = 0.1) -> tuple[TensorDataset, Tensor
 
 
 def loss(logits: Tensor, following: Tensor) -> Tensor:
-    """Mean cross entropy in nats for each byte.
-
-    The logits are [batch, length, 256], the bytes that really follow [batch, length].
-    """
+    """Mean cross entropy in nats per byte, of logits [batch, length, 256] and the next bytes."""
     return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
@@ -57,7 +54,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer network for each position, each with a skip around it."""
+    """A transformer block: attention, then a two-layer network, both residual."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

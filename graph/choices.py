@@ -1,21 +1,21 @@
-"""The choices that options, plan.json and run configs share, by name."""
+"""The names that options, plan.json and run configs share."""
 
 from __future__ import annotations
 
 from typing import Literal, TypeAlias, get_args
 
 ScheduleName: TypeAlias = Literal["weight-stashing", "vertical-sync", "2bw", "flush", "gpipe"]
-"""`pipedream.schedule.policy` has what each of them says."""
+"""Each is explained in `pipedream.schedule.policy`."""
 
 MICROBATCHES = 4
-"""Minibatches of one update, for the schedules that make one for several, where nobody says."""
+"""Default number of minibatches per update, for schedules that update once for several."""
 
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 OptimizerName: TypeAlias = Literal["sgd", "momentum", "adam"]
-"""Whose state takes memory: none, one or two tensors for each parameter."""
+"""They keep no, one or two tensors of state for each parameter."""
 
 Recompute: TypeAlias = Literal["never", "auto", "always"]
 
 InFlight: TypeAlias = Literal["useful", "least"]
-"""As many minibatches in flight as keep the pace, or PipeDream's number."""
+"""Minibatches in flight: as many as still raise the throughput, or PipeDream's number."""

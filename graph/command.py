@@ -1,4 +1,4 @@
-"""How every tool of the house speaks to its user when something is wrong."""
+"""The click command class of the three tools: one-line errors, and --help under headings."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from typing import Any, NoReturn
 
 import click
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""A write that fails names no file, and is nobody's mistake in the code."""
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Failed writes with these codes carry no file name."""
 
 
 class FiniteRange(click.FloatRange):
-    """A range of numbers that has neither nan nor inf in it."""
+    """A range of floating-point numbers without nan and inf."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
-            self.fail(f"{value} is no finite number", param, ctx)
+            self.fail(f"{value} is not a finite number", param, ctx)
         return number
 
 
 class Command(click.Command):
-    """A click command whose every error is one line: `pd-optimize: what is wrong`.
+    """A click command that reports every error in one line: `pd-optimize: what is wrong`.
 
     `groups`: options, by their Python names, that --help lists under headings of their own.
     `examples`: command lines that --help shows before the options, as they are typed.
@@ -74,17 +74,17 @@ class Command(click.Command):
         except OSError as error:
             if error.filename is not None:
                 _fail(self.name, f"{error.filename}: {error.strerror}", 2)
-            if error.errno not in _NO_ROOM:
+            if error.errno not in _DISK_FULL:
                 raise
-            _fail(self.name, f"{error.strerror}: make room for what is written", 2)
+            _fail(self.name, f"{error.strerror}: free some disk space", 2)
         sys.exit(code if isinstance(code, int) else 0)
 
 
 class Calculation(Command):
-    """A command that leaves nothing behind: Ctrl-C ends it at once.
+    """A command without side effects, which Ctrl-C ends at once.
 
-    An exception would not do: where it comes up between compiled code and Python, other exceptions
-    take its place, or it is lost.
+    KeyboardInterrupt is not enough: raised between compiled code and Python, it may be replaced by
+    another exception or lost.
     """
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -1,4 +1,4 @@
-"""A picture of a model graph: one box for each node, in the colour of its stage or by its time."""
+"""A picture of a model graph: a box per node, coloured by stage or by share of the time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import graphviz
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.units import show_bytes, show_seconds
 
-# Paul Tol's "light" scheme: told apart by the colour-blind, and black text reads well on all.
-# Ordered so that neighbours differ most; the tenth stage begins anew.
+# Paul Tol's "light" scheme: colour-blind readers can tell the colours apart, and black text is
+# readable on all of them. Ordered so that neighbours differ most; the tenth stage starts over.
 STAGE_COLOURS = (
     "#77AADD",
     "#EEDD88",
@@ -27,9 +27,8 @@ STAGE_COLOURS = (
     "#AAAA00",
 )
 
-# What part of all time a node takes, from which share on in which colour: one hue, lighter to
-# darker, so that it reads in grey, too. Each step is about three times the last: few nodes of a
-# model weigh much, and of 400 nodes all but those weigh about a quarter of a percent.
+# The colour from each share of the total time on: one hue, light to dark, so that it also reads in
+# grey. Each step is about three times the last, since few nodes take much of the time.
 HEAT = (
     (0.0, "#FFFFFF"),
     (0.001, "#FFF1DC"),
@@ -40,12 +39,12 @@ HEAT = (
     (0.3, "#7A2B00"),
 )
 _DARK = 0.1
-"""From this share on the text is white."""
+"""From this share on, the text is white."""
 
-# dot's work grows with the length of the edges, counted in ranks that they pass, and much faster
-# than linearly. Up to PLAIN_LENGTH it draws curves in about a second (NASNet: 1,468 edges of length
-# 3,783). Beyond, straight lines and a coarser search take 3 s for DenseNet-121 (966 edges of length
-# 27,818) instead of 23 s; beyond MOST_EDGES or LONGEST even those take many seconds.
+# The time of dot grows faster than linearly with the total length of the edges, counted in ranks.
+# Up to PLAIN_LENGTH it draws curves in about a second (NASNet: 1,468 edges of length 3,783). Above,
+# straight lines and a coarser search take 3 s for DenseNet-121 (966 edges of length 27,818) instead
+# of 23 s; above MOST_EDGES or LONGEST even they take many seconds.
 PLAIN_LENGTH = 5_000
 LONGEST = 50_000
 MOST_EDGES = 3_000
@@ -55,12 +54,11 @@ _WIDEST_LABEL = 44
 
 
 def draw(graph: Graph, path: Path, title: str = "") -> Path:
-    """Draws `graph` as `path`.svg, or `path`.gv where dot is missing or the graph too large for it.
+    """Draws `graph` as `path`.svg, or writes `path`.gv if dot is missing or the graph is too large.
 
-    `path` has no suffix; returns the file written. Nodes with stages are coloured by stage, each
-    stage in a frame of its own. Otherwise a node is the darker the larger its share of the compute
-    time (`HEAT`), and a legend below the title tells how much. See `why_text` for the caller's line
-    on a .gv.
+    `path` has no suffix; returns the file written. If nodes have stages, each stage has a frame and
+    a colour. Otherwise nodes are darker the larger their share of the compute time (`HEAT`), with a
+    legend below the title. `why_text` explains a .gv to the user.
     """
     picture = _digraph(graph, title)
     svg, text = (path.parent / (path.name + suffix) for suffix in (".svg", ".gv"))
@@ -75,13 +73,13 @@ def draw(graph: Graph, path: Path, title: str = "") -> Path:
 
 
 def why_text(graph: Graph, written: Path) -> str | None:
-    """One line for the user when `draw` has left the text `written`; None when it is a picture."""
+    """One line for the user if `draw` wrote text (.gv) instead of a picture, else None."""
     if written.suffix != ".gv":
         return None
     if shutil.which("dot") is None:
         reason = "the dot program is not installed (it comes with graphviz)"
     elif not _can_lay_out(graph):
-        reason = f"{len(graph.edges)} edges over {_length(graph)} ranks can take dot minutes"
+        reason = f"{len(graph.edges)} edges over {_length(graph)} ranks may take dot minutes"
     else:
         reason = "the dot program could not lay it out"
     return f"{reason}; to draw it: dot -Tsvg -O {written}"
@@ -93,7 +91,7 @@ def _can_lay_out(graph: Graph) -> bool:
 
 
 def _length(graph: Graph) -> int:
-    """How many ranks all edges pass together, a node's rank being the longest way to it."""
+    """The ranks that all edges span together; the rank of a node is the longest path to it."""
     rank: dict[str, int] = {}
     for name in graph.order:
         rank[name] = max((rank[source] + 1 for source in graph.predecessors[name]), default=0)
@@ -113,7 +111,7 @@ def _digraph(graph: Graph, title: str) -> graphviz.Digraph:
     picture.attr(rankdir="TB", fontname="Helvetica", nodesep="0.2", **coarse)
     picture.attr("node", shape="box", style="filled", fontname="Helvetica", fontsize="10")
     picture.attr("edge", arrowsize="0.6", color="#555555")
-    # Names of our own: an id may hold a colon, which dot takes for a port.
+    # dot would read a colon in an id as a port.
     names = {node: f"n{index}" for index, node in enumerate(graph.nodes)}
     shares = _shares(graph)
     picture.attr(label=_title(title, bool(shares)), labelloc="t", fontsize="16")
@@ -135,9 +133,7 @@ def _digraph(graph: Graph, title: str) -> graphviz.Digraph:
 
 
 def _shares(graph: Graph) -> dict[str, float]:
-    """What part of the compute time each node takes that is no input; none with stages, or without
-    times.
-    """
+    """The share of the compute time of each node but inputs; empty with stages or without times."""
     seconds = {node.id: _seconds(node) for node in graph.nodes.values() if not node.is_input}
     whole = sum(seconds.values())
     if not whole or any(node.stage is not None for node in graph.nodes.values()):
@@ -154,7 +150,7 @@ def _stage_colour(stage: int | None) -> str:
 
 
 def _heat(share: float) -> dict[str, str]:
-    """Colours of a box, or of the legend's cell, for a share of the time."""
+    """The colours of a box or of a cell of the legend for a share of the time."""
     _, colour = HEAT[bisect_right(HEAT, share, key=lambda step: step[0]) - 1]
     return {"fillcolor": colour} | ({"fontcolor": "#FFFFFF"} if share >= _DARK else {})
 
@@ -173,14 +169,14 @@ def _title(title: str, with_legend: bool) -> str:
 
 
 def _cell(text: str, colours: Mapping[str, str]) -> str:
-    """A small one, framed where it is of a colour."""
+    """A cell in small type, framed if it has a colour."""
     look = f' BORDER="1" BGCOLOR="{colours["fillcolor"]}"' if colours else ""
     ink = colours.get("fontcolor", "#000000")
     return f'<TD{look}><FONT POINT-SIZE="10" COLOR="{ink}">{text}</FONT></TD>'
 
 
 def _label(node: Node, share: float | None) -> str:
-    """Three lines at most: id and description, times, sizes; those that are zero are left out."""
+    """Up to three lines: id and description, times, sizes; zeros are left out."""
     what = node.description
     if len(what) > _WIDEST_LABEL:
         what = what[: _WIDEST_LABEL - 3].rstrip() + "..."
@@ -192,7 +188,7 @@ def _label(node: Node, share: float | None) -> str:
     sizes = [("out", node.output_bytes), ("parameters", node.parameter_bytes)]
     lines.append(", ".join(f"{what} {show_bytes(size)}" for what, size in sizes if size))
     text = "\\n".join(graphviz.escape(line) for line in lines if line)
-    label: str = graphviz.nohtml(text)  # else a label in angle brackets is read as HTML
+    label: str = graphviz.nohtml(text)  # otherwise a label in angle brackets is HTML
     return label
 
 

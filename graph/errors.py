@@ -1,4 +1,4 @@
-"""One line for what a user has to mend, and the files that are read and checked for it."""
+"""One-line errors for mistakes of the user, and JSON and YAML files read and checked."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _TEXT = "tag:yaml.org,2002:str"
 
 
 class UserError(click.ClickException):
-    """Something the user can mend: one line, exit code 2, no traceback.
+    """A mistake that the user can fix: printed as one line without traceback, exit code 2.
 
-    The message names the file and line or the option, what is wrong and what to do.
+    The message names the file and line, or the option; what is wrong; and what to do.
     """
 
     exit_code = 2
@@ -36,8 +36,8 @@ class ArtifactModel(BaseModel):
 
 
 class _Yaml(yaml.SafeLoader):
-    """YAML as people write it: `1e-3` is a number (YAML 1.1 calls it a string, 1.2 does not), and
-    a field that is given twice is a mistake (the parser would take the last).
+    """YAML as people write it: `1e-3` is a number, as in YAML 1.2 (in YAML 1.1 it is a string), and
+    a field that is given twice is an error (PyYAML takes the last).
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -45,7 +45,7 @@ class _Yaml(yaml.SafeLoader):
         for key, _ in node.value:
             if key.tag == _TEXT and key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"{key.value} is there twice: leave one of them out",
+                    problem=f"{key.value} is given twice: remove one of them",
                     problem_mark=key.start_mark,
                 )
             seen.add(key.value)
@@ -77,10 +77,10 @@ def read_artifact(path: Path, model: type[Model]) -> Model:
     except RecursionError as error:
         raise UserError(f"{path}:1: nested too deeply") from error
     if not isinstance(data, dict):
-        found = "nothing" if data is None else f"a {type(data).__name__}"
-        raise UserError(f"{path}:1: expected named fields, found {found}")
+        content = "nothing" if data is None else f"a {type(data).__name__}"
+        raise UserError(f"{path}:1: expected named fields, found {content}")
     if "format" in model.model_fields and "format" not in data:
-        raise UserError(f"{path}:1: format: is missing")
+        raise UserError(f"{path}:1: format: is missing: is this the right file?")
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -104,14 +104,14 @@ def _parse_yaml(path: Path, text: str) -> Any:
         line = 1 if mark is None else mark.line + 1
         what = getattr(error, "problem", None) or "not YAML"
         raise UserError(f"{path}:{line}: {what}") from error
-    except ValueError as error:  # a date that no calendar has
+    except ValueError as error:  # an impossible date
         raise UserError(f"{path}:1: not YAML: {error}") from error
 
 
 def _line(text: str, error: ValidationError) -> str:
-    """`:LINE` of the field that is wrong, or of those it is missing among. JSON is YAML, too.
+    """`:LINE` of the wrong field, or of the fields among which one is missing; JSON is also YAML.
 
-    Nothing where the fault is in no field, or the text (a JSON one) does not read as YAML.
+    Empty if the error is in no field, or if the text (JSON) cannot be read as YAML.
     """
     where = error.errors()[0]["loc"]
     try:
@@ -140,17 +140,17 @@ def _first(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _instead(where: Sequence[str | int], model: type[BaseModel]) -> str:
-    """The fields that there are, where the last name of `where` is none; the likely one first."""
+    """A hint for an unknown field, the last of `where`: the closest name, or all names."""
     *outer, name = where
     for part in outer:
         if isinstance(part, str) and part in model.model_fields:
-            found = _models(model.model_fields[part].annotation)
-            if len(found) != 1:
+            inner = _models(model.model_fields[part].annotation)
+            if len(inner) != 1:
                 return ""
-            (model,) = found
+            (model,) = inner
     names = sorted(model.model_fields)
     close = get_close_matches(str(name), names, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(names)}"
+    return f"; did you mean {close[0]}?" if close else f"; known fields: {', '.join(names)}"
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
@@ -160,51 +160,49 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     return [model for inner in get_args(annotation) for model in _models(inner)]
 
 
-_AS_IT_IS = {
+_FIXED_TEXT = {
     "missing": "is missing",
-    "extra_forbidden": "there is no such field",
+    "extra_forbidden": "unknown field",
     "string_too_short": "is empty",
 }
 
-_WITH_INPUT = {
-    "literal_error": "{found} is not known here: write {expected}",
+_TEXT_WITH_INPUT = {
+    "literal_error": "{found} is not one of the choices: write {expected}",
     "greater_than": "{found} is too small: give more than {gt}",
     "greater_than_equal": "{found} is too small: give {ge} or more",
     "less_than": "{found} is too large: give less than {lt}",
     "less_than_equal": "{found} is too large: give {le} or less",
-    "finite_number": "{found} is no finite number",
-    "int_type": "{found} is no whole number",
-    "int_parsing": "{found} is no whole number",
-    "int_from_float": "{found} is no whole number",
-    "float_type": "{found} is no number",
-    "float_parsing": "{found} is no number",
+    "finite_number": "{found} is not a finite number",
+    "int_type": "{found} is not a whole number",
+    "int_parsing": "{found} is not a whole number",
+    "int_from_float": "{found} is not a whole number",
+    "float_type": "{found} is not a number",
+    "float_parsing": "{found} is not a number",
     "bool_type": "{found} is neither true nor false",
     "bool_parsing": "{found} is neither true nor false",
-    "string_type": "{found} is no text",
-    "dict_type": "{found} is no set of named fields",
-    "model_type": "{found} is no set of named fields",
-    "list_type": "{found} is no list",
-    "tuple_type": "{found} is no list",
+    "string_type": "{found} is not text",
+    "dict_type": "{found} is not a set of named fields",
+    "model_type": "{found} is not a set of named fields",
+    "list_type": "{found} is not a list",
+    "tuple_type": "{found} is not a list",
     "too_short": "{found} is too short: give {min_length} or more",
     "too_long": "{found} is too long: give {max_length} or fewer",
 }
 
 
 def worded(error: ErrorDetails) -> str:
-    """One finding of a ValidationError, without the field's name; pydantic's own words where it
-    is of a kind that our files do not meet.
-    """
+    """The text of one error of a ValidationError, without the name of the field."""
     kind = error["type"]
-    if kind in _AS_IT_IS:
-        return _AS_IT_IS[kind]
-    if kind not in _WITH_INPUT:
+    if kind in _FIXED_TEXT:
+        return _FIXED_TEXT[kind]
+    if kind not in _TEXT_WITH_INPUT:
         return error["msg"].removeprefix("Value error, ")
     if error["input"] is None:
         return "is empty"
     limits: Mapping[str, Any] = error.get("ctx", {})
-    return _WITH_INPUT[kind].format(found=_shown(error["input"]), **limits)
+    return _TEXT_WITH_INPUT[kind].format(found=_shown(error["input"]), **limits)
 
 
 def _shown(value: Any) -> str:
-    """As it stands in YAML, more or less."""
+    """The value roughly as it is written in YAML."""
     return str(value).lower() if isinstance(value, bool) else shortened(value)

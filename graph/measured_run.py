@@ -1,4 +1,4 @@
-"""measured.json: what the passes of a run took, stage by stage. `pipedream-measured/1`."""
+"""measured.json: the measured times of a run, rank by rank. Format `pipedream-measured/1`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from pipedream.graph.plan import Amount, Plan
 from pipedream.graph.profile import Quartiles
 
 MEASURED = "measured.json"
-"""Its name in the run's folder."""
+"""File name in the folder of the run."""
 
 
 class MeasuredRank(ArtifactModel):
-    """One rank, in the steady part of the run: so many `minibatches` and `updates` were counted.
+    """Times of one rank in the steady state of the run, over `minibatches` and `updates`.
 
-    `forward` and `backward` are of one minibatch. In the last stage the loss is within both; where
-    the plan has `recompute` for the stage, `backward` has the second forward pass in it. `update`
-    is one step of the optimizer, `all_reduce` what it waits for the sum of a round of gradients.
-    `sending` and `waiting`: what handing over, and getting, the messages of one minibatch took.
-    None where there were none.
+    `forward` and `backward`: seconds per minibatch, in the last stage with the loss; `backward`
+    includes the second forward pass if the stage recomputes. `update`: one step of the optimizer.
+    `all_reduce`: waiting for the sum of one round of gradients. `sending`, `waiting`: handing over
+    and waiting for the messages of one minibatch. None if there were none.
     """
 
     rank: int = Field(ge=0)
@@ -40,20 +39,18 @@ class MeasuredRank(ArtifactModel):
 
     @property
     def busy_seconds(self) -> float:
-        """Passes and its part of an update, of one of the rank's own minibatches."""
+        """Seconds of the passes and of a share of the update, per minibatch of the rank."""
         passes = self.forward.median + self.backward.median
         step = 0.0 if self.update is None else self.update.median
         return passes + step * self.updates / self.minibatches
 
 
 class MeasuredRun(ArtifactModel):
-    """A run on the CPU or on GPUs, in minibatches of `batch_size` examples; and its plan.
+    """The measured times of a run, with its plan.
 
-    On a GPU a pass is timed when it is given to the device, not when it is done. `threads`: of
-    torch, for one operator on the CPU. `schedule` is the one that was trained with.
-    `seconds_per_minibatch`: of the whole pipeline, while it did the minibatches that were counted.
-    `plan` has the nodes of each stage and the fingerprint of the graph; what it names by a path is
-    meant from the run's folder.
+    On a GPU, times are those of launching a pass, not of executing it. `threads`: CPU threads of
+    one operator. `seconds_per_minibatch`: of the whole pipeline in the steady state. Paths in
+    `plan` are relative to the folder of the run.
     """
 
     format: Literal["pipedream-measured/1"] = "pipedream-measured/1"
@@ -72,18 +69,18 @@ class MeasuredRun(ArtifactModel):
             for stage, members in enumerate(self.plan.process_ranks)
             for replica, rank in enumerate(members)
         }
-        told = [(rank.rank, rank.stage, rank.replica) for rank in self.ranks]
-        if sorted(told) != sorted(workers):
+        measured = [(rank.rank, rank.stage, rank.replica) for rank in self.ranks]
+        if sorted(measured) != sorted(workers):
             raise ValueError("the ranks are not those of the plan")
         return self
 
     def of_stage(self, stage: int) -> tuple[MeasuredRank, ...]:
-        """Its replicas."""
+        """The ranks of a stage."""
         return tuple(rank for rank in self.ranks if rank.stage == stage)
 
     @property
     def slowest(self) -> tuple[int, float]:
-        """The stage that computes longest for each minibatch of the pipeline, and how long."""
+        """The stage with the most compute time per minibatch of the pipeline, and its seconds."""
         busy = {
             rank.stage: rank.busy_seconds / self.plan.stages[rank.stage].replicas
             for rank in sorted(self.ranks, key=lambda rank: rank.busy_seconds)

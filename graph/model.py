@@ -1,8 +1,8 @@
-"""The model graph: what each layer costs and who feeds whom; graph.txt is its text.
+"""The model graph: the cost of each layer and the edges between layers. graph.txt is its text form.
 
-graph.txt is PipeDream's format (seeds/004, section 1.1): one line for each node, then a tab and
-`ID -- ID` for each edge. Read leniently (blank lines, any order, missing final newline), written
-canonically. Milliseconds live here and nowhere else.
+graph.txt has PipeDream's format (SOSP 2019): a line for each node, then a tab and `ID -- ID` for
+each edge. Reading is lenient (blank lines, any order, missing final newline), writing canonical.
+It is the only file in milliseconds.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import networkx as nx
 from pipedream.graph.errors import UserError, read_text
 
 _TOO_LARGE = 1e100
-"""No time and no size is: sums and products of what is less stay finite."""
+"""An upper limit for times and sizes, so that their sums and products stay finite."""
 
 _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 
 
 @dataclass(frozen=True)
 class Node:
-    """One layer or operator.
+    """One layer or operator. Times are in seconds and sizes in bytes, for one minibatch.
 
-    `activation_bytes` holds one entry for each output tensor; `several_outputs` says that the text
-    form is a list, even of one. Times in seconds, sizes in bytes, for one minibatch.
+    `activation_bytes` has one entry for each output tensor; with `several_outputs` the text form is
+    a list, even of one entry.
     """
 
     id: str
@@ -45,9 +45,9 @@ class Node:
 
     @property
     def is_input(self) -> bool:
-        """A source of data, not of work: it costs nothing and sits in the first stage.
+        """Whether this is an input of the model: free of cost, and placed in the first stage.
 
-        `Input`, `Input0` and the like; the caller checks that nothing feeds it.
+        Recognised by its description, such as `Input0`. The caller checks that it has no inputs.
         """
         return self.description.startswith("Input")
 
@@ -62,10 +62,10 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """Nodes in the order of their file, and edges likewise; acyclic.
+    """An acyclic graph; nodes and edges are in the order of the file.
 
-    `size_decimals` is how many decimals the text form gives to activation sizes: PipeDream's own
-    profiles have three (images) or one (translation).
+    `size_decimals`: the decimals of activation sizes in the text form. PipeDream's own profiles
+    have three (image models) or one (translation).
     """
 
     nodes: Mapping[str, Node]
@@ -90,9 +90,9 @@ class Graph:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """A topological order; ties follow the file, so it is the same for the same file.
+        """A topological order; ties are broken by the order of the file.
 
-        Raises networkx.NetworkXUnfeasible if there is a cycle (the reader refuses such a file).
+        Raises networkx.NetworkXUnfeasible if there is a cycle, which `read_graph` excludes.
         """
         position = {name: index for index, name in enumerate(self.nodes)}
         graph = self.as_networkx()
@@ -100,9 +100,9 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the structure: descriptions and edges by topological position.
+        """A hash of the structure: descriptions, and edges by topological position.
 
-        Times, sizes and stages do not count, so a plan stays good for another batch size.
+        It leaves out times, sizes and stages, so a plan is also valid for another batch size.
         """
         position = {name: index for index, name in enumerate(self.order)}
         lines = []
@@ -118,7 +118,7 @@ class Graph:
         return graph
 
     def with_nodes(self, nodes: Iterable[Node]) -> Graph:
-        """The same structure with these nodes in place of those of the same id."""
+        """The same graph with nodes replaced by those of `nodes` that have the same id."""
         updated = dict(self.nodes)
         for node in nodes:
             assert node.id in updated, node.id
@@ -126,7 +126,7 @@ class Graph:
         return replace(self, nodes=updated)
 
     def with_stages(self, stages: Mapping[str, int]) -> Graph:
-        """The same graph with a stage for each node named in `stages`, none for the others."""
+        """The same graph with the stages given by node id; other nodes have no stage."""
         return self.with_nodes(
             replace(node, stage=stages.get(name)) for name, node in self.nodes.items()
         )
@@ -143,7 +143,7 @@ def parse_graph(text: str, name: str = "graph.txt") -> Graph:
 
 
 def format_graph(graph: Graph) -> str:
-    """The canonical text: nodes, then edges, in their order; no final newline, as PipeDream's."""
+    """The canonical text: nodes, then edges, in order; without final newline, like PipeDream's."""
     nodes = [_format_node(node, graph.size_decimals) for node in graph.nodes.values()]
     return "\n".join(nodes + [f"\t{source} -- {target}" for source, target in graph.edges])
 
@@ -162,7 +162,7 @@ def _format_node(node: Node, decimals: int) -> str:
 
 
 class _GraphTextReader:
-    """Reads one file, and knows which line it is on."""
+    """Parses one file and keeps track of the line for error messages."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -180,7 +180,7 @@ class _GraphTextReader:
             else:
                 self._node(line.rstrip())
         if not self.nodes:
-            self.fail("no node in this file; is it a graph.txt?")
+            self.fail("there is no node in this file: is it a graph.txt?")
         self._check_ends()
         graph = Graph(self.nodes, tuple(self.edges), self.decimals)
         self._check_acyclic(graph)
@@ -207,7 +207,7 @@ class _GraphTextReader:
     def _edge(self, line: str) -> None:
         ends = [end.strip() for end in line.split(" -- ")]
         if len(ends) != 2 or not all(ends):
-            self.fail(f"an edge is a tab and ID -- ID, not {line!r}")
+            self.fail(f"{line!r} is not an edge: write a tab and ID -- ID")
         self.edges.setdefault((ends[0], ends[1]), self.line)
 
     def _node(self, line: str) -> None:
@@ -221,17 +221,17 @@ class _GraphTextReader:
         name, separator, description = head.partition(" -- ")
         name = name.strip()
         if not separator:
-            self.fail("a node is ID -- DESCRIPTION -- forward_compute_time=..., ...")
+            self.fail("not a node: write ID -- DESCRIPTION -- forward_compute_time=..., ...")
         if name in self.nodes:
-            self.fail(f"node {name} is there twice")
+            self.fail(f"node {name} is given twice: remove one of them")
         self.nodes[name] = self._fields(name, description, last, stage)
 
     def _fields(self, name: str, description: str, text: str, stage: int | None) -> Node:
-        found = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,]*)", text))
+        values = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,]*)", text))
         for key in _FIELDS:
-            if key not in found:
+            if key not in values:
                 self.fail(f"node {name}: {key} is missing")
-        forward, backward, activation, parameters = (found[key].strip() for key in _FIELDS)
+        forward, backward, activation, parameters = (values[key].strip() for key in _FIELDS)
         several = activation.startswith("[") and activation.endswith("]")
         sizes = activation[1:-1].split(";") if several else [activation]
         self.decimals = max(self.decimals, *(len(size.partition(".")[2]) for size in sizes))
@@ -253,7 +253,6 @@ class _GraphTextReader:
             self.fail(f"{key} is {text.strip()!r}, not a number")
         if not 0 <= value < _TOO_LARGE:
             self.fail(
-                f"{key} is {text.strip()}: it must be finite and not negative,"
-                f" and less than {_TOO_LARGE:g}"
+                f"{key} is {text.strip()}: it must be at least 0, and less than {_TOO_LARGE:g}"
             )
         return value

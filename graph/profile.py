@@ -1,7 +1,6 @@
-"""profile.json: what a profile measured, node by node, and on what. `pipedream-profile/1`.
+"""profile.json: the measured time and memory of each node. Format `pipedream-profile/1`.
 
-The one schema of it. A folder may hold profiles of one model at several batch sizes: `batch-1`,
-`batch-2` and so on.
+A folder may hold profiles of one model at several batch sizes, in `batch-1`, `batch-2` and so on.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
 from pipedream.graph.model import Graph
 
 _INTERRUPTED = 3.0
-"""A pass of so many times the median was interrupted: no training takes that."""
+"""Passes longer than this multiple of the median are left out as interrupted."""
 
 _NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -28,7 +27,7 @@ _Bytes = Annotated[int, Field(ge=0)]
 
 
 BATCH_SIZES_TABLE = "batch_sizes.csv"
-"""What pd-profile writes beside the profiles, and pd-optimize beside the plan."""
+"""Written by pd-profile next to the profiles, and by pd-optimize next to the plan."""
 
 _NAME = re.compile(r"batch-([1-9][0-9]*)")
 
@@ -50,12 +49,12 @@ class Quartiles(ArtifactModel):
 
     @property
     def spread(self) -> float:
-        """Half of what the quartiles are apart."""
+        """Half the distance between the quartiles."""
         return abs(self.upper - self.lower) / 2
 
 
 class ProfiledTensor(ArtifactModel):
-    """A tensor that leaves a node; `shape` with the batch dimension, `dtype` as `float32`."""
+    """A tensor that leaves a node; `shape` includes the batch dimension, `dtype` is a name."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,13 +64,12 @@ class ProfiledTensor(ArtifactModel):
 
 
 class ProfiledNode(ArtifactModel):
-    """A node of graph.txt: the module it is a call of, the parameters it reads, what leaves it.
+    """A node of graph.txt with its module, the parameters it reads and the tensors that leave it.
 
-    Seconds are those of graph.txt, but for the loss, with the factors of the profile;
-    `recomputed_seconds`: a forward pass that keeps nothing for a backward pass. `saved_bytes` and
-    `workspace_bytes` as in `pipedream.profiler.memory`. Parameters, their gradients and, by
-    optimizer, what it keeps for them are in the bytes of the first node that reads them. None: not
-    measured.
+    Seconds are those of graph.txt except that the loss is not included; they contain the factors of
+    the profile. `recomputed_seconds`: a forward pass that saves nothing for a backward pass.
+    `saved_bytes`, `workspace_bytes`: see `Footprint`. Parameters, their gradients and their
+    optimizer state (by optimizer) count in the first node that reads them. None: not measured.
     """
 
     id: str
@@ -92,34 +90,34 @@ class ProfiledNode(ArtifactModel):
 
     @property
     def is_input(self) -> bool:
-        """As `Node.is_input`."""
+        """Like `Node.is_input`."""
         return self.description.startswith("Input")
 
 
 class ProfiledLoss(ArtifactModel):
-    """The loss of a run config. graph.txt has it in the last node that gives an output."""
+    """The loss of a run config; in graph.txt it is part of the last node that returns an output."""
 
     forward_seconds: Quartiles
     backward_seconds: Quartiles
 
 
 class ProfiledUpdate(ArtifactModel):
-    """A step of an optimizer: bytes of parameters in a second."""
+    """The speed of an optimizer step: bytes of parameters per second."""
 
     bytes_per_second: _Positive
 
 
 class Passes(ArtifactModel):
-    """Seconds of one direction: the sum over nodes before the factor, and measured in one piece."""
+    """Seconds of a stretch in one direction: the sum over its nodes, and measured as a whole."""
 
     summed: _NonNegative
     measured: _NonNegative
 
 
 class ProfiledStretch(ArtifactModel):
-    """`nodes` nodes, one after another, that were also measured in one piece, as a stage runs.
+    """A stretch of `nodes` consecutive nodes, also measured as a whole, as a stage runs.
 
-    `first` and `last` are the ids of those at its ends.
+    `first` and `last` are node ids.
     """
 
     first: str
@@ -130,8 +128,10 @@ class ProfiledStretch(ArtifactModel):
 
 
 class DirectionFit(ArtifactModel):
-    """A stretch takes `call_seconds` and the sum over its nodes, whose times are `factor` times
-    what was measured; `typical_error` (the median) and `worst_error` are what is left, as parts.
+    """The fit of one direction: a stretch takes `call_seconds` plus the sum over its nodes.
+
+    The times of the nodes are `factor` times what was measured. `typical_error` (the median) and
+    `worst_error`: remaining relative errors over the stretches.
     """
 
     call_seconds: _NonNegative
@@ -141,8 +141,9 @@ class DirectionFit(ArtifactModel):
 
 
 class Machine(ArtifactModel):
-    """Where it was measured; `threads` is torch's for one operator on the CPU, `workers` how many
-    processes were at work at once.
+    """Where the profile was measured.
+
+    `threads`: CPU threads of one operator; `workers`: processes that ran at the same time.
     """
 
     device: str
@@ -155,7 +156,7 @@ class Machine(ArtifactModel):
 
 
 class Totals(ArtifactModel):
-    """Sums over the nodes: medians of the times, parameters each once."""
+    """Sums over the nodes; of times the medians, each parameter once."""
 
     forward_seconds: float
     backward_seconds: float
@@ -164,12 +165,12 @@ class Totals(ArtifactModel):
 
 
 class Profile(ArtifactModel):
-    """Everything that graph.txt has no room for. `graph_fingerprint` is `Graph.fingerprint`.
+    """All measurements of a model at one batch size. `graph_fingerprint` is `Graph.fingerprint`.
 
-    `forward` and `backward` say how the nodes were fitted to `stretches`; None where nodes were
-    timed one by one. `updates` go by optimizer. `pass_seconds`: what each repeat of a pass of the
-    whole model took, forward and backward, in their order. `reading_seconds`: what reading a
-    minibatch of the data takes from the passes, where there are data; nothing beside a GPU.
+    `forward`, `backward`: the fits of the nodes to `stretches`; None if nodes were timed one by
+    one. `updates`: by optimizer. `pass_seconds`: each repeat of a pass of the whole model, forward
+    and backward, in order. `reading_seconds`: CPU time that reading a minibatch takes from the
+    passes; None without data or on a GPU.
     """
 
     format: Literal["pipedream-profile/1"] = "pipedream-profile/1"
@@ -192,23 +193,23 @@ class Profile(ArtifactModel):
 
     @cached_property
     def node(self) -> Mapping[str, ProfiledNode]:
-        """The nodes by their ids."""
+        """The nodes by id."""
         return {node.id: node for node in self.nodes}
 
     @property
     def footprints(self) -> Mapping[str, Footprint] | None:
-        """The footprint of every node; None if memory was not measured."""
+        """The footprint of every node by id; None if memory was not measured."""
         footprints = {}
         for node in self.nodes:
             if node.saved_bytes is None or node.workspace_bytes is None:
                 return None
-            given = sum(tensor.bytes for tensor in node.outputs) if node.is_input else 0
-            footprints[node.id] = Footprint(node.saved_bytes, node.workspace_bytes, given)
+            input_bytes = sum(tensor.bytes for tensor in node.outputs) if node.is_input else 0
+            footprints[node.id] = Footprint(node.saved_bytes, node.workspace_bytes, input_bytes)
         return footprints
 
     @property
     def training_overheads(self) -> TrainingOverheads:
-        """What training takes beside the layers."""
+        """The costs of training beyond those of the nodes."""
         return TrainingOverheads(
             {name: update.bytes_per_second for name, update in self.updates.items()},
             self.forward.call_seconds if self.forward else 0.0,
@@ -219,7 +220,7 @@ class Profile(ArtifactModel):
 
     @property
     def pass_variation(self) -> Sequence[float]:
-        """What passes of the whole model took, as multiples of their median."""
+        """The time of each pass of the whole model as a multiple of the median."""
         if not self.pass_seconds:
             return ()
         median = statistics.median(self.pass_seconds)
@@ -230,8 +231,10 @@ class Profile(ArtifactModel):
 class Footprint:
     """Bytes of one node for one minibatch.
 
-    `saved`: what the node makes and the backward pass needs; `workspace`: what its backward pass
-    needs beside that, with the gradients it makes; `given`: of an input of the model, its size.
+    `saved`: memory that this node allocates and any backward pass needs, each tensor counted once,
+    without parameters and buffers. `workspace`: the most that the node's backward pass allocates on
+    top of that: gradients of outputs, inputs and parameters, and scratch memory. `given`: the size
+    of an input of the model.
     """
 
     saved: float
@@ -241,10 +244,12 @@ class Footprint:
 
 @dataclass(frozen=True)
 class TrainingOverheads:
-    """`update_rates`: by optimizer, the bytes of parameters that go through a step in a second;
-    the calls: seconds for each pass of a stage, whatever its nodes; `reading`: what reading a
-    minibatch takes from the passes of a stage that needs it. `spread`: what passes of the whole
-    model took, as multiples of their median.
+    """The costs of training beyond those of the nodes.
+
+    `update_rates`: bytes of parameters per second of a step, by optimizer. `call_forward`,
+    `call_backward`: seconds of each pass of a stage, whatever its nodes. `reading`: seconds that
+    reading a minibatch takes from the passes of a stage that reads data. `spread`: passes of the
+    whole model as multiples of their median.
     """
 
     update_rates: Mapping[str, float]
@@ -254,16 +259,16 @@ class TrainingOverheads:
     spread: Sequence[float] = ()
 
     def of_stage(self, stage: int, stages: int) -> tuple[float, float]:
-        """Seconds that the passes of a stage take beside its nodes, forward and backward.
+        """Seconds of a stage's forward and backward pass beyond those of its nodes.
 
-        The first of them reads the inputs, the last one the target, each for itself.
+        The first stage reads the inputs and the last one the targets.
         """
         reads = stage in (0, stages - 1)
         return self.call_forward + (self.reading if reads else 0.0), self.call_backward
 
 
 def read_profile_of(path: Path, graph: Graph) -> Profile:
-    """Reads profile.json. Raises UserError also where it is the profile of another graph."""
+    """Reads profile.json. Raises UserError if it is invalid or the profile of another graph."""
     profile = read_profile(path)
     if profile.graph_fingerprint != graph.fingerprint or profile.node.keys() != graph.nodes.keys():
         raise UserError(f"{path}: the profile of another graph: run pd-profile again")
@@ -280,20 +285,20 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def folder_of(folder: Path, batch_size: int) -> Path:
-    """Where the profile at that size is."""
+    """The folder of the profile at a batch size."""
     return folder / f"batch-{batch_size}"
 
 
 def sizes_in(folder: Path) -> list[int]:
-    """The batch sizes that there are profiles of, the smallest first."""
-    found = (_NAME.fullmatch(path.parent.name) for path in folder.glob("batch-*/graph.txt"))
-    return sorted(int(match[1]) for match in found if match)
+    """The batch sizes that have a profile, in ascending order."""
+    matches = (_NAME.fullmatch(path.parent.name) for path in folder.glob("batch-*/graph.txt"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def difference(one: Graph, size: int, other: Graph, other_size: int) -> str | None:
-    """The first node in which two graphs differ, for a person; None where the structure is one.
+    """The first node in which two graphs differ, as text; None if the structures are equal.
 
-    `size` and `other_size` are the batch sizes that they were profiled at.
+    `size` and `other_size` are their batch sizes.
     """
     if one.fingerprint == other.fingerprint:
         return None

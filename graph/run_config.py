@@ -1,4 +1,4 @@
-"""The run config: model, data, loss, optimizer. YAML, `pipedream-run/1`."""
+"""The run config, a YAML file: model, data, loss, optimizer. Format `pipedream-run/1`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pipedream.graph.errors import ArtifactModel, read_artifact
 
 
 class Factory(ArtifactModel):
-    """Something to call: `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or
-    `package.module:factory`; `args` its keyword arguments.
+    """A factory to call with the keyword arguments `args`.
+
+    `source`: `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`.
     """
 
     source: str
@@ -29,8 +30,8 @@ class Factory(ArtifactModel):
 
 
 class DataFactory(Factory):
-    """Where the data come from: `package.module:factory`, `torchvision-folder:PATH` or
-    `huggingface:NAME_OR_PATH`, with paths from the config's folder.
+    """The source of the data: `package.module:factory`, `torchvision-folder:PATH` or
+    `huggingface:NAME_OR_PATH`. Paths are relative to the folder of the config.
     """
 
     @field_validator("source")
@@ -45,10 +46,10 @@ class DataFactory(Factory):
 
 
 class GroupConfig(ArtifactModel):
-    """What is different for the parameters whose names match a pattern, such as `*.bias`.
+    """Settings for the parameters whose names match a pattern, such as `*.bias`.
 
-    `args` go before those of the optimizer; with a `name` they are all that this other class of
-    torch.optim is given.
+    `args` override those of the optimizer. `name` selects another class of torch.optim, which gets
+    only the `args` of this group.
     """
 
     match: tuple[str, ...] = Field(min_length=1)
@@ -59,8 +60,8 @@ class GroupConfig(ArtifactModel):
 class OptimizerConfig(ArtifactModel):
     """A class of torch.optim by name, and its keyword arguments.
 
-    A parameter belongs to the first of the `groups` that matches its name in the model. Those that
-    match none make one more group, the last, with nothing but `args`.
+    A parameter belongs to the first of the `groups` that matches its name in the model. Parameters
+    without a match form one more group, the last, with `args`.
     """
 
     name: str = "SGD"
@@ -69,18 +70,18 @@ class OptimizerConfig(ArtifactModel):
 
     @property
     def names(self) -> str:
-        """All classes that there are, for a person."""
+        """The names of all classes used, for messages."""
         others = (group.name for group in self.groups if group.name is not None)
         return " and ".join(dict.fromkeys((self.name, *others)))
 
 
 class AsynchronousConfig(ArtifactModel):
-    """What is done about gradients of weights that have changed meanwhile; docs/asynchronous.md.
+    """Corrections for gradients of weights that have changed since; see docs/asynchronous.md.
 
-    `rate_correction`: over so many updates of a stage its learning rate grows from that over its
-    delay to the whole. `weight_prediction`: a minibatch runs on the weights as they are expected to
-    be when it makes its update. `nesterov`: the momentum (such as 0.99) of the Nesterov form of the
-    optimizer, which looks ahead by it.
+    `rate_correction`: the number of updates over which the learning rate of a stage grows from
+    rate/delay to the full rate. `weight_prediction`: a minibatch runs on the weights expected at
+    the time of its update. `nesterov`: the momentum, such as 0.99, of Nesterov's form of the
+    optimizer.
     """
 
     rate_correction: int | None = Field(default=None, ge=1, strict=True)
@@ -91,12 +92,12 @@ class AsynchronousConfig(ArtifactModel):
 class SchedulerConfig(ArtifactModel):
     """A class of torch.optim.lr_scheduler by name, and its keyword arguments.
 
-    It goes a step after every epoch or every update. An update of a stage of r replicas that learns
-    by itself (weight stashing, vertical sync) is r steps, so that all stages keep pace. Functions
-    among the arguments are named as `package.module:function`.
+    It steps after every epoch or every update. With weight stashing and vertical sync, an update of
+    a stage of r replicas counts as r steps, so that all stages follow the same schedule. Arguments
+    that are functions are written as `package.module:function`.
 
-    `metric`: what ReduceLROnPlateau looks at. The mean loss of each epoch, unless it is said
-    otherwise; those of the held-out data are known as often as these are tried.
+    `metric`: what ReduceLROnPlateau observes; by default the mean training loss of each epoch.
+    Metrics of the held-out data are updated every `evaluate_every` epochs.
     """
 
     name: str
@@ -112,23 +113,21 @@ class SchedulerConfig(ArtifactModel):
 class RunConfig(ArtifactModel):
     """One training run.
 
-    `batch_size` is the minibatch that flows through the pipeline; with the schedules flush, gpipe
-    and 2bw `microbatches` of them make one update. Examples that do not fill one make a smaller one
-    at the end of the epoch; with `drop_last` they sit the epoch out. `loss` is a function of
-    torch.nn.functional by name, `package.module:function`, or `output` where the model returns its
-    own loss. `data_workers` processes of each rank read its data; with none a thread does.
-    `sampler`, a sampler of torch.utils.data or one like them, chooses the examples of an epoch and
-    their order; without it each epoch has all of them in an order of its own. The held-out data are
-    tried every `evaluate_every` epochs, through the pipeline; without it after the last, on one
-    worker.
+    `batch_size`: examples of a minibatch in the pipeline; with the schedules flush, gpipe and 2bw
+    an update takes `microbatches` of them. `drop_last`: leave out the last examples of an epoch if
+    they do not fill a minibatch; by default they form a smaller one. `loss`: a function of
+    torch.nn.functional by name, `package.module:function`, or `output` for a model that returns its
+    loss. `data_workers`: processes per rank that read data; 0 for a thread. `sampler`: a sampler
+    like those of torch.utils.data; by default each epoch has all examples in a new random order.
+    `evaluate_every`: epochs between evaluations on the held-out data, through the pipeline; by
+    default one evaluation after the last epoch, on one worker.
 
-    `accumulate`: with weight stashing and vertical sync a stage of r replicas makes one update of r
-    times as many minibatches. `clip_norm`: the most that the norm of the gradients may be, over all
-    stages or, where each learns by itself, over the stage. `autocast`: the type in which operators
-    compute for which torch deems it safe. `loss_scale`: what the loss is multiplied by so that
-    float16 gradients do not vanish; with float16 it is found by itself unless given. `nan`: what
-    happens when a gradient is no number: the run stops, or the update is left out. `compile`: the
-    torch.compile backend for each stage.
+    `accumulate`: with weight stashing and vertical sync, the minibatches per replica of one update.
+    `clip_norm`: the largest norm of the gradients, over all stages, or over each stage if stages
+    update on their own. `autocast`: the type for operators that torch.autocast considers safe.
+    `loss_scale`: the factor on the loss that keeps float16 gradients from vanishing; dynamic with
+    float16 unless given. `nan`: stop the run at a gradient that is not finite, or skip the update.
+    `compile`: the torch.compile backend of each stage.
     """
 
     format: Literal["pipedream-run/1"]
@@ -156,5 +155,5 @@ class RunConfig(ArtifactModel):
 
 
 def read_config(path: Path) -> RunConfig:
-    """Reads a run config. Raises UserError that names file and field."""
+    """Reads a run config. Raises UserError, which names the file and the field."""
     return read_artifact(path, RunConfig)

@@ -1,10 +1,13 @@
-"""What happened when, on each rank, as pictures: of a run that was measured or one simulated."""
+"""Timelines of a measured or simulated run: Gantt charts, memory over time, Chrome traces.
+
+A timeline has, for each rank, its actions with the seconds in which they ran.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
@@ -17,11 +20,11 @@ _WIDTH = 14.0  # inches
 _DPI = 110
 _POINTS_PER_DIGIT = 5.5
 _MOST_ROWS = 32
-"""More rows than this are too low to read, and the picture grows beyond any screen."""
+"""More rows than this are too low to read."""
 
 
 class DrawnAction(Protocol):
-    """What a picture needs to know of a `pipedream.schedule.action.DrawnAction`."""
+    """The part of `pipedream.schedule.action.Action` that a picture needs."""
 
     @property
     def kind(self) -> str: ...
@@ -40,7 +43,7 @@ class DrawnAction(Protocol):
 
 
 class Event(NamedTuple):
-    """An action and when it ran, in seconds of any clock that all ranks share."""
+    """An action and the seconds in which it ran, by a clock that all ranks share."""
 
     action: DrawnAction
     begin: float
@@ -48,20 +51,17 @@ class Event(NamedTuple):
 
 
 Timeline: TypeAlias = Mapping[int, Sequence[Event]]
-"""The events of each rank, in their order."""
+"""The events of each rank, in order of time."""
 
-Counted: TypeAlias = Mapping[int, Sequence[tuple[float, float]]]
-"""For each rank, from which second on it has how many of something."""
-
-Memory: TypeAlias = Counted
-"""For each rank, from which second on it holds how many bytes; the last of them marks the end."""
+StepCurve: TypeAlias = Sequence[tuple[float, float]]
+"""(seconds, amount from then on), in order of time; the last pair marks the end."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One of several timelines in a picture: of minibatches `first` to `first + count - 1`.
+    """One timeline of a picture, from minibatch `first` to `first + count - 1`.
 
-    Of more ranks than `most_rows` some are drawn, evenly spaced.
+    If there are more than `most_rows` ranks, evenly spaced ones are drawn.
     """
 
     title: str
@@ -72,7 +72,7 @@ class Panel:
 
     @property
     def shown(self) -> Timeline:
-        return {rank: self.ranks[rank] for rank in _some(sorted(self.ranks), self.most_rows)}
+        return {rank: self.ranks[rank] for rank in _evenly(sorted(self.ranks), self.most_rows)}
 
 
 class _Style(NamedTuple):
@@ -81,7 +81,7 @@ class _Style(NamedTuple):
     text: str = "black"
 
 
-# Okabe and Ito's colours, which colour-blind people tell apart.
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
 _STYLES = {
     "F": _Style("forward", "#0072B2", "white"),
     "B": _Style("backward", "#E69F00"),
@@ -97,18 +97,21 @@ _STYLES = {
 _PASSES = ("F", "B", "BI", "BW")
 
 
-def draw(ranks: Timeline, path: Path, title: str, first: int = 0, count: int = 12) -> None:
-    """A Gantt chart (PNG) of minibatches `first` to `first + count - 1`, a row for each rank.
+# Gantt charts
 
-    The window reaches from the begin of the first of their passes to the end of the last, and shows
-    whatever else ran meanwhile. A minibatch's number stands in its box where it fits. Of more than
-    32 ranks some are drawn, evenly spaced.
+
+def draw(ranks: Timeline, path: Path, title: str, first: int = 0, count: int = 12) -> None:
+    """Draws a Gantt chart (PNG) of minibatches `first` to `first + count - 1`, one row per rank.
+
+    The window reaches from the start of their first pass to the end of their last, and shows
+    everything that ran in between. Boxes carry the number of the minibatch if it fits. If there are
+    more than 32 ranks, evenly spaced ones are drawn.
     """
     draw_panels([Panel(title, ranks, first, count)], path)
 
 
 def draw_panels(panels: Sequence[Panel], path: Path) -> None:
-    """Like `draw`, with one timeline under the other; all have the scale of the longest."""
+    """Like `draw`, with several timelines one below the other, on the same scale."""
     from matplotlib.figure import Figure
 
     rows = [len(panel.shown) for panel in panels]
@@ -120,138 +123,9 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     all_axes = figure.subplots(len(panels), squeeze=False, height_ratios=shares)[:, 0]
     for axes, panel, (begin, _) in zip(all_axes, panels, windows, strict=True):
         _draw_panel(axes, panel, begin, begin + length)
-    seen = (e for p in panels for events in p.ranks.values() for e in events if e.end > e.begin)
-    _legend(figure, {event.action.kind for event in seen})
+    visible = (e for p in panels for events in p.ranks.values() for e in events if e.end > e.begin)
+    _legend(figure, {event.action.kind for event in visible})
     figure.savefig(path, dpi=_DPI)
-
-
-def draw_memory(
-    memory: Memory,
-    stages: Sequence[Sequence[int]],
-    path: Path,
-    title: str,
-    limit: float | None = None,
-) -> None:
-    """Bytes held by each rank over time (PNG), in the colour of its stage.
-
-    `stages` has the ranks of each stage; `limit` is what each rank has.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, 5.0), layout="constrained")
-    axes = figure.add_subplot()
-    most = max((held for steps in memory.values() for _, held in steps), default=0.0)
-    end = max((time for steps in memory.values() for time, _ in steps), default=1.0)
-    (factor, size), (scale, unit) = _size(max(most, limit or 0.0)), _unit(end)
-    shown = _some(sorted(rank for rank in memory if memory[rank]), _MOST_ROWS)
-    stage_of = {rank: stage for stage, ranks in enumerate(stages) for rank in ranks}
-    colours = _stage_colours(len(stages))
-    for rank in shown:
-        times, held = zip(*memory[rank], strict=True)
-        axes.step(
-            [time * scale for time in times],
-            [amount / factor for amount in held],
-            where="post",
-            color=colours[stage_of[rank]],
-            alpha=0.8,
-        )
-    if limit is not None:
-        axes.axhline(limit / factor, color="black", linestyle="--")
-    axes.set_xlabel(f"time in {unit}")
-    axes.set_ylabel(f"memory in {size}")
-    axes.set_ylim(bottom=0)
-    axes.margins(x=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title + _left_out(len(shown), len(memory)), loc="left")
-    drawn = {stage_of[rank]: len(stages[stage_of[rank]]) for rank in shown}
-    _stage_legend(figure, drawn, colours, limit is not None)
-    figure.savefig(path, dpi=_DPI)
-
-
-def _stage_colours(count: int) -> list[Any]:
-    """Ten that are easy to tell apart; of more stages, their order at least."""
-    from matplotlib import colormaps
-
-    if count <= 10:
-        return [colormaps["tab10"](stage) for stage in range(count)]
-    return [colormaps["viridis"](stage / (count - 1)) for stage in range(count)]
-
-
-def _stage_legend(
-    figure: Figure, ranks: Mapping[int, int], colours: Sequence[Any], limited: bool
-) -> None:
-    """An entry for each stage, with how many ranks it has, and one for the limit."""
-    from matplotlib.lines import Line2D
-
-    handles = []
-    for stage, count in sorted(ranks.items()):
-        label = f"stage {stage}" + (f" ({count} ranks)" if count > 1 else "")
-        handles.append(Line2D([], [], color=colours[stage], label=label))
-    if limited:
-        label = "what each rank has"
-        handles.append(Line2D([], [], color="black", linestyle="--", label=label))
-    if handles:
-        columns = min(len(handles), 8)
-        figure.legend(handles=handles, ncols=columns, frameon=False, loc="outside lower center")
-
-
-def write_chrome(
-    ranks: Timeline,
-    path: Path,
-    counters: Mapping[str, Counted] | None = None,
-    marks: Mapping[str, float] | None = None,
-) -> None:
-    """The timeline as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing.
-
-    In the Trace Event Format: a complete event for each action, for each rank a counter of every
-    name in `counters`, across all ranks a line at each of `marks`; times in microseconds from the
-    first event.
-    """
-    begin = min((events[0].begin for events in ranks.values() if events), default=0.0)
-    written: list[dict[str, Any]] = []
-    for rank, events in sorted(ranks.items()):
-        written.append(_named("process_name", rank, _row_label(rank, events)))
-        written += [
-            {
-                "name": str(event.action),
-                "cat": _STYLES[event.action.kind].name,
-                "ph": "X",
-                "ts": round((event.begin - begin) * 1e6, 3),
-                "dur": round((event.end - event.begin) * 1e6, 3),
-                "pid": rank,
-                "tid": 0,
-                "args": {"minibatch": event.action.minibatch},
-            }
-            for event in events
-        ]
-        written += [
-            {
-                "name": name,
-                "ph": "C",
-                "ts": round((time - begin) * 1e6, 3),
-                "pid": rank,
-                "args": {name: amount},
-            }
-            for name, counted in (counters or {}).items()
-            for time, amount in counted.get(rank, ())
-        ]
-    written += [
-        {
-            "name": name,
-            "ph": "i",
-            "s": "g",
-            "ts": round((time - begin) * 1e6, 3),
-            "pid": 0,
-            "tid": 0,
-        }
-        for name, time in (marks or {}).items()
-    ]
-    text = json.dumps({"traceEvents": written, "displayTimeUnit": "ms"})
-    path.write_text(text + "\n", encoding="utf-8")
-
-
-def _named(what: str, rank: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": rank, "tid": 0, "args": {"name": name}}
 
 
 def _draw_panel(axes: Axes, panel: Panel, begin: float, end: float) -> None:
@@ -271,46 +145,8 @@ def _draw_panel(axes: Axes, panel: Panel, begin: float, end: float) -> None:
     axes.set_title(title, loc="left")
 
 
-def _some(ranks: Sequence[int], most: int) -> list[int]:
-    """All of them, or `most` from the first to the last."""
-    if len(ranks) <= most:
-        return list(ranks)
-    return [ranks[round(index * (len(ranks) - 1) / (most - 1))] for index in range(most)]
-
-
-def _left_out(shown: int, total: int) -> str:
-    return f" ({shown} of {total} ranks)" if shown < total else ""
-
-
-def _window(ranks: Timeline, minibatches: range) -> tuple[float, float]:
-    passes = [
-        event
-        for events in ranks.values()
-        for event in events
-        if event.action.kind in _PASSES and event.action.minibatch in minibatches
-    ]
-    if not passes:
-        return 0.0, 1.0
-    return min(event.begin for event in passes), max(event.end for event in passes)
-
-
-def _unit(seconds: float) -> tuple[float, str]:
-    """What to multiply seconds by, so that `seconds` is a number of handy size."""
-    for scale, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * scale >= 2:
-            return scale, unit
-    return 1e6, "µs"
-
-
-def _size(amount: float) -> tuple[float, str]:
-    """What to divide bytes by, so that `amount` is a number of handy size."""
-    units = ("B", "kB", "MB", "GB", "TB")
-    step = min(int(math.log(max(amount, 1.0), 1000)), len(units) - 1)
-    return 1000.0**step, units[step]
-
-
 def _draw_row(axes: Axes, row: int, events: Sequence[Event], origin: float, scale: float) -> None:
-    """Passes fill the row; what stands between them is lower, so that it does not hide them."""
+    """Draws passes as high as the row, and everything else lower, so that it does not hide them."""
     for kind, style in _STYLES.items():
         spans = [
             ((event.begin - origin) * scale, (event.end - event.begin) * scale)
@@ -324,8 +160,8 @@ def _draw_row(axes: Axes, row: int, events: Sequence[Event], origin: float, scal
     points_per_unit = 0.9 * _WIDTH * 72 / axes.get_xlim()[1]
     for event in events:
         text = str(event.action.minibatch)
-        room = (event.end - event.begin) * scale * points_per_unit
-        if event.action.kind in _PASSES and room > _POINTS_PER_DIGIT * (len(text) + 0.5):
+        width = (event.end - event.begin) * scale * points_per_unit
+        if event.action.kind in _PASSES and width > _POINTS_PER_DIGIT * (len(text) + 0.5):
             middle = ((event.begin + event.end) / 2 - origin) * scale
             colour = _STYLES[event.action.kind].text
             axes.text(
@@ -344,7 +180,7 @@ def _row_label(rank: int, events: Sequence[Event]) -> str:
 
 
 def _which(panel: Panel) -> str:
-    """Which of how many minibatches are shown, in words."""
+    """Which minibatches are shown, as text."""
     numbers = [
         event.action.minibatch
         for events in panel.ranks.values()
@@ -357,6 +193,18 @@ def _which(panel: Panel) -> str:
     return f"minibatches {panel.first} to {min(panel.first + panel.count, total) - 1} of {total}"
 
 
+def _window(ranks: Timeline, minibatches: range) -> tuple[float, float]:
+    passes = [
+        event
+        for events in ranks.values()
+        for event in events
+        if event.action.kind in _PASSES and event.action.minibatch in minibatches
+    ]
+    if not passes:
+        return 0.0, 1.0
+    return min(event.begin for event in passes), max(event.end for event in passes)
+
+
 def _legend(figure: Figure, kinds: set[str]) -> None:
     from matplotlib.patches import Patch
 
@@ -366,3 +214,158 @@ def _legend(figure: Figure, kinds: set[str]) -> None:
         figure.legend(
             handles=handles, ncols=len(handles), frameon=False, loc="outside lower center"
         )
+
+
+# Memory
+
+
+def draw_memory(
+    memory: Mapping[int, StepCurve],
+    stages: Sequence[Sequence[int]],
+    path: Path,
+    title: str,
+    limit: float | None = None,
+) -> None:
+    """Draws the bytes in use on each rank over time (PNG), in the colour of its stage.
+
+    `stages` lists the ranks of each stage; `limit` is the memory of each rank.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH, 5.0), layout="constrained")
+    axes = figure.add_subplot()
+    most = max((amount for steps in memory.values() for _, amount in steps), default=0.0)
+    end = max((time for steps in memory.values() for time, _ in steps), default=1.0)
+    (factor, size), (scale, unit) = _size(max(most, limit or 0.0)), _unit(end)
+    shown = _evenly(sorted(rank for rank in memory if memory[rank]), _MOST_ROWS)
+    stage_of = {rank: stage for stage, ranks in enumerate(stages) for rank in ranks}
+    colours = _stage_colours(len(stages))
+    for rank in shown:
+        times, amounts = zip(*memory[rank], strict=True)
+        axes.step(
+            [time * scale for time in times],
+            [amount / factor for amount in amounts],
+            where="post",
+            color=colours[stage_of[rank]],
+            alpha=0.8,
+        )
+    if limit is not None:
+        axes.axhline(limit / factor, color="black", linestyle="--")
+    axes.set_xlabel(f"time in {unit}")
+    axes.set_ylabel(f"memory in {size}")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(title + _left_out(len(shown), len(memory)), loc="left")
+    drawn = {stage_of[rank]: len(stages[stage_of[rank]]) for rank in shown}
+    _stage_legend(figure, drawn, colours, limit is not None)
+    figure.savefig(path, dpi=_DPI)
+
+
+def _stage_colours(count: int) -> list[Any]:
+    """Up to ten colours that are easy to tell apart; for more stages a scale from first to last."""
+    from matplotlib import colormaps
+
+    if count <= 10:
+        return [colormaps["tab10"](stage) for stage in range(count)]
+    return [colormaps["viridis"](stage / (count - 1)) for stage in range(count)]
+
+
+def _stage_legend(
+    figure: Figure, ranks: Mapping[int, int], colours: Sequence[Any], limited: bool
+) -> None:
+    """One entry per stage, with its number of ranks, and one for the limit."""
+    from matplotlib.lines import Line2D
+
+    handles = []
+    for stage, count in sorted(ranks.items()):
+        label = f"stage {stage}" + (f" ({count} ranks)" if count > 1 else "")
+        handles.append(Line2D([], [], color=colours[stage], label=label))
+    if limited:
+        label = "memory of each rank"
+        handles.append(Line2D([], [], color="black", linestyle="--", label=label))
+    if handles:
+        columns = min(len(handles), 8)
+        figure.legend(handles=handles, ncols=columns, frameon=False, loc="outside lower center")
+
+
+# Chrome traces
+
+
+def write_chrome(
+    ranks: Timeline,
+    path: Path,
+    counters: Mapping[str, Mapping[int, StepCurve]] | None = None,
+    marks: Mapping[str, float] | None = None,
+) -> None:
+    """Writes the timeline as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+    In the Trace Event Format: a complete event per action, per rank a counter for each name in
+    `counters`, and a line across all ranks at each of `marks`. Times are in microseconds from the
+    first event.
+    """
+    begin = min((events[0].begin for events in ranks.values() if events), default=0.0)
+    written = [*_rank_entries(ranks, counters or {}, begin)]
+    for name, time in (marks or {}).items():
+        written.append(_entry(name, "i", 0, time - begin, s="g", tid=0))
+    text = json.dumps({"traceEvents": written, "displayTimeUnit": "ms"})
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _rank_entries(
+    ranks: Timeline, counters: Mapping[str, Mapping[int, StepCurve]], begin: float
+) -> Iterator[dict[str, Any]]:
+    for rank, events in sorted(ranks.items()):
+        label = {"name": _row_label(rank, events)}
+        yield {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": label}
+        for event in events:
+            yield _entry(
+                str(event.action),
+                "X",
+                rank,
+                event.begin - begin,
+                cat=_STYLES[event.action.kind].name,
+                dur=_microseconds(event.end - event.begin),
+                tid=0,
+                args={"minibatch": event.action.minibatch},
+            )
+        for name, curves in counters.items():
+            for time, amount in curves.get(rank, ()):
+                yield _entry(name, "C", rank, time - begin, args={name: amount})
+
+
+def _entry(name: str, phase: str, rank: int, seconds: float, **more: Any) -> dict[str, Any]:
+    return {"name": name, "ph": phase, "ts": _microseconds(seconds), "pid": rank, **more}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+# What the pictures share
+
+
+def _evenly(ranks: Sequence[int], most: int) -> list[int]:
+    """All ranks, or `most` of them, evenly spaced."""
+    if len(ranks) <= most:
+        return list(ranks)
+    return [ranks[round(index * (len(ranks) - 1) / (most - 1))] for index in range(most)]
+
+
+def _left_out(shown: int, total: int) -> str:
+    return f" ({shown} of {total} ranks)" if shown < total else ""
+
+
+def _unit(seconds: float) -> tuple[float, str]:
+    """The factor from seconds to a unit that suits `seconds`, and the unit."""
+    for scale, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * scale >= 2:
+            return scale, unit
+    return 1e6, "µs"
+
+
+def _size(amount: float) -> tuple[float, str]:
+    """The number of bytes of a unit that suits `amount`, and the unit."""
+    units = ("B", "kB", "MB", "GB", "TB")
+    step = min(int(math.log(max(amount, 1.0), 1000)), len(units) - 1)
+    return 1000.0**step, units[step]

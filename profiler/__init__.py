@@ -1,1 +1,6 @@
-"""Model in, measured graph out: `pd-profile`."""
+"""pd-profile: measures the time and memory of each layer of a model, and the network.
+
+`cli` is the command, `measure` the path from a loaded model to its profile. `timing/` measures
+times, `memory` the bytes saved for backward passes, `network/` messages and all-reduces between
+ranks. `report/` prints, draws and compares profiles. Begin with `measure`.
+"""

@@ -151,12 +151,13 @@ def main(**parameters: Any) -> int:
         raise UserError("-o is missing: name a folder for the results, such as -o profile")
     if parameters["network"]:
         return _measure_network(parameters)
-    _profile_model(_Options(**{each.name: parameters[each.name] for each in fields(_Options)}))
+    options = {each.name: parameters[each.name] for each in fields(_ModelOptions)}
+    _profile_model(_ModelOptions(**options))
     return 0
 
 
 @dataclass(frozen=True)
-class _Options:
+class _ModelOptions:
     """The options for measuring a model, as click gives them."""
 
     model: str
@@ -176,7 +177,7 @@ class _Options:
     top: int | None
 
 
-def _profile_model(options: _Options) -> None:
+def _profile_model(options: _ModelOptions) -> None:
     """Measures at one batch size or at several, then prints and writes the results."""
     output = options.output
     sizes = None if options.batch_sizes is None else parse_batch_sizes(options.batch_sizes)
@@ -196,7 +197,7 @@ def _profile_model(options: _Options) -> None:
 
 
 def _measurement(
-    options: _Options, args: Mapping[str, Any]
+    options: _ModelOptions, args: Mapping[str, Any]
 ) -> Callable[[int | None], tuple[Graph, Profile]]:
     """What measures the model at a batch size, or at the model's own for None."""
     import torch

@@ -9,12 +9,12 @@ import torch
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's or the CPU's name."""
+    """The name of the GPU or the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
 
 
 def _processor() -> str:
-    """The CPU's name; Linux tells it in /proc/cpuinfo, elsewhere Python's guess must do."""
+    """The name of the CPU from /proc/cpuinfo, or Python's guess."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -24,10 +24,9 @@ def _processor() -> str:
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that may be taken; infinite where the system does not tell.
+    """Bytes that may be allocated; infinite if unknown.
 
-    On a CPU those that Linux deems available, of which a tenth is left to others; on a GPU also
-    those that torch keeps for itself since they were freed.
+    On a CPU 90 % of what Linux reports as available; on a GPU including memory that torch caches.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -42,7 +41,7 @@ def free_memory(device: torch.device) -> float:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Also of a CPU, whose allocator has no class of its own for it."""
+    """Whether an error means out of memory, on a CPU too, which has no error class for it."""
     return isinstance(error, RuntimeError) and any(
         words in str(error) for words in ("out of memory", "allocate memory")
     )

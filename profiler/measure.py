@@ -1,4 +1,4 @@
-"""A loaded model to a measured graph and its profile."""
+"""Measures a loaded model: its graph with times, and its profile."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ from pipedream.profiler.timing.per_node_fake import footprints_fake, time_per_no
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.profiler.timing.times import Times, Timing
 
-_MAKERS = ("torchvision", "transformers", "timm")
+_MODEL_LIBRARIES = ("torchvision", "transformers", "timm")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose. `model` and `args` are its source and the factory's arguments.
+    """The settings of a measurement; `model` is its source, `args` the arguments of its factory.
 
-    `meta`: the model was made without memory, and no more than one node is to have any at a time.
-    `workers`: so many processes, this one among them, do passes of it at once.
+    `meta`: the model has no memory, and only one node at a time gets some. `workers`: the processes
+    that run the model at the same time, including this one.
     """
 
     model: str
@@ -71,7 +71,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class _Measurements:
-    """All that was measured of one model."""
+    """All measurements of a model."""
 
     captured: Captured
     times: Times
@@ -83,10 +83,10 @@ class _Measurements:
 def measure(
     loaded: Loaded, settings: Settings, progress: Callable[[float], None] = lambda part: None
 ) -> tuple[Graph, Profile]:
-    """Captures the model and measures it; `progress` hears how much is done, from 0 to 1.
+    """Captures and measures the model; `progress` is called with the fraction done, from 0 to 1.
 
-    Raises UserError where it cannot be captured, or an operator cannot do what it is given; and
-    RuntimeError where there is too little memory.
+    Raises UserError if the model cannot be captured or cannot run on its inputs, and RuntimeError
+    if memory is short.
     """
     torch.set_num_threads(settings.threads)
     keep_freed_memory()
@@ -117,17 +117,17 @@ def measure(
 
 
 def _cannot_run(model: str, error: Exception) -> UserError:
-    """What could be captured, where tensors have shapes alone, and then met its numbers."""
+    """The error of a model that can be captured, by shapes alone, but fails on its values."""
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if isinstance(error, IndexError):
         reason += (
-            ": give fewer positions, or a lower bound of whole numbers, with --input or in the data"
+            ": give fewer positions, or a lower bound of integers, with --input or in the data"
         )
     return UserError(f"{model} cannot run on these inputs: {reason}")
 
 
 def _timed(captured: Captured, times: Times) -> Graph:
-    """The loss belongs to the stage that gives the output, so its time to the last such node."""
+    """The graph with times; that of the loss is added to the last node that returns an output."""
     graph = captured.graph
     last = max((captured.owner[name] for name in captured.outputs), key=graph.order.index)
 
@@ -150,7 +150,7 @@ def _time(
     settings: Settings,
     progress: Callable[[float], None],
 ) -> Times:
-    """As in training where the whole model has room, else node by node."""
+    """Times whole passes if they fit in memory, else node by node."""
     stopping_rule, device = settings.stopping_rule, settings.device
     if settings.meta:
         return time_per_node_fake(captured, inputs, stopping_rule, device, progress)
@@ -158,17 +158,17 @@ def _time(
         return time_per_node(captured, inputs, stopping_rule, device, progress)
     loss = loaded.loss
 
-    def known(values: Mapping[str, Tensor]) -> Tensor:
+    def loss_of(values: Mapping[str, Tensor]) -> Tensor:
         assert loss is not None
         return loss(rebuild([values[name] for name in captured.outputs], captured.out_spec))
 
     return time_in_training(
-        captured, inputs, stopping_rule, device, known if loss is not None else None, progress
+        captured, inputs, stopping_rule, device, loss_of if loss is not None else None, progress
     )
 
 
 def _needs(captured: Captured, kept: Mapping[str, Footprint]) -> float:
-    """Bytes of a whole pass, forward and backward."""
+    """Bytes that a forward and a backward pass need."""
     parameters = sum(node.parameter_bytes for node in captured.graph.nodes.values())
     saved = sum(each.saved for each in kept.values())
     return 2 * parameters + saved + max(each.workspace for each in kept.values())
@@ -235,7 +235,7 @@ def _loss(timing: Timing) -> ProfiledLoss:
 
 
 def _owned(graph: Graph, captured: Captured) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each node with the parameters that no node before it reads."""
+    """Each node with the parameters that no earlier node reads."""
     seen: set[str] = set()
     for name in graph.nodes:
         yield name, tuple(p for p in captured.parameters[name] if p not in seen)
@@ -243,7 +243,7 @@ def _owned(graph: Graph, captured: Captured) -> Iterator[tuple[str, tuple[str, .
 
 
 def _leaving(captured: Captured) -> dict[str, list[Value]]:
-    """For each node its values that others read or the model returns."""
+    """The values of each node that other nodes read or the model returns."""
     leaving: dict[str, list[Value]] = {name: [] for name in captured.graph.nodes}
     for maker in captured.module.graph.nodes:
         value = captured.values.get(maker.name)
@@ -305,8 +305,8 @@ def _machine(settings: Settings) -> Machine:
 
 
 def _libraries() -> dict[str, str]:
-    """Versions of those that may have made the model, and of what runs on a GPU."""
-    found = {name: version(name) for name in _MAKERS if name in sys.modules}
+    """Versions of the libraries that may have created the model, and of CUDA."""
+    versions = {name: version(name) for name in _MODEL_LIBRARIES if name in sys.modules}
     if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
-    return found
+        versions["cuda"] = torch.version.cuda
+    return versions

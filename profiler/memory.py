@@ -1,4 +1,4 @@
-"""What each node of a captured model keeps for its backward pass, and what that pass needs."""
+"""Measures the memory that each node saves for backward passes, and what its own one needs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _MARK = "pipedream backward of "
 def footprints(
     captured: Captured, inputs: Sequence[Tensor], device: torch.device
 ) -> dict[str, Footprint]:
-    """Walks once through `captured`, node by node, each followed by its backward pass.
+    """Runs `captured` once, node by node, each followed by its backward pass.
 
-    `inputs` as `captured.inputs`. Buffers are left as they were.
+    `inputs` are in the order of `captured.inputs`. Buffers are restored.
     """
     with preserve_model_state(captured), torch.enable_grad(), metered(device) as meter:
         memory = _SavedMemory(captured)
@@ -35,22 +35,22 @@ def footprints(
 
 
 class _SavedMemory:
-    """Books every saved storage on the node that made it.
+    """Counts every saved storage once, in the node that allocated it.
 
-    A storage is known by its address while a value that is still awaited lies in it; afterwards it
-    is forgotten, since its memory may be given out again.
+    A storage is identified by its address as long as a value in it is still to be read; after that
+    its memory may be reused.
     """
 
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         self.saved: Counter[str] = Counter()
-        self.maker: dict[int, str] = {}
-        self.booked: set[int] = set()
+        self.owner: dict[int, str] = {}
+        self.counted: set[int] = set()
 
     def run(self, modules: Sequence[NodeModule], inputs: Sequence[Tensor], meter: Meter) -> None:
         values = dict(zip(self.captured.inputs, inputs, strict=True))
         for name, value in values.items():
-            self.maker[address(value)] = self.captured.values[name].node
+            self.owner[address(value)] = self.captured.values[name].node
         left = Counter(name for node in modules for name in node.segment.inputs)
         for node in modules:
             outputs = self._step(node, values, meter)
@@ -73,11 +73,11 @@ class _SavedMemory:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = node.segment.module(*given)
         for place, tensor in packed.items():
-            if place not in own and place not in self.booked:
-                self.saved[self.maker.get(place, node.name)] += tensor.untyped_storage().nbytes()
-                self.booked.add(place)
+            if place not in own and place not in self.counted:
+                self.saved[self.owner.get(place, node.name)] += tensor.untyped_storage().nbytes()
+                self.counted.add(place)
         for output in outputs:
-            self.maker.setdefault(address(output), node.name)
+            self.owner.setdefault(address(output), node.name)
         packed.clear()
         begin, wanted = node.ends(given, outputs)
         if begin and wanted:
@@ -88,17 +88,17 @@ class _SavedMemory:
 
     def _forget(self, alive: Iterable[Tensor]) -> None:
         addresses = {address(value) for value in alive}
-        self.maker = {a: node for a, node in self.maker.items() if a in addresses}
-        self.booked &= addresses
+        self.owner = {a: node for a, node in self.owner.items() if a in addresses}
+        self.counted &= addresses
 
 
 def address(tensor: Tensor) -> int:
-    """Of the memory that it lies in, whichever part of it."""
+    """The address of the storage of a tensor or view."""
     return tensor.untyped_storage().data_ptr()
 
 
 class Meter:
-    """The most memory allocated at once within each stretch of work, above its beginning."""
+    """The peak of allocated memory during the backward pass of each node, above its start."""
 
     def __init__(self) -> None:
         self._peaks: dict[str, int] = {}
@@ -125,7 +125,7 @@ class _CudaMeter(Meter):
 
 
 class _CpuMeter(Meter):
-    """The CPU's allocator keeps no books: torch's profiler notes what it gives and takes."""
+    """Uses torch's profiler, since the CPU allocator has no statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,13 +157,13 @@ def metered(device: torch.device) -> Iterator[Meter]:
         yield _CudaMeter(device)
         return
     meter = _CpuMeter()
-    with _silence(), meter.trace:
+    with _discard_stderr(), meter.trace:
         yield meter
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
-    """torch's profiler says on the standard error of the process that it starts and stops."""
+def _discard_stderr() -> Iterator[None]:
+    """Discards stderr of the process, where torch's profiler reports its start and stop."""
     kept = os.dup(2)
     null = os.open(os.devnull, os.O_WRONLY)
     try:

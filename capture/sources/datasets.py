@@ -1,4 +1,4 @@
-"""`huggingface:NAME_OR_PATH`: data that the package `datasets` reads, by its columns."""
+"""`huggingface:NAME_OR_PATH`: columns of a dataset read by the package `datasets`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parqu
 
 
 def huggingface(name: str, directory: Path) -> Callable[..., tuple[Any, Any | None]]:
-    """A data factory of a dataset saved on disk, of a file or a folder of files (JSON lines, CSV,
-    Parquet), or else of one that `datasets` knows by `name`. Paths begin at `directory`.
+    """A data factory for a saved dataset, a file or folder of JSON lines, CSV or Parquet, or a
+    dataset that `datasets` knows by `name`. Paths are relative to `directory`.
     """
 
     def huggingface_data(
@@ -28,23 +28,24 @@ def huggingface(name: str, directory: Path) -> Callable[..., tuple[Any, Any | No
         held_out: str | None = None,
         subset: str | None = None,
     ) -> tuple[Any, Any | None]:
-        """The columns `inputs` and `target` of the splits `train` and `held_out`; without the
-        latter, of the first that is there of validation, valid, val and test. `subset` is the
-        dataset's configuration.
+        """Returns the columns `inputs` and `target` of the splits `train` and `held_out`.
+
+        `held_out` defaults to the first split among validation, valid, val and test. `subset` is
+        the configuration of the dataset.
         """
         splits = _load(name, directory, subset)
         columns = [inputs] if isinstance(inputs, str) else list(inputs)
         held_out = held_out or next((split for split in HELD_OUT if split in splits), None)
         chosen = [split for split in (train, held_out) if split is not None]
-        made = [_split(splits, split, columns, target, name) for split in chosen]
-        return made[0], made[1] if len(made) > 1 else None
+        sets = [_split(splits, split, columns, target, name) for split in chosen]
+        return sets[0], sets[1] if len(sets) > 1 else None
 
     return huggingface_data
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Rows as examples (inputs, target): numbers and lists as tensors, images as 0 to 1."""
+    """Rows as examples (inputs, target): numbers and lists as tensors, images in 0 to 1."""
 
     rows: Any
     inputs: Sequence[str]
@@ -67,24 +68,24 @@ def _load(name: str, directory: Path, subset: str | None) -> Any:
     datasets = _import()
     path = (directory / Path(name).expanduser()).resolve()
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        found = datasets.load_from_disk(str(path))
+        loaded = datasets.load_from_disk(str(path))
     elif path.is_file():
         if path.suffix not in _READERS:
             known = ", ".join(_READERS)
-            raise UserError(f"huggingface:{name}: a file of another kind than {known}")
-        found = datasets.load_dataset(_READERS[path.suffix], data_files=str(path))
+            raise UserError(f"huggingface:{name}: unknown type of file: give one of {known}")
+        loaded = datasets.load_dataset(_READERS[path.suffix], data_files=str(path))
     else:
-        found = datasets.load_dataset(str(path) if path.is_dir() else name, subset)
-    return found if isinstance(found, dict) else {"train": found}
+        loaded = datasets.load_dataset(str(path) if path.is_dir() else name, subset)
+    return loaded if isinstance(loaded, dict) else {"train": loaded}
 
 
 def _import() -> ModuleType:
     try:
         datasets = importlib.import_module("datasets")
     except ModuleNotFoundError as error:
-        raise UserError("huggingface: the package datasets is missing: pip install datasets") from (
-            error
-        )
+        raise UserError(
+            "huggingface: the package datasets is not installed: pip install datasets"
+        ) from error
     datasets.disable_progress_bars()
     return datasets
 

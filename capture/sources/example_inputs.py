@@ -14,10 +14,10 @@ _SPEC = re.compile(r"(\d+(?:x\d+)*)?(?::([a-z]+\d*)(?::(\d+))?)?")
 
 
 def example(text: str, batch_size: int, bound: int = 2) -> Tensor:
-    """A tensor [batch_size, *shape] for `SHAPE[:DTYPE[:BOUND]]`, `SHAPE` as in `3x224x224`.
+    """A tensor [batch_size, *shape] for `SHAPE[:DTYPE[:BOUND]]`, with SHAPE as in `3x224x224`.
 
-    Floating ones are standard normal (float32 unless told), whole ones uniform in 0..BOUND-1, where
-    BOUND is `bound` unless told: 0 and 1 are good indices into any embedding. An empty SHAPE gives
+    Floating-point values are standard normal, integers uniform in 0..BOUND-1. DTYPE defaults to
+    float32, BOUND to `bound`: 0 and 1 are valid indices into any embedding. An empty SHAPE gives
     [batch_size]. Raises UserError.
     """
     match = _SPEC.fullmatch(text)

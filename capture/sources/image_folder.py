@@ -1,4 +1,4 @@
-"""`torchvision-folder:PATH`: images in folders, one for each class, beneath train/ and val/."""
+"""`torchvision-folder:PATH`: images in train/ and val/, with a folder for each class."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from pipedream.graph.errors import UserError
 
 HELD_OUT = ("val", "valid", "validation", "test")
 IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
-"""Mean and standard deviation of the three colours over ImageNet."""
+"""Mean and standard deviation of the colour channels of ImageNet."""
 
 
 def image_folder(path: Path) -> Callable[..., tuple[Any, Any | None]]:
-    """A data factory of what torchvision's ImageFolder reads in `path`.
+    """A data factory for images that torchvision's ImageFolder reads from `path`.
 
-    An example is (3 x crop x crop of floats, number of the class); classes count in the order of
-    their names.
+    An example is (float tensor [3, crop, crop], class index); classes are sorted by name.
     """
 
     def torchvision_folder(
@@ -28,20 +27,20 @@ def image_folder(path: Path) -> Callable[..., tuple[Any, Any | None]]:
         normalise: bool | Sequence[Sequence[float]] = True,
         augment: bool = False,
     ) -> tuple[Any, Any | None]:
-        """The shorter side is made `size` pixels long and `crop` x `crop` from the middle are kept.
+        """Resizes the shorter side to `size` pixels and crops `crop` x `crop` from the middle.
 
-        `normalise`: by ImageNet's mean and deviation, by [means, deviations], or not. With
-        `augment` a training image is a random part at a random scale, mirrored half of the times.
+        `normalise`: with ImageNet's mean and deviation (True), with [means, deviations], or not
+        (False). `augment`: random crops, scales and mirroring of training images.
         """
         import_torchvision()
         folders = importlib.import_module("torchvision.datasets").ImageFolder
-        train = _beneath(path, ("train",))
+        train = _subfolder(path, ("train",))
         if train is None:
             raise UserError(
-                f"torchvision-folder:{path}: there is no folder train/ in it, with one folder of "
-                "images for each class"
+                f"torchvision-folder:{path}: there is no folder train/ in it: create it, with a "
+                "folder of images for each class"
             )
-        held_out = _beneath(path, HELD_OUT)
+        held_out = _subfolder(path, HELD_OUT)
         whole = _transform(size, crop, normalise, augment=False)
         training = folders(str(train), _transform(size, crop, normalise, augment))
         if held_out is None:
@@ -58,7 +57,7 @@ def image_folder(path: Path) -> Callable[..., tuple[Any, Any | None]]:
     return torchvision_folder
 
 
-def _beneath(path: Path, names: Sequence[str]) -> Path | None:
+def _subfolder(path: Path, names: Sequence[str]) -> Path | None:
     return next((path / name for name in names if (path / name).is_dir()), None)
 
 

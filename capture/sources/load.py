@@ -1,4 +1,4 @@
-"""How a MODEL argument, or a run config, becomes a model with example inputs, and its data."""
+"""Loads the model, the example inputs and the data of a MODEL argument or a run config."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from pipedream.capture.fake_tensors import check_on_meta, on_meta_device, with_data
+from pipedream.capture.fake_tensors import check_on_meta, on_meta_device, with_memory
 from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.datasets import huggingface
 from pipedream.capture.sources.example_inputs import examples
@@ -43,11 +43,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in training mode and what to call it with: `model(*args, **kwargs)`.
+    """A model in training mode with example inputs: call it as `model(*args, **kwargs)`.
 
-    `autocast`: the lower precision in which it is to be run. `loss`, of what it then returns, where
-    that is known. `read` reads a minibatch of the examples with these numbers, of the `examples`
-    that there are.
+    `autocast`: the lower precision to run it in. `loss`: the loss of its output, if known. `read`:
+    reads a minibatch by the indices of its examples, out of `examples` in total.
     """
 
     model: nn.Module
@@ -66,11 +65,11 @@ def load(
     inputs: tuple[str, ...] = (),
     meta: bool = False,
 ) -> Loaded:
-    """The model that `source` names, made with `args`, and inputs of `batch_size` examples.
+    """Creates the model that `source` names, with example inputs of `batch_size` examples.
 
-    `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`. A
-    factory gives a module, or a module and its example inputs, or these and a dictionary of inputs
-    by keyword; it is told `batch_size` if it has a parameter of that name. `inputs` describe the
+    `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`,
+    called with `args`. A factory returns a module, optionally with its example inputs and a dict of
+    keyword inputs; it gets `batch_size` if it has a parameter of that name. `inputs` describe the
     inputs (see `example`) and override the model's own. With `meta` the model has no memory: see
     `pipedream.capture.fake_tensors`. Raises UserError.
     """
@@ -85,8 +84,8 @@ def load(
         inputs = (timm_shape(model, args),)
     if not inputs and own is None:
         raise UserError(
-            f"{source} gives no example inputs: describe them with --input 3x32x32, or "
-            "--input 128:int64:50257 for whole numbers, once for each input, without the batch"
+            f"{source} returns no example inputs: describe them with --input 3x32x32, or "
+            "--input 128:int64:50257 for integers, once per input, without the batch dimension"
         )
     if inputs or own is None:
         return Loaded(model.train(), examples(inputs, batch_size))
@@ -96,10 +95,10 @@ def load(
 def load_config(
     config: RunConfig, directory: Path, batch_size: int | None = None, meta: bool = False
 ) -> Loaded:
-    """The model of a run config and the first minibatch of its data as example inputs.
+    """Loads the model of a run config, with the first minibatch of its data as example inputs.
 
-    With loss `output` the target is the model's last input; of transformers, its `labels`. Raises
-    UserError.
+    With loss `output`, the target is the last input of the model, or its `labels` for transformers.
+    Raises UserError.
     """
     size = batch_size or config.batch_size
     model = load_config_model(config.model_copy(update={"batch_size": size}), directory, meta)
@@ -110,11 +109,11 @@ def load_config(
         )
     dtype = getattr(torch, config.dtype)
     inputs, target = minibatch(train, range(size), dtype, config.data.source)
-    taken = (*inputs, target) if config.loss == "output" else inputs
+    model_inputs = (*inputs, target) if config.loss == "output" else inputs
     loss = load_loss(config.loss, directory)
     return Loaded(
         model,
-        taken,
+        model_inputs,
         {},
         config.autocast,
         loss=lambda output: loss(output, target),
@@ -124,10 +123,10 @@ def load_config(
 
 
 def load_config_model(config: RunConfig, directory: Path, meta: bool = False) -> nn.Module:
-    """The model of a run config, in training mode and of its dtype; `directory` is the config's.
+    """Creates the model of a run config in `directory`, in training mode and of its dtype.
 
-    Its weights are those that a run with the config's seed begins with; torch goes on from that
-    seed. Raises UserError.
+    Seeds torch with the seed of the config, so the weights are the initial ones of a run. Raises
+    UserError.
     """
     torch.manual_seed(config.seed)
     source = config.model.source
@@ -138,16 +137,16 @@ def load_config_model(config: RunConfig, directory: Path, meta: bool = False) ->
 
 
 def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | None]:
-    """The training set of a run config and its held-out set, if it has one.
+    """Loads the training set of a run config, and its held-out set or None.
 
-    The factory is called with `data.args` and returns the pair: see `image_folder` and
-    `huggingface` for those that are not the user's own. Raises UserError.
+    Calls the factory with `data.args`; `image_folder` and `huggingface` are the built-in ones.
+    Raises UserError.
     """
     source = config.data.source
     pair = call(source, _data_factory(source, directory), config.data.args)
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise UserError(
-            f"{source} gives a {type(pair).__name__}: return (training set, held-out set or None)"
+            f"{source} returns a {type(pair).__name__}: return (training set, held-out set or None)"
         )
     train, held_out = pair
     for which, dataset in (("training", train), ("held-out", held_out)):
@@ -155,8 +154,8 @@ def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | No
             continue
         if isinstance(dataset, IterableDataset):
             raise UserError(
-                f"{source}: the {which} set is an IterableDataset: several ranks read the data, "
-                "each its own minibatches by number; return a set whose examples have numbers"
+                f"{source}: the {which} set is an IterableDataset, and ranks read examples by "
+                "index: return a dataset with __len__ and __getitem__"
             )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             kind = type(dataset).__name__
@@ -180,12 +179,12 @@ def _data_factory(source: str, directory: Path) -> Callable[..., Any]:
 def _make(
     source: str, args: Mapping[str, Any], batch_size: int, directory: Path | None, meta: bool
 ) -> tuple[nn.Module, tuple[tuple[Any, ...], dict[str, Any]] | None]:
-    """The model, and its example inputs if its factory gives some."""
+    """The model, and its example inputs if its factory returns some."""
     if meta:
         with on_meta_device(source):
             model, inputs = _make(source, args, batch_size, directory, meta=False)
         check_on_meta(source, model)
-        return model, with_data(inputs)
+        return model, with_memory(inputs)
     library, _, name = source.partition(":")
     if library == "torchvision":
         return load_torchvision(name, args), None
@@ -194,15 +193,15 @@ def _make(
     if library == "transformers":
         return load_transformers(name, args), None
     factory = load_function(source, directory)
-    told = {"batch_size": batch_size} if accepts(factory, "batch_size") else {}
-    made = call(source, factory, {**told, **args})
-    model, *own = made if isinstance(made, tuple) and len(made) in (2, 3) else (made,)
+    size = {"batch_size": batch_size} if accepts(factory, "batch_size") else {}
+    result = call(source, factory, {**size, **args})
+    model, *own = result if isinstance(result, tuple) and len(result) in (2, 3) else (result,)
     if not isinstance(model, nn.Module):
-        raise UserError(f"{source} gives a {type(model).__name__}, not a torch.nn.Module")
+        raise UserError(f"{source} returns a {type(model).__name__}, not a torch.nn.Module")
     if not own or own[0] is None:
         return model, None
     positional = own[0] if isinstance(own[0], tuple) else (own[0],)
     named = own[1] if len(own) == 2 else {}
     if not isinstance(named, dict):
-        raise UserError(f"{source} gives a {type(named).__name__} third, not a dict of inputs")
+        raise UserError(f"{source} returns a {type(named).__name__} third, not a dict of inputs")
     return model, (positional, named)

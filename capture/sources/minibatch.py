@@ -1,4 +1,4 @@
-"""Examples of a dataset as one minibatch."""
+"""Collates examples of a dataset into a minibatch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipedream.graph.errors import UserError
 
 
 class Dataset(Protocol):
-    """A map-style dataset; an example is (input or tuple of inputs, target)."""
+    """A map-style dataset whose examples are (input or tuple of inputs, target)."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -24,11 +24,11 @@ class Dataset(Protocol):
 def minibatch(
     dataset: Dataset, indices: Iterable[int], dtype: torch.dtype, source: str = "data"
 ) -> tuple[tuple[Tensor, ...], Any]:
-    """The examples at these indices as (inputs, target): a tensor [batch, ...] for each input;
-    floating ones of `dtype`.
+    """The examples at these indices as (inputs, target), with a tensor [batch, ...] per input.
 
-    Raises UserError where an example is no pair, an input no tensor, or examples differ in shape;
-    with the user's file and line where the dataset raises something.
+    Floating-point tensors get `dtype`. Raises UserError if an example is not a pair, an input is
+    not a tensor, or examples differ in shape; and if the dataset raises an error, with the user's
+    file and line.
     """
     inputs, target = pytree.tree_map_only(
         Tensor,
@@ -45,11 +45,11 @@ def minibatch(
 
 
 def _together(dataset: Any, indices: Sequence[int], source: str) -> Any:
-    """The pair of inputs and target, before it is looked at."""
+    """The unchecked pair of inputs and target."""
     if type(dataset) is Subset:
         return _together(dataset.dataset, [dataset.indices[i] for i in indices], source)
     with blaming(source):
-        # One by one they would take the interpreter from the passes beside which they are read.
+        # Reading one by one would hold the GIL, which the passes of other threads need.
         if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
             return dataset[torch.as_tensor(indices)]
         examples = _examples(dataset, indices)
@@ -65,6 +65,6 @@ def _together(dataset: Any, indices: Sequence[int], source: str) -> Any:
 
 
 def _examples(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """As torch's DataLoader asks for them: all at once where the dataset can do that."""
+    """The examples, read all at once if the dataset supports that, like torch's DataLoader."""
     at_once = getattr(dataset, "__getitems__", None)
     return list(at_once(indices)) if at_once else [dataset[index] for index in indices]

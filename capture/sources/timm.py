@@ -1,4 +1,4 @@
-"""`timm:NAME`: a model of timm with random weights, and images for it."""
+"""`timm:NAME`: a model of timm with random weights, and the shape of its inputs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pipedream.graph.errors import UserError
 
 
 def load_timm(name: str, args: Mapping[str, Any]) -> nn.Module:
-    """The model `name`, with random weights unless `args` has `pretrained`. Raises UserError.
+    """Creates the model `name`, with random weights unless `args` has `pretrained`.
 
-    A tag of weights (`resnet50.a1_in1k`) may follow the name: its image size is then the one used.
+    With a tag of weights (`resnet50.a1_in1k`) the image size is that of the tag. Raises UserError.
     """
     timm = _import()
     architecture = name.partition(".")[0]
@@ -32,7 +32,7 @@ def load_timm(name: str, args: Mapping[str, Any]) -> nn.Module:
 
 
 def timm_shape(model: nn.Module, args: Mapping[str, Any]) -> str:
-    """The shape of an example for the model, in the words of `--input`."""
+    """The shape of an example for the model, in the format of `--input`."""
     config: Any = model.default_cfg
     channels, height, width = config["input_size"]
     side = args.get("img_size", (height, width))
@@ -43,5 +43,5 @@ def timm_shape(model: nn.Module, args: Mapping[str, Any]) -> str:
 def _import() -> Any:
     if importlib.util.find_spec("timm") is None:
         raise UserError("timm is not installed: pip install 'pipedream[models]'")
-    import_torchvision()  # timm imports it too, and dies where it is broken
+    import_torchvision()  # timm imports it too, and fails if it is broken
     return importlib.import_module("timm")

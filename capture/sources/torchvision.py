@@ -1,4 +1,4 @@
-"""`torchvision:NAME`: a model of torchvision with random weights, and images for it."""
+"""`torchvision:NAME`: a model of torchvision with random weights, and the shape of its inputs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import nn
 from pipedream.capture.sources.user_code import call, close_matches
 from pipedream.graph.errors import UserError
 
-# Tasks whose models map a batch of images or clips to a tensor.
+# Modules whose models map a batch of images or clips to a tensor.
 _TASKS = ("models", "models.segmentation", "models.video")
 
-_fragment: torch.library.Library | None = None  # its declarations go when it is collected
+_fragment: torch.library.Library | None = None  # its declarations end when it is collected
 
 
 def import_torchvision() -> ModuleType:
-    """torchvision, also where its compiled operators do not match the installed torch.
+    """Imports torchvision, even if its compiled operators do not match the installed torch.
 
-    Its wheels for one build of torch (say CUDA) fail to load under another (say CPU), and then its
-    import dies on registering shapes for `nms`, an operator of detection that no model here calls.
-    Declaring the two operators it stumbles over, without an implementation, lets the import go on.
-    Raises UserError if torchvision is not installed.
+    Wheels for another build of torch (CUDA or CPU) fail at import when they register shapes for
+    `nms`, an operator of detection models, which are not supported here. Declaring the two missing
+    operators without an implementation lets the import succeed. Raises UserError if torchvision is
+    not installed.
     """
     global _fragment
     try:
@@ -45,21 +45,24 @@ def import_torchvision() -> ModuleType:
 
 
 def load_torchvision(name: str, args: Mapping[str, Any]) -> nn.Module:
-    """The model `name`, with random weights unless `args` has `weights`. Raises UserError."""
+    """Creates the model `name`, with random weights unless `args` has `weights`.
+
+    Raises UserError.
+    """
     task = _task(name)
     models = importlib.import_module("torchvision.models")
     builder = models.get_model_builder(name)
     takes = inspect.signature(builder).parameters
     random = {key: None for key in ("weights", "weights_backbone") if key in takes}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # inception on its own initialisation
+        warnings.simplefilter("ignore", FutureWarning)  # of inception, about its initialisation
         model = call(f"torchvision:{name}", builder, {**random, **args})
     assert isinstance(model, nn.Module), task
     return model
 
 
 def image_shape(name: str, args: Mapping[str, Any]) -> str:
-    """The shape of an example for the model, in the words of `--input`."""
+    """The shape of an example for the model, in the format of `--input`."""
     side = args.get("image_size", 299 if name == "inception_v3" else 224)
     if not _task(name).endswith("video"):
         return f"3x{side}x{side}"
@@ -68,7 +71,7 @@ def image_shape(name: str, args: Mapping[str, Any]) -> str:
 
 
 def _task(name: str) -> str:
-    """Which of `_TASKS` has the model. Raises UserError."""
+    """The module in `_TASKS` that has the model. Raises UserError."""
     import_torchvision()
     models = importlib.import_module("torchvision.models")
     known = {
@@ -79,8 +82,8 @@ def _task(name: str) -> str:
     detection = importlib.import_module("torchvision.models.detection")
     if name in models.list_models(module=detection):
         raise UserError(
-            f"torchvision:{name}: a detection model takes a list of images with their boxes, and "
-            "which boxes it goes on with depends on the data: profile its backbone instead"
+            f"torchvision:{name}: detection models are not supported, because their control flow "
+            "depends on the data: profile the backbone instead"
         )
     if name not in known:
         raise UserError(

@@ -1,4 +1,4 @@
-"""`transformers:NAME`: an architecture of transformers with random weights, and inputs for it."""
+"""`transformers:NAME`: an architecture of transformers with random weights, and its inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipedream.graph.errors import UserError
 
 _LONGEST = 128
 
-# The head that a model is usually trained with, by the first of these that knows its type: BERT
+# The heads that models are usually trained with; the first that supports the type is used. BERT
 # also has a causal head, so masked comes before causal.
 _ENCODER_DECODER_HEADS = (
     ("Seq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
@@ -30,9 +30,9 @@ _HEADS = (
 
 
 def load_transformers(name: str, args: Mapping[str, Any]) -> nn.Module:
-    """The architecture `name` (`gpt2`, `bert`, `llama`, ...), `args` changing its configuration.
+    """Creates the architecture `name` (`gpt2`, `bert`, `llama`, ...), configured by `args`.
 
-    Nothing is downloaded. The model returns logits and no cache. Raises UserError.
+    Downloads nothing. The model returns logits and no cache. Raises UserError.
     """
     _import()
     source = f"transformers:{name}"
@@ -48,9 +48,9 @@ def load_transformers(name: str, args: Mapping[str, Any]) -> nn.Module:
 
 
 def take_labels(model: nn.Module, source: str) -> nn.Module:
-    """The same model, taking as its last input the `labels` that it computes its own loss of.
+    """Makes the model take `labels`, from which it computes its loss, as its last input.
 
-    Raises UserError where it has none.
+    Raises UserError if the model takes no labels.
     """
     kind = type(model)
     if not accepts(kind.forward, "labels"):
@@ -67,10 +67,11 @@ def take_labels(model: nn.Module, source: str) -> nn.Module:
 def transformers_inputs(
     model: nn.Module, source: str, batch_size: int, inputs: tuple[str, ...]
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Example arguments for the model: token ids [batch_size, T], or images. Raises UserError.
+    """Example arguments for the model: token ids [batch_size, T], or images.
 
-    T is 128, or less where the model has fewer positions; `inputs` (as of `--input`) override. The
-    second input of an encoder-decoder are the decoder's token ids.
+    T is 128, or the number of positions of the model if that is less. `inputs` (see `--input`)
+    override the defaults. The second input of an encoder-decoder is the decoder's token ids. Raises
+    UserError.
     """
     config: Any = model.config
     vocabulary = getattr(config.get_text_config(), "vocab_size", None) or 2
@@ -93,7 +94,7 @@ def _shape(model: nn.Module, config: Any, source: str) -> str:
         return f"{getattr(config, 'num_channels', 3)}x{height}x{width}"
     if takes == "pixel_values":
         return f"{getattr(config, 'num_channels', 3)}x224x224"
-    raise UserError(f"{source} takes {takes}: give their shape by --input, say --input 80x3000")
+    raise UserError(f"{source} takes {takes}: give their shape, such as --input 80x3000")
 
 
 def _tokens(config: Any) -> str:
@@ -105,8 +106,8 @@ def _import() -> None:
     if importlib.util.find_spec("transformers") is None:
         raise UserError("transformers is not installed: pip install 'pipedream[models]'")
     if importlib.util.find_spec("torchvision") is not None:
-        import_torchvision()  # transformers imports it too, and dies where it is broken
-    # It warns of token ids outside a small vocabulary, which nobody here generates.
+        import_torchvision()  # transformers imports it too, and fails if it is broken
+    # It warns of special token ids outside a small vocabulary, which are not used here.
     importlib.import_module("transformers.utils.logging").set_verbosity_error()
 
 
@@ -114,11 +115,11 @@ def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
     known = importlib.import_module("transformers.models.auto.configuration_auto")
     if name not in known.CONFIG_MAPPING_NAMES:
         raise UserError(
-            f"{source}: transformers has no architecture of this name (a name on the hub is none: "
-            f"nothing is downloaded){close_matches(name, known.CONFIG_MAPPING_NAMES)}"
+            f"{source}: transformers has no architecture of this name (models of the hub are not "
+            f"downloaded){close_matches(name, known.CONFIG_MAPPING_NAMES)}"
         )
     plain = auto.AutoConfig.for_model(name)
-    for key in args:  # transformers would keep an unknown name silently, and ignore it
+    for key in args:  # transformers would ignore an unknown name silently
         if not hasattr(plain, key):
             raise UserError(
                 f"{source}: its configuration has no {key!r}{close_matches(key, plain.to_dict())}"
@@ -127,7 +128,7 @@ def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
         config = auto.AutoConfig.for_model(name, **args)
     except Exception as error:
         raise UserError(f"{source}: {blame(error)}") from error
-    config.architectures = config.architectures or []  # of several heads it takes the first
+    config.architectures = config.architectures or []  # it takes the first of several heads
     for part in (config, config.get_text_config()):
         if hasattr(part, "use_cache"):
             part.use_cache = False
@@ -135,7 +136,7 @@ def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
 
 
 def _head(name: str, config: Any, auto: Any) -> str:
-    """The Auto class that makes this type of model."""
+    """The Auto class that creates this type of model."""
     mappings = importlib.import_module("transformers.models.auto.modeling_auto")
     both = getattr(config, "is_encoder_decoder", False)
     for head, mapping in _ENCODER_DECODER_HEADS if both else _HEADS:

@@ -1,4 +1,4 @@
-"""The user's own Python: `package.module:name` found, called, and blamed by file and line."""
+"""Imports and calls the user's code, `package.module:name`; its errors name file and line."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from typing import Any
 from pipedream.graph.errors import UserError
 
 _LONGEST = 300
-"""Letters of a message: torch's can list every signature of a function."""
+"""Characters of a message: those of torch can list every signature of a function."""
 
 
 def load_function(source: str, directory: Path | None = None) -> Callable[..., Any]:
-    """The callable that `package.module:name` means.
+    """Imports the callable `package.module:name`.
 
-    Looked for in `directory` (a run config's folder), then the current directory, then wherever
-    Python looks (PYTHONPATH). Raises UserError.
+    Searches `directory` (the folder of a run config), then the current directory, then Python's
+    path. Raises UserError.
     """
     module_name, _, name = source.partition(":")
     if not module_name or not name:
-        raise UserError(f"{source!r} names nothing: write package.module:name")
+        raise UserError(f"{source!r} names no function: write package.module:name")
     module = _import(module_name, source, directory)
-    found: Any = module
+    function: Any = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(function, part):
             raise UserError(
                 f"{source}: {module_name} ({_file(module)}) has no {name!r}"
                 + close_matches(name, (key for key in vars(module) if not key.startswith("_")))
             )
-        found = getattr(found, part)
-    if not callable(found):
-        raise UserError(f"{source}: this is a {type(found).__name__}, not a function to call")
-    return found  # type: ignore[no-any-return]
+        function = getattr(function, part)
+    if not callable(function):
+        raise UserError(f"{source}: this is a {type(function).__name__}, not a function")
+    return function  # type: ignore[no-any-return]
 
 
 def call(source: str, function: Callable[..., Any], args: Mapping[str, Any]) -> Any:
-    """`function(**args)`; whatever it raises becomes a UserError with the user's file and line."""
+    """Calls `function(**args)`; any error becomes a UserError with the user's file and line."""
     check_call(source, function, (), args)
     with blaming(source):
         return function(**args)
@@ -54,18 +54,18 @@ def call(source: str, function: Callable[..., Any], args: Mapping[str, Any]) -> 
 def check_call(
     source: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises UserError with the signature of `function` where it does not take these arguments."""
+    """Raises UserError with the signature of `function` if it does not take these arguments."""
     try:
         inspect.signature(function).bind(*args, **kwargs)
     except TypeError as error:
         raise UserError(f"{source}: {error}: its signature is {_signature(function)}") from error
     except ValueError:
-        pass  # something built in that does not tell its signature
+        pass  # a built-in without a signature
 
 
 @contextmanager
 def blaming(source: str) -> Iterator[None]:
-    """Whatever the user's code in here raises, sys.exit included, becomes a UserError: `blame`."""
+    """Turns any error of the user's code inside, and sys.exit, into a UserError: see `blame`."""
     try:
         yield
     except UserError:
@@ -83,7 +83,7 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 def blame(error: BaseException) -> str:
-    """`FILE:LINE: TypeError: message`, the place being the last one in the user's own files."""
+    """`FILE:LINE: TypeError: message`, with the last line in the user's own files."""
     message = " ".join(str(error).split()) or "no message"
     if len(message) > _LONGEST:
         message = f"{message[:_LONGEST]}..."
@@ -93,14 +93,14 @@ def blame(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """`FILE:LINE: ` of the last of the user's own lines that an error came through, if any."""
+    """`FILE:LINE: ` of the last of the user's own lines in the traceback, or empty."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if is_the_users(frame.filename)]
     return f"{theirs[-1].filename}:{theirs[-1].lineno}: " if theirs else ""
 
 
 def close_matches(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'resnet50', 'resnet152'?`, or nothing if none is close."""
+    """`; did you mean 'resnet50', 'resnet152'?`, or empty if no name is close."""
     names = sorted(set(known))
     begins = [other for other in names if len(other) > 2 and name.startswith(other)]
     close = [*difflib.get_close_matches(name, names, n=3), *sorted(begins, key=len)[-2:]]
@@ -136,22 +136,23 @@ def _signature(function: Callable[..., Any]) -> str:
 
 
 def is_the_users(file: str) -> bool:
-    """Whether a file is neither Python's nor of a package installed here or in an environment
-    that this one builds on.
+    """Whether a file belongs to neither Python nor an installed package.
+
+    Packages of an environment that this one builds on count as installed.
     """
     installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
     return not installed and not file.startswith(_not_the_users())
 
 
 def _not_the_users() -> tuple[str, ...]:
-    """Where Python and this package live."""
+    """Folders of Python, installed packages and this package."""
     paths = sysconfig.get_paths()
     installed = (paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
     return (*installed, *package_folders(), "<")
 
 
 def package_folders() -> tuple[str, ...]:
-    """The folders of this package. What holds them may be its repository, with a user's files."""
+    """The folders of this package, but not their parent, which may hold files of a user."""
     folders = ("graph", "capture", "schedule", "comm", "profiler", "optimizer", "runtime")
     parent = Path(__file__).parents[2]
     return tuple(f"{parent / name}{os.sep}" for name in folders)

@@ -1,4 +1,4 @@
-"""`pd-profile --network`: one of the ranks that measure what is between them."""
+"""`pd-profile --network`: what each of the measuring ranks does."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from pipedream.profiler.network.report import Provenance, report
 from pipedream.profiler.network.wire import Wire, peer_errors
 
 _TIMEOUT = 300.0  # seconds
-_UNTIL_THE_LAUNCHER_HAS_SEEN_WHO_DIED = 2.0
-_UNTIL_RANK_0_HAS_SPOKEN = 5.0
+_SECONDS_FOR_LAUNCHER = 2.0  # to notice which rank failed
+_SECONDS_FOR_RANK_0 = 5.0  # to print its error
 
 
-def measure_network(asked: NetworkOptions, place: Place, step: Callable[[str], None]) -> None:
-    """This rank's part; rank 0 writes and prints what was found.
+def measure_network(options: NetworkOptions, place: Place, step: Callable[[str], None]) -> None:
+    """Measures as one of the ranks; rank 0 writes and prints the results.
 
-    Raises UserError. When another rank is lost it says so in one line and ends the process.
+    Raises UserError. If another rank is lost, prints one line and ends the process.
     """
-    device, backend = choose_device(asked.device, place)
-    torch.set_num_threads(asked.threads)
+    device, backend = choose_device(options.device, place)
+    torch.set_num_threads(options.threads)
     keep_freed_memory()
     try:
         store = join(place, meet(place, _TIMEOUT), backend, device, _TIMEOUT)
         hosts = _hosts(store, place)
-        found = levels_of(hosts) if asked.machines is None else levels(asked.machines)
-        measured = _measure(found, device, backend, asked.effort, step)
+        measured_levels = levels_of(hosts) if options.machines is None else levels(options.machines)
+        measured = _measure(measured_levels, device, backend, options.effort, step)
         if place.rank == 0:
-            report(measured, _provenance(device, backend, hosts, asked.effort), asked.output)
+            report(measured, _provenance(device, backend, hosts, options.effort), options.output)
         with peer_errors():
             dist.barrier()
             dist.destroy_process_group()
@@ -54,22 +54,22 @@ def measure_network(asked: NetworkOptions, place: Place, step: Callable[[str], N
 
 
 def _measure(
-    found: Sequence[NetworkLevel],
+    measured_levels: Sequence[NetworkLevel],
     device: torch.device,
     backend: str,
     effort: Effort,
     step: Callable[[str], None],
 ) -> list[MeasuredLevel]:
-    pairs = [pair for level in found for pair in level.pairs]
-    groups = [group for level in found for group in level.groups]
+    pairs = [pair for level in measured_levels for pair in level.pairs]
+    groups = [group for level in measured_levels for group in level.groups]
     wire = Wire(device, backend, pairs, groups)
-    measured = [measure(level, wire, effort, step) for level in found]
+    measured = [measure(level, wire, effort, step) for level in measured_levels]
     wire.transport.drain()
     return measured
 
 
 def _hosts(store: Store, place: Place) -> list[str]:
-    """The name of the host of each rank."""
+    """The host name of each rank."""
     with peer_errors():
         store.set(f"host/{place.rank}", socket.gethostname())
         return [store.get(f"host/{rank}").decode() for rank in range(place.world_size)]
@@ -84,12 +84,12 @@ def _provenance(
 
 
 def _leave(place: Place, line: str) -> None:
-    """Tells the user and ends the process: threads of it may wait for the lost rank.
+    """Prints the error and ends the process, whose threads may be waiting for the lost rank.
 
-    The others give rank 0 time to speak, and their launcher to stop them.
+    Ranks other than 0 wait first, so that rank 0 prints the error and the launcher stops the rest.
     """
     if place.rank > 0:
-        time.sleep(_UNTIL_RANK_0_HAS_SPOKEN)
+        time.sleep(_SECONDS_FOR_RANK_0)
     print(f"pd-profile: rank {place.rank}: {line}", file=sys.stderr, flush=True)
-    time.sleep(_UNTIL_THE_LAUNCHER_HAS_SEEN_WHO_DIED)
+    time.sleep(_SECONDS_FOR_LAUNCHER)
     os._exit(UserError.exit_code)

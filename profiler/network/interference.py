@@ -1,9 +1,8 @@
-"""What messages and sums take from the compute beside which they pass.
+"""The compute time lost to messages and all-reduces that run at the same time.
 
-gloo adds up and copies on the processor, maybe on the very core that a rank computes on; NCCL takes
-some of the GPU. Each rank does steps of compute, and the same steps while in each of them a message
-or a sum is begun, as pd-train does it, and waited for some steps later. What the steps take longer
-is compute lost.
+gloo copies and adds on the CPU, possibly on the core that a rank computes on; NCCL uses part of the
+GPU. Each rank times steps of compute, then the same steps with a message or an all-reduce started
+in each and waited for some steps later, as pd-train does. The difference is lost compute time.
 """
 
 from __future__ import annotations
@@ -23,30 +22,30 @@ from pipedream.profiler.network.wire import Wait, Wire
 
 _WIDTH = 256
 _STEPS = 8
-_LATER = 2  # steps: long enough for ranks that are not quite at the same step
+_LATER = 2  # steps, because ranks are not always at the same step
 _LEAST_SECONDS = 2e-3
 _SIZES = (250e3, 16e6)
-"""Bytes: what activations and buckets of gradients are like."""
+"""Bytes, typical of activations and gradient buckets."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Steps of matrix products, each of about so many seconds."""
+    """Steps of compute; each has `products` matrix products."""
 
     wire: Wire
     products: int
 
     @staticmethod
     def of(wire: Wire, seconds: float) -> Compute:
-        """All ranks take the number of products that rank 0 finds."""
+        """Steps of about `seconds`; all ranks use the number of products that rank 0 measures."""
         probe = Compute(wire, 16)
         probe.seconds(lambda: None)
         each = probe.seconds(lambda: None) / 16
-        (told,) = wire.broadcast([max(1.0, round(seconds / each))], 0)
-        return Compute(wire, int(told))
+        (products,) = wire.broadcast([max(1.0, round(seconds / each))], 0)
+        return Compute(wire, int(products))
 
     def seconds(self, begin: Callable[[], Wait | None]) -> float:
-        """Of one step, with what is begun in each of them; the mean of some."""
+        """The mean seconds of a step, with a call of `begin` in each."""
         left = torch.ones(_WIDTH, _WIDTH, device=self.wire.device) / _WIDTH
         right = left.clone()
         under_way: deque[Wait] = deque()
@@ -74,14 +73,14 @@ def busy(
     seconds: Callable[[float], float],
     begin: Callable[[int], Callable[[], Wait | None]],
 ) -> float:
-    """The share of the time of a message, from 0 to 1, that the ranks at its ends do not compute.
+    """The share of a message's time, from 0 to 1, in which the ranks at its ends cannot compute.
 
-    Called by all ranks, all of which compute: on the same machine they take each other's cores.
-    `seconds` that a message of so many bytes takes; `begin(bytes)` gives what begins one on this
-    rank. The median over sizes and repeats of the mean over the ranks.
+    Called by all ranks, which all compute, since ranks of one machine compete for cores.
+    `seconds(bytes)`: the time of a message; `begin(bytes)`: a function that starts one on this
+    rank. The median over sizes and repeats of the mean over ranks.
     """
     sizes = [size for size in effort.sizes if _SIZES[0] <= size <= _SIZES[1]] or effort.sizes[-1:]
-    found = []
+    shares = []
     for size in sizes:
         taken = seconds(size)
         compute = Compute.of(wire, max(_LEAST_SECONDS, 2 * taken))
@@ -89,12 +88,12 @@ def busy(
         _lost(wire, compute, start)  # to warm up
         for _ in range(effort.repeats):
             share = _lost(wire, compute, start) / taken
-            found.append(float(np.mean([wire.broadcast([share], rank)[0] for rank in ranks])))
-    return min(1.0, max(0.0, float(np.median(found))))
+            shares.append(float(np.mean([wire.broadcast([share], rank)[0] for rank in ranks])))
+    return min(1.0, max(0.0, float(np.median(shares))))
 
 
 def _lost(wire: Wire, compute: Compute, begin: Callable[[], Wait | None]) -> float:
-    """Seconds of a step that are not compute any more; before and after it the steps alone."""
+    """Seconds added to a step, compared with steps alone before and after."""
     wire.broadcast([0.0], 0)
     before = compute.seconds(lambda: None)
     wire.broadcast([0.0], 0)

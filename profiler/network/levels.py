@@ -1,4 +1,4 @@
-"""The levels of the machines that the ranks are on, and who is measured with whom. Pure."""
+"""The levels of the cluster, and the pairs and groups of ranks to measure at each."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class NetworkLevel:
-    """`count` components; ranks in the same place of two that stand side by side are `stride`
-    apart. `size`: of the whole cluster.
+    """A level of `count` components in a cluster of `size` ranks.
+
+    Ranks in the same position of neighbouring components are `stride` apart.
     """
 
     name: str
@@ -31,12 +32,12 @@ class NetworkLevel:
 
     @property
     def groups(self) -> list[Ranks]:
-        """Ranks that differ at this level alone: some, from all over the cluster."""
+        """Groups of ranks that differ only at this level: a sample from the whole cluster."""
         return _spread(self._all_groups(), _MOST_GROUPS)
 
     @property
     def pairs(self) -> list[Ranks]:
-        """Two of them that stand side by side: some, from all over the cluster."""
+        """Neighbouring ranks of such groups: a sample from the whole cluster."""
         pairs = [pair for group in self._all_groups() for pair in pairwise(group)]
         return _spread(pairs, _MOST_PAIRS)
 
@@ -47,7 +48,7 @@ class NetworkLevel:
 
 
 def levels(machines: Sequence[int]) -> list[NetworkLevel]:
-    """Innermost first, of so many components each: `--machines`."""
+    """The levels, innermost first, with the given numbers of components (`--machines`)."""
     size = math.prod(machines)
     return [
         NetworkLevel(_name(index), count, math.prod(machines[:index]), size)
@@ -56,17 +57,17 @@ def levels(machines: Sequence[int]) -> list[NetworkLevel]:
 
 
 def levels_of(hosts: Sequence[str]) -> list[NetworkLevel]:
-    """What the name of each rank's host tells: the devices of a host, then the hosts.
+    """The levels by the host name of each rank: the devices of a host, then the hosts.
 
-    One level where all ranks are on one host, or each on its own. Raises UserError where hosts have
-    different numbers of ranks, or the ranks of a host do not follow one another.
+    There is one level if all ranks are on one host or each on its own. Raises UserError if hosts
+    have different numbers of ranks, or if the ranks of a host are not consecutive.
     """
     names = list(dict.fromkeys(hosts))
     each = len(hosts) // len(names)
     if list(hosts) != [name for name in names for _ in range(each)]:
-        found = ", ".join(f"{hosts.count(name)} on {name}" for name in names)
+        counts = ", ".join(f"{hosts.count(name)} on {name}" for name in names)
         raise UserError(
-            f"--network: the ranks do not fill their hosts evenly, one after the other ({found}): "
+            f"--network: the ranks do not fill their hosts evenly, one after the other ({counts}): "
             "start as many on each, or say with --machines which belong together"
         )
     if len(names) > 1 and each == 1:
@@ -75,20 +76,20 @@ def levels_of(hosts: Sequence[str]) -> list[NetworkLevel]:
 
 
 def parse_machines(text: str, ranks: int) -> tuple[int, ...]:
-    """`2,2` for 4 ranks. Raises UserError."""
+    """Parses `2,2` for 4 ranks. Raises UserError."""
     try:
         counts = tuple(int(count) for count in text.split(","))
     except ValueError:
         raise UserError(f"--machines {text}: give whole numbers, as 4,2") from None
     if min(counts) < 2:
         raise UserError(
-            f"--machines {text}: between fewer than 2 components there is nothing to measure: "
+            f"--machines {text}: a level of fewer than 2 components has nothing to measure: "
             "leave that level out"
         )
     if math.prod(counts) != ranks:
         raise UserError(
             f"--machines {text}: that is {math.prod(counts)} devices, and {ranks} ranks were "
-            "started: one for each device is needed"
+            "started: start one rank per device"
         )
     return counts
 
@@ -98,7 +99,7 @@ def _name(index: int) -> str:
 
 
 def _spread(items: Sequence[_Item], most: int) -> list[_Item]:
-    """At most so many of the items, the first and the last among them, evenly apart."""
+    """At most `most` of the items, evenly spaced from the first to the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]

@@ -1,4 +1,4 @@
-"""From the times of messages of several sizes to a link: a line, or the points themselves. Pure."""
+"""Fits a link to the times of messages of several sizes: a line, or the points themselves."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from scipy.optimize import nnls
 from pipedream.graph.cluster import Link
 
 MOST_MISS = 0.2
-"""A line that is further off somewhere, by its share of what was measured, is not what is used."""
+"""The points are used instead of a line with a larger relative error than this at any size."""
 
-_FASTEST = 1e15  # bytes per second: where more bytes take no longer
+_FASTEST = 1e15  # bytes per second, if more bytes take no longer
 
 
 @dataclass(frozen=True)
 class LinkFit:
-    """`line`: latency plus bytes over bandwidth. `miss`: the most that it is off at any size, as a
-    share of the measured seconds. `link`: the line, or the points where it is too far off.
+    """`line`: latency plus bytes over bandwidth. `miss`: its largest relative error at any size.
+    `link`: the line, or the points if that error is too large.
     """
 
     line: Link
@@ -29,9 +29,9 @@ class LinkFit:
 
 
 def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
-    """The line with the least sum of squared relative errors, neither number below zero.
+    """Fits the line with the least sum of squared relative errors and no negative coefficient.
 
-    `sizes` in bytes, two or more, the smallest first; `seconds` that a message of each takes.
+    `sizes`: two or more, in bytes, ascending; `seconds`: the time of a message of each size.
     """
     size, taken = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     rows = np.stack([1 / taken, size / taken], axis=1)
@@ -45,8 +45,5 @@ def fit_link(sizes: Sequence[float], seconds: Sequence[float]) -> LinkFit:
 
 
 def never_falling(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The times with none longer than a later one.
-
-    What disturbs a measurement makes it longer: a larger message that was faster is believed.
-    """
+    """Lowers each time to the least of the later ones, since disturbances only add time."""
     return np.minimum.accumulate(seconds[::-1])[::-1]

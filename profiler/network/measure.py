@@ -1,7 +1,7 @@
-"""How long messages and sums between ranks take, by their size, for each level of the machines.
+"""Times messages and all-reduces between ranks by size, at each level of the cluster.
 
-One pair of ranks, or one group, is measured while all others wait: what a link can do, not what is
-left of it when others use it, which is for the simulator to say.
+One pair or group of ranks is measured while all others wait. This gives the capacity of a link; the
+simulator accounts for links that are shared.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _FEWEST, _MOST = 2, 64
 
 @dataclass(frozen=True)
 class Timed:
-    """One kind of message at one level: for each of `sizes`, the seconds that it takes.
+    """The times of messages, or of all-reduces, at one level by size.
 
-    `seconds` is the median over pairs or groups of ranks of the median over repeats. `spread`: half
-    of the repeats are within that share of the median. `slowest`: how many times as long the
-    slowest pair or group takes, at the size where that is most. `busy`: the share of that time in
-    which the ranks at its ends cannot compute.
+    `seconds`: the median over pairs or groups of the median over repeats. `spread`: half the
+    interquartile range over the median. `slowest`: the largest ratio, over sizes, of the slowest
+    pair or group to the median. `busy`: the share of the time in which the ranks at its ends cannot
+    compute.
     """
 
     sizes: tuple[int, ...]
@@ -44,12 +44,12 @@ class Timed:
 
     @property
     def link(self) -> Link:
-        """What the cluster file says."""
+        """The link for the cluster file."""
         return self.fit.link.model_copy(update={"busy": round(self.busy, 2)})
 
     @staticmethod
     def of(sizes: Sequence[int], samples: Sequence[Sequence[Sequence[float]]]) -> Timed:
-        """`samples[pair][size]` are the repeats of one pair or group."""
+        """`samples[pair][size]` has the repeats of one pair or group."""
         medians = np.array([[np.median(repeats) for repeats in one] for one in samples])
         widths = np.array([[_width(repeats) for repeats in one] for one in samples])
         seconds = np.median(medians, axis=0)
@@ -64,31 +64,31 @@ class Timed:
 
 @dataclass(frozen=True)
 class MeasuredLevel:
-    """What was found at a level."""
+    """The measurements of a level."""
 
     level: NetworkLevel
     send: Timed
     all_reduce: Timed
 
 
-def cluster(found: Sequence[MeasuredLevel]) -> Cluster:
-    """What pd-optimize takes."""
+def cluster(measured: Sequence[MeasuredLevel]) -> Cluster:
+    """The measured cluster, for pd-optimize."""
     return Cluster(
-        machines=tuple(each.level.count for each in found),
-        names=tuple(each.level.name for each in found),
-        bandwidth=tuple(each.send.fit.line.bandwidth or 0.0 for each in found),
-        latency=tuple(each.send.fit.line.latency for each in found),
-        send=tuple(each.send.link for each in found),
-        all_reduce=tuple(each.all_reduce.link for each in found),
+        machines=tuple(each.level.count for each in measured),
+        names=tuple(each.level.name for each in measured),
+        bandwidth=tuple(each.send.fit.line.bandwidth or 0.0 for each in measured),
+        latency=tuple(each.send.fit.line.latency for each in measured),
+        send=tuple(each.send.link for each in measured),
+        all_reduce=tuple(each.all_reduce.link for each in measured),
     )
 
 
 def measure(
     level: NetworkLevel, wire: Wire, effort: Effort, step: Callable[[str], None] = lambda what: None
 ) -> MeasuredLevel:
-    """Called by all ranks at once, which all learn what was found. Raises PeerLost.
+    """Measures a level; called by all ranks at once, and all get the result. Raises PeerLost.
 
-    `step` hears what is being measured.
+    `step` is called with a description of each measurement.
     """
     send, sums = [], []
     for pair in level.pairs:
@@ -120,7 +120,7 @@ def _with_interference(
 
 
 def _passing(wire: Wire, pair: Ranks, size: int) -> Callable[[], Wait | None]:
-    """What begins a message from the first to the second rank."""
+    """A function that starts a message from the first to the second rank."""
     source, target = pair
     if dist.get_rank() == source:
         tensor = wire.tensor(size)
@@ -134,49 +134,50 @@ def _summing(wire: Wire, group: Ranks, size: int) -> Callable[[], Wait | None]:
 
 
 def _messages(wire: Wire, pair: Ranks, effort: Effort) -> list[list[float]]:
-    """[size][repeat] -> seconds of a message.
+    """Seconds of a message, [size][repeat].
 
-    A message takes what it adds to a stream of its like, and the way of the smallest, which is half
-    of a round trip, beyond what that adds to a stream itself.
+    The time that a message adds to a stream of its size, plus the latency: half a round trip of the
+    smallest message, less the time that this one adds to a stream.
     """
     sizes = effort.sizes
     kinds = [_returning(wire, pair, sizes[0]), *(_streaming(wire, pair, size) for size in sizes)]
-    way, *streams = _repeated(wire, pair, effort, kinds)
-    there = float(np.median(way))
+    trips, *streams = _repeated(wire, pair, effort, kinds)
+    one_way = float(np.median(trips))
     each = [
-        [max(whole - 2 * there, whole / 4) / _count(size) for whole in stream]
+        [max(whole - 2 * one_way, whole / 4) / _count(size) for whole in stream]
         for size, stream in zip(sizes, streams, strict=True)
     ]
-    latency = max(0.0, there - float(np.median(each[0])))
+    latency = max(0.0, one_way - float(np.median(each[0])))
     return [[latency + seconds for seconds in repeats] for repeats in each]
 
 
 def _sums(wire: Wire, group: Ranks, effort: Effort) -> list[list[float]]:
-    """[size][repeat] -> seconds of an all-reduce."""
+    """Seconds of an all-reduce, [size][repeat]."""
     return _repeated(wire, group, effort, [_adding(wire, group, size) for size in effort.sizes])
 
 
 def _repeated(
     wire: Wire, ranks: Ranks, effort: Effort, kinds: Sequence[Callable[[], float]]
 ) -> list[list[float]]:
-    """[kind][repeat]: what each gives on the first of the ranks; nothing happens on any other rank.
+    """The results of each measurement on the first of the ranks, [kind][repeat].
 
-    In turn, so that what disturbs for a while does not fall on one of them alone.
+    The kinds take turns, so that a temporary disturbance does not affect only one of them. Ranks
+    other than `ranks` wait.
     """
-    given = [[0.0] * len(kinds)] * effort.repeats
+    results = [[0.0] * len(kinds)] * effort.repeats
     if dist.get_rank() in ranks:
         rounds = range(effort.warmup + effort.repeats)
-        given = [[once() for once in kinds] for _ in rounds][effort.warmup :]
-    told = wire.broadcast([seconds for one in given for seconds in one], ranks[0])
-    return [told[kind :: len(kinds)] for kind in range(len(kinds))]
+        results = [[once() for once in kinds] for _ in rounds][effort.warmup :]
+    known = wire.broadcast([seconds for one in results for seconds in one], ranks[0])
+    return [known[kind :: len(kinds)] for kind in range(len(kinds))]
 
 
 def _adding(wire: Wire, group: Ranks, size: int) -> Callable[[], float]:
-    """Times so many all-reduces of a size, one after the other: the seconds of each."""
+    """Measures all-reduces of a size, one after the other: the seconds of each."""
     flat = wire.tensor(size) if dist.get_rank() in group else wire.tensor(0)
 
     def once() -> float:
-        wire.add_up(flat[:1], group)()  # all are here
+        wire.add_up(flat[:1], group)()  # all ranks have arrived
         wire.synchronize()
         begin = time.perf_counter()
         for _ in range(_count(size)):
@@ -188,12 +189,12 @@ def _adding(wire: Wire, group: Ranks, size: int) -> Callable[[], float]:
 
 
 def _count(size: int) -> int:
-    """How many messages of a size are timed together."""
+    """The number of messages of a size that are timed together."""
     return max(_FEWEST, min(_MOST, int(_TIMED_BYTES / size)))
 
 
 def _returning(wire: Wire, pair: Ranks, size: int) -> Callable[[], float]:
-    """Times round trips between the two: half the seconds of one."""
+    """Measures round trips between the two: half the seconds of one."""
     here = dist.get_rank()
     there = pair[1] if here == pair[0] else pair[0]
     tensor = wire.tensor(size)
@@ -201,7 +202,7 @@ def _returning(wire: Wire, pair: Ranks, size: int) -> Callable[[], float]:
     def once() -> float:
         begin = 0.0
         for trip in range(_MOST + 1):
-            if trip == 1:  # after the first the other one is surely there
+            if trip == 1:  # after the first trip both ranks are ready
                 begin = time.perf_counter()
             arrived = wire.post(size, there)
             if here == pair[0]:
@@ -216,13 +217,13 @@ def _returning(wire: Wire, pair: Ranks, size: int) -> Callable[[], float]:
 
 
 def _streaming(wire: Wire, pair: Ranks, size: int) -> Callable[[], float]:
-    """Times so many messages of a size from the first to the second rank of the pair.
+    """Measures a stream of messages of a size from the first to the second rank of the pair.
 
-    The first says how long it was from its first send until it heard that the last has arrived.
+    The first rank takes the time from its first send until the second confirms the last arrival.
     """
     source, target = pair
     here = dist.get_rank()
-    tensor, word = wire.tensor(size if here == source else 0), wire.tensor(4)
+    tensor, signal = wire.tensor(size if here == source else 0), wire.tensor(4)
 
     def send() -> float:
         wire.post(4, target)()
@@ -237,11 +238,11 @@ def _streaming(wire: Wire, pair: Ranks, size: int) -> Callable[[], float]:
 
     def receive() -> float:
         arriving = [wire.post(size, source) for _ in range(_count(size))]
-        wire.send(word, source)
+        wire.send(signal, source)
         for arrived in arriving:
             arrived()
         wire.synchronize()
-        wire.send(word, source)
+        wire.send(signal, source)
         wire.synchronize()
         return 1.0
 
@@ -249,6 +250,6 @@ def _streaming(wire: Wire, pair: Ranks, size: int) -> Callable[[], float]:
 
 
 def _width(repeats: Sequence[float]) -> float:
-    """Half the distance between the quartiles, as a share of the median."""
+    """Half the interquartile range over the median."""
     low, middle, high = np.quantile(repeats, [0.25, 0.5, 0.75])
     return float((high - low) / 2 / middle)

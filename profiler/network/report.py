@@ -1,4 +1,4 @@
-"""What `pd-profile --network` prints and writes: tables, a picture, numbers, the cluster file."""
+"""Prints and writes network measurements: tables, a picture, a CSV file and the cluster file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 @dataclass(frozen=True)
 class Provenance:
-    """What was measured on, and with what."""
+    """Where and how the network was measured."""
 
     ranks: int
     hosts: int
@@ -41,52 +41,52 @@ class Provenance:
         hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
         return (
             f"{self.ranks} ranks on {hosts}, {self.backend}, {self.device}, torch {self.torch}: "
-            f"median of {self.effort.repeats} after {self.effort.warmup} to warm up"
+            f"median of {self.effort.repeats} after {self.effort.warmup} of warm-up"
         )
 
 
-def report(found: Sequence[MeasuredLevel], provenance: Provenance, folder: Path) -> None:
-    """Writes the files and prints. Raises UserError where it cannot."""
+def report(measured: Sequence[MeasuredLevel], provenance: Provenance, folder: Path) -> None:
+    """Prints the tables and writes the files. Raises UserError if they cannot be written."""
     console = Console(highlight=False, markup=False, emoji=False)
-    console.print(sizes_table(found))
-    console.print(links_table(found))
+    console.print(sizes_table(measured))
+    console.print(links_table(measured))
     console.print(f"MeasuredLevel on {provenance}.", soft_wrap=True)
     try:
         notes = [f"MeasuredLevel by pd-profile --network on {provenance}."]
-        write_cluster(cluster(found), folder / "cluster.yaml", notes)
-        _write_numbers(found, folder / "network.csv")
-        draw(found, folder / "network.png")
+        write_cluster(cluster(measured), folder / "cluster.yaml", notes)
+        _write_numbers(measured, folder / "network.csv")
+        draw(measured, folder / "network.png")
     except OSError as error:
         raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
     print(f"Written: {folder}/cluster.yaml, network.csv, network.png")
     print(f"Next: pd-optimize GRAPH.txt --cluster {folder}/cluster.yaml")
 
 
-def sizes_table(found: Sequence[MeasuredLevel]) -> Table:
-    """Median seconds by size."""
-    table = _table("What a message and an all-reduce take")
+def sizes_table(measured: Sequence[MeasuredLevel]) -> Table:
+    """A table of the median seconds by size."""
+    table = _table("Times of a message and an all-reduce")
     table.add_column("bytes", justify="right")
     rows: list[list[str]] = []
-    for level, kind, timed in _kinds(found):
+    for level, kind, timed in _kinds(measured):
         table.add_column(f"{level}\n{kind}", justify="right", no_wrap=True)
         rows = rows or [[show_bytes(size)] for size in timed.sizes]
         for row, seconds, spread in zip(rows, timed.seconds, timed.spread, strict=True):
             row.append(f"{show_seconds(seconds)} ±{spread:.0%}")
     for row in rows:
         table.add_row(*row)
-    table.caption = "±: half the distance between the quartiles of the repeats."
+    table.caption = "±: half the interquartile range of the repeats."
     return table
 
 
-def links_table(found: Sequence[MeasuredLevel]) -> Table:
-    """Latency and bandwidth of each link, and how far they are from what was measured."""
-    table = _table("Latency plus bytes over bandwidth")
+def links_table(measured: Sequence[MeasuredLevel]) -> Table:
+    """A table of the latency and bandwidth of each link, and of the error of the fit."""
+    table = _table("Links: latency plus bytes over bandwidth")
     for heading in ("level", ""):
         table.add_column(heading, no_wrap=True)
     headings = ("latency", "bandwidth", "off by\nat most", "written\nas", "slowest", "busy")
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    for level, kind, timed in _kinds(found):
+    for level, kind, timed in _kinds(measured):
         fit = timed.fit
         table.add_row(
             level,
@@ -99,9 +99,9 @@ def links_table(found: Sequence[MeasuredLevel]) -> Table:
             f"{timed.busy:.0%}",
         )
     table.caption = (
-        f"Points are written where a line is off by more than {MOST_MISS:.0%}. Slowest: the slowest"
-        " pair or group, beside the median. Busy: the share of the time in which ranks that compute"
-        " meanwhile cannot."
+        f"Written as points if the line is off by more than {MOST_MISS:.0%}. Slowest: the slowest"
+        " pair or group over the median. Busy: the share of the time in which the ranks cannot"
+        " compute."
     )
     return table
 
@@ -110,30 +110,30 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
 
 
-def _kinds(found: Sequence[MeasuredLevel]) -> Iterator[tuple[str, str, Timed]]:
-    """The name of the level, what was measured, and the times."""
-    for each in found:
+def _kinds(measured: Sequence[MeasuredLevel]) -> Iterator[tuple[str, str, Timed]]:
+    """(name of the level, what was measured, times)."""
+    for each in measured:
         yield each.level.name, "send", each.send
         yield each.level.name, f"all-reduce of {each.level.count}", each.all_reduce
 
 
-def _write_numbers(found: Sequence[MeasuredLevel], path: Path) -> None:
+def _write_numbers(measured: Sequence[MeasuredLevel], path: Path) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
         table.writerow(["level", "kind", "bytes", "seconds", "spread", "line_seconds"])
-        for level, kind, timed in _kinds(found):
+        for level, kind, timed in _kinds(measured):
             line = timed.fit.line.seconds(timed.sizes).tolist()
             for numbers in zip(timed.sizes, timed.seconds, timed.spread, line, strict=True):
                 table.writerow([level, kind, *(f"{number:.6g}" for number in numbers)])
 
 
-def draw(found: Sequence[MeasuredLevel], path: Path) -> None:
-    """Seconds against bytes, messages on the left and sums on the right, with the lines (PNG)."""
+def draw(measured: Sequence[MeasuredLevel], path: Path) -> None:
+    """Draws seconds against bytes with the lines, messages left and all-reduces right (PNG)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 5.0), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for colour, each in zip(_COLOURS, found, strict=False):
+    for colour, each in zip(_COLOURS, measured, strict=False):
         _draw(left, each.level.name, each.send, colour)
         _draw(right, f"{each.level.name}, over {each.level.count}", each.all_reduce, colour)
     left.set_title("one message", loc="left")
@@ -158,8 +158,8 @@ def _draw(axes: Axes, name: str, timed: Timed, colour: str) -> None:
     sizes = np.geomspace(timed.sizes[0], timed.sizes[-1], 200)
     axes.plot(sizes, line.seconds(sizes), color=colour, linewidth=1.2, label=f"{name}: {label}")
     if timed.fit.link != line:
-        told = timed.fit.link.seconds(sizes)
-        axes.plot(sizes, told, color=colour, linewidth=1.0, linestyle=":", label="as written")
+        written = timed.fit.link.seconds(sizes)
+        axes.plot(sizes, written, color=colour, linewidth=1.0, linestyle=":", label="as written")
     seconds = np.array(timed.seconds)
     axes.errorbar(
         timed.sizes,

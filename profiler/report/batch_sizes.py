@@ -1,4 +1,4 @@
-"""`pd-profile --batch-sizes`: one model at several batch sizes, and what that does to its times."""
+"""`pd-profile --batch-sizes`: profiles a model at several batch sizes and compares them."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ _DPI = 120
 
 
 def parse_batch_sizes(text: str) -> list[int]:
-    """`1,2,4,8`, the smallest first. Raises UserError."""
+    """Parses `1,2,4,8` and sorts the sizes. Raises UserError."""
     try:
         sizes = sorted(int(part) for part in text.split(","))
     except ValueError:
         raise UserError(f"{_OPTION} {text}: give whole numbers, as 1,2,4,8") from None
     if sizes[0] < 1:
-        raise UserError(f"{_OPTION} {text}: {sizes[0]} is no batch size: give 1 or more")
+        raise UserError(f"{_OPTION} {text}: {sizes[0]} is not a batch size: give 1 or more")
     for size, following in pairwise(sizes):
         if size == following:
-            raise UserError(f"{_OPTION} {text}: {size} is there twice: leave one of them out")
+            raise UserError(f"{_OPTION} {text}: {size} is given twice: remove one of them")
     if len(sizes) < 2:
-        raise UserError(f"{_OPTION} {text}: one is no curve: give two or more, or --batch-size")
+        raise UserError(f"{_OPTION} {text}: nothing to compare: give two or more, or --batch-size")
     return sizes
 
 
 def check_folder(folder: Path, sizes: Sequence[int]) -> None:
-    """Raises UserError where profiles of other sizes would be taken for some of these."""
+    """Raises UserError if `folder` has profiles at other sizes, which would be mixed with these."""
     for size in sizes_in(folder):
         if size not in sizes:
             raise UserError(
-                f"-o {folder}: batch-{size} is there from before, and is none of {_OPTION}: delete"
-                " it, or name another folder"
+                f"-o {folder}: batch-{size} is from an earlier run and not in {_OPTION}: delete it,"
+                " or name another folder"
             )
 
 
@@ -58,20 +58,20 @@ def profile_sizes(
     measured: Callable[[int], tuple[Graph, Profile]],
     write: Callable[[Graph, Profile, Path], str],
 ) -> None:
-    """Profiles at each size into a folder of its own, then writes and prints how they compare.
+    """Writes a profile for each size into a folder of its own, then a comparison, and prints it.
 
-    `measured` gives the profile at a size, `write` writes one and says which files. Raises
-    UserError where the model cannot be profiled at a size, or has another structure there.
+    `measured` returns the profile at a size; `write` writes one and returns the names of its files.
+    Raises UserError if the model cannot be profiled at a size or has another structure there.
     """
-    made: list[tuple[Graph, Profile]] = []
+    results: list[tuple[Graph, Profile]] = []
     for size in sizes:
         try:
-            made.append(measured(size))
+            results.append(measured(size))
         except UserError as error:
             raise UserError(f"at batch size {size}: {error.message}") from error
-        _check_alike(made)
-        click.echo(f"Written: {write(*made[-1], folder_of(folder, size))}")
-    profiles = [profile for _, profile in made]
+        _check_alike(results)
+        click.echo(f"Written: {write(*results[-1], folder_of(folder, size))}")
+    profiles = [profile for _, profile in results]
     frame = batch_sizes_frame(profiles)
     title = f"{profiles[0].model} at {len(sizes)} batch sizes"
     try:
@@ -83,24 +83,24 @@ def profile_sizes(
     click.echo(f"Written: {folder}/{BATCH_SIZES_TABLE}, {PICTURE}")
 
 
-def _check_alike(made: Sequence[tuple[Graph, Profile]]) -> None:
-    """Raises UserError unless the last differs from the first in the number of examples alone."""
-    (first, least), (graph, last) = made[0], made[-1]
-    found = difference(first, least.batch_size, graph, last.batch_size)
-    if found is not None:
+def _check_alike(results: Sequence[tuple[Graph, Profile]]) -> None:
+    """Raises UserError unless the last differs from the first only in the number of examples."""
+    (first, least), (graph, last) = results[0], results[-1]
+    change = difference(first, least.batch_size, graph, last.batch_size)
+    if change is not None:
         raise UserError(
-            f"{_OPTION}: the model has another structure at batch size {last.batch_size}: {found};"
-            " write it for any batch size, or profile this one alone"
+            f"{_OPTION}: the model has another structure at batch size {last.batch_size}: {change};"
+            " make it independent of the batch size, or profile at one size"
         )
-    if len(made) > 1 and _given(least) == _given(last):
+    if len(results) > 1 and _input_shapes(least) == _input_shapes(last):
         raise UserError(
-            f"{_OPTION}: {last.model} gives inputs of the same shape at {least.batch_size} and"
-            f" {last.batch_size}: let its factory take batch_size, or describe them with --input"
+            f"{_OPTION}: {last.model} returns inputs of the same shape at {least.batch_size} and"
+            f" {last.batch_size}: add a parameter batch_size to its factory, or use --input"
         )
 
 
-def _given(profile: Profile) -> list[tuple[int, ...]]:
-    """Shapes of what the model is called with."""
+def _input_shapes(profile: Profile) -> list[tuple[int, ...]]:
+    """Shapes of the inputs of the model."""
     sources = (node for node in profile.nodes if node.op.startswith("Input") and not node.inputs)
     return [tensor.shape for node in sources for tensor in node.outputs]
 
@@ -108,8 +108,8 @@ def _given(profile: Profile) -> list[tuple[int, ...]]:
 def batch_sizes_frame(profiles: Iterable[Profile]) -> pd.DataFrame:
     """A row for each batch size: seconds, bytes, and the speed-up over the first.
 
-    Seconds are those of the whole model on one worker: of its nodes, and of a call as the profile
-    fitted it. Bytes are None where one of the nodes has none.
+    Seconds are those of the whole model on one worker: its nodes and one call, as fitted. Bytes are
+    None unless all nodes have them.
     """
     import pandas as pd
 
@@ -140,14 +140,14 @@ def _row(profile: Profile) -> dict[str, float | None]:
 
 
 def batch_sizes_table(frame: pd.DataFrame, title: str) -> Table:
-    """The frame for people."""
+    """The frame as a table for the terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     table = Table(
         title=title,
-        caption="Saved: what the backward pass needs. Speed-up: examples per second, over those of"
-        " the first row.",
+        caption="Saved: memory for the backward pass. Speed-up: examples per second relative to the"
+        " first row.",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -181,9 +181,9 @@ def _print(table: Table) -> None:
 
 
 def draw_batch_sizes(frame: pd.DataFrame, title: str, path: Path) -> None:
-    """Seconds per example, examples per second and saved bytes against the batch size (PNG).
+    """Draws seconds per example, examples per second and saved bytes over the batch size (PNG).
 
-    The last is left out where it is not known.
+    Saved bytes are left out if unknown.
     """
     from matplotlib.figure import Figure
 
@@ -201,7 +201,7 @@ def draw_batch_sizes(frame: pd.DataFrame, title: str, path: Path) -> None:
 
 
 def _draw_times(axes: Axes, frame: pd.DataFrame) -> None:
-    """Okabe and Ito's colours, as in layers.png."""
+    """In Okabe and Ito's colours, as in layers.png."""
     from matplotlib.ticker import EngFormatter
 
     lines: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -228,7 +228,7 @@ def _draw_line(
 
 
 def _scale(axes: Axes, sizes: Sequence[int]) -> None:
-    """Sizes on a logarithmic scale, each named where it was measured; from nothing upwards."""
+    """Labels the batch sizes on a logarithmic axis; the other axis starts at zero."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""What differs between two profiles, node by node."""
+"""The differences between two profiles, node by node."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ if TYPE_CHECKING:
     Flags: TypeAlias = pd.Series[bool]
 
 _SAME = 0.01
-"""Sizes per example differ by less between batch sizes, since some parts do not grow with it."""
+"""Smaller relative differences of sizes per example are ignored: some parts do not grow."""
 
 
 @dataclass(frozen=True)
 class Diff:
-    """Profile `b` beside profile `a`.
+    """Profile `b` compared with profile `a`.
 
-    Nodes of the two are the same where they are calls of the same operator by the same module, and
-    as many such come before them. Where the batch sizes differ, changes are per example, but for
-    what does not grow with the batch.
+    Two nodes correspond if they are the n-th call of the same operator by the same module. If the
+    batch sizes differ, changes are per example, except of quantities that do not grow with them.
     """
 
     a: Profile
@@ -40,18 +39,18 @@ class Diff:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """A row for each node of either: those of `a` in their order, then those of `b` alone.
+        """A row for each node: those of `a` in order, then those only in `b`.
 
-        The columns are those of `layers_frame`, ending in `_a` and `_b`; NaN where a node is not
-        there. The index is module, op and occurrence: which it is of such nodes, from 1.
+        The columns are those of `layers_frame` with `_a` and `_b`; NaN if a profile lacks the node.
+        The index is module, op and occurrence (from 1).
         """
         a, b = _by_call(self.a), _by_call(self.b)
         calls = a.index.append(b.index.difference(a.index, sort=False))
         return a.reindex(calls).add_suffix("_a").join(b.reindex(calls).add_suffix("_b"))
 
     def table(self) -> pd.DataFrame:
-        """`frame` with what `change` and `differs` say of each quantity: columns that end in
-        `_change`, or `_change_per_example`, and in `_differs`.
+        """`frame` with the columns `_change` (or `_change_per_example`) and `_differs` of each
+        quantity.
         """
         columns: dict[str, Numbers | Flags] = {}
         for name, quantity in QUANTITIES.items():
@@ -69,25 +68,24 @@ class Diff:
         return self.frame["id_a"].isna()
 
     def values(self, column: str) -> tuple[Numbers, Numbers]:
-        """A column of `a` and of `b`, for a minibatch: 0 where a node is not there, NaN where it
-        was not measured.
-        """
+        """A column of `a` and of `b` per minibatch: 0 for a missing node, NaN if not measured."""
         a = self.frame[f"{column}_a"].mask(self.only_in_b, 0.0)
         b = self.frame[f"{column}_b"].mask(self.only_in_a, 0.0)
         return a, b
 
     def per(self, name: str) -> tuple[Numbers, Numbers]:
-        """A quantity of `a` and of `b` as it is compared: for an example, where `per_example`."""
+        """A quantity of `a` and of `b` as compared: per example if `per_example`."""
         return self._per(name, *self.values(QUANTITIES[name].column))
 
     def change(self, name: str) -> Numbers:
-        """How much a quantity grows from `a` to `b`."""
+        """The increase of a quantity from `a` to `b`."""
         a, b = self.per(name)
         return b - a
 
     def differs(self, name: str) -> Flags:
-        """Whether a size changed, or a time by more than its spread explains: the quartiles of `a`
-        and those of `b`, summed over the passes, leave a gap.
+        """Whether a size changed, or a time by more than its spread.
+
+        A time differs if the interquartile ranges of `a` and `b`, summed over passes, are disjoint.
         """
         quantity = QUANTITIES[name]
         if not quantity.passes:
@@ -117,9 +115,7 @@ def _by_call(profile: Profile) -> pd.DataFrame:
 
 
 def differing_settings(a: Profile, b: Profile) -> dict[str, tuple[object, object]]:
-    """In what else than their nodes two profiles differ: machine and versions, then batch size,
-    model and repeats.
-    """
+    """Settings in which two profiles differ: machine, versions, batch size, model, repeats."""
     here, there = a.machine.model_dump(), b.machine.model_dump()
     for field in ("batch_size", "model", "args", "repeats", "warmup"):
         here[field], there[field] = getattr(a, field), getattr(b, field)

@@ -1,4 +1,4 @@
-"""What `pd-profile --diff` prints: how the two were made, the nodes that changed, the totals."""
+"""Prints `pd-profile --diff`: the settings, the nodes that changed, and the totals."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 _MOST_NAMES = 12
 _ALIKE = "Same machine, versions, batch size and model."
 _SPARE = ("workspace", "saved", "activations", "parameters", "backward", "forward")
-"""Whose changes are left out first where there is no room for all."""
+"""The columns to leave out first if the terminal is too narrow."""
 
 
 def print_diff(diff: Diff, sort: str = "time", top: int | None = None) -> None:
-    """Prints the nodes with the largest changes of `sort`, then the totals; `top` as in `how_many`.
+    """Prints the nodes with the largest changes of `sort`, then the totals; `top`: see `how_many`.
 
-    `sort` is of `quantity.ORDERS`. Raises UserError where one of the profiles does not know it.
+    `sort` is one of `quantity.ORDERS`. Raises UserError if one of the profiles lacks it.
     """
     known = [name for name in QUANTITIES if diff.change(name).notna().all()]
     if sort not in (*known, "order"):
         raise UserError(
-            f"--sort {sort}: an older pd-profile made one of these profiles and did not measure it:"
-            " run pd-profile again, or sort by another"
+            f"--sort {sort}: one of these profiles is from an older pd-profile and lacks it:"
+            " run pd-profile again, or sort by another quantity"
         )
     console = make_console()
     console.print(_settings(diff), soft_wrap=True)
@@ -70,8 +70,9 @@ def _made(profile: Profile) -> str:
 
 
 def _changed(diff: Diff, known: list[str], sort: str) -> pd.Series[bool]:
-    """The nodes that changed at all, by their places, and whether they differ: those that do come
-    first, and large changes before small ones.
+    """The indices of nodes that changed, and whether they differ beyond the spread.
+
+    Those that differ come first, and large changes before small ones.
     """
     import pandas as pd
 
@@ -111,7 +112,7 @@ def _nodes(
 
 
 def _cells(diff: Diff, name: str, places: pd.Index[int]) -> list[str]:
-    """Changes with their sign, and a star where they differ; nothing for none."""
+    """Changes with their sign, and a star if they differ; empty without a change."""
     quantity = QUANTITIES[name]
     rows = zip(diff.change(name).iloc[places], diff.differs(name).iloc[places], strict=True)
     return [_signed(quantity, change) + ("*" if differs else " ") for change, differs in rows]
@@ -126,7 +127,7 @@ def _percent(a: float, b: float) -> str:
 
 
 def _totals(diff: Diff, known: list[str], width: int) -> Table:
-    """Sums over all nodes for a minibatch, and by what part they change for an example."""
+    """Sums over all nodes per minibatch, and their relative change per example."""
     rows = []
     for name in known:
         quantity = QUANTITIES[name]
@@ -144,13 +145,13 @@ def _totals(diff: Diff, known: list[str], width: int) -> Table:
 def _remarks(diff: Diff, known: list[str]) -> Iterator[str]:
     names = layer_names(diff.frame.reset_index())
     for which, alone in (("A", diff.only_in_a), ("B", diff.only_in_b)):
-        found = [name for name, only in zip(names, alone, strict=True) if only]
-        if found:
-            rest = len(found) - _MOST_NAMES
+        missing = [name for name, only in zip(names, alone, strict=True) if only]
+        if missing:
+            rest = len(missing) - _MOST_NAMES
             more = f" and {rest} more" if rest > 0 else ""
-            yield f"Only in {which}: {', '.join(found[:_MOST_NAMES])}{more}."
+            yield f"Only in {which}: {', '.join(missing[:_MOST_NAMES])}{more}."
     if any(diff.differs(name).any() for name in known):
-        yield "* a size that changed, or a time by more than its quartiles explain."
+        yield "* a size that changed, or a time that changed by more than its spread."
     for which, profile in (("A", diff.a), ("B", diff.b)):
         if profile.repeats == 1:
-            yield f"{which} was timed once: nothing is known of its spread. Give --repeats more."
+            yield f"{which} was timed once, so its spread is unknown: measure with more --repeats."

@@ -1,4 +1,4 @@
-"""A profile as a table: a row for each node, in the order of execution."""
+"""A profile as a table with a row for each node, in order of execution."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ COLUMNS: Mapping[str, Callable[[ProfiledNode], Any]] = {
     "workspace_bytes": lambda node: node.workspace_bytes,
     "parameter_bytes": lambda node: node.parameter_bytes,
 }
-"""Seconds and bytes for one minibatch, as in profile.json; lower and upper are quartiles."""
+"""Seconds and bytes per minibatch, as in profile.json; lower and upper are quartiles."""
 
 
 def layers_frame(profile: Profile) -> pd.DataFrame:
-    """The columns of `COLUMNS`, then `share`, of forward plus backward time of all nodes.
+    """The columns of `COLUMNS`, and `share`: of the forward plus backward time of all nodes.
 
-    What the profile does not know is NaN.
+    Values that were not measured are NaN.
     """
     frame = pd.DataFrame(
         {name: [value(node) for node in profile.nodes] for name, value in COLUMNS.items()}
     )
     for name in frame.columns[frame.columns.str.endswith("_bytes")]:
-        frame[name] = pd.to_numeric(frame[name])  # of nothing but None it makes NaN
+        frame[name] = pd.to_numeric(frame[name])  # turns None into NaN
     frame["share"] = frame["seconds"] / (frame["seconds"].sum() or 1.0)
     return frame
 
 
 def layer_names(frame: pd.DataFrame) -> list[str]:
-    """What each row is called for people: `layer1.0.conv1: Conv2d`, or `Input0` of no module."""
+    """A label for each row: `layer1.0.conv1: Conv2d`, or `Input0` without a module."""
     return [
         f"{module}: {op}" if module else op
         for module, op in zip(frame["module"], frame["op"], strict=True)

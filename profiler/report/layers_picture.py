@@ -1,4 +1,4 @@
-"""A picture of a profile: bars and cumulative curves over its layers, in the order of execution."""
+"""A picture of a profile: bars and cumulative curves over its layers, in order of execution."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 _DPI = 120
 _NARROWEST, _WIDEST = 11.0, 18.0  # inches
-_BESIDE = 1.6  # inches that the scales take beside the bars
+_MARGIN = 1.6  # inches for the scales at the sides
 _PER_NODE = 0.17
-_PER_LABEL = 0.14  # less, and labels touch
+_PER_LABEL = 0.14  # with less, labels touch
 _PER_CHARACTER = 0.06
 _LONGEST_LABEL = 48  # characters
 _LONGEST_IN_HEADING = 32
-_MOST_GAPS = 120  # bars with gaps of less than a pixel flicker
+_MOST_GAPS = 120  # gaps of less than a pixel look uneven
 
 
 @dataclass(frozen=True)
 class _Bars:
-    """A quantity as bars: on top of those before it, or narrower `inside` them."""
+    """A quantity as bars, stacked on the previous ones or narrower `inside` them."""
 
     quantity: str
     label: str
@@ -41,7 +41,7 @@ class _Bars:
     inside: bool = False
 
 
-# Okabe and Ito's colours, light before dark: told apart by the colour-blind, and in grey.
+# Okabe and Ito's colours, light before dark: distinct for colour-blind readers and in grey.
 _PANELS: Mapping[str, tuple[_Bars, ...]] = {
     "time": (_Bars("forward", "forward", "#56B4E9"), _Bars("backward", "backward", "#0072B2")),
     "activations": (
@@ -65,17 +65,17 @@ class _LabelledNodes(NamedTuple):
 
 
 def draw_layers(profile: Profile, path: Path) -> None:
-    """Draws time, activations and parameters of every node of `profile` as PNG.
+    """Draws the time, activations and parameters of every node of `profile` (PNG).
 
-    A panel for each, and in it a curve: the share that this node and all before it have of the
-    whole. Quantities that the profile does not know are left out.
+    Each has a panel with bars and the cumulative share. Quantities that were not measured are left
+    out.
     """
     from matplotlib.figure import Figure
 
     frame = layers_frame(profile)
     panels = {name: known for name, bars in _PANELS.items() if (known := _known(frame, bars))}
-    width = min(max(_BESIDE + _PER_NODE * len(frame), _NARROWEST), _WIDEST)
-    runs = _runs(frame, slots=int((width - _BESIDE) / _PER_LABEL))
+    width = min(max(_MARGIN + _PER_NODE * len(frame), _NARROWEST), _WIDEST)
+    runs = _runs(frame, slots=int((width - _MARGIN) / _PER_LABEL))
     labels = _PER_CHARACTER * max(len(run.label) for run in runs)
     figure = Figure(figsize=(width, 2.4 * len(panels) + labels + 0.5), layout="constrained")
     title = f"{profile.model}, batch {profile.batch_size}: {len(frame)} nodes"
@@ -83,7 +83,7 @@ def draw_layers(profile: Profile, path: Path) -> None:
     rows = list(figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0])
     for axes, (name, bars) in zip(rows, panels.items(), strict=True):
         _draw_panel(axes, name, frame, bars)
-    _label_layers(rows, runs, len(frame), _PER_LABEL * len(frame) / (width - _BESIDE))
+    _label_layers(rows, runs, len(frame), _PER_LABEL * len(frame) / (width - _MARGIN))
     figure.savefig(path, dpi=_DPI)
 
 
@@ -147,9 +147,9 @@ def _heading(name: str, frame: pd.DataFrame, values: _Numbers) -> str:
 def _label_layers(
     rows: Sequence[Axes], runs: Sequence[_LabelledNodes], count: int, distance: float
 ) -> None:
-    """Names below the lowest panel, and a line through all panels where a run of nodes begins.
+    """Writes names below the lowest panel and draws lines where a run of nodes begins.
 
-    Of `count` nodes; names are at least `distance` of them apart.
+    There are `count` nodes; names are at least `distance` nodes apart.
     """
     chosen = _apart(runs, distance)
     rows[-1].set_xticks(
@@ -164,8 +164,8 @@ def _label_layers(
 
 
 def _runs(frame: pd.DataFrame, slots: int) -> list[_LabelledNodes]:
-    """Each node, where there is room for so many names; else neighbours of one module, as deep in
-    the model as there is room for.
+    """Labels each node if there are enough `slots`, else runs of nodes of one module, as deep in
+    the model as fits.
     """
     names = layer_names(frame)
     best = list(_neighbours(range(len(frame)), names))
@@ -190,7 +190,7 @@ def _neighbours(keys: Iterable[object], labels: Sequence[str]) -> Iterator[_Labe
 
 
 def _apart(runs: Sequence[_LabelledNodes], distance: float) -> list[_LabelledNodes]:
-    """The runs to name, if names are not to touch: large ones go first."""
+    """The runs to name so that names do not touch; large runs first."""
     chosen: list[_LabelledNodes] = []
     for run in sorted(runs, key=lambda run: -run.nodes):
         if all(abs(run.middle - other.middle) >= distance for other in chosen):
@@ -199,5 +199,5 @@ def _apart(runs: Sequence[_LabelledNodes], distance: float) -> list[_LabelledNod
 
 
 def _shortened(name: str, most: int) -> str:
-    """Its end tells more than its beginning."""
+    """Shortens a name from its start, since its end says more."""
     return name if len(name) <= most else "..." + name[3 - most :]

@@ -1,4 +1,4 @@
-"""What is told of each node in tables, pictures and comparisons, by the names of --sort."""
+"""The quantities of nodes in tables, pictures and comparisons, by the names of --sort."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pipedream.graph.units import show_bytes, show_seconds
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number of each node, in `column` of layers.csv; `grows` with the batch size.
+    """A number for each node, in `column` of layers.csv; `grows`: with the batch size.
 
-    `heading` of its column in a terminal, on two lines where the numbers are short. A time is the
-    sum over its `passes`, whose quartiles are in layers.csv as `forward_lower_seconds`.
+    `heading`: of its column in a terminal. A time is the sum over its `passes`, whose quartiles are
+    in layers.csv, such as `forward_lower_seconds`.
     """
 
     column: str
@@ -34,4 +34,4 @@ QUANTITIES: Mapping[str, Quantity] = {
 }
 
 ORDERS = (*QUANTITIES, "order")
-"""What --sort takes: a quantity, or the order of execution."""
+"""The choices of --sort: a quantity, or the order of execution."""

@@ -1,4 +1,4 @@
-"""What pd-profile prints of a profile: its nodes in the order that is asked for, and the sums."""
+"""Prints a profile: its nodes, sorted, and the totals."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pipedream.profiler.report.quantity import QUANTITIES
 from pipedream.profiler.report.table import how_many, make_console, make_table
 
 _SPARE = ("workspace", "time", "saved", "parameters", "activations", "backward", "forward")
-"""Which quantities are left out first where there is no room for all."""
+"""The columns to leave out first if the terminal is too narrow."""
 
 
 def print_report(profile: Profile, sort: str = "time", top: int | None = None) -> None:
-    """Prints the nodes with most of `sort`, then the totals; `top` as in `how_many`.
+    """Prints the nodes with the largest `sort`, then the totals; `top`: see `how_many`.
 
-    `sort` is of `quantity.ORDERS`. Raises UserError where the profile does not know it.
+    `sort` is one of `quantity.ORDERS`. Raises UserError if the profile lacks it.
     """
     console = make_console()
     console.print(_table(profile, sort, how_many(sort, top), console.width))
@@ -31,8 +31,8 @@ def _table(profile: Profile, sort: str, top: int | None, width: int) -> Table:
     by = QUANTITIES["time" if sort == "order" else sort]
     if frame[by.column].isna().any():
         raise UserError(
-            f"--sort {sort}: an older pd-profile made this profile and did not measure it: run"
-            " pd-profile again, or sort by another"
+            f"--sort {sort}: this profile is from an older pd-profile and lacks it: run pd-profile"
+            " again, or sort by another quantity"
         )
     frame["share"] = frame[by.column] / (frame[by.column].sum() or 1.0)
     if sort != "order":
@@ -56,7 +56,9 @@ def _table(profile: Profile, sort: str, top: int | None, width: int) -> Table:
 def _title(profile: Profile, sort: str, rows: int) -> str:
     count = len(profile.nodes)
     if sort == "order":
-        which = f"{count} nodes in their order" + (f", the first {rows}" if rows < count else "")
+        which = f"{count} nodes in execution order" + (
+            f", the first {rows}" if rows < count else ""
+        )
     else:
         which = f"heaviest of {count} nodes by {sort}"
     return f"{profile.model}, batch {profile.batch_size}: {which}"
@@ -77,17 +79,17 @@ def _summary(profile: Profile) -> str:
     if machine.workers > 1:
         where += f", {machine.workers} workers at once"
     lines.append(
-        f"Measured on {where}: median of {profile.repeats} after {profile.warmup} to warm up."
+        f"Measured on {where}: median of {profile.repeats} after {profile.warmup} of warm-up."
     )
     if len(profile.pass_seconds) > 1:
         spread = Quartiles.of(profile.pass_seconds)
         lines.append(
-            f"Passes of the whole model took {show_seconds(spread.median)}, half of them between"
+            f"Passes of the whole model took {show_seconds(spread.median)}; half of them between"
             f" {show_seconds(spread.lower)} and {show_seconds(spread.upper)}."
         )
     if profile.forward is not None and profile.backward is not None:
         lines.append(
-            f"{len(profile.stretches)} stretches timed as a whole are off from their sums by"
+            f"{len(profile.stretches)} stretches timed as a whole differ from their sums by"
             f" {_off(profile.forward)} forward, {_off(profile.backward)} backward (median, worst)."
         )
     return "\n".join(lines)

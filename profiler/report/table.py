@@ -1,4 +1,4 @@
-"""Tables of layers that fit the width of a terminal."""
+"""Tables of layers that fit the width of the terminal."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _HEAVIEST = 10
 
 
 def make_console() -> Console:
-    """The terminal, or a page of fixed width where the output goes elsewhere."""
-    # Without emoji=False, `transformers:llama: ...` is printed with a llama in it.
+    """A console for the terminal, or of fixed width if the output is redirected."""
+    # Without emoji=False, `transformers:llama: ...` is printed with an emoji.
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
@@ -23,7 +23,7 @@ def make_console() -> Console:
 
 
 def how_many(sort: str, top: int | None) -> int | None:
-    """Rows to show: `top`, all (None) for 0; by default ten, or all in the order of execution."""
+    """The rows to show, None for all: `top`, by default ten, or all in execution order."""
     if top is None:
         return None if sort == "order" else _HEAVIEST
     return top or None
@@ -36,17 +36,17 @@ def make_table(
     width: int,
     spare: Iterable[str] = (),
 ) -> Table:
-    """Columns of text and of numbers, by their headings; the last text folds.
+    """A table of text and number columns by heading; the last text column wraps.
 
-    Where that would leave it less than a third of `width`, and it needs more, columns of `spare`
-    are left out, from the first on.
+    If less than a third of `width` would be left for it, and it needs more, columns in `spare` are
+    left out, first to last.
     """
     *narrow, wide = labels.values()
-    room = width - min(max(map(len, wide), default=0), width // 3)
-    room -= sum(_width(heading, labels[heading]) for heading in list(labels)[:-1])
+    available = width - min(max(map(len, wide), default=0), width // 3)
+    available -= sum(_width(heading, labels[heading]) for heading in list(labels)[:-1])
     widths = {heading: _width(heading, cells) for heading, cells in numbers.items()}
     for heading in spare:
-        if sum(widths.values()) > room:
+        if sum(widths.values()) > available:
             widths.pop(heading, None)
     table = Table(
         title=title,
@@ -66,5 +66,5 @@ def make_table(
 
 
 def _width(heading: str, cells: Iterable[str]) -> int:
-    """Characters that a column takes, with the gap beside it."""
+    """The width of a column in characters, including the gap."""
     return max(map(len, (*heading.split("\n"), *cells))) + _GAP

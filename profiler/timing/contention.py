@@ -1,7 +1,7 @@
-"""Other workers of the same machine: processes that do passes of the same model meanwhile.
+"""Contention: other processes on the same machine that run the same model at the same time.
 
-Workers on one machine share its caches, its memory's bandwidth and its power. What a pass takes
-while the other cores idle is less than what it will take in a run that gives each a worker.
+Workers on one machine share its caches, memory bandwidth and power, so a pass takes longer than it
+does on an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from contextlib import contextmanager
 from pipedream.graph.errors import UserError
 
 _PARENT = "PIPEDREAM_CONTENDING_WITH"
-"""In the environment of such a process: whose it is."""
+"""Environment variable of a contending process: the process id of its parent."""
 
 
 @contextmanager
 def contention(count: int) -> Iterator[None]:
-    """`count` processes that were told what this one was are at work in here.
+    """Runs `count` processes with the same command line inside this context.
 
-    Raises UserError where one of them does not get that far.
+    Raises UserError if one of them fails to start its passes.
     """
     environment = {**os.environ, _PARENT: str(os.getpid())}
-    started = [_another(environment) for _ in range(count)]
+    started = [_start_process(environment) for _ in range(count)]
     try:
         for process in started:
             assert process.stdout is not None
             if not process.stdout.readline():
                 raise UserError(
-                    "--workers: a process beside this one could not do the same: there may be too"
-                    " little memory; give fewer"
+                    "--workers: one of the other processes could not run the model: there may be"
+                    " too little memory; give fewer"
                 )
         yield
     finally:
@@ -41,7 +41,7 @@ def contention(count: int) -> Iterator[None]:
             process.communicate()
 
 
-def _another(environment: Mapping[str, str]) -> subprocess.Popen[str]:
+def _start_process(environment: Mapping[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "pipedream.profiler.cli", *sys.argv[1:]],
         env=environment,
@@ -53,11 +53,12 @@ def _another(environment: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def is_contending_process() -> bool:
+    """Whether `contention` of another process started this one."""
     return _PARENT in os.environ
 
 
 def run_contending_passes(work: Callable[[], object]) -> None:
-    """Does this until whoever is accompanied has had enough, or is gone."""
+    """Repeats `work` until the parent process kills this one or is gone."""
     work()
     print("at work", flush=True)
     while str(os.getppid()) == os.environ[_PARENT]:

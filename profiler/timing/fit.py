@@ -1,4 +1,4 @@
-"""What the times of single nodes miss of the time of a stretch of them: caches, calls, marks."""
+"""Fits the sums over nodes to times of stretches, which differ by calls, caches and marks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LEAST_FACTOR = 0.5
 
 @dataclass(frozen=True)
 class Compared:
-    """Seconds of one stretch of nodes: the sum over its nodes, and as measured by itself.
+    """Seconds of one stretch of nodes: the sum over its nodes, and measured as a whole.
 
-    `off`: how far their difference may be off, for it was not the same in all repeats.
+    `off`: the uncertainty of their difference, from its spread over the repeats.
     """
 
     summed: float
@@ -27,10 +27,10 @@ class Compared:
 
     @staticmethod
     def median(each: Sequence[Compared]) -> Compared:
-        """Over the repeats; a single one may be off by a tenth.
+        """The median over the repeats; the uncertainty of a single repeat is a tenth.
 
-        What was measured counts as a multiple of the sum of the same repeat: on a machine that is
-        fast and slow by turns the median of either may be that of a fast or of a slow moment.
+        Takes the median of the ratio within each repeat. On a machine whose speed changes, the
+        medians of sums and of measurements may come from moments of different speed.
         """
         summed = statistics.median(one.summed for one in each)
         times = [one.measured / one.summed for one in each if one.summed > 0]
@@ -45,9 +45,9 @@ class Compared:
 
 @dataclass(frozen=True)
 class StretchFit:
-    """A stretch takes `call` seconds and `factor` times the sum over its nodes.
+    """A stretch takes `call` seconds plus `factor` times the sum over its nodes.
 
-    `errors`: what is left then, for each stretch as a part of what was measured.
+    `errors`: the remaining error of each stretch, relative to its measured time.
     """
 
     call: float = 0.0
@@ -56,13 +56,11 @@ class StretchFit:
 
     @staticmethod
     def of(compared: Sequence[Compared]) -> StretchFit:
-        """The likeliest, where chance has each of three things off by its own measure: a stretch by
-        3 % of what was measured, 20 us and `Compared.off`, the factor by 0.1 from 1, the call by
-        0.3 ms from 0.
+        """The maximum a posteriori fit under normal errors, with call >= 0 and factor >= 0.5.
 
-        So in passes of milliseconds the measurements say what a call takes, and in those of seconds
-        a busy moment of the machine does not pass for one. No call takes less than nothing, and no
-        factor is less than a half.
+        Standard deviations: of a stretch 3 % of its measured time, 20 us and `Compared.off`; of the
+        factor 0.1 around 1; of the call 0.3 ms around 0. So passes of milliseconds determine the
+        call, while in passes of seconds a slow moment of the machine is not mistaken for one.
         """
         pairs = [pair for pair in compared if pair.summed > 0 and pair.measured > 0]
         rows = [(1.0, pair.summed, pair.measured) for pair in pairs]
@@ -76,7 +74,7 @@ class StretchFit:
 
     @property
     def typical(self) -> float:
-        """The median of the errors, without signs."""
+        """The median of the absolute errors."""
         return statistics.median(map(abs, self.errors)) if self.errors else 0.0
 
     @property

@@ -1,9 +1,8 @@
-"""How long each node takes in training: whole passes of the model, and passes of stretches of it.
+"""Times each node in passes of the whole model, and fits them to passes of stretches.
 
-One repeat is a pass of the whole model, in which each node is timed, and then one of the same nodes
-in two, four or one stretch, timed as a whole and without marks, as stages run. The sums over the
-first are fitted to the second: neighbours in time, so that a machine that is slower for a minute
-is as slow in both.
+One repeat is a pass of the whole model with a mark at each node, then a pass of the same nodes in
+two, four or one stretch without marks, as stages run. The sums over nodes are fitted to the times
+of the stretches of the same repeat, so that a slow moment of the machine affects both.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from pipedream.profiler.timing.stretches import stretches
 from pipedream.profiler.timing.times import StretchTimes, Times, Timing
 
 NodeSeconds: TypeAlias = Mapping[str, float]
-"""Of each node, and of the loss."""
+"""Seconds of each node and of the loss."""
 
 _DIVISIONS = (2, 4, 1)
 _RECOMPUTED = 3
-"""Every so many repeats the forward pass is done once more, keeping nothing for a backward pass."""
+"""Every this many repeats, the forward pass runs once more without saving for a backward pass."""
 
 
 def time_in_training(
@@ -43,10 +42,10 @@ def time_in_training(
     loss: Loss | None = None,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Times:
-    """Times the nodes of `captured` in passes on `inputs` (as `captured.inputs`).
+    """Times the nodes of `captured` in passes on `inputs` (in the order of `captured.inputs`).
 
-    With a `loss` the backward pass begins there, else with random gradients of what the model
-    returns. `progress` hears how much is done, from 0 to 1. Buffers are left as they were.
+    The backward pass starts at `loss`, or at random gradients of the outputs without one.
+    `progress` is called with the fraction done, from 0 to 1. Buffers are restored.
     """
     with preserve_model_state(captured), no_garbage_collection(), torch.enable_grad():
         bench = _Bench(captured, inputs, device, loss)
@@ -65,7 +64,7 @@ def time_in_training(
 def passes(
     captured: Captured, inputs: Sequence[Tensor], device: torch.device
 ) -> Callable[[], object]:
-    """What does a pass of the whole model, forward and backward, and times nothing."""
+    """A function that runs the whole model forward and backward, without timing."""
     whole = Stretch(captured, captured.working, stopwatch(device), device, marked=False)
     values = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
     return lambda: whole.run(values)
@@ -73,20 +72,20 @@ def passes(
 
 @dataclass(frozen=True)
 class _TimedStretch:
-    """Some nodes in one stretch; `noted`: forward and backward, summed over them and measured."""
+    """A stretch of nodes, with forward and backward comparisons of each repeat."""
 
     nodes: Sequence[str]
     stretch: Stretch
-    noted: list[tuple[Compared, Compared]] = field(default_factory=list)
+    compared: list[tuple[Compared, Compared]] = field(default_factory=list)
 
     @property
     def medians(self) -> tuple[Compared, Compared]:
-        forward, backward = zip(*self.noted, strict=True)
+        forward, backward = zip(*self.compared, strict=True)
         return Compared.median(forward), Compared.median(backward)
 
 
 class _Bench:
-    """The model as one stretch and as several, and what they took so far."""
+    """The model as one stretch and as several, and their times so far."""
 
     def __init__(
         self,
@@ -102,8 +101,10 @@ class _Bench:
         self.nodes = captured.working
         self.watch: Stopwatch[Any] = stopwatch(device)
         self.whole = self._stretch(self.nodes, marked=True)
-        self.held = _shares(captured, self.nodes, lambda parameter: True)
-        self.learned = _shares(captured, self.nodes, lambda parameter: parameter.requires_grad)
+        self.read_shares = _shares(captured, self.nodes, lambda parameter: True)
+        self.learned_shares = _shares(
+            captured, self.nodes, lambda parameter: parameter.requires_grad
+        )
         self.turns: list[tuple[NodeSeconds, NodeSeconds]] = []
         self.recomputed: list[NodeSeconds] = []
         self.divisions: list[list[_TimedStretch]] = []
@@ -112,8 +113,8 @@ class _Bench:
         return Stretch(self.captured, nodes, self.watch, self.device, marked)
 
     def _by_node(self, turn: Turn) -> tuple[NodeSeconds, NodeSeconds]:
-        """Calling a stretch takes longer the more parameters it holds: a share for each."""
-        passes = (turn.forward, self.held), (turn.backward, self.learned)
+        """Times by node; the time of the call is divided by the number of parameters."""
+        passes = (turn.forward, self.read_shares), (turn.backward, self.learned_shares)
         forward, backward = (
             {
                 name: passed.nodes.get(name, 0.0) + passed.call * share.get(name, 0.0)
@@ -124,14 +125,14 @@ class _Bench:
         return forward, backward
 
     def warm_up(self) -> float:
-        """One pass; its seconds."""
+        """Runs one pass; returns its seconds."""
         turn = self.whole.run(self.inputs, self.loss)
         forward, backward = self._by_node(turn)
         self.seconds = {name: forward[name] + backward[name] for name in self.nodes}
         return turn.forward.seconds + turn.backward.seconds
 
     def divide(self) -> None:
-        """By what the nodes took in the warm-up."""
+        """Divides the nodes into stretches by their times in the warm-up."""
         self.divisions = [
             [
                 _TimedStretch(nodes, self._stretch(nodes, marked=False))
@@ -141,23 +142,23 @@ class _Bench:
         ]
 
     def repeat(self, number: int) -> float:
-        """One pass of the whole model and one of its stretches; the seconds of the former."""
+        """Runs the whole model, then its stretches; returns the seconds of the whole model."""
         turn = self.whole.run(self.inputs, self.loss)
         both = self._by_node(turn)
         self.turns.append(both)
         if number % _RECOMPUTED == 0:
             with torch.no_grad():
-                again = self.whole.run(self.inputs, self.loss)
-            self.recomputed.append(self._by_node(again)[0])
+                recomputed = self.whole.run(self.inputs, self.loss)
+            self.recomputed.append(self._by_node(recomputed)[0])
         values = dict(self.inputs)
         division = self.divisions[number % len(self.divisions)]
-        for together in division:
-            loss = self.loss if together is division[-1] else None
-            alone = together.stretch.run(values, loss)
+        for timed in division:
+            loss = self.loss if timed is division[-1] else None
+            alone = timed.stretch.run(values, loss)
             values.update(alone.values)
-            names = [*together.nodes, *([LOSS] if loss else [])]
+            names = [*timed.nodes, *([LOSS] if loss else [])]
             forward, backward = (sum(seconds[n] for n in names) for seconds in both)
-            together.noted.append(
+            timed.compared.append(
                 (
                     Compared(forward, alone.forward.seconds),
                     Compared(backward, alone.backward.seconds),
@@ -166,12 +167,12 @@ class _Bench:
         return turn.forward.seconds + turn.backward.seconds
 
     def times(self, repeats: Repeats) -> Times:
-        measured = [each for division in self.divisions for each in division if each.noted]
+        measured = [each for division in self.divisions for each in division if each.compared]
         forward = StretchFit.of([each.medians[0] for each in measured])
         backward = StretchFit.of([each.medians[1] for each in measured])
 
-        there, back = (_evened(passes) for passes in zip(*self.turns, strict=True))
-        again = _evened(self.recomputed)
+        there, back = (_scaled_to_median(passes) for passes in zip(*self.turns, strict=True))
+        again = _scaled_to_median(self.recomputed)
 
         def timing(name: str) -> Timing:
             return Timing(
@@ -197,17 +198,17 @@ class _Bench:
 def _shares(
     captured: Captured, nodes: Sequence[str], counts: Callable[[nn.Parameter], bool]
 ) -> Mapping[str, float]:
-    """Of each node in the parameters that count, as many times as they are read."""
+    """The share of each node in the parameters that count, by number of reads."""
     parameter = captured.module.get_parameter
-    held = {n: sum(counts(parameter(p)) for p in captured.parameters[n]) for n in nodes}
-    return {name: count / (sum(held.values()) or 1) for name, count in held.items()}
+    reads = {n: sum(counts(parameter(p)) for p in captured.parameters[n]) for n in nodes}
+    return {name: count / (sum(reads.values()) or 1) for name, count in reads.items()}
 
 
-def _evened(passes: Sequence[NodeSeconds]) -> Sequence[NodeSeconds]:
-    """The nodes' seconds were every pass as long as the median one, to which their medians add up.
+def _scaled_to_median(passes: Sequence[NodeSeconds]) -> Sequence[NodeSeconds]:
+    """Scales the times of each pass to the median pass, and so that the medians add up to it.
 
-    What makes a whole pass slower says nothing of a node. And what falls from outside on one node
-    now, now on another, is in every pass and in the median of no node: all get a share of it.
+    Removes what slows a whole pass down. Disturbances that hit another node in every pass are in no
+    median; the second scaling distributes them over all nodes.
     """
     totals = [sum(seconds.values()) for seconds in passes]
     middle = statistics.median(totals)

@@ -1,9 +1,8 @@
-"""Passes of a stretch of the model, forward and backward, with a mark before each of its nodes.
+"""Forward and backward passes of a stretch of nodes, with a clock mark before each node.
 
-A layer that is timed by itself finds other caches than in training, and is called in another way.
-So the time is taken where it is spent: the nodes run as one module, as a stage does, and a note of
-the clock between two of them costs next to nothing. What lies between the marks adds up to the
-pass.
+A layer timed alone runs with other caches than in training and is called in another way. So the
+nodes run as one module, as a stage does, with marks in between, which cost almost nothing. The
+times between the marks add up to the pass.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.profiler.timing.stopwatch import Mark, Stopwatch
 
 LOSS = "loss"
-"""Takes the place of a node for what the loss takes."""
+"""Stands for the loss where a node is named."""
 
 _AFTER = ""
-"""What begins when the last node has ended."""
+"""The mark after the last node."""
 
 Loss = Callable[[Mapping[str, Tensor]], Tensor]
 """(values by name, the model's outputs among them) -> scalar."""
@@ -35,9 +34,9 @@ Loss = Callable[[Mapping[str, Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds of one pass: those of each node, and of the call before the first and after the last.
+    """Seconds of one pass: of each node, and of the call before the first and after the last node.
 
-    Without marks all of it is the call's.
+    Without marks, all of it is in `call`.
     """
 
     nodes: Mapping[str, float]
@@ -50,7 +49,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Turn:
-    """A forward pass and the backward pass after it, and what the former gave, by name."""
+    """A forward pass with its values by name, and the backward pass after it."""
 
     forward: Pass
     backward: Pass
@@ -59,14 +58,14 @@ class Turn:
 
 @dataclass(frozen=True)
 class _Record(Generic[Mark]):
-    """The marks of one pass: its start and end, and what begins at those between."""
+    """The marks of one pass: its start, its end, and the nodes that begin in between."""
 
     start: Mark
     noted: Sequence[tuple[str, Mark]]
     end: Mark
 
     def read(self, watch: Stopwatch[Mark]) -> Pass:
-        """What lies between two marks belongs to what begins at the first."""
+        """The seconds by node: from its mark to the next one."""
         if not self.noted:
             return Pass({}, watch.seconds(self.start, self.end))
         nodes: dict[str, float] = defaultdict(float)
@@ -78,7 +77,7 @@ class _Record(Generic[Mark]):
 
 
 class RandomGradients:
-    """Random gradients for any output, drawn once: drawing can cost more than the node."""
+    """Random gradients of any shape, drawn once because drawing may take longer than a node."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -94,7 +93,7 @@ class RandomGradients:
 
 
 class Stretch:
-    """Nodes of a captured model in one module, as a stage has them, on a device."""
+    """Nodes of a captured model as one module on a device, like a stage."""
 
     def __init__(
         self,
@@ -104,7 +103,7 @@ class Stretch:
         device: torch.device,
         marked: bool,
     ) -> None:
-        """`nodes` in a topological order; with `marked` each is timed, else the whole alone."""
+        """`nodes` are in topological order; with `marked`, each of them is timed."""
         part = segment(captured, nodes, keep=captured.outputs).to(device)
         self.part = freeze_constants(part, captured.owner)
         self.wants = [captured.values[name].requires_grad for name in part.inputs]
@@ -116,7 +115,7 @@ class Stretch:
             self.part = _with_marks(self.part, captured.owner, nodes, self._note)
 
     def run(self, values: Mapping[str, Tensor], loss: Loss | None = None) -> Turn:
-        """On the inputs among `values`; backward from the loss, or from random gradients."""
+        """Runs on the inputs among `values`; backward from the loss, or from random gradients."""
         module = self.part.module
         held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         inputs = [
@@ -132,7 +131,7 @@ class Stretch:
         forward = _Record(start, self.noted, self.watch.mark())
         wanted = [value for value in (*held.values(), *inputs) if value.requires_grad]
         backward = self._backward([end for end in ends if end.requires_grad], wanted)
-        # Read only now: a GPU waited for in between would idle until the next pass begins.
+        # Read only now: waiting for a GPU in between would leave it idle until the next pass.
         left = {name: value.detach() for name, value in made.items()}
         return Turn(forward.read(self.watch), backward.read(self.watch), left)
 
@@ -157,19 +156,19 @@ class Stretch:
         return _Record(start, self.noted, end)
 
     def _note(self, name: str, *made: Tensor) -> None:
-        """What begins here; what came before has made these values."""
+        """Marks the start of `name`; the node before it has computed the values `made`."""
         for value in made:
-            # An operator that hands a tensor on as it is has no part in the backward pass.
+            # An operator that returns its input unchanged has no backward pass.
             if value.grad_fn is not None and self.noted:
                 self.begins.setdefault(value.grad_fn, self.noted[-1][0])
         self.noted.append((name, self.watch.mark()))
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
-        """Marks when the backward pass comes to a node, by way of one of the values that leave it.
+        """Marks when the backward pass reaches a node, through a value that leaves the node.
 
-        Autograd takes what was made last first, of all that is ready: so it comes to the nodes in
-        the reverse of their order, and is done with one before it begins with the next.
+        Of all that is ready, autograd runs first what was created last. So it visits the nodes in
+        reverse order and finishes one before it starts the next.
         """
 
         def noting(name: str) -> Callable[[Any], None]:
@@ -187,7 +186,7 @@ class Stretch:
 def _with_marks(
     part: Segment, owner: Mapping[str, str], nodes: Sequence[str], note: Callable[..., None]
 ) -> Segment:
-    """The same module, node after node, with a call of `note` before each and after the last."""
+    """The same module with its nodes in order, a call of `note` before each and after the last."""
     given = part.module.graph
     (output,) = given.find_nodes(op="output")
     inside: dict[str, list[fx.Node]] = {name: [] for name in nodes}

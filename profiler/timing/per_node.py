@@ -1,4 +1,4 @@
-"""How long each node takes by itself, where the whole model does not fit: node by node."""
+"""Times node by node, for models whose whole pass does not fit in memory."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ def time_per_node(
     device: torch.device,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Times:
-    """Times every node of `captured` on the values that `inputs` (as `captured.inputs`) give it.
+    """Times every node of `captured`, forward and at once backward, on the model's own values.
 
-    The model is walked through again and again, each node forward and at once backward, so that a
-    busy moment of the machine hits one repeat of many nodes instead of all repeats of one; of the
-    values there are only those that are still to be read. They are the model's own: an embedding
-    looks up real tokens. Inputs take no time. `progress` hears how much is done, from 0 to 1.
-    Buffers are left as they were.
+    A repeat goes through all nodes, so that a slow moment of the machine affects one repeat of many
+    nodes and not all repeats of one. Values are freed after their last reader. `inputs` are in the
+    order of `captured.inputs` and take no time. `progress` is called with the fraction done, from 0
+    to 1. Buffers are restored.
     """
     turns: list[Mapping[str, tuple[float, float]]] = []
     repeats = Repeats(stopping_rule)
@@ -64,11 +63,11 @@ def _sum(turn: Mapping[str, tuple[float, float]]) -> float:
 
 
 Marks: TypeAlias = tuple[tuple[Any, Any], tuple[Any, Any]]
-"""Start and end, forward and backward."""
+"""(start, end) of the forward and of the backward pass."""
 
 
 class _NodeTimer:
-    """The model node by node, each followed at once by its backward pass."""
+    """Runs the model node by node, each followed at once by its backward pass."""
 
     def __init__(self, captured: Captured, inputs: Sequence[Tensor], device: torch.device) -> None:
         self.captured = captured
@@ -81,7 +80,7 @@ class _NodeTimer:
         self.scalar = torch.ones(1, device=device)
 
     def run(self) -> dict[str, tuple[float, float]]:
-        """Seconds forward and backward of every node in one timer."""
+        """Seconds forward and backward of every node in one repeat."""
         values = dict(zip(self.captured.inputs, self.inputs, strict=True))
         left = self.readers.copy()
         marks: dict[str, Marks] = {}
@@ -94,13 +93,13 @@ class _NodeTimer:
                 if not left[name]:
                     del values[name]
             floors.append(step(self.nothing, {"x": self.scalar}, self.watch, self.gradients)[1])
-        # Read only now: a GPU waited for after each node would idle until the next one begins.
+        # Read only now: waiting for a GPU after each node would leave it idle until the next one.
         return self._seconds(marks, floors)
 
     def _seconds(
         self, marks: Mapping[str, Marks], floors: Sequence[Marks]
     ) -> dict[str, tuple[float, float]]:
-        """Less what doing nothing takes: a stage pays that once, here it is paid at every node."""
+        """Subtracts the time of an empty module: a stage pays it once, here every node does."""
         forwards, backwards = zip(*(seconds_of(each, self.watch) for each in floors), strict=True)
         forward_floor, backward_floor = statistics.median(forwards), statistics.median(backwards)
         return {
@@ -116,7 +115,7 @@ def step(
     watch: Stopwatch[Any],
     random: RandomGradients,
 ) -> tuple[list[Tensor], Marks]:
-    """A forward pass of a node on its inputs among `values`, and at once its backward pass."""
+    """Runs a node forward on its inputs among `values`, then backward: its outputs and marks."""
     inputs = node.inputs(values)
     start = watch.mark()
     outputs = node.segment.module(*inputs)
@@ -137,7 +136,7 @@ def seconds_of(marks: Marks, watch: Stopwatch[Any]) -> tuple[float, float]:
 
 
 def _nothing() -> NodeModule:
-    """A module of no node: what it takes is not the model's, yet every node's time contains it."""
+    """An empty module, whose time is contained in the time of every node."""
     graph = fx.Graph()
     graph.output((graph.placeholder("x"),))
     part = Segment(fx.GraphModule({}, graph), ("x",), ("x",))

@@ -1,4 +1,4 @@
-"""Times and footprints of a model without memory: one node is real at a time."""
+"""Times and memory of a fake model, with memory for one node at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 from pipedream.profiler.timing.times import Times, Timing
 
 _REPEATS = 10
-_SECONDS = 5.0  # for a node, at most
+_SECONDS = 5.0  # per node, at most
 
 
 def time_per_node_fake(
@@ -34,20 +34,20 @@ def time_per_node_fake(
     device: torch.device,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Times:
-    """As `time_per_node`, but of each node all repeats before the next has memory.
+    """Like `time_per_node`, but with all repeats of a node before the next one gets memory.
 
-    What a node reads is made up, but for `inputs` (as `captured.inputs`).
+    Nodes read random values, except for `inputs` (in the order of `captured.inputs`).
     """
     watch: Stopwatch[Any] = stopwatch(device)
     random = RandomGradients(device)
-    asked = StoppingRule(
+    rule = StoppingRule(
         stopping_rule.warmup, stopping_rule.repeats, min(stopping_rule.seconds, _SECONDS)
     )
     nodes = dict.fromkeys(captured.graph.nodes, Timing.nothing())
     counts: list[Repeats] = []
     with no_garbage_collection(), torch.enable_grad():
         for part, node, values in _real(captured, inputs, device):
-            repeats, turns = Repeats(asked), []
+            repeats, turns = Repeats(rule), []
 
             def turn(node: NodeModule = node, values: Mapping[str, Tensor] = values) -> list[float]:
                 _, marks = step(node, values, watch, random)
@@ -58,7 +58,7 @@ def time_per_node_fake(
             more = True
             while more:
                 turns.append(turn())
-                enough = asked.repeats is None and len(turns) >= _REPEATS
+                enough = rule.repeats is None and len(turns) >= _REPEATS
                 more = repeats.go_on(sum(turns[-1])) and not enough
             nodes[node.name] = Timing(
                 *(Quartiles.of([each[way] for each in turns]) for way in (0, 1))
@@ -72,7 +72,7 @@ def time_per_node_fake(
 def footprints_fake(
     captured: Captured, inputs: Sequence[Tensor], device: torch.device
 ) -> dict[str, Footprint]:
-    """As `footprints`."""
+    """Like `pipedream.profiler.memory.footprints`."""
     memory = _FakeMemory(captured)
     with torch.enable_grad(), metered(device) as meter:
         for _, node, values in _real(captured, inputs, device):
@@ -84,9 +84,9 @@ def footprints_fake(
 
 
 class _FakeMemory:
-    """What is saved of a value is of the node that makes it, and counts once.
+    """Counts saved bytes, each value once, in the node that computes it.
 
-    A view is no value of its own: `first` has the value whose memory it lies in.
+    `first` maps a view to the value whose memory it shares.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -127,7 +127,7 @@ class _FakeMemory:
 def _real(
     captured: Captured, inputs: Sequence[Tensor], device: torch.device
 ) -> Iterator[tuple[float, NodeModule, Mapping[str, Tensor]]]:
-    """Each node while it has memory, with what it reads; the part of all nodes so far."""
+    """(fraction done, node, its inputs) for each node while it has memory."""
     own = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
     working = captured.working
     for index, name in enumerate(working, start=1):

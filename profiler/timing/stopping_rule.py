@@ -1,4 +1,4 @@
-"""What was measured of a time over the repeats, and how long to go on repeating."""
+"""How long to warm up and how often to repeat a measurement."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from pipedream.graph.profile import Quartiles
 
 @dataclass(frozen=True)
 class StoppingRule:
-    """How long to warm up and to repeat; a number that is None is found while measuring.
+    """The passes of the warm-up and the repeats after it; None to decide while measuring.
 
-    Warm-up lasts until a pass is no longer `_STABLE` faster than the one before, or from the second
-    on has taken `_WARMUP_SECONDS`. Repeats go on
-    until the median is known within `_PRECISION`, for `seconds` at most; there are at least
-    `_FEWEST` of them, and those of short passes go on for `_LEAST_SECONDS`.
+    Warm-up then ends when a pass is less than `_STABLE` faster than the one before, or after two
+    passes and `_WARMUP_SECONDS`. Repeats end when the median is known within `_PRECISION`, or after
+    `seconds`; there are at least `_FEWEST`, over at least `_LEAST_SECONDS`.
     """
 
     warmup: int | None = None
@@ -35,7 +34,7 @@ _LEAST_SECONDS = 8.0
 
 @dataclass
 class Repeats:
-    """Counts warm-up and repeats of one measurement; `noted` are the seconds of each so far."""
+    """Counts warm-up and repeats of one measurement; `noted` has the seconds of each repeat."""
 
     stopping_rule: StoppingRule
     noted: list[float] = field(default_factory=list)
@@ -43,7 +42,7 @@ class Repeats:
     began: float = 0.0
 
     def warm(self, seconds: float) -> bool:
-        """Notes a pass of the warm-up; whether there should be more."""
+        """Records a pass of the warm-up; returns whether another is needed."""
         self.warming.append(seconds)
         if self.stopping_rule.warmup is not None:
             return len(self.warming) < self.stopping_rule.warmup
@@ -53,7 +52,7 @@ class Repeats:
         return unstable and within_limit and len(self.warming) < _MOST_WARMUP
 
     def go_on(self, seconds: float) -> bool:
-        """Notes a repeat; whether there should be more."""
+        """Records a repeat; returns whether another is needed."""
         now = time.monotonic()
         self.began = self.began or now - seconds
         self.noted.append(seconds)
@@ -69,8 +68,10 @@ class Repeats:
 
     @property
     def _precise(self) -> bool:
-        """By the notches of a box plot: the median is off by 1.57 interquartile ranges over the
-        root of the number of repeats at most, with 95 % confidence (McGill, Tukey and Larsen 1978).
+        """Whether the 95 % confidence interval of the median is within `_PRECISION`.
+
+        The notch of a box plot: 1.57 interquartile ranges over the square root of the repeats
+        (McGill, Tukey and Larsen, 1978).
         """
         spread = Quartiles.of(self.noted)
         off = 1.57 * (spread.upper - spread.lower) / len(self.noted) ** 0.5
@@ -78,7 +79,7 @@ class Repeats:
 
     @property
     def part(self) -> float:
-        """How much of it is done, from 0 to 1."""
+        """The fraction done, from 0 to 1."""
         if self.stopping_rule.repeats is not None:
             return len(self.noted) / self.stopping_rule.repeats
         if not self.noted:
@@ -88,7 +89,7 @@ class Repeats:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """As timeit does: a collection would be booked on whichever node it falls on."""
+    """Disables garbage collection, like timeit: it would count in whichever node it interrupts."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

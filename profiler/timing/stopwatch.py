@@ -1,4 +1,4 @@
-"""Marks in the work of a device, and the seconds between two of them."""
+"""Marks in the work of a device, and the seconds between them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ Mark = TypeVar("Mark")
 
 
 class Stopwatch(Protocol[Mark]):
-    """`mark()` stands in the order of the work; read `seconds` once the work is queued.
-
-    `clear()` goes before a pass that is to be timed.
-    """
+    """Call `clear()` before a timed pass, `mark()` in it, and `seconds` once all work is queued."""
 
     def clear(self) -> None: ...
     def mark(self) -> Mark: ...
@@ -22,7 +19,7 @@ class Stopwatch(Protocol[Mark]):
 
 
 class CpuStopwatch:
-    """Work on the CPU is done when its call returns. What its caches hold is what it last did."""
+    """Reads the clock: work on the CPU is done when its call returns."""
 
     def clear(self) -> None:
         pass
@@ -35,10 +32,10 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """Events in the current stream of `device`: the GPU's time between them, not Python's.
+    """Events in the current stream of `device`, so that times are those of the GPU.
 
-    Cleared, its level-2 cache holds nothing of the pass before: in training other minibatches, and
-    the optimizer, come between two passes of the same layers.
+    `clear` empties the level-2 cache: in training, other minibatches and the optimizer run between
+    two passes of the same layers.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,23 +1,23 @@
-"""Where to cut a model into stretches of about equal time, for a measurement of whole stretches."""
+"""Divides a model into stretches of about equal time."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from pipedream.graph.model import Graph
 
 _REACH = 0.25
-"""How far from its place a cut may move, as a part of a stretch, to where few bytes cross."""
+"""How far a cut may move to where fewer bytes cross, as a fraction of a stretch."""
 
 
 def stretches(
     graph: Graph, nodes: Sequence[str], seconds: Mapping[str, float], count: int
 ) -> list[Sequence[str]]:
-    """`nodes` in at most `count` pieces, each of a `count`-th of their seconds, roughly.
+    """Divides `nodes`, in topological order, into at most `count` stretches of about equal time.
 
-    `nodes` in a topological order; the pieces follow each other in it, and none is empty. A cut is
-    where the fewest bytes cross near the place where the time is divided evenly.
+    Stretches are consecutive and not empty. Each cut is where the fewest bytes cross near the
+    place that divides the time evenly.
     """
     reached = [0.0]
     for name in nodes:
@@ -35,7 +35,7 @@ def stretches(
 
 
 def _crossing(graph: Graph, nodes: Sequence[str]) -> list[float]:
-    """For each place between two nodes, and both ends, the bytes made before and read after."""
+    """Bytes computed before and read after each place between two nodes, and both ends."""
     position = {name: index for index, name in enumerate(nodes)}
     change = [0.0] * (len(nodes) + 1)
     for name, index in position.items():
@@ -43,8 +43,4 @@ def _crossing(graph: Graph, nodes: Sequence[str]) -> list[float]:
         if readers:
             change[index + 1] += graph.nodes[name].output_bytes
             change[max(readers) + 1] -= graph.nodes[name].output_bytes
-    total, found = 0.0, []
-    for step in change:
-        total += step
-        found.append(total)
-    return found
+    return list(accumulate(change))

@@ -1,4 +1,4 @@
-"""What was measured of the time of a model, by whichever way."""
+"""The measured times of a model, of its nodes and of its stretches."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pipedream.profiler.timing.fit import Compared, StretchFit
 
 @dataclass(frozen=True)
 class Timing:
-    """What something takes for one minibatch; backward is zero where no gradient flows.
+    """Seconds for one minibatch; backward is zero without gradients.
 
-    `recomputed`: forward keeping nothing for a backward pass; None where that was not measured.
+    `recomputed`: forward without saving for a backward pass; None if not measured.
     """
 
     forward: Quartiles
@@ -22,14 +22,14 @@ class Timing:
 
     @staticmethod
     def nothing() -> Timing:
-        """Of an input."""
+        """The timing of an input: zero."""
         none = Quartiles(median=0.0, lower=0.0, upper=0.0)
         return Timing(none, none, none)
 
 
 @dataclass(frozen=True)
 class StretchTimes:
-    """Medians of a stretch of nodes: summed over them, before any fit, and measured as a whole."""
+    """Medians of a stretch: the sum over its nodes before the fit, and measured as a whole."""
 
     nodes: Sequence[str]
     forward: Compared
@@ -38,10 +38,10 @@ class StretchTimes:
 
 @dataclass(frozen=True)
 class Times:
-    """Timings of all nodes, and of the loss where there is one; `warmup` and `repeats` passes, and
-    what each of the latter took where it was a pass of the whole model.
+    """Timings of all nodes, and of the loss if there is one, with the factors of the fits applied.
 
-    The factors of the fits are in the timings. Without `stretches` nodes were timed one by one.
+    `warmup`, `repeats`: numbers of passes. `pass_seconds`: each repeat of the whole model. Without
+    `stretches`, nodes were timed one by one.
     """
 
     nodes: Mapping[str, Timing]

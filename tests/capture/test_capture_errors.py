@@ -186,7 +186,7 @@ GALLERY: list[tuple[Callable[..., Any], str]] = [
     (gradient_hook, "hooks a tensor's gradient.*write a torch.autograd.Function"),
     (past_autograd, r"writes to a tensor's \.data"),
     (written_parameter, "writes into a parameter.*make it a buffer"),
-    (late_layer, "makes late.bias as it runs; make all parameters in __init__"),
+    (late_layer, "creates late.bias as it runs; create all parameters in __init__"),
     (batched_by_vmap, "vmap; write the batched operators"),
     (wrong_shape, r"RuntimeError: shape '\[3, 5\]' is invalid"),
     (leaves, "SystemExit: 3"),

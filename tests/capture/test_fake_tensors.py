@@ -118,5 +118,5 @@ def test_a_factory_may_give_inputs_and_may_not_name_a_device(
         monkeypatch.setattr(f"torch.nn.{factory.__name__}", factory, raising=False)
     loaded = load("torch.nn:with_inputs", {}, 2, meta=True)
     assert loaded.args[0].tolist() == [[0] * 5] * 2, "on the CPU, and indices"
-    with pytest.raises(UserError, match="it makes weight on cpu; leave device= out"):
+    with pytest.raises(UserError, match="it creates weight on cpu; leave device= out"):
         load("torch.nn:named_device", {}, 2, ("2",), meta=True)

@@ -40,7 +40,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str]:
     [
         (["mistake"], 2, "pd-try: graph.txt:3: node a is there twice and more\n"),
         (["write"], 2, "pd-try: /nowhere/at/all: No such file or directory\n"),
-        (["full"], 2, "pd-try: No space left on device: make room for what is written\n"),
+        (["full"], 2, "pd-try: No space left on device: free some disk space\n"),
         (["interrupt"], 130, "pd-try: interrupted\n"),
         ([], 2, "pd-try: Missing argument 'ACTION'.\n"),
         (["x", "--count", "y"], 2, "pd-try: Invalid value for '--count': "),

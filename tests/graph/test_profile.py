@@ -87,10 +87,10 @@ def test_profile_reads_back_as_written(measured: tuple[Graph, Profile], tmp_path
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"format": "pipedream-plan/1"}, "not known here: write 'pipedream-profile/1'"),
+        ({"format": "pipedream-plan/1"}, "not one of the choices: write 'pipedream-profile/1'"),
         ({"batch_size": 0}, "batch_size: "),
         ({"nodes": [{"id": "node1"}]}, "nodes.0.description: is missing"),
-        ({"weather": "fine"}, "weather: there is no such field"),
+        ({"weather": "fine"}, "weather: unknown field"),
     ],
 )
 def test_a_wrong_file_is_one_line(

@@ -79,7 +79,7 @@ def test_memory_is_drawn_in_a_colour_for_each_stage(tmp_path, texts, monkeypatch
     memory |= {2: memory[1], 3: []}
     draw_memory(memory, [(0, 2), (1, 3)], tmp_path / "memory.png", "held", limit=4e6)
     assert {"held (3 of 4 ranks)", "memory in MB", "time in ms"} <= set(texts)
-    assert {"stage 0 (2 ranks)", "stage 1 (2 ranks)", "what each rank has"} <= set(texts)
+    assert {"stage 0 (2 ranks)", "stage 1 (2 ranks)", "memory of each rank"} <= set(texts)
     assert drawn[0] == drawn[2] != drawn[1]
 
 

@@ -60,7 +60,7 @@ def test_what_is_no_amount_is_refused_in_a_sentence(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["10Gb", "10gb", "10Gb/s"])
 def test_bits_or_bytes_is_asked_not_guessed(text: str) -> None:
-    with pytest.raises(ValueError, match="Write GB for bytes, Gbit for bits"):
+    with pytest.raises(ValueError, match="write GB for bytes, Gbit for bits"):
         parse_bytes(text)
 
 
@@ -101,5 +101,5 @@ def test_times(text: str, seconds: float) -> None:
 
 @pytest.mark.parametrize("text", ["", "soon", "1 min", "-1us", "1.2.3us", "1e999"])
 def test_what_is_no_time(text: str) -> None:
-    with pytest.raises(ValueError, match="is no time: write 20us"):
+    with pytest.raises(ValueError, match="is not a time: write 20us"):
         parse_seconds(text)

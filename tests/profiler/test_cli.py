@@ -324,7 +324,7 @@ def test_a_contending_process_that_fails_is_one_line(tmp_path: Path) -> None:
     )
     done = with_contention(tmp_path, "alone:net")
     assert done.returncode == 2
-    assert done.stderr.startswith("pd-profile: --workers: a process beside this one could not")
+    assert done.stderr.startswith("pd-profile: --workers: one of the other processes could not")
     assert len(done.stderr.splitlines()) == 1
 
 

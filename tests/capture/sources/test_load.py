@@ -173,7 +173,7 @@ def test_mistakes_in_a_factory_are_one_line(user: Callable[..., str], tmp_path: 
     assert "no module os.nosuch" in message("os.nosuch:f")
     assert "has no 'plane'; did you mean 'plain'?" in message(f"{name}:plane")
     assert "is a int, not a function" in message(f"{name}:NOT_A_FUNCTION")
-    assert "gives a dict, not a torch.nn.Module" in message(f"{name}:no_module")
+    assert "returns a dict, not a torch.nn.Module" in message(f"{name}:no_module")
     assert "--input 3x32x32" in message(f"{name}:plain")
     assert "unexpected keyword argument 'wide'" in message(f"{name}:plain", {"wide": 1})
     assert "its signature is plain(width)" in message(f"{name}:plain", {"wide": 1})
@@ -233,7 +233,7 @@ def test_several_inputs_and_a_target_that_the_model_takes(user: Callable[..., st
 @pytest.mark.parametrize(
     ("factory", "told"),
     [
-        ("one_set", "gives a TensorDataset: return (training set, held-out set or None)"),
+        ("one_set", "returns a TensorDataset: return (training set, held-out set or None)"),
         ("no_sets", "the training set, a int, lacks __len__ or __getitem__"),
         ("empty", "the training set is empty"),
         ("ragged", "3 examples do not fill a batch of 4"),
@@ -364,14 +364,14 @@ def test_mistakes_in_a_library_model_are_one_line() -> None:
     assert "did you mean 'resnet50'" in message("torchvision:resnet51")
     assert "did you mean 'resnet18'" in message("timm:resnet19")
     assert "unexpected keyword argument 'wide'" in message("timm:test_vit", {"wide": 1})
-    assert "profile its backbone" in message("torchvision:fasterrcnn_resnet50_fpn")
+    assert "profile the backbone" in message("torchvision:fasterrcnn_resnet50_fpn")
     assert "did you mean 'bert'?" in message("transformers:bert-base-uncased")
     assert "has no 'n_layers'; did you mean 'n_layer'?" in message(
         "transformers:gpt2", {"n_layers": 2}
     )
     assert "must be divisible" in message("transformers:gpt2", {"n_head": 7})
     assert "unexpected keyword argument 'wide'" in message("torchvision:resnet18", {"wide": 1})
-    assert "give their shape by --input" in message("transformers:whisper", SPEECH)
+    assert "give their shape, such as --input 80x3000" in message("transformers:whisper", SPEECH)
 
 
 def test_transformers_of_speech_take_a_second_input_for_the_decoder() -> None:

@@ -168,7 +168,7 @@ WRONG = {
         ["--latency", "1us", "--cluster", CLUSTERS / "measured.yaml"],
         "and --latency both say",
     ),
-    "latency": ([*LEVELS, "--latency", "1us,soon"], "--latency: 'soon' is no time: write 20us"),
+    "latency": ([*LEVELS, "--latency", "1us,soon"], "--latency: 'soon' is not a time: write 20us"),
     "latencies": (
         [*LEVELS, "--latency", "1us"],
         "--latency 1us: 2 levels of machines but 1 latencies",
@@ -178,8 +178,14 @@ WRONG = {
     "levels": (["--machines", "2,2", "--bandwidth", "1GB"], "2 levels of machines but 1 bandwidth"),
     "no machine": (["--machines", "0", "--bandwidth", "1GB"], "at least 1 machine"),
     "machines": (["--machines", "two", "--bandwidth", "1GB"], "--machines two: give whole numbers"),
-    "bandwidth": (["--machines", "2", "--bandwidth", "fast"], "--bandwidth: 'fast' is no amount"),
-    "negative": (["--machines", "2", "--bandwidth", "-1GB"], "--bandwidth: '-1GB' is no amount"),
+    "bandwidth": (
+        ["--machines", "2", "--bandwidth", "fast"],
+        "'fast' is not an amount",
+    ),
+    "negative": (
+        ["--machines", "2", "--bandwidth", "-1GB"],
+        "'-1GB' is not an amount",
+    ),
     "no bandwidth": (["--machines", "2"], "Missing option '--bandwidth'"),
     "model": ([*LEVELS, "--cost-model", "best"], "'--cost-model': 'best' is not one of"),
     "schedule": ([*LEVELS, "--schedule", "zigzag"], "'--schedule': 'zigzag' is not one of"),
@@ -193,8 +199,8 @@ WRONG = {
         "of the flush schedule, or gpipe: leave out --schedule 2bw",
     ),
     "compression": ([*LEVELS, "--activation-compression", "0"], "0.0 is not in the range"),
-    "memory": ([*LEVELS, "--memory", "lots"], "--memory: 'lots' is no amount of bytes"),
-    "update rate": ([*LEVELS, "--update-rate", "0"], "--update-rate: '0' is no positive amount"),
+    "memory": ([*LEVELS, "--memory", "lots"], "--memory: 'lots' is not an amount of bytes"),
+    "update rate": ([*LEVELS, "--update-rate", "0"], "--update-rate: '0' is not a positive amount"),
     "sweep": ([*LEVELS, "--sweep", "64"], "--sweep 64: give the fewest and the most workers"),
     "too little": ([*LEVELS, "--memory", "1kB"], "--memory 1 kB: no plan fits"),
     "straight": (

@@ -281,7 +281,7 @@ def _busy_shares(rank: int, ranks: int, port: int) -> list[float]:
         (("--machines", "2,2"), ONE_RANK_OF_TWO, "4 devices, and 2 ranks were started"),
         (("--batch-size", "4"), ONE_RANK_OF_TWO, "--batch-size is for a MODEL"),
         (("--largest", "1kB"), ONE_RANK_OF_TWO, "--largest 1kB: give from"),
-        (("--largest", "many"), ONE_RANK_OF_TWO, "--largest: 'many' is no amount"),
+        (("--largest", "many"), ONE_RANK_OF_TWO, "--largest: 'many' is not an amount"),
         (("--device", "tpu"), ONE_RANK_OF_TWO, "--device tpu"),
         (("-o", "file"), ONE_RANK_OF_TWO, "-o file: this is a file, not a folder"),
     ],

@@ -142,13 +142,13 @@ def test_a_list_of_sizes() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("4", "one is no curve"),
+        ("4", "nothing to compare: give two"),
         ("", "give whole numbers"),
         ("1,two", "give whole numbers"),
         ("1,2.5", "give whole numbers"),
-        ("0,1", "0 is no batch size"),
-        ("-2,1", "-2 is no batch size"),
-        ("1,4,1", "1 is there twice"),
+        ("0,1", "0 is not a batch size"),
+        ("-2,1", "-2 is not a batch size"),
+        ("1,4,1", "1 is given twice"),
     ],
 )
 def test_a_list_that_is_none(text: str, told: str) -> None:
@@ -164,14 +164,14 @@ WRONG = {
         "--batch-sizes: the model has another structure at batch size 4: node3 is ReLU() at 2 and"
         " Tanh() at 4",
     ),
-    "inputs that stay": (("users_net:deaf",), "users_net:deaf gives inputs of the same shape"),
+    "inputs that stay": (("users_net:deaf",), "users_net:deaf returns inputs of the same shape"),
     "a size that cannot be": (
         ("users_net:normed", "--input", "3", "--batch-sizes", "1,2"),
         "at batch size 1: ",
     ),
     "too few data": (("run.yaml", "--batch-sizes", "4,9"), "at batch size 9: users_net:data: 8"),
-    "sizes from before": (("users_net:told", "-o", "used"), "batch-16 is there from before"),
-    "network": (("--network",), "--batch-sizes is of a MODEL"),
+    "sizes from before": (("users_net:told", "-o", "used"), "batch-16 is from an earlier run"),
+    "network": (("--network",), "--batch-sizes is for a MODEL"),
     "show": (("--show", "used"), "leave --batch-sizes out"),
 }
 

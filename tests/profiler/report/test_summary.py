@@ -37,7 +37,7 @@ def test_the_table_is_sorted_as_asked(sort: str, capsys: pytest.CaptureFixture[s
     print_report(NET, sort)
     out = capsys.readouterr().out
     assert rows(out) == ORDERS[sort]
-    assert ("in their order" if sort == "order" else f"of 3 nodes by {sort}") in out
+    assert ("in execution order" if sort == "order" else f"of 3 nodes by {sort}") in out
 
 
 def test_rows_have_times_sizes_and_their_share_of_what_is_sorted_by(
@@ -67,7 +67,7 @@ def test_what_the_profile_does_not_know_is_left_out(capsys: pytest.CaptureFixtur
     old = profile(layer("a", saved_bytes=None), layer("b", saved_bytes=None))
     print_report(old)
     assert "saved" not in capsys.readouterr().out
-    with pytest.raises(UserError, match="--sort saved: an older pd-profile"):
+    with pytest.raises(UserError, match="--sort saved: this profile is from an older pd-profile"):
         print_report(old, "saved")
 
 

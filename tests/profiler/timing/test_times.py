@@ -15,7 +15,7 @@ from pipedream.capture.export import Captured, capture, flatten_inputs
 from pipedream.capture.segment import freeze_constants, segment
 from pipedream.graph.profile import Quartiles
 from pipedream.profiler.timing import per_node
-from pipedream.profiler.timing.full_pass import _evened, time_in_training
+from pipedream.profiler.timing.full_pass import _scaled_to_median, time_in_training
 from pipedream.profiler.timing.per_node import _NodeTimer, time_per_node
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule
 from pipedream.profiler.timing.times import Times, Timing
@@ -94,7 +94,7 @@ def test_warm_up_and_repeats_run_each_node_once() -> None:
 def test_what_falls_on_another_node_in_each_pass_is_shared_out_over_all() -> None:
     """The median of every node is 1 s, of the pass 3.5 s: a sum of medians left it out."""
     passes = [{name: 1.0 + 0.5 * (name == slow) for name in "abc"} for slow in "abc"]
-    evened = _evened(passes)
+    evened = _scaled_to_median(passes)
     medians = [statistics.median(seconds[name] for seconds in evened) for name in "abc"]
     assert medians == pytest.approx([3.5 / 3] * 3)
 
@@ -103,11 +103,11 @@ def test_a_pass_that_is_slow_throughout_says_nothing_of_a_node() -> None:
     """Fast or slow, b takes twice the time of a, and the quartiles of both are their medians."""
     fast, slow = {"a": 1.0, "b": 2.0}, {"a": 2.0, "b": 4.0}
     passes = [fast, slow, fast, slow, slow]
-    assert _evened(passes) == [pytest.approx(slow)] * 5
+    assert _scaled_to_median(passes) == [pytest.approx(slow)] * 5
 
 
 def test_nodes_that_take_no_time_stay_so() -> None:
-    assert _evened([{"a": 0.0}, {"a": 0.0}]) == [{"a": 0.0}, {"a": 0.0}]
+    assert _scaled_to_median([{"a": 0.0}, {"a": 0.0}]) == [{"a": 0.0}, {"a": 0.0}]
 
 
 def test_in_training_stretches_and_some_forward_passes_again_are_timed_with_the_whole() -> None:
