@@ -13,12 +13,14 @@ from pipedream.graph.errors import ArtifactModel, read_artifact
 
 
 class Factory(ArtifactModel):
-    """Something to call: `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or
-    `package.module:factory`; `args` its keyword arguments.
-    """
+    """Something to call by name, and the arguments to call it with."""
 
     source: str
+    """`torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`, imported
+    with the config's folder on the path.
+    """
     args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments."""
 
     @field_validator("source")
     @classmethod
@@ -29,8 +31,11 @@ class Factory(ArtifactModel):
 
 
 class DataFactory(Factory):
-    """Where the data come from: `package.module:factory`, `torchvision-folder:PATH` or
-    `huggingface:NAME_OR_PATH`, with paths from the config's folder.
+    """Where the data come from."""
+
+    source: str
+    """`package.module:factory`, `torchvision-folder:PATH` or `huggingface:NAME_OR_PATH`. Paths are
+    relative to the config's folder.
     """
 
     @field_validator("source")
@@ -45,64 +50,77 @@ class DataFactory(Factory):
 
 
 class GroupConfig(ArtifactModel):
-    """What is different for the parameters whose names match a pattern, such as `*.bias`.
-
-    `args` go before those of the optimizer; with a `name` they are all that this other class of
-    torch.optim is given.
-    """
+    """Options of the optimizer for the parameters whose names match a pattern."""
 
     match: tuple[str, ...] = Field(min_length=1)
+    """Patterns of parameter names in the model, such as `*.bias`; `*` stands for any characters.
+    A pattern that matches no parameter is an error.
+    """
     name: str | None = None
+    """Another class of torch.optim for this group."""
     args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments. They override those of the optimizer; with a `name` they are the only
+    ones.
+    """
 
 
 class OptimizerConfig(ArtifactModel):
-    """A class of torch.optim by name, and its keyword arguments.
+    """The optimizer.
 
-    A parameter belongs to the first of the `groups` that matches its name in the model. Those that
-    match none make one more group, the last, with nothing but `args`.
+    A parameter belongs to the first of the `groups` that matches its name. Parameters that match
+    none form one more group, the last, which takes `args` alone.
     """
 
     name: str = "SGD"
+    """A class of torch.optim."""
     args: dict[str, Any] = Field(default={"lr": 0.01})
+    """Its keyword arguments."""
     groups: tuple[GroupConfig, ...] = ()
+    """Groups of parameters with options of their own."""
 
     @property
     def names(self) -> str:
-        """All classes that there are, for a person."""
+        """All optimizer classes in use, as text for a message."""
         others = (group.name for group in self.groups if group.name is not None)
         return " and ".join(dict.fromkeys((self.name, *others)))
 
 
 class AsynchronousConfig(ArtifactModel):
-    """What is done about gradients of weights that have changed meanwhile; docs/asynchronous.md.
+    """Corrections for gradients of weights that have changed since; weight stashing only.
 
-    `rate_correction`: over so many updates of a stage its learning rate grows from that over its
-    delay to the whole. `weight_prediction`: a minibatch runs on the weights as they are expected to
-    be when it makes its update. `nesterov`: the momentum (such as 0.99) of the Nesterov form of the
-    optimizer, which looks ahead by it.
+    docs/explanation/late-gradients.md has the formulas.
     """
 
     rate_correction: int | None = Field(default=None, ge=1, strict=True)
+    """Updates over which the learning rate of a stage grows from lr divided by its delay to lr
+    (PipeMare).
+    """
     weight_prediction: bool = Field(default=False, strict=True)
+    """Whether minibatches run on the weights expected at the time of their own update (SpecTrain,
+    PipeOptim).
+    """
     nesterov: float | None = Field(default=None, gt=0, lt=1)
+    """Momentum, such as 0.99, of the Nesterov form of the optimizer, which looks ahead by it."""
 
 
 class SchedulerConfig(ArtifactModel):
-    """A class of torch.optim.lr_scheduler by name, and its keyword arguments.
+    """The learning rate scheduler.
 
-    It goes a step after every epoch or every update. An update of a stage of r replicas that learns
-    by itself (weight stashing, vertical sync) is r steps, so that all stages keep pace. Functions
-    among the arguments are named as `package.module:function`.
-
-    `metric`: what ReduceLROnPlateau looks at. The mean loss of each epoch, unless it is said
-    otherwise; those of the held-out data are known as often as these are tried.
+    Functions among its arguments are named as `package.module:function`.
     """
 
     name: str
+    """A class of torch.optim.lr_scheduler."""
     args: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
     every: Literal["epoch", "update"] = "epoch"
+    """When it steps. An update of a stage of r replicas that learns by itself (weight stashing,
+    vertical sync) counts as r steps, so that all stages keep pace.
+    """
     metric: Literal["loss", "held_out_loss", "held_out_accuracy"] | None = None
+    """What ReduceLROnPlateau looks at; by default `loss`, the mean loss of each epoch. Metrics of
+    the held-out data are known as often as `evaluate_every` says.
+    """
 
     @property
     def needs_held_out(self) -> bool:
@@ -110,49 +128,70 @@ class SchedulerConfig(ArtifactModel):
 
 
 class RunConfig(ArtifactModel):
-    """One training run.
-
-    `batch_size` is the minibatch that flows through the pipeline; with the schedules flush, gpipe
-    and 2bw `microbatches` of them make one update. Examples that do not fill one make a smaller one
-    at the end of the epoch; with `drop_last` they sit the epoch out. `loss` is a function of
-    torch.nn.functional by name, `package.module:function`, or `output` where the model returns its
-    own loss. `data_workers` processes of each rank read its data; with none a thread does.
-    `sampler`, a sampler of torch.utils.data or one like them, chooses the examples of an epoch and
-    their order; without it each epoch has all of them in an order of its own. The held-out data are
-    tried every `evaluate_every` epochs, through the pipeline; without it after the last, on one
-    worker.
-
-    `accumulate`: with weight stashing and vertical sync a stage of r replicas makes one update of r
-    times as many minibatches. `clip_norm`: the most that the norm of the gradients may be, over all
-    stages or, where each learns by itself, over the stage. `autocast`: the type in which operators
-    compute for which torch deems it safe. `loss_scale`: what the loss is multiplied by so that
-    float16 gradients do not vanish; with float16 it is found by itself unless given. `nan`: what
-    happens when a gradient is no number: the run stops, or the update is left out. `compile`: the
-    torch.compile backend for each stage.
-    """
+    """One training run."""
 
     format: Literal["pipedream-run/1"]
+    """Always `pipedream-run/1`."""
     model: Factory
+    """What makes the model."""
     data: DataFactory
+    """What makes the training set and the held-out set."""
     sampler: Factory | None = None
+    """A sampler of torch.utils.data, or one like them, that chooses the examples of an epoch and
+    their order. By default each epoch has all examples in a new random order.
+    """
     loss: str = "cross_entropy"
+    """A function of torch.nn.functional, `package.module:function` of (output, target), or `output`
+    where the model takes the target as its last input and returns its own loss, first if it
+    returns more.
+    """
     optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer; by default SGD with `lr: 0.01`."""
     asynchronous: AsynchronousConfig = AsynchronousConfig()
+    """Corrections for late gradients, with weight stashing; by default none."""
     scheduler: SchedulerConfig | None = None
+    """The learning rate scheduler; by default the rate is constant."""
     batch_size: int = Field(ge=1, strict=True)
+    """Examples in a minibatch, which travels through the pipeline as one."""
     drop_last: bool = Field(default=False, strict=True)
+    """Whether to leave out the examples at the end of an epoch that do not fill a minibatch. By
+    default they form a smaller one.
+    """
     microbatches: int = Field(default=MICROBATCHES, ge=1, strict=True)
+    """Minibatches per update with the schedules flush, gpipe and 2bw."""
     accumulate: int = Field(default=1, ge=1, strict=True)
+    """Minibatches per update of each replica with weight stashing and vertical sync: a stage of r
+    replicas makes one update of r times as many.
+    """
     clip_norm: float | None = Field(default=None, gt=0)
+    """The largest norm of the gradients; longer ones are scaled down. With flush, gpipe and 2bw it
+    is the norm over the whole model, with weight stashing and vertical sync over each stage. By
+    default there is no limit.
+    """
     autocast: Literal["bfloat16", "float16"] | None = None
+    """The type for operators that torch considers safe in it."""
     loss_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Factor on the loss that keeps float16 gradients from vanishing. By default flush and gpipe
+    find it themselves.
+    """
     nan: Literal["stop", "skip"] = "stop"
+    """What happens when a gradient is not finite: end the run, or leave out the update."""
     compile: str | None = None
+    """torch.compile's backend for each stage, such as `inductor`; by default stages run eagerly."""
     data_workers: int = Field(default=0, ge=0, strict=True)
+    """Processes of each rank that read its data; with 0 a thread does."""
     epochs: int = Field(default=1, ge=1, strict=True)
+    """Passes over the data."""
     evaluate_every: int | None = Field(default=None, ge=1, strict=True)
+    """Epochs between evaluations on the held-out data, through the pipeline. By default it is
+    evaluated once, after the last epoch, on one worker.
+    """
     seed: int = Field(default=0, ge=0, lt=2**32, strict=True)
+    """Seed of the initial weights, the order of the data and dropout, which are then the same under
+    every plan.
+    """
     dtype: Literal["float32", "float64"] = "float32"
+    """Type of the weights and of floating-point inputs."""
 
 
 def read_config(path: Path) -> RunConfig:
