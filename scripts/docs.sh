@@ -10,7 +10,7 @@ if ! python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null; then
 fi
 export NO_MKDOCS_2_WARNING=1 # mkdocs is pinned below 2
 if [ $# = 0 ]; then
-    mkdocs build --quiet --strict
+    mkdocs build --strict
     echo "built build/site/index.html"
 else
     mkdocs "$@"

@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = ("graph", "capture", "schedule", "comm", "profiler", "optimizer", "runtime")
 
 _MARK = re.compile(r"^<!-- (command|schema|modules): (\S+) -->$", re.MULTILINE)
-_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([\w./-]+)\)")
+_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([\w./-]+)(?:#[\w-]+)?\)")
 _SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -62,7 +62,7 @@ def linked(markdown: str) -> str:
             return text
         module = ".".join(("pipedream", *path.with_suffix("").parts)).removesuffix(".__init__")
         symbol = text.strip("`")
-        return f"[{text}][{module if '/' in symbol else f'{module}.{symbol}'}]"
+        return f"[{text}][{module if symbol.endswith('.py') else f'{module}.{symbol}'}]"
 
     return _LINK.sub(replace, markdown)
 
