@@ -3,11 +3,11 @@
 Pages in docs/ hold lines such as
 
     <!-- command: pd-train -->
-    <!-- schema: pipedream.graph.plan.Plan -->
+    <!-- schema: pipedream.graph.plan -->
     <!-- modules: pipedream.schedule -->
 
-which become the options of a command, the fields of a pydantic model and of all models in it, and
-the API of every public module below a package. Links to source files become links to that API.
+which become the options of a command, the fields of a file that a module describes by pydantic
+models, and the API of every module below a package. Links to source files become links to that API.
 """
 
 from __future__ import annotations
@@ -92,7 +92,9 @@ def command_text(name: str) -> str:
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     programs = dict(
-        line.split(" = ") for line in setup["options.entry_points"]["console_scripts"].split("\n") if line
+        line.split(" = ")
+        for line in setup["options.entry_points"]["console_scripts"].split("\n")
+        if line
     )
     module, _, function = programs[name].partition(":")
     command: click.Command = getattr(import_module(module), function)
@@ -108,11 +110,11 @@ def command_text(name: str) -> str:
 
 def _help_text(text: str) -> str:
     """Paragraphs that click leaves as they are (after a backspace) are code."""
-    paragraphs = inspect.cleandoc(text).split("\n\n")
-    return "\n\n".join(
-        f"```sh\n{inspect.cleandoc(part.removeprefix(chr(8)))}\n```" if part.startswith("\b") else part
-        for part in paragraphs
-    )
+    parts = inspect.cleandoc(text).split("\n\n")
+    for index, part in enumerate(parts):
+        if part.startswith("\b"):
+            parts[index] = f"```sh\n{inspect.cleandoc(part.removeprefix(chr(8)))}\n```"
+    return "\n\n".join(parts)
 
 
 def _option_row(row: tuple[str, str]) -> tuple[str, str]:
@@ -122,21 +124,30 @@ def _option_row(row: tuple[str, str]) -> tuple[str, str]:
 # Schemas
 
 
-def schema_text(name: str) -> str:
-    """A table of fields for the model and for each model that its fields hold, in their order."""
-    module, _, cls = name.rpartition(".")
-    return "\n\n".join(map(_model_text, _models(getattr(import_module(module), cls))))
+def schema_text(module: str) -> str:
+    """A table of fields for the file that the module describes: for the model that has a `format`,
+    and for each model that its fields hold, in their order.
+    """
+    (root,) = (
+        value
+        for value in vars(import_module(module)).values()
+        if inspect.isclass(value)
+        and value.__module__ == module
+        and issubclass(value, BaseModel)
+        and "format" in value.model_fields
+    )
+    return "\n\n".join(map(_model_text, _models(root)))
 
 
 def _models(root: type[BaseModel]) -> list[type[BaseModel]]:
     found: list[type[BaseModel]] = []
 
     def visit(annotation: Any) -> None:
-        if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
-            if annotation not in found:
-                found.append(annotation)
-                for info in annotation.model_fields.values():
-                    visit(info.annotation)
+        is_model = inspect.isclass(annotation) and issubclass(annotation, BaseModel)
+        if is_model and annotation not in found:
+            found.append(annotation)
+            for info in annotation.model_fields.values():
+                visit(info.annotation)
         for part in get_args(annotation):
             visit(part)
 
@@ -146,11 +157,11 @@ def _models(root: type[BaseModel]) -> list[type[BaseModel]]:
 
 def _model_text(model: type[BaseModel]) -> str:
     described = _field_docstrings(model)
-    rows = [
-        (f"`{info.alias or name}`", _type_text(info), _default_text(info), _cell(described.get(name, "")))
-        for name, info in model.model_fields.items()
-    ]
-    headings = ("field", "type", "default", "is")
+    rows: list[tuple[str, ...]] = []
+    for name, info in model.model_fields.items():
+        doc = _cell(described.get(name, ""))
+        rows.append((f"`{info.alias or name}`", _type_text(info), _default_text(info), doc))
+    headings: tuple[str, ...] = ("field", "type", "default", "is")
     if not any(row[-1] for row in rows):
         headings, rows = headings[:-1], [row[:-1] for row in rows]
     doc = _prose(inspect.cleandoc(model.__doc__ or ""))
@@ -232,7 +243,10 @@ def modules_text(package: str) -> str:
     """A mkdocstrings block for every public module of the package and its subpackages."""
     folder = ROOT.joinpath(*package.split(".")[1:])
     blocks = []
-    for path in [folder / "__init__.py", *sorted(set(folder.rglob("*.py")) - {folder / "__init__.py"})]:
+    for path in [
+        folder / "__init__.py",
+        *sorted(set(folder.rglob("*.py")) - {folder / "__init__.py"}),
+    ]:
         parts = path.relative_to(ROOT).with_suffix("").parts
         module = ".".join(("pipedream", *parts)).removesuffix(".__init__")
         members = "\n    options: {members: false}" if path.stem == "__init__" else ""
