@@ -1,4 +1,4 @@
-"""The run config, a YAML file: model, data, loss, optimizer. Format `pipedream-run/1`."""
+"""The run config: model, data, loss, optimizer. YAML, `pipedream-run/1`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from pipedream.graph.errors import ArtifactModel, read_artifact
 
 
 class Factory(ArtifactModel):
-    """A factory to call with the keyword arguments `args`.
-
-    `source`: `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`.
-    """
+    """Something to call by name, and the arguments to call it with."""
 
     source: str
+    """`torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`, imported
+    with the config's folder on the path.
+    """
     args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments."""
 
     @field_validator("source")
     @classmethod
@@ -30,8 +31,11 @@ class Factory(ArtifactModel):
 
 
 class DataFactory(Factory):
-    """The source of the data: `package.module:factory`, `torchvision-folder:PATH` or
-    `huggingface:NAME_OR_PATH`. Paths are relative to the folder of the config.
+    """Where the data come from."""
+
+    source: str
+    """`package.module:factory`, `torchvision-folder:PATH` or `huggingface:NAME_OR_PATH`. Paths are
+    relative to the config's folder.
     """
 
     @field_validator("source")
@@ -46,64 +50,77 @@ class DataFactory(Factory):
 
 
 class GroupConfig(ArtifactModel):
-    """Settings for the parameters whose names match a pattern, such as `*.bias`.
-
-    `args` override those of the optimizer. `name` selects another class of torch.optim, which gets
-    only the `args` of this group.
-    """
+    """Options of the optimizer for the parameters whose names match a pattern."""
 
     match: tuple[str, ...] = Field(min_length=1)
+    """Patterns of parameter names in the model, such as `*.bias`; `*` stands for any characters.
+    A pattern that matches no parameter is an error.
+    """
     name: str | None = None
+    """Another class of torch.optim for this group."""
     args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments. They override those of the optimizer; with a `name` they are the only
+    ones.
+    """
 
 
 class OptimizerConfig(ArtifactModel):
-    """A class of torch.optim by name, and its keyword arguments.
+    """The optimizer.
 
-    A parameter belongs to the first of the `groups` that matches its name in the model. Parameters
-    without a match form one more group, the last, with `args`.
+    A parameter belongs to the first of the `groups` that matches its name. Parameters that match
+    none form one more group, the last, which takes `args` alone.
     """
 
     name: str = "SGD"
+    """A class of torch.optim."""
     args: dict[str, Any] = Field(default={"lr": 0.01})
+    """Its keyword arguments."""
     groups: tuple[GroupConfig, ...] = ()
+    """Groups of parameters with options of their own."""
 
     @property
     def names(self) -> str:
-        """The names of all classes used, for messages."""
+        """All optimizer classes in use, as text for a message."""
         others = (group.name for group in self.groups if group.name is not None)
         return " and ".join(dict.fromkeys((self.name, *others)))
 
 
 class AsynchronousConfig(ArtifactModel):
-    """Corrections for gradients of weights that have changed since; see docs/asynchronous.md.
+    """Corrections for gradients of weights that have changed since; weight stashing only.
 
-    `rate_correction`: the number of updates over which the learning rate of a stage grows from
-    rate/delay to the full rate. `weight_prediction`: a minibatch runs on the weights expected at
-    the time of its update. `nesterov`: the momentum, such as 0.99, of Nesterov's form of the
-    optimizer.
+    docs/explanation/late-gradients.md has the formulas.
     """
 
     rate_correction: int | None = Field(default=None, ge=1, strict=True)
+    """Updates over which the learning rate of a stage grows from lr divided by its delay to lr
+    (PipeMare).
+    """
     weight_prediction: bool = Field(default=False, strict=True)
+    """Whether minibatches run on the weights expected at the time of their own update (SpecTrain,
+    PipeOptim).
+    """
     nesterov: float | None = Field(default=None, gt=0, lt=1)
+    """Momentum, such as 0.99, of the Nesterov form of the optimizer, which looks ahead by it."""
 
 
 class SchedulerConfig(ArtifactModel):
-    """A class of torch.optim.lr_scheduler by name, and its keyword arguments.
+    """The learning rate scheduler.
 
-    It steps after every epoch or every update. With weight stashing and vertical sync, an update of
-    a stage of r replicas counts as r steps, so that all stages follow the same schedule. Arguments
-    that are functions are written as `package.module:function`.
-
-    `metric`: what ReduceLROnPlateau observes; by default the mean training loss of each epoch.
-    Metrics of the held-out data are updated every `evaluate_every` epochs.
+    Functions among its arguments are named as `package.module:function`.
     """
 
     name: str
+    """A class of torch.optim.lr_scheduler."""
     args: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
     every: Literal["epoch", "update"] = "epoch"
+    """When it steps. An update of a stage of r replicas that learns by itself (weight stashing,
+    vertical sync) counts as r steps, so that all stages keep pace.
+    """
     metric: Literal["loss", "held_out_loss", "held_out_accuracy"] | None = None
+    """What ReduceLROnPlateau looks at; by default `loss`, the mean loss of each epoch. Metrics of
+    the held-out data are known as often as `evaluate_every` says.
+    """
 
     @property
     def needs_held_out(self) -> bool:
@@ -111,49 +128,72 @@ class SchedulerConfig(ArtifactModel):
 
 
 class RunConfig(ArtifactModel):
-    """One training run.
-
-    `batch_size`: examples of a minibatch in the pipeline; with the schedules flush, gpipe and 2bw
-    an update takes `microbatches` of them. `drop_last`: leave out the last examples of an epoch if
-    they do not fill a minibatch; by default they form a smaller one. `loss`: a function of
-    torch.nn.functional by name, `package.module:function`, or `output` for a model that returns its
-    loss. `data_workers`: processes per rank that read data; 0 for a thread. `sampler`: a sampler
-    like those of torch.utils.data; by default each epoch has all examples in a new random order.
-    `evaluate_every`: epochs between evaluations on the held-out data, through the pipeline; by
-    default one evaluation after the last epoch, on one worker.
-
-    `accumulate`: with weight stashing and vertical sync, the minibatches per replica of one update.
-    `clip_norm`: the largest norm of the gradients, over all stages, or over each stage if stages
-    update on their own. `autocast`: the type for operators that torch.autocast considers safe.
-    `loss_scale`: the factor on the loss that keeps float16 gradients from vanishing; dynamic with
-    float16 unless given. `nan`: stop the run at a gradient that is not finite, or skip the update.
-    `compile`: the torch.compile backend of each stage.
-    """
+    """One training run."""
 
     format: Literal["pipedream-run/1"]
+    """Always `pipedream-run/1`."""
     model: Factory
+    """What makes the model."""
     data: DataFactory
+    """What makes the training set and the held-out set."""
     sampler: Factory | None = None
+    """A sampler of torch.utils.data, or one like them, that chooses the examples of an epoch and
+    their order. By default each epoch has all examples in a new random order.
+    """
     loss: str = "cross_entropy"
+    """A function of torch.nn.functional, `package.module:function` of (output, target), or `output`
+    where the model takes the target as its last input and returns its own loss, first if it
+    returns more.
+    """
     optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer; by default SGD with `lr: 0.01`."""
     asynchronous: AsynchronousConfig = AsynchronousConfig()
+    """Corrections for late gradients, with weight stashing; by default none."""
     scheduler: SchedulerConfig | None = None
+    """The learning rate scheduler; by default the rate is constant."""
     batch_size: int = Field(ge=1, strict=True)
+    """Examples in a minibatch, which travels through the pipeline as one."""
     drop_last: bool = Field(default=False, strict=True)
+    """Whether to leave out the examples at the end of an epoch that do not fill a minibatch. By
+    default they form a smaller one.
+    """
     microbatches: int = Field(default=MICROBATCHES, ge=1, strict=True)
+    """Minibatches per update with the schedules flush, gpipe and 2bw."""
     accumulate: int = Field(default=1, ge=1, strict=True)
+    """Minibatches per update of each replica with weight stashing and vertical sync: a stage of r
+    replicas makes one update of r times as many.
+    """
     clip_norm: float | None = Field(default=None, gt=0)
+    """The largest norm of the gradients; longer ones are scaled down. With flush, gpipe and 2bw it
+    is the norm over the whole model, with weight stashing and vertical sync over each stage. By
+    default there is no limit.
+    """
     autocast: Literal["bfloat16", "float16"] | None = None
+    """The type for operators that torch considers safe in it."""
     loss_scale: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Factor on the loss that keeps float16 gradients from vanishing. By default flush and gpipe
+    find it themselves.
+    """
     nan: Literal["stop", "skip"] = "stop"
+    """What happens when a gradient is not finite: end the run, or leave out the update."""
     compile: str | None = None
+    """torch.compile's backend for each stage, such as `inductor`; by default stages run eagerly."""
     data_workers: int = Field(default=0, ge=0, strict=True)
+    """Processes of each rank that read its data; with 0 a thread does."""
     epochs: int = Field(default=1, ge=1, strict=True)
+    """Passes over the data."""
     evaluate_every: int | None = Field(default=None, ge=1, strict=True)
+    """Epochs between evaluations on the held-out data, through the pipeline. By default it is
+    evaluated once, after the last epoch, on one worker.
+    """
     seed: int = Field(default=0, ge=0, lt=2**32, strict=True)
+    """Seed of the initial weights, the order of the data and dropout, which are then the same under
+    every plan.
+    """
     dtype: Literal["float32", "float64"] = "float32"
+    """Type of the weights and of floating-point inputs."""
 
 
 def read_config(path: Path) -> RunConfig:
-    """Reads a run config. Raises UserError, which names the file and the field."""
+    """Reads a run config. Raises UserError that names file and field."""
     return read_artifact(path, RunConfig)

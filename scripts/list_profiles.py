@@ -10,18 +10,21 @@ from pipedream.graph.profile import Profile, Quartiles, read_profile
 PROFILES = Path(__file__).parents[1] / "profiles"
 TEXT = """# Profiles of well-known models
 
-Measured by `scripts/make_profiles.sh` with random weights. Each folder has graph.txt and
-profile.json, which says the rest: `pd-profile --show profiles/resnet50`,
-`pd-optimize profiles/resnet50/graph.txt --machines 4 --bandwidth 10GB -o runs/plan`. Times are
-those of the device; sizes are those of any.
+Eight models with random weights, measured by `scripts/make_profiles.sh`. Each folder has the
+graph.txt and profile.json of one model. To see a profile, and to plan with it:
+
+    pd-profile --show profiles/resnet50
+    pd-optimize profiles/resnet50/graph.txt --machines 4 --bandwidth 10GB -o runs/plan
+
+Times belong to the device that was measured; sizes are the same on any device.
 
 {table}
 
-*Half the passes*: the quartiles of the time of a pass beside its median. *Off*: by how much
+*Half the passes*: the quartiles of the time of a pass, relative to its median. *Off*: by how much
 stretches of the model, timed as a whole, differ from the sums of their nodes, forward and backward,
 in the median.
 
-{devices}.
+Measured on {devices}.
 """
 HEADINGS = (
     "profile", "model", "batch", "nodes", "forward", "backward", "half the passes", "off",

@@ -1,7 +1,7 @@
 """Which models can be captured, and do they then compute what the plain model computes?
 
 `python scripts/bench/coverage.py` tries each in a process of its own, with a time limit, and writes
-the table in docs/coverage.md; `... bench_coverage.py NAME ...` tries those and prints. A model
+docs/reference/coverage.md; `... coverage.py NAME ...` tries those and prints. A model
 counts as captured where the outputs, the gradients of all parameters and the buffers after one
 training pass, run node by node as pieces of their own, are those of the plain model.
 """
@@ -30,7 +30,7 @@ from pipedream.capture.sources.load import load
 from pipedream.capture.sources.torchvision import import_torchvision
 from pipedream.graph.errors import UserError
 
-TABLE = Path(__file__).parents[2] / "docs" / "coverage.md"
+TABLE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
 BATCH = 2
 LIMIT = 90.0  # seconds for one model
 CLOSE = 1e-5  # of the largest value of each tensor
@@ -354,16 +354,16 @@ def write_table(results: dict[str, Result]) -> None:
     TABLE.write_text(f"{HEAD.format(good=good, all=len(results))}\n" + "\n".join(lines) + "\n")
 
 
-HEAD = """# Which models are captured
+HEAD = """# Models that are captured
 
-{good} of {all}, tried by `python scripts/bench/coverage.py`: each with random weights on two small
-examples, in training mode; transformers in small configurations. *Captured* means that every node,
-run as a module of its own, gives together with the others the outputs, the gradients of all
-parameters and the buffers of the plain model, on other inputs than those it was captured with,
+{good} of {all} architectures, tried by `python scripts/bench/coverage.py`: each with random weights
+on two small examples, in training mode; those of transformers in small configurations. *Captured*
+means that the nodes, each run as a module of its own, together give the outputs, the gradients of
+all parameters and the buffers of the plain model, on inputs other than those of the capture,
 dropout included. *Seconds* are those of the capture, on one core of a machine that had other work.
 
-Where a name has arguments behind it, the model is captured with these (`--arg layerdrop=0.0`):
-speech models leave out layers and mask stretches by random numbers that Python decides on."""
+Arguments after a name are those that the model is captured with (`--arg layerdrop=0.0`): by default
+speech models leave out layers, and mask stretches, by random numbers that Python decides on."""
 
 
 def import_libraries() -> None:

@@ -4,7 +4,7 @@ Trains a byte-level GPT on the text of Python's help topics (configs/topics_gpt.
 on as many processes as stages, and tries the checkpoint of every epoch on the held-out text:
 
 - 4 stages: flush and weight stashing;
-- 8 stages: these, and each option against late gradients (docs/asynchronous.md).
+- 8 stages: these, and each option against late gradients (docs/explanation/late-gradients.md).
 
 All runs of a kind differ in nothing else. One update learns from one minibatch, of the same samples
 in the same order: flush has one microbatch to an update, which is to train the plain model (several

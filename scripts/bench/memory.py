@@ -7,7 +7,7 @@ schedule allows. `python scripts/bench/memory.py long` trains smaller ones for 2
 prints the resident memory of each rank on the way.
 
 glibc's allocator is told to return what is freed: else it keeps up to a third more, in holes, which
-is faster (README, Memory).
+is faster (docs/how-to/memory.md).
 """
 
 from __future__ import annotations

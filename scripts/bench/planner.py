@@ -7,7 +7,7 @@ on 64 devices (`nodes`); then the largest on 8 to 4,096 devices (`devices`), and
 in one to four levels (`levels`). With `--published` the profiles FOLDER/profiles/NAME/graph.txt,
 too, under the paper's cost model (`paper`), and under the released one (`released`) beside what
 FOLDER/expected.json has of the released optimizer. Each part writes PART.csv; planner.png and
-tables.md, which docs/planner.md shows, are made of all parts that have been measured.
+tables.md, which docs/explanation/planner.md shows, are made of all parts that have been measured.
 """
 
 from __future__ import annotations
