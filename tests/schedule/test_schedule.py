@@ -224,11 +224,13 @@ UP_TO_FOUR = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["weight-stashing", "vertical-sync"])
 def test_nobody_waits_in_the_steady_state(name):
     assert {pace(name, replicas) for replicas in UP_TO_FOUR} == {2}
 
 
+@pytest.mark.slow
 def test_nobody_waits_with_2bw_whose_rounds_are_whole_turns():
     for replicas in UP_TO_FOUR:
         turn = lcm(*replicas)
@@ -237,6 +239,7 @@ def test_nobody_waits_with_2bw_whose_rounds_are_whole_turns():
         assert pace("2bw", replicas, turn * -(-most // turn)) == 2
 
 
+@pytest.mark.slow
 def test_nobody_waits_within_a_long_round_of_flush():
     for replicas in UP_TO_FOUR:
         count = 24 * lcm(*replicas)
@@ -246,6 +249,7 @@ def test_nobody_waits_within_a_long_round_of_flush():
         assert ends <= 2 * count + filling
 
 
+@pytest.mark.slow
 def test_one_less_in_flight_at_the_first_stage_and_somebody_waits():
     for replicas in UP_TO_FOUR:
         first, *others = steady_in_flight(replicas, in_step=True)
@@ -296,6 +300,7 @@ def test_what_workers_hold():
 # Soundness -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("first", [1, 2, 3, 4])
 def test_sound_for_all_plans_of_six_stages(name, first):
@@ -320,6 +325,7 @@ def test_sound_for_all_plans_of_six_stages(name, first):
             check(schedule(name, replicas, links, minibatches, microbatches))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sound_with_any_room(name):
     """From a single minibatch in flight on each worker to more than are of use."""
@@ -328,6 +334,7 @@ def test_sound_with_any_room(name):
             check(schedule(name, replicas, chain(3), 19, 4, max_in_flight=max_in_flight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_sound_for_any_number_of_minibatches(name, stages):
@@ -338,6 +345,7 @@ def test_sound_for_any_number_of_minibatches(name, stages):
             check(schedule(name, replicas, chain(stages), minibatches, microbatches))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sound_with_skips(name):
     """Every stage sends to every later one, or to the last beside the next."""
@@ -476,6 +484,7 @@ def test_circular_waiting_is_a_deadlock():
     assert "worker 0 at 0RG0<1: deadlock" in broken("weight-stashing", (1, 1), swap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 3), (2, 3, 1)])
 def test_every_dropped_or_doubled_action_is_noticed(name, replicas):

@@ -132,6 +132,7 @@ def plain_step(
     return {name: named[name].detach() for name in gradients}, gradients
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_the_plain_model(name: str, tmp_path: Path) -> None:
