@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Everything that is checked: lint, format, types, import contracts, tests. Runs all of them, fails
-# if any fails. Arguments go to pytest: `scripts/test.sh tests/graph -k plan`.
+# Checks everything: lint, format, types, import contracts, tests. Runs all of them, fails if any
+# fails. With --quick as the first argument, leaves out the tests marked `slow`. All other arguments
+# go to pytest: `scripts/test.sh tests/graph -k plan`.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" || exit 1
 
-# The rest beside the tests, which leave the cores idle while processes wait for each other; what it
-# has to say comes after them.
-told=$(mktemp)
-trap 'rm -f "$told"' EXIT
+# The other checks run beside the tests, which leave cores idle while processes wait for each other.
+# Their output is printed after that of the tests.
+output=$(mktemp)
+trap 'rm -f "$output"' EXIT
 check() {
     echo "== $*"
     "$@" || failed="${failed:-}$1 "
@@ -18,11 +19,16 @@ check() {
     check mypy $(printf -- "-p pipedream.%s " graph capture schedule comm profiler optimizer runtime)
     check lint-imports --no-logo
     [ -z "${failed:-}" ] || { echo "test.sh: failed: $failed" && exit 1; }
-) >"$told" 2>&1 &
+) >"$output" 2>&1 &
 
-check pytest -n 3 --dist worksteal "$@"
+if [ "${1:-}" = --quick ]; then
+    shift
+    check pytest -n 2 --dist worksteal -m "not slow" "$@"
+else
+    check pytest -n 3 --dist worksteal "$@"
+fi
 wait $! || failed="${failed:-}checks "
-cat "$told"
+cat "$output"
 
 if [ -n "${failed:-}" ]; then
     echo "test.sh: failed: $failed" >&2

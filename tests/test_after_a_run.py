@@ -91,6 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_was_measured_can_be_read(folder: Path) -> None:
     measured = read_measured(folder / "run/measured.json")
     assert (measured.batch_size, measured.device, measured.threads) == (64, "cpu", 1)
@@ -107,6 +108,7 @@ def test_what_was_measured_can_be_read(folder: Path) -> None:
     assert measured.slowest[1] < 2 * summary["seconds_per_minibatch"]
 
 
+@pytest.mark.slow
 def test_the_next_plan_is_nearer_to_the_truth(folder: Path) -> None:
     assert layers(read_plan(folder / "plan/plan.json")) == [1, 5]
     shown = optimize(folder, "profile/graph.txt --calibrate run -o better")
@@ -120,6 +122,7 @@ def test_the_next_plan_is_nearer_to_the_truth(folder: Path) -> None:
     assert corrected.fingerprint == plan.graph.fingerprint
 
 
+@pytest.mark.slow
 def test_stages_of_the_run_now_take_what_was_measured(folder: Path) -> None:
     optimize(folder, "profile/graph.txt --calibrate run -o better")
     corrected = read_graph(folder / "better/graph.txt")
@@ -136,6 +139,7 @@ def test_stages_of_the_run_now_take_what_was_measured(folder: Path) -> None:
         assert backward == pytest.approx(rank.backward.median, abs=rounding)
 
 
+@pytest.mark.slow
 def test_what_has_been_corrected_needs_no_correction(folder: Path) -> None:
     """Up to whole microseconds: the plan is the same, and so is the next."""
     optimize(folder, "profile/graph.txt --calibrate run -o better")

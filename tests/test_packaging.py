@@ -82,3 +82,10 @@ def test_no_folder_has_more_than_fourteen_files() -> None:
     for top in (*PACKAGES, "tests", "scripts"):
         for folder in [root / top, *(path for path in (root / top).rglob("*") if path.is_dir())]:
             assert len(list(folder.glob("*.py"))) <= 14, folder
+
+
+def test_quick_leaves_out_a_marker_that_exists(pytestconfig: pytest.Config) -> None:
+    """`--strict-markers` refuses any other, so a misspelled mark is an error."""
+    assert any(line.startswith("slow:") for line in pytestconfig.getini("markers"))
+    script = Path(__file__).parents[1] / "scripts/test.sh"
+    assert 'pytest -n 2 --dist worksteal -m "not slow"' in script.read_text()

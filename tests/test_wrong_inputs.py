@@ -198,6 +198,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "expected"), WRONG, ids=[c for c, _ in WRONG])
 def test_one_line_says_what_is_wrong(command: str, expected: str, folder: Path) -> None:
     done = typed(folder, shlex.split(command), {"PYTHONPATH": str(SUPPORT)})
@@ -239,6 +240,7 @@ WRONG_IN_A_RANK = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"), WRONG_IN_A_RANK, ids=[words for words, _ in WRONG_IN_A_RANK]
 )
@@ -260,6 +262,7 @@ WRONG_TOGETHER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "expected"), WRONG_TOGETHER, ids=[words for words, _ in WRONG_TOGETHER]
 )
@@ -278,6 +281,7 @@ LAUNCHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHED)
 def test_more_ranks_than_the_plan_has(launcher: str, folder: Path) -> None:
     words = [*LAUNCHED[launcher].split(), "pd-train", "plan.json", "--config", "run.yaml"]
@@ -295,6 +299,7 @@ def path() -> str:
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
+@pytest.mark.slow
 def test_a_worker_killed_in_training_is_named_and_nobody_is_left(folder: Path) -> None:
     process = start(
         folder,
@@ -319,6 +324,7 @@ def test_a_worker_killed_in_training_is_named_and_nobody_is_left(folder: Path) -
     assert nobody_left(process.pid)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_workers_end_with_the_command_that_started_them(how: signal.Signals, folder: Path) -> None:
     process = start(
@@ -335,6 +341,7 @@ def test_workers_end_with_the_command_that_started_them(how: signal.Signals, fol
     wait_for(lambda: not any(alive(worker) for worker in workers))
 
 
+@pytest.mark.slow
 def test_planning_ends_at_once_when_interrupted(folder: Path, tmp_path: Path) -> None:
     """Wherever it stands: in compiled code, too, where an exception would get lost."""
     wide = [f"n{n} -- Linear -- {NODE}" for n in range(3000)]

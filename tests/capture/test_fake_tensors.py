@@ -74,6 +74,7 @@ def walk(captured: Captured, inputs: list[Tensor]) -> None:
                 torch.autograd.grad(begin, wanted, gradients, allow_unused=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_graph_and_bytes_are_those_of_the_real_model_and_every_node_runs(name: str) -> None:
     args, inputs = MODELS[name]
@@ -95,6 +96,7 @@ def real_bytes() -> int:
     return sum(each.untyped_storage().nbytes() for each in storages.values())
 
 
+@pytest.mark.slow
 def test_only_one_node_has_memory_at_a_time() -> None:
     with torch.device("meta"):
         model = Wide()

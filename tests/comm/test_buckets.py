@@ -18,6 +18,7 @@ from pipedream.runtime.job import Job
 SUPPORT = Path(small_models.__file__).parent
 
 
+@pytest.mark.slow
 def test_a_parameter_without_a_gradient_is_left_alone(tmp_path: Path) -> None:
     """With replicas its gradient was zero, so that weight decay moved it; the plain loop does not.
 

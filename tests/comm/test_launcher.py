@@ -67,6 +67,7 @@ def test_bad_places_are_one_line(variables, problem):
         environment(variables)
 
 
+@pytest.mark.slow
 def test_mpirun_for_real():
     """Four workers of one job meet at one place; another job meets elsewhere."""
     mpirun = Path(sys.executable).parent / "mpirun"

@@ -5,6 +5,7 @@ many components of the level below, and the nested plan inside each of these (No
 """
 
 import math
+from functools import cache
 from itertools import combinations, groupby, pairwise
 
 from pipedream.graph.model import Graph
@@ -21,6 +22,9 @@ class Costs:
         self.model = model
         self.compression = compression
         self.latency = latency or [0] * len(machines)
+        # Asked anew for each of many plans that share their stages.
+        self.compute, self.stage = cache(self.compute), cache(self.stage)
+        self.worker_memory = cache(self.worker_memory)
 
     def compute(self, names):
         return math.fsum(

@@ -245,6 +245,7 @@ PARAMETERS = {
 }  # as torchvision's documentation gives them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_real_models_go_through(run: Run, tmp_path: Path, model: str) -> None:
     small = ["--batch-size", "2", "--warmup", "1", "--repeats", "1"]
@@ -261,6 +262,7 @@ def test_real_models_go_through(run: Run, tmp_path: Path, model: str) -> None:
         assert profile.totals.parameter_bytes == 4 * PARAMETERS[model]
 
 
+@pytest.mark.slow
 def test_as_installed_from_the_users_folder(tmp_path: Path) -> None:
     """The program itself finds a module of the current directory, and is quiet when piped."""
     (tmp_path / "users_net.py").write_text(USER)
@@ -276,6 +278,7 @@ def test_as_installed_from_the_users_folder(tmp_path: Path) -> None:
     assert {"graph.txt", "profile.json"} < {file.name for file in (tmp_path / "out").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_fake_model_is_measured_a_node_at_a_time(run: Run, tmp_path: Path) -> None:
     small = ["--arg", "num_classes=5", "--input", "3x32x32", "--batch-size", "2", "--repeats", "2"]
     code, _, err = run("torchvision:resnet18", *small, "--meta", "-o", "bare")
@@ -297,6 +300,7 @@ def with_contention(folder: Path, model: str) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_others_are_at_work_meanwhile_and_gone_afterwards(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text(
         "import os, torch\n"
@@ -313,6 +317,7 @@ def test_others_are_at_work_meanwhile_and_gone_afterwards(tmp_path: Path) -> Non
     assert not any(Path(f"/proc/{process}").exists() for process in seen)
 
 
+@pytest.mark.slow
 def test_a_contending_process_that_fails_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(
         "import os, torch\n"

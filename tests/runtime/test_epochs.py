@@ -42,6 +42,7 @@ def left_alive(rank: int, workers: int, job: Job, port: int) -> tuple[int, int]:
     return len(engines), sum(engine() is not None for engine in engines)
 
 
+@pytest.mark.slow
 def test_an_epoch_takes_its_engine_with_it(tmp_path: Path) -> None:
     """Each knew the other: gradient buckets and data of every epoch stayed until a collection."""
     graph = capture(small_models.Chain(), (torch.randn(4, 6),)).graph

@@ -86,6 +86,7 @@ def assert_same(job: Job, expected: list[float], model: nn.Module, tolerance: fl
         torch.testing.assert_close(weights(job)[name], tensor, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 3, 2)], ids=str)
 def test_the_norm_of_the_whole_model_is_clipped_and_the_rate_goes_by_updates(
     replicas: tuple[int, ...], tmp_path: Path
@@ -121,6 +122,7 @@ THEN_DECAY = {"name": "ExponentialLR", "args": {"gamma": 0.8}}
 ONE_AFTER_ANOTHER = {"schedulers": [WARM_UP, THEN_DECAY], "milestones": [3]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scheduler",
     [
@@ -140,6 +142,7 @@ def test_a_run_that_goes_on_has_the_learning_rate_of_one_that_was_never_stopped(
         assert torch.equal(weights(begun)[name], tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1), (1, 3, 2)], ids=str)
 def test_several_minibatches_make_an_update_without_a_flush(
     replicas: tuple[int, ...], serial: Any, tmp_path: Path
@@ -150,6 +153,7 @@ def test_several_minibatches_make_an_update_without_a_flush(
     assert_equals_serial(job, serial, chain_stages, parts)
 
 
+@pytest.mark.slow
 def test_a_stage_by_itself_is_clipped_by_its_own_norm(tmp_path: Path) -> None:
     """On one worker weight stashing is the plain loop."""
     job = job_for(tmp_path, (1,), "weight-stashing", clip_norm=0.05)
@@ -168,6 +172,7 @@ def test_a_stage_by_itself_is_clipped_by_its_own_norm(tmp_path: Path) -> None:
     assert_same(job, expected, model, 1e-12)
 
 
+@pytest.mark.slow
 def test_bfloat16_crosses_the_stages_as_the_plain_model_computes_it(tmp_path: Path) -> None:
     job = job_for(tmp_path, (1, 2, 1), dtype="float32", autocast="bfloat16")
     run_jobs([job])
@@ -186,6 +191,7 @@ def test_bfloat16_crosses_the_stages_as_the_plain_model_computes_it(tmp_path: Pa
     assert_same(job, expected, model, 1e-5)
 
 
+@pytest.mark.slow
 def test_float16_finds_its_scale_as_torch_does(tmp_path: Path) -> None:
     """The first updates overflow and are left out by all stages, until the scale has come down."""
     job = job_for(tmp_path, (2, 1), dtype="float32", autocast="float16", model="Steep")
@@ -210,6 +216,7 @@ def test_float16_finds_its_scale_as_torch_does(tmp_path: Path) -> None:
     assert_same(job, expected, model, 1e-5)
 
 
+@pytest.mark.slow
 def test_an_update_with_a_gradient_that_is_no_number_is_left_out_by_all(tmp_path: Path) -> None:
     changes = {"nan": "skip", "data": DataFactory(source="small_models:one_bad_example")}
     job = job_for(tmp_path, (2, 1), **changes)
@@ -233,6 +240,7 @@ def test_an_update_with_a_gradient_that_is_no_number_is_left_out_by_all(tmp_path
     assert_same(job, expected, model, 1e-12)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_a_view_of_what_was_received_is_not_written_over(
     tmp_path: Path,
 ) -> None:
@@ -251,6 +259,7 @@ def test_a_gradient_that_is_a_view_of_what_was_received_is_not_written_over(
     assert_same(job, expected, model, 1e-12)
 
 
+@pytest.mark.slow
 def test_a_compiled_stage_learns_the_same(tmp_path: Path) -> None:
     noisy = {"model": "Noisy", "dtype": "float32", "data": CLASSES, "loss": "cross_entropy"}
     plain = job_for(tmp_path / "plain", (1, 1), "weight-stashing", **noisy)

@@ -94,6 +94,7 @@ def run_stage(rank: int, processes: int, cases, port: int) -> list[dict[str, Any
     return found
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_gradients_of_the_plain_model(tmp_path):
     torch.manual_seed(3)
     rows, tokens = torch.randn(8, 6), torch.randint(0, 16, (8, 5))

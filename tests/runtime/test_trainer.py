@@ -91,6 +91,7 @@ def test_each_launcher_trains_the_plan(launcher: str, folder: Path) -> None:
     assert (folder / "run/timeline.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_was_never_stopped(folder: Path) -> None:
     """Dropout, momentum and the order of the data go on as if nothing had happened."""
     plan, config = read_plan(folder / "plan.json"), read_config(folder / "run.yaml")
@@ -104,6 +105,7 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(folder: Path) -> None:
     assert losses(first) == losses(whole)
 
 
+@pytest.mark.slow
 def test_going_on_inside_an_epoch_is_the_run_that_was_never_stopped(folder: Path) -> None:
     """Replicas, a segment that is rounded up to whole updates, and losses told of later
     minibatches.
@@ -134,6 +136,7 @@ def test_going_on_inside_an_epoch_is_the_run_that_was_never_stopped(folder: Path
     assert sorted(path.name for path in parts.checkpoints.iterdir()) == [*saved[6:], "latest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["alone", "torchrun"])
 def test_a_run_goes_on_when_a_worker_was_killed(launcher: str, folder: Path) -> None:
     """From the newest checkpoint; the end is that of a run in which nothing happened."""
@@ -157,6 +160,7 @@ def test_a_run_goes_on_when_a_worker_was_killed(launcher: str, folder: Path) -> 
         torch.testing.assert_close(weights(killed)[name], tensor, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_run_goes_on(folder: Path) -> None:
     """Once is enough: it drains, saves and leaves with 130."""
     plan, config = read_plan(folder / "plan.json"), read_config(folder / "run.yaml")
@@ -174,6 +178,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(folder: Path) -> None:
     assert again.returncode == 0, again.stderr
 
 
+@pytest.mark.slow
 def test_legs_change_nothing_for_flush(tmp_path: Path) -> None:
     """It drains after every update as it is."""
     graph = capture(small_models.Chain(), (torch.randn(4, 6),)).graph
@@ -187,6 +192,7 @@ def test_legs_change_nothing_for_flush(tmp_path: Path) -> None:
     assert losses(training_segments) == losses(whole)
 
 
+@pytest.mark.slow
 def test_a_run_is_exported_for_the_plain_model(folder: Path) -> None:
     """Right after training, or later; a tied weight under both of its names."""
     model = small_models.Tied()
@@ -208,6 +214,7 @@ def test_a_run_is_exported_for_the_plain_model(folder: Path) -> None:
     assert (folder / "again.safetensors").read_bytes() == target.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_into_the_plain_model(folder: Path) -> None:
     plan, config = read_plan(folder / "plan.json"), read_config(folder / "run.yaml")
     job = Job(plan, config, SUPPORT, folder / "run", evaluate=False)
@@ -215,6 +222,7 @@ def test_a_checkpoint_loads_into_the_plain_model(folder: Path) -> None:
     small_models.Noisy().load_state_dict(weights(job))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     """Checkpoints know parameters, not stages: with flush the losses are those of one plan."""
     graph = capture(small_models.Chain(), (torch.randn(4, 6),)).graph

@@ -224,11 +224,13 @@ UP_TO_FOUR = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["weight-stashing", "vertical-sync"])
 def test_nobody_waits_in_the_steady_state(name):
     assert {pace(name, replicas) for replicas in UP_TO_FOUR} == {2}
 
 
+@pytest.mark.slow
 def test_nobody_waits_with_2bw_whose_rounds_are_whole_turns():
     for replicas in UP_TO_FOUR:
         turn = lcm(*replicas)
@@ -237,6 +239,7 @@ def test_nobody_waits_with_2bw_whose_rounds_are_whole_turns():
         assert pace("2bw", replicas, turn * -(-most // turn)) == 2
 
 
+@pytest.mark.slow
 def test_nobody_waits_within_a_long_round_of_flush():
     for replicas in UP_TO_FOUR:
         count = 24 * lcm(*replicas)
@@ -246,6 +249,7 @@ def test_nobody_waits_within_a_long_round_of_flush():
         assert ends <= 2 * count + filling
 
 
+@pytest.mark.slow
 def test_one_less_in_flight_at_the_first_stage_and_somebody_waits():
     for replicas in UP_TO_FOUR:
         first, *others = steady_in_flight(replicas, in_step=True)
@@ -296,23 +300,32 @@ def test_what_workers_hold():
 # Soundness -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("first", [1, 2, 3, 4])
 def test_sound_for_all_plans_of_six_stages(name, first):
     """Of up to six stages with up to four replicas each: 5,460 plans, all of which pd-train takes.
     The last round is not a whole one. Long enough for the least that fills a pipeline, and with 2bw
     for passes on the second version; those of up to three stages go on for long below.
+
+    Plans of up to five stages with every schedule. Each of the 4,096 plans of six stages with one
+    of the five schedules, by the sum of its replicas modulo 5: so any replicas of any four of its
+    stages come together under every schedule (a covering array of strength 4, since two numbers
+    from 1 to 4 have sums of every remainder).
     """
     for stages in range(1, 7):
         links = chain(stages)
         for others in itertools.product(range(1, 5), repeat=stages - 1):
             replicas = (first, *others)
+            if stages == 6 and SCHEDULES[sum(replicas) % 5] != name:
+                continue
             fill = warm_up(replicas, 0) * first
             microbatches = max(4, policy(name, replicas).least_microbatches)
             minibatches = fill + max(replicas) + 1 + microbatches - 4
             check(schedule(name, replicas, links, minibatches, microbatches))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sound_with_any_room(name):
     """From a single minibatch in flight on each worker to more than are of use."""
@@ -321,6 +334,7 @@ def test_sound_with_any_room(name):
             check(schedule(name, replicas, chain(3), 19, 4, max_in_flight=max_in_flight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_sound_for_any_number_of_minibatches(name, stages):
@@ -331,6 +345,7 @@ def test_sound_for_any_number_of_minibatches(name, stages):
             check(schedule(name, replicas, chain(stages), minibatches, microbatches))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_sound_with_skips(name):
     """Every stage sends to every later one, or to the last beside the next."""
@@ -469,6 +484,7 @@ def test_circular_waiting_is_a_deadlock():
     assert "worker 0 at 0RG0<1: deadlock" in broken("weight-stashing", (1, 1), swap)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 3), (2, 3, 1)])
 def test_every_dropped_or_doubled_action_is_noticed(name, replicas):

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
+import torch
 from processes import free_port, run_processes
 from torch import Tensor
 
 from pipedream.comm.launcher import Place
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.checkpoint.files import latest, load_all
+from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.job import Job
+from pipedream.runtime.stages.captures import Captures, capture_all
 from pipedream.runtime.trainer import train
 
 
@@ -27,10 +32,30 @@ def run_jobs(jobs: Sequence[Job], seconds: float = 100.0) -> None:
 
 def _train_all(rank: int, workers: int, jobs: Sequence[Job], ports: Sequence[int]) -> None:
     # The commands' own tests look at the picture.
-    with patch("pipedream.runtime.report.recording.draw"):
+    with patch("pipedream.runtime.report.recording.draw"), capturing_once():
         for job, port in zip(jobs, ports, strict=True):
             gc.freeze()  # a run ends with unfreezing all that the process has ever imported
             train(job, Place(rank, workers, rank, workers, "127.0.0.1", port))
+
+
+@contextmanager
+def capturing_once() -> Iterator[None]:
+    """In here runs that differ in schedule and optimizer alone share a capture of the model, which
+    takes most of a small run's time. Each gets a copy, as it was before anyone trained it.
+    """
+    untouched: dict[str, tuple[Captures, Tensor]] = {}
+
+    def captures(job: Job, examples: Examples, place: Place) -> Captures:
+        config = job.config.model_copy(update={"optimizer": None, "microbatches": None})
+        key = repr((job.plan, job.evaluate, job.directory, config))
+        if key not in untouched:
+            untouched[key] = capture_all(job, examples, place), torch.get_rng_state()
+        captured, state = untouched[key]
+        torch.set_rng_state(state)
+        return copy.deepcopy(captured)
+
+    with patch("pipedream.runtime.local_stage.capture_all", captures):
+        yield
 
 
 def chain_config(optimizer: OptimizerConfig) -> RunConfig:

@@ -222,6 +222,7 @@ def two_kinds(draw):
     return cluster_of(machines, *which, latency=(1e-4, 2e-3)[: len(machines)])
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     graph=graphs(6),
@@ -238,6 +239,7 @@ def test_plans_on_two_kinds_equal_brute_force(
     check(by_hand, graph, cluster, model, rules, schedule, memory, recompute)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     graph=graphs(9),
@@ -308,6 +310,7 @@ def batch_on_kinds(by_hand, costs, pipeline, order, cluster, memory, recompute, 
     return sum(times) + (microbatches - 1) * max(times)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     graph=graphs(6),

@@ -51,6 +51,7 @@ def test_the_lightest_of_a_bin_is_a_downset_of_as_few_bytes(graph, work, most):
             assert cuts.seconds[at] <= some.most_seconds[index] + 1e-12
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(graph=graphs(), most_states=st.sampled_from([1, 2, 4]))
 def test_what_is_forgotten_only_loosens_the_bounds(graph, most_states):

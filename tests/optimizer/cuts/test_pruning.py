@@ -32,6 +32,7 @@ def every_cut(graph):
     return Cuts(planning, AntichainDag.of(planning, 10_000).downsets)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     graph=graphs(),
@@ -57,6 +58,7 @@ def test_no_cut_of_a_plan_of_interest_is_dropped(
     assert used <= {0, *found.tolist(), len(cuts) - 1}
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     graph=graphs(),
@@ -109,6 +111,7 @@ def test_a_cut_inside_a_stage_may_cost_as_much_as_its_replicas_allow(make_graph)
     assert prune_cuts(cuts, question, 0.0299).tolist() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machines", "model", "milliseconds"),
     [

@@ -53,6 +53,7 @@ def test_no_plan_is_faster(make_graph, data):
     assert bound <= best.seconds_per_minibatch * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     graph=graphs(),

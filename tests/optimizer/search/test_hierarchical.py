@@ -106,6 +106,7 @@ def check(
         assert stage.memory.total == pytest.approx(stage.memory_bytes)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     graph=graphs(),
@@ -117,6 +118,7 @@ def test_flat_plans_equal_brute_force(by_hand, graph, machines, model, rules):
     check(by_hand, graph, machines, model, rules, most_cuts=40)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     graph=graphs(),
@@ -134,6 +136,7 @@ def test_three_levels_equal_brute_force(by_hand, graph, model, rules):
     check(by_hand, graph, (2, 2, 2), model, rules, most_cuts=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     graph=graphs(),
@@ -151,6 +154,7 @@ def test_plans_within_memory_equal_brute_force(
     check(by_hand, graph, machines, model, rules, 10, share, schedule, recompute, optimizer)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     graph=graphs(most=6),

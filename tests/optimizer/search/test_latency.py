@@ -124,6 +124,7 @@ BATCHES = [1, 2, 5, 64]
 RULES = st.builds(Rules, st.booleans(), st.booleans())
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     graph=graphs(),
@@ -136,6 +137,7 @@ def test_one_level_equals_brute_force(by_hand, graph, machines, model, rules, go
     check(by_hand, graph, machines, model, rules, goal, most_cuts=24)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     graph=graphs(),
@@ -154,6 +156,7 @@ def test_three_levels_equal_brute_force(by_hand, graph, goal):
     check(by_hand, graph, (2, 2, 2), ("paper", None), Rules(), goal, most_cuts=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     graph=graphs(),
@@ -171,6 +174,7 @@ def test_plans_within_memory_equal_brute_force(
     check(by_hand, graph, machines, model, rules, goal, 11, share, schedule, recompute)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     graph=graphs(),
@@ -181,6 +185,7 @@ def test_epsilon_loses_at_most_itself_for_each_microbatch(by_hand, graph, machin
     check(by_hand, graph, machines, ("paper", None), Rules(), goal, most_cuts=14)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     graph=graphs(),
@@ -194,6 +199,7 @@ def test_layers_give_a_plan_and_a_bound_that_holds(by_hand, graph, machines, mod
     check(by_hand, graph, machines, model, rules, goal, most_cuts=12)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     graph=graphs(),
@@ -206,6 +212,7 @@ def test_some_cuts_give_a_plan_and_a_bound_that_holds(by_hand, graph, machines, 
     check(by_hand, graph, machines, model, Rules(), goal, most_cuts=12, tried=tried)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     graph=graphs(),

@@ -151,6 +151,7 @@ def launched(launcher: str, ranks: int, folder: Path, *words: str) -> subprocess
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "ranks", "machines"), [("torchrun", 4, "2,2"), ("mpirun", 2, None)]
 )
@@ -181,6 +182,7 @@ def test_the_measured_cluster_is_one_to_plan_for(
     assert read_plan(tmp_path / "plan/plan.json").cluster == cluster
 
 
+@pytest.mark.slow
 def test_a_lost_rank_ends_it_with_one_line(tmp_path: Path) -> None:
     """Under no launcher, which would stop the others and tell of it itself."""
     port = free_port()
@@ -228,6 +230,7 @@ def wait_for_connection(port: int, ranks: list[subprocess.Popen[str]]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_compute_that_is_lost_is_found() -> None:
     """20 ms of each step on one rank of two are half a message of 20 ms, on both they are one.
 
@@ -272,6 +275,7 @@ def _busy_shares(rank: int, ranks: int, port: int) -> list[float]:
         return [share(()), share((0,)), share((0, 1))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "variables", "problem"),
     [
@@ -296,6 +300,7 @@ def test_mistakes_are_one_line(
     assert done.error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_model_knows_no_machines(tmp_path: Path) -> None:
     done = typed(tmp_path, ["pd-profile", "-o", "x", "torchvision:vgg11", "--machines", "2"])
     assert (done.code, done.out) == (2, "")

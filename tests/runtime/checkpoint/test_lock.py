@@ -22,6 +22,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder_wrote_over_each_other(tmp_path):
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -46,6 +47,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_had_forked_kept_its_folder(tmp_path):
     """Processes that read data live on for a while, or for ever if the dataset is stuck."""
     command = [sys.executable, "-c", HOLD_AND_FORK, str(tmp_path)]

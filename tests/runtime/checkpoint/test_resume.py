@@ -24,6 +24,7 @@ SUPPORT = Path(small_models.__file__).parent
 CONFIG = chain_config(OptimizerConfig(name="AdamW", args={"lr": 0.01}))
 
 
+@pytest.mark.slow
 def test_other_arguments_of_the_optimizer(tmp_path: Path) -> None:
     """What AdamW remembers lacks what amsgrad wants: the first update ended in a traceback."""
     graph = capture(small_models.Chain(), (torch.randn(4, 6),)).graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import small_models
 import torch
 from plans import cut, make_plan
@@ -18,6 +19,7 @@ from pipedream.runtime.job import Job
 SUPPORT = Path(small_models.__file__).parent
 
 
+@pytest.mark.slow
 def test_a_running_mean_is_what_the_plain_loop_has(tmp_path: Path) -> None:
     """The second of two writes in a row was lost; the last stage read a buffer of its own that
     nobody changed; two minibatches in flight wrote into what the first one's gradients needed.

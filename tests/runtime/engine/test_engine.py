@@ -183,6 +183,7 @@ def assert_same(told: Sequence[Told], losses: dict[int, float], weights: dict[st
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Chain", "Skips"])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 def test_two_stages_on_each_rank_learn_what_the_plain_model_does(name: str, again: bool) -> None:
@@ -195,11 +196,13 @@ def test_two_stages_on_each_rank_learn_what_the_plain_model_does(name: str, agai
     assert_as_plain(name, orders, told)
 
 
+@pytest.mark.slow
 def test_all_stages_on_one_rank_send_nothing() -> None:
     orders = interleaved(1, 4, 6, 3, links_of("Skips", 4))
     assert_as_plain("Skips", orders, run("Skips", orders))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stages"), [("Chain", 2), ("Skips", 3)])
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
 def test_backward_passes_in_halves_learn_what_whole_ones_do(
@@ -210,6 +213,7 @@ def test_backward_passes_in_halves_learn_what_whole_ones_do(
     assert_as_plain(name, orders, run(name, orders, again))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule_name", ["weight-stashing", "2bw"])
 def test_a_version_of_the_weights_stays_until_the_second_half(schedule_name: str) -> None:
     """Sums over the replicas begin in it, too: two of three ranks have the first stage."""

@@ -43,6 +43,7 @@ def tried(job: Job) -> list[dict[str, float]]:
     return [json.loads(line) for line in (job.run / "held_out.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "autocast"), [((1, 1, 1), None), ((2, 1, 2), "bfloat16")])
 def test_it_is_what_the_plain_model_does(
     tmp_path: Path, replicas: tuple[int, ...], autocast: str | None
@@ -52,6 +53,7 @@ def test_it_is_what_the_plain_model_does(
     assert_as_plain(chosen, replicas, (torch.randn(4, 6),), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_it_is_what_a_model_finds_that_returns_its_own_loss(tmp_path: Path) -> None:
     """A mean over all examples, of which the last minibatch has one."""
     inputs = torch.randn(4, 6), torch.zeros(4, dtype=torch.int64)
@@ -87,6 +89,7 @@ def assert_as_plain(
     assert summary["held_out_loss"] == tried(job)[-1]["held_out_loss"]
 
 
+@pytest.mark.slow
 def test_what_was_not_tried_when_a_run_ended_is_tried_when_it_goes_on(tmp_path: Path) -> None:
     """A worker was killed between the checkpoint and the held-out data; the run goes on."""
     inputs = (torch.randn(4, 6),)

@@ -74,6 +74,7 @@ def config(model: str, args: dict[str, Any], data: str, loss: str) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["inside", "outside"])
 def test_gradients_are_those_of_the_plain_model(loss: str, tmp_path: Path) -> None:
     (tmp_path / f"users_{loss}.py").write_text(USERS)

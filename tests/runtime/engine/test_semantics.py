@@ -151,6 +151,7 @@ SCHEDULES_IN_BOTH: Sequence[ScheduleName] = ("weight-stashing", "flush")
 """Each run takes a second: the other schedules with each model in one of the types."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
 def test_losses_and_weights_are_those_of_the_serial_reference(
@@ -181,6 +182,7 @@ def test_the_skip_is_a_link_of_its_own_past_the_second_stage() -> None:
     assert set(links(layouts(captured, plan))) == {(0, 1), (0, 2), (1, 2)}
 
 
+@pytest.mark.slow
 def test_whole_numbers_and_truth_values_go_from_stage_to_stage(tmp_path: Path) -> None:
     """An order and a mask have no gradient to come back; on one worker they go nowhere."""
     captured = capture(small_models.Sorted(), (torch.randn(4, 6),))
@@ -201,6 +203,7 @@ def test_whole_numbers_and_truth_values_go_from_stage_to_stage(tmp_path: Path) -
         torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 1), (3, 2)], ids=str)
 def test_batch_norm_statistics_move_with_their_replica_and_are_averaged_when_saved(
     replicas: tuple[int, int], serial: ModuleType, tmp_path: Path
@@ -213,6 +216,7 @@ def test_batch_norm_statistics_move_with_their_replica_and_are_averaged_when_sav
     assert_equals_serial(job, serial, chain_stages, ("an", "c"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["weight-stashing", "gpipe"])
 def test_recomputation_changes_nothing_batch_norm_moves_once(
     schedule: str, serial: ModuleType, tmp_path: Path
@@ -233,6 +237,7 @@ def test_recomputation_changes_nothing_batch_norm_moves_once(
     assert_equals_serial(jobs[1], serial, skip_stages, ("a", "b", "c"))
 
 
+@pytest.mark.slow
 def test_recomputation_draws_the_same_random_numbers(tmp_path: Path) -> None:
     """Dropout and batch norm in a stage that recomputes: every bit is that of the plain run."""
     captured = capture(small_models.Noisy(), (torch.randn(4, 6),))
@@ -251,6 +256,7 @@ def test_recomputation_draws_the_same_random_numbers(tmp_path: Path) -> None:
         assert torch.equal(tensor, weights(recomputed)[name]), name
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_numbers_under_every_plan(tmp_path: Path) -> None:
     """The dropout stands in the first or the second stage, on one worker or on three."""
     captured = capture(small_models.Noisy(), (torch.randn(4, 6),))

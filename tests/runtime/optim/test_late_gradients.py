@@ -205,6 +205,7 @@ def reference(serial: ModuleType, job: Job, case: str) -> tuple[list[float], dic
     return found, loop.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "runs"),
     [
@@ -229,6 +230,7 @@ def test_a_run_is_that_of_the_serial_reference(
             torch.testing.assert_close(tensor, ends[name], **near, msg=f"{case} {dtype} {name}")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_resumed_goes_on_as_if_it_had_not_been_stopped(tmp_path: Path) -> None:
     """Checkpoints keep the last step, and how many updates the rate has been corrected for."""
     whole = job_for("all", (2, 1), "float64", tmp_path / "whole")
@@ -299,6 +301,7 @@ def test_other_schedules_have_nothing_to_correct(case: str, schedule: str, tmp_p
         job.check_asynchronous()
 
 
+@pytest.mark.slow
 def test_late_gradients_go_on_under_another_plan(serial: ModuleType, tmp_path: Path) -> None:
     """The pipeline was drained at the checkpoint: from there weights are as late as the new plan
     makes them, and momentum goes on.

@@ -42,6 +42,7 @@ def test_the_count_of_steps_is_where_the_step_is_made(args: dict[str, bool], dev
     assert found == {"step": device, "exp_avg": "meta"}
 
 
+@pytest.mark.slow
 def test_an_embedding_with_sparse_gradients_learns_as_in_the_plain_loop(tmp_path: Path) -> None:
     """Where the plain loop has sparse gradients, the stage has dense ones of the same values."""
     optimizer = OptimizerConfig(name="Adagrad", args={"lr": 0.1})

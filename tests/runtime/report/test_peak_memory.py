@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # In a process of its own: what other tests have freed, glibc may not have given back.
 STRETCHES = """
 import torch
@@ -28,6 +30,7 @@ assert abs(meter.bytes - 88 * MB) < 4 * MB, f"{meter.bytes}: what is still there
 """
 
 
+@pytest.mark.slow
 def test_the_most_between_begin_and_end_with_what_was_there_before() -> None:
     done = subprocess.run(
         [sys.executable, "-c", STRETCHES], capture_output=True, text=True, timeout=120, check=False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import small_models
 import torch
 from plans import cut, make_plan
@@ -26,6 +27,7 @@ def _train(rank: int, workers: int, job: Job, port: int) -> None:
     (job.run / f"rank {rank} has left").touch()
 
 
+@pytest.mark.slow
 def test_rank_0_is_waited_for_by_nobody_and_exports_what_was_not_trained_too(
     tmp_path: Path,
 ) -> None:

@@ -47,6 +47,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
     return folder / "run", done
 
 
+@pytest.mark.slow
 def test_the_trace_has_every_action_of_every_epoch(run):
     folder, _ = run
     found = json.loads((folder / "trace.json").read_text())["traceEvents"]
@@ -61,6 +62,7 @@ def test_the_trace_has_every_action_of_every_epoch(run):
     assert max(held) == 2
 
 
+@pytest.mark.slow
 def test_nothing_is_received_before_it_was_sent(run):
     """On one clock, however the ranks' own differ."""
     folder, _ = run
@@ -74,6 +76,7 @@ def test_nothing_is_received_before_it_was_sent(run):
         assert sent[minibatch].begin <= event.end + slack
 
 
+@pytest.mark.slow
 def test_what_each_rank_did_is_printed_and_kept(run):
     folder, done = run
     rows = [line.split() for line in done.out.splitlines()]
@@ -90,6 +93,7 @@ def test_what_each_rank_did_is_printed_and_kept(run):
     assert "trace.json" in done.out
 
 
+@pytest.mark.slow
 def test_tensorboard_has_what_was_told(run):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -82,6 +82,7 @@ def interrupted(rank: int, workers: int, jobs: Sequence[Job], ports: Sequence[in
     return words
 
 
+@pytest.mark.slow
 def test_a_stopped_run_is_one_whose_leg_ended_there(tmp_path: Path) -> None:
     """Two replicas and a stage of one. Each schedule stops in the middle of the epoch; what it has
     saved is, bit for bit, what a run saves there that had a segment so long.
@@ -112,6 +113,7 @@ def test_a_stopped_run_is_one_whose_leg_ended_there(tmp_path: Path) -> None:
             torch.testing.assert_close(found[parameter], tensor, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_stopped_flush_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """It empties the pipeline after every update as it is."""
     job = job_for("flush", False, tmp_path / "run")
@@ -123,6 +125,7 @@ def test_a_stopped_flush_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) 
         torch.testing.assert_close(weights(job)[name], tensor, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_asked_while_held_out_data_are_tried_it_stops_before_the_next_epoch(tmp_path: Path) -> None:
     job = job_for("weight-stashing", False, tmp_path / "run")
     data = DataFactory(
@@ -150,6 +153,7 @@ def left_with(rank: int, workers: int, job: Job, port: int) -> Position | None:
     return job.saved
 
 
+@pytest.mark.slow
 def test_nobody_leaves_before_all_is_saved(tmp_path: Path) -> None:
     """mpirun ends all other ranks when one leaves with an exit code that is not 0."""
     job = job_for("weight-stashing", False, tmp_path / "run")
@@ -163,6 +167,7 @@ def whole_segment(segment: TrainingSegment) -> ActionStream:
     )
 
 
+@pytest.mark.slow
 def test_all_ranks_try_the_held_out_data_or_none(tmp_path: Path) -> None:
     """Rank 0 tries them already when it is asked to stop, and rank 1 has yet to save the epoch."""
     store, asked = FileStore(str(tmp_path / "store"), 1), threading.Event()
@@ -217,6 +222,7 @@ def test_a_rank_that_cannot_ask_where_to_stop_goes_on() -> None:
     assert graceful_stop.at is None
 
 
+@pytest.mark.slow
 def test_ctrl_c_under_torchrun(tmp_path: Path) -> None:
     """torchrun passes it on to all ranks, and to the processes that read their data; they leave
     before it loses its patience.

@@ -95,6 +95,7 @@ def finished(process, folder, workers=2):
 FOREVER = "time.sleep(600)\n"
 
 
+@pytest.mark.slow
 def test_all_go_well(start, tmp_path):
     # In one piece: what print writes in several ends up between the pieces of other workers.
     script = (
@@ -106,6 +107,7 @@ def test_all_go_well(start, tmp_path):
     assert sorted(out.splitlines()) == ["0 3 0", "1 3 1", "2 3 2"]
 
 
+@pytest.mark.slow
 def test_workers_share_the_cores_and_one_port(start, tmp_path, monkeypatch):
     script = "print(os.environ['OMP_NUM_THREADS'], os.environ['MASTER_PORT'])"
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -117,6 +119,7 @@ def test_workers_share_the_cores_and_one_port(start, tmp_path, monkeypatch):
     assert out.startswith("7 ")
 
 
+@pytest.mark.slow
 def test_killed_worker_is_named_and_the_others_stopped(start, tmp_path):
     process = start(FOREVER)
     os.kill(pids(tmp_path)[1], signal.SIGKILL)
@@ -124,6 +127,7 @@ def test_killed_worker_is_named_and_the_others_stopped(start, tmp_path):
     assert (code, error) == (1, "pd-train: rank 1 was killed by SIGKILL; all workers stopped\n")
 
 
+@pytest.mark.slow
 def test_a_signal_without_a_name_is_told_by_its_number(start, tmp_path):
     """The launcher ended with a traceback, and started nothing again."""
     process = start(FOREVER)
@@ -133,6 +137,7 @@ def test_a_signal_without_a_name_is_told_by_its_number(start, tmp_path):
     assert (code, error) == (1, line)
 
 
+@pytest.mark.slow
 def test_it_is_told_what_the_lost_worker_was_doing(start, tmp_path):
     process = start("heartbeats.report(rank, f'in epoch 1 at {rank}F7')\n" + FOREVER)
     os.kill(pids(tmp_path)[1], signal.SIGKILL)
@@ -142,6 +147,7 @@ def test_it_is_told_what_the_lost_worker_was_doing(start, tmp_path):
     assert error in (line, line.replace(" in epoch 1 at 1F7", ""))
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_noticed(start, tmp_path):
     """It neither dies nor answers; its heartbeat stands still."""
     process = start("heartbeats.report(rank, f'at {rank}B3')\n" + FOREVER, timeout=1.5)
@@ -155,6 +161,7 @@ def test_a_stopped_worker_is_noticed(start, tmp_path):
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.slow
 def test_one_that_is_not_at_work_yet_may_stand_still(start, tmp_path):
     """It imports libraries, say, and no other thread of it can run meanwhile."""
     script = """
@@ -168,6 +175,7 @@ def test_one_that_is_not_at_work_yet_may_stand_still(start, tmp_path):
     assert (code, error) == (0, "")
 
 
+@pytest.mark.slow
 def test_the_one_that_all_others_have_lost_is_named(start, tmp_path):
     script = f"""
     heartbeats.report(rank, f"at {{rank}}F2")
@@ -181,6 +189,7 @@ def test_the_one_that_all_others_have_lost_is_named(start, tmp_path):
     assert error == line
 
 
+@pytest.mark.slow
 def test_one_that_was_stopped_on_its_way_to_the_others_is_named(start, tmp_path):
     """It has said nothing yet, and they do not know whom they wait for."""
     script = f"""
@@ -194,6 +203,7 @@ def test_one_that_was_stopped_on_its_way_to_the_others_is_named(start, tmp_path)
     assert error == line
 
 
+@pytest.mark.slow
 def test_workers_are_started_again(start, tmp_path):
     """As often as was asked for; nobody of the run before is there any more."""
     script = """
@@ -214,6 +224,7 @@ def test_workers_are_started_again(start, tmp_path):
     assert not any(alive(int(path.read_text())) for path in tmp_path.glob("?-?"))
 
 
+@pytest.mark.slow
 def test_it_goes_on_with_fewer_until_none_is_left(start, tmp_path):
     script = """
     if rank == int(os.environ["WORLD_SIZE"]) - 1:
@@ -240,17 +251,20 @@ def test_one_that_cannot_be_started_is_lost(capsys):
     ]
 
 
+@pytest.mark.slow
 def test_an_error_of_the_user_is_not_tried_again(start, tmp_path):
     code, _, error = finished(start("sys.exit(2)", restarts=3), tmp_path)
     assert (code, error) == (2, "")
 
 
+@pytest.mark.slow
 def test_failed_worker_is_named(start, tmp_path):
     process = start("if rank == 1: sys.exit(7)\n" + FOREVER)
     code, _, error = finished(process, tmp_path)
     assert (code, error) == (1, "pd-train: rank 1 failed with exit code 7; all workers stopped\n")
 
 
+@pytest.mark.slow
 def test_a_worker_that_lost_its_reader_is_named_and_started_again(start, tmp_path):
     script = """
     heartbeats.report(rank, "at 1F2, minibatch 2 (it was killed)")
@@ -266,6 +280,7 @@ def test_a_worker_that_lost_its_reader_is_named_and_started_again(start, tmp_pat
     )
 
 
+@pytest.mark.slow
 def test_one_that_lost_its_peers_is_not_the_cause(start, tmp_path):
     """Rank 0 notices that rank 1 is going before rank 1 is gone."""
     script = f"if rank == 0: sys.exit({PEER_LOST})\ntime.sleep(1)\nos.abort()"
@@ -273,6 +288,7 @@ def test_one_that_lost_its_peers_is_not_the_cause(start, tmp_path):
     assert (code, error) == (1, "pd-train: rank 1 was killed by SIGABRT; all workers stopped\n")
 
 
+@pytest.mark.slow
 def test_connection_lost_and_nobody_dead(start, tmp_path):
     process = start(f"sys.exit({PEER_LOST})")
     code, _, error = finished(process, tmp_path)
@@ -280,6 +296,7 @@ def test_connection_lost_and_nobody_dead(start, tmp_path):
     assert error == "pd-train: rank 0 lost its connection to the others; all workers stopped\n"
 
 
+@pytest.mark.slow
 def test_one_line_for_an_error_of_the_user_that_all_workers_have(start, tmp_path):
     script = """
     if launch.has_the_floor():
@@ -290,6 +307,7 @@ def test_one_line_for_an_error_of_the_user_that_all_workers_have(start, tmp_path
     assert (code, error) == (2, "pd-train: run.yaml: no such loss\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "line"),
     [
@@ -305,6 +323,7 @@ def test_signals_stop_all(start, tmp_path, number, code, line):
     assert (found, error) == (code, line)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_it_drains_is_not_started_again(start, tmp_path):
     """It was, only to be told at once that all workers were stopped."""
     script = """
@@ -322,11 +341,13 @@ def test_a_worker_that_dies_while_it_drains_is_not_started_again(start, tmp_path
     assert (code, error.splitlines()[-1]) == (1, line)
 
 
+@pytest.mark.slow
 def test_workers_that_have_saved_end_the_run_as_ctrl_c_does(start, tmp_path):
     code, _, error = finished(start("sys.exit(launch.STOPPED)", restarts=1), tmp_path)
     assert (code, error) == (130, "")
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_interrupted_by_itself_has_not_saved(start, tmp_path):
     """It was taken for one that had: the run ended with no word, and nothing started it again."""
     script = "sys.exit(0 if restarts() else 130)"
@@ -334,6 +355,7 @@ def test_a_worker_that_was_interrupted_by_itself_has_not_saved(start, tmp_path):
     assert (code, error) == (0, "pd-train: rank 0 failed with exit code 130; restart 1 of 1\n")
 
 
+@pytest.mark.slow
 def test_deaf_workers_are_killed(start, tmp_path):
     """And Ctrl-C pressed again meanwhile changes nothing."""
     process = start("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + FOREVER)
@@ -346,6 +368,7 @@ def test_deaf_workers_are_killed(start, tmp_path):
     assert code == 130
 
 
+@pytest.mark.slow
 def test_no_orphans_when_the_parent_is_killed(start, tmp_path):
     """Not even the processes that a worker has started, such as those that load data."""
     script = """

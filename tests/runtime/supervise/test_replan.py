@@ -70,6 +70,7 @@ def place(rank: int, workers: int, port: int = 0) -> Place:
     return Place(rank, workers, rank, workers, "127.0.0.1", port)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_workers_that_are_left(folder: Path) -> None:
     """Of three one is killed; later two are started. Losses are those of a run in which nothing
     happened.
@@ -101,6 +102,7 @@ def test_a_run_goes_on_with_the_workers_that_are_left(folder: Path) -> None:
         torch.testing.assert_close(weights(found)[name], tensor, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_workers_are_too_few_from_the_beginning(folder: Path) -> None:
     train = ["pd-train", "plan/plan.json", "--config", "run.yaml", "-o", "run", "--workers", "1"]
     done = typed(folder, train)
@@ -118,6 +120,7 @@ def _train(rank: int, workers: int, job: Job, port: int) -> None:
     train(job, place(rank, workers, port))
 
 
+@pytest.mark.slow
 def test_workers_that_the_plan_does_not_use_leave(folder: Path) -> None:
     """Through a slow network one worker is better than two."""
     job = job_of(folder, straight=False, fewer_machines=True)
@@ -128,6 +131,7 @@ def test_workers_that_the_plan_does_not_use_leave(folder: Path) -> None:
     assert len(losses(job)) == 16
 
 
+@pytest.mark.slow
 def test_all_hear_of_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job, store = job_of(folder), HashStore()
     found = [replanned(job, place(rank, 2), store) for rank in range(2)]
@@ -137,6 +141,7 @@ def test_all_hear_of_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_all_hear_that_nothing_fits(folder: Path) -> None:
     job, store = job_of(folder, memory="1kB"), HashStore()
     for rank in range(2):
@@ -146,6 +151,7 @@ def test_all_hear_that_nothing_fits(folder: Path) -> None:
             replanned(job, place(rank, 2), store)
 
 
+@pytest.mark.slow
 def test_too_few_microbatches_for_the_new_plan(folder: Path) -> None:
     """They are looked at again: the run config may have too few for what pd-optimize chooses."""
     job = job_of(folder)
@@ -154,6 +160,7 @@ def test_too_few_microbatches_for_the_new_plan(folder: Path) -> None:
         replanned(replace(job, schedule="2bw", config=config), place(0, 2), HashStore())
 
 
+@pytest.mark.slow
 def test_more_workers_than_planned_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="for 3 workers and 4 were started"):
         train(job_of(folder), place(0, 4))
@@ -161,6 +168,7 @@ def test_more_workers_than_planned_are_refused(folder: Path) -> None:
         train(replace(job_of(folder), replan=None), place(0, 2))
 
 
+@pytest.mark.slow
 def test_there_has_to_be_a_graph_to_plan_from(folder: Path) -> None:
     job = job_of(folder)
     job.check_replan()

@@ -82,6 +82,7 @@ def rings() -> Iterator[list[Ring]]:
             watchdog.end()
 
 
+@pytest.mark.slow
 def test_all_name_the_one_that_stands_still(rings: list[Ring]) -> None:
     """Also those that are not its neighbours."""
     rings.append(ring := Ring(4))
@@ -93,6 +94,7 @@ def test_all_name_the_one_that_stands_still(rings: list[Ring]) -> None:
     assert [ring.said[rank] for rank in (0, 1, 3)] == [line] * 3
 
 
+@pytest.mark.slow
 def test_one_of_two_that_stand_still_is_named(rings: list[Ring]) -> None:
     """By who comes after them: the other's neighbour stands still, too."""
     rings.append(ring := Ring(4))
@@ -104,6 +106,7 @@ def test_one_of_two_that_stand_still_is_named(rings: list[Ring]) -> None:
     assert ring.said[0] == ring.said[3] == "rank 2 has not stirred for 1 s at work"
 
 
+@pytest.mark.slow
 def test_nobody_stands_still_who_is_at_the_same_action_for_long(rings: list[Ring]) -> None:
     rings.append(ring := Ring(2))
     ring.all_say(["at a long action"] * 2)
@@ -111,6 +114,7 @@ def test_nobody_stands_still_who_is_at_the_same_action_for_long(rings: list[Ring
     assert not ring.said
 
 
+@pytest.mark.slow
 def test_one_that_has_not_begun_or_has_ended_may_stand_still(rings: list[Ring]) -> None:
     rings.append(ring := Ring(3))
     ring.all_say(["", "at work", "at work"])
@@ -121,6 +125,7 @@ def test_one_that_has_not_begun_or_has_ended_may_stand_still(rings: list[Ring]) 
     assert not ring.said
 
 
+@pytest.mark.slow
 def test_one_that_goes_on_after_it_was_stopped_suspects_nobody(rings: list[Ring]) -> None:
     rings.append(ring := Ring(2))
     ring.all_say(["at work"] * 2)
@@ -134,6 +139,7 @@ def test_one_that_goes_on_after_it_was_stopped_suspects_nobody(rings: list[Ring]
     assert not ring.said
 
 
+@pytest.mark.slow
 def test_the_host_of_the_store_is_known_by_its_silence(rings: list[Ring]) -> None:
     """All calls of all ranks hang, since it is it that would answer."""
     rings.append(ring := Ring(3, host=0))
@@ -145,6 +151,7 @@ def test_the_host_of_the_store_is_known_by_its_silence(rings: list[Ring]) -> Non
     assert ring.said == dict.fromkeys((1, 2), "rank 0 has not stirred for 1 s at 0F7")
 
 
+@pytest.mark.slow
 def test_an_error_is_told_with_where_the_lost_one_was(rings: list[Ring]) -> None:
     rings.append(ring := Ring(3))
     ring.all_say(["at 0F7", "at 1F6", ""])
@@ -167,6 +174,7 @@ epochs: 9
 """
 
 
+@pytest.mark.slow
 def test_every_rank_of_a_run_names_the_one_that_was_stopped(tmp_path: Path) -> None:
     """Within --timeout, under a launcher that knows nothing of it."""
     graph = capture(small_models.Noisy(), (torch.randn(4, 6),)).graph
