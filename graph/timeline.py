@@ -27,6 +27,9 @@ class DrawnAction(Protocol):
     def kind(self) -> str: ...
 
     @property
+    def stage(self) -> int: ...
+
+    @property
     def minibatch(self) -> int: ...
 
     @property
