@@ -1,4 +1,4 @@
-"""The groups of processes that a worker belongs to."""
+"""The groups of processes that add up gradients."""
 
 from __future__ import annotations
 
@@ -7,29 +7,32 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from pipedream.graph.plan import RankAssignment
+
 
 @dataclass(frozen=True)
-class Groups:
-    """Who adds gradients up with whom: the replicas of the stage, and the holders of tied weights.
+class StageGroups:
+    """The processes that add up gradients: the replicas of a stage, and the holders of each of its
+    tied weights.
 
-    `stage` is None where the stage has one replica.
+    `replicas` is None where the stage has one replica.
     """
 
-    stage: dist.ProcessGroup | None
+    replicas: dist.ProcessGroup | None
     tied: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
 
 
 def make_groups(
-    stage: int, ranks: Sequence[Sequence[int]], tied: Mapping[str, Sequence[int]]
-) -> Groups:
-    """The groups of a worker of `stage`. Every rank makes every group, in the same order."""
-    own = None
-    for index, members in enumerate(ranks):
-        group = dist.new_group(list(members)) if len(members) > 1 else None
-        own = group if index == stage else own
-    shared = {}
-    for name, stages in tied.items():
-        holders = dist.new_group(sorted(rank for index in stages for rank in ranks[index]))
-        if stage in stages:
-            shared[name] = holders
-    return Groups(own, shared)
+    assignment: RankAssignment, tied: Mapping[str, Sequence[int]]
+) -> tuple[StageGroups, ...]:
+    """The groups of each stage. Every rank has to make them, all in the same order."""
+    ranks = [[group.leader for group in groups] for groups in assignment]
+    replicas = [dist.new_group(members) if len(members) > 1 else None for members in ranks]
+    holders = {
+        name: dist.new_group(sorted(rank for stage in stages for rank in ranks[stage]))
+        for name, stages in tied.items()
+    }
+    return tuple(
+        StageGroups(own, {name: holders[name] for name in tied if stage in tied[name]})
+        for stage, own in enumerate(replicas)
+    )

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.errors import ArtifactModel, read_artifact
-from pipedream.graph.plan import Amount, Plan
+from pipedream.graph.plan import Amount, Plan, workers_by_rank
 from pipedream.graph.profile import Quartiles
 
 MEASURED = "measured.json"
@@ -64,11 +64,8 @@ class MeasuredRun(ArtifactModel):
 
     @model_validator(mode="after")
     def _check(self) -> MeasuredRun:
-        workers = {
-            (rank, stage, replica)
-            for stage, members in enumerate(self.plan.process_ranks)
-            for replica, rank in enumerate(members)
-        }
+        by_rank = workers_by_rank(self.plan.rank_assignment)
+        workers = [(rank, *worker) for rank, listed in by_rank.items() for worker in listed]
         measured = [(rank.rank, rank.stage, rank.replica) for rank in self.ranks]
         if sorted(measured) != sorted(workers):
             raise ValueError("the ranks are not those of the plan")

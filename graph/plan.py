@@ -3,19 +3,51 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 from pydantic import Field, model_validator
 
-from pipedream.graph.choices import InFlight, OptimizerName, Recompute, ScheduleName
+from pipedream.graph.choices import (
+    DEFAULT_ORDER,
+    InFlight,
+    OptimizerName,
+    Recompute,
+    ScheduleName,
+)
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import ArtifactModel, read_artifact
 from pipedream.graph.model import Graph
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class WorkerGroup(NamedTuple):
+    """The ranks that together run one replica of a stage: one rank, until stages are sharded."""
+
+    ranks: tuple[int, ...]
+
+    @property
+    def leader(self) -> int:
+        """The rank that speaks for the group."""
+        return self.ranks[0]
+
+
+RankAssignment: TypeAlias = Sequence[Sequence[WorkerGroup]]
+"""`assignment[stage][replica]` is the group of ranks of that worker."""
+
+
+def workers_by_rank(assignment: RankAssignment) -> dict[int, list[tuple[int, int]]]:
+    """The workers of each rank, as (stage, replica) in ascending order."""
+    workers: dict[int, list[tuple[int, int]]] = {}
+    for stage, groups in enumerate(assignment):
+        for replica, group in enumerate(groups):
+            for rank in group.ranks:
+                workers.setdefault(rank, []).append((stage, replica))
+    return workers
 
 
 class PlannedNode(ArtifactModel):
@@ -170,7 +202,9 @@ class Plan(ArtifactModel):
 
     `optimizer` is the one whose state the memory of the stages counts, `weight_prediction` whether
     it counts predicted weights. `batch_size`: examples of the minibatch that times and memory are
-    of, where the profile says so. `asked`: what else pd-optimize was asked for.
+    of, where the profile says so. `asked`: what else pd-optimize was asked for. `order`: who goes
+    first on a rank, by its name in `pipedream.schedule.orders`, unless it is 1f1b; a rank may then
+    be in several stages.
     """
 
     format: Literal["pipedream-plan/1"] = "pipedream-plan/1"
@@ -183,6 +217,7 @@ class Plan(ArtifactModel):
     stages: tuple[Stage, ...] = Field(min_length=1)
     predicted: Predicted
     asked: PlanningOptions | None = None
+    order: str | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Plan:
@@ -203,10 +238,10 @@ class Plan(ArtifactModel):
                     raise ValueError(f"rank {rank}: the cluster has {self.cluster.devices} devices")
                 if stage_of.get(rank) == stage.stage:
                     raise ValueError(f"stage {stage.stage} names rank {rank} twice")
-                if rank in stage_of:
+                if rank in stage_of and self.order in (None, DEFAULT_ORDER):
                     raise ValueError(
-                        f"rank {rank} is in stages {stage_of[rank]} and {stage.stage}: schedule "
-                        f"{self.schedule} runs one stage on each rank"
+                        f"rank {rank} is in stages {stage_of[rank]} and {stage.stage}: order "
+                        f"{DEFAULT_ORDER} runs one stage on each rank"
                     )
                 stage_of[rank] = stage.stage
 
@@ -229,7 +264,8 @@ class Plan(ArtifactModel):
 
     @property
     def workers(self) -> int:
-        return sum(stage.replicas for stage in self.stages)
+        """How many devices the plan uses, and processes a run has."""
+        return len({rank for stage in self.stages for rank in stage.ranks})
 
     @property
     def replicas(self) -> tuple[int, ...]:
@@ -242,15 +278,17 @@ class Plan(ArtifactModel):
         return tuple(found) if len(found) == len(self.stages) else None
 
     @property
-    def process_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each stage, counting only the devices that the plan uses.
+    def rank_assignment(self) -> tuple[tuple[WorkerGroup, ...], ...]:
+        """The process ranks of each worker of each stage.
 
         A plan may leave devices unused; the processes of a run are numbered 0..workers-1 all the
         same, in the order of the devices.
         """
-        used = sorted(rank for stage in self.stages for rank in stage.ranks)
+        used = sorted({rank for stage in self.stages for rank in stage.ranks})
         process = {rank: index for index, rank in enumerate(used)}
-        return tuple(tuple(process[rank] for rank in stage.ranks) for stage in self.stages)
+        return tuple(
+            tuple(WorkerGroup((process[rank],)) for rank in stage.ranks) for stage in self.stages
+        )
 
     @property
     def stage_of(self) -> dict[str, int]:

@@ -30,6 +30,9 @@ class DrawnAction(Protocol):
     def kind(self) -> str: ...
 
     @property
+    def stage(self) -> int: ...
+
+    @property
     def minibatch(self) -> int: ...
 
     @property

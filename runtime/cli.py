@@ -1,4 +1,4 @@
-"""`pd-train`: trains a plan. Started by torchrun or mpirun it is one rank; alone it starts them."""
+"""`pd-train`: trains a plan. Under torchrun or mpirun it is one rank; alone it starts all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class TrainOptions(TypedDict):
-    """The options of the command but for the config."""
+    """The options of the command, without the config."""
 
     output: Path | None
     workers: int | None
@@ -40,13 +40,34 @@ class TrainOptions(TypedDict):
     tensorboard: bool
 
 
-@click.command("pd-train", cls=Command)
+@click.command(
+    "pd-train",
+    cls=Command,
+    examples=[
+        "pd-train plan/plan.json --config run.yaml --epochs 10",
+        "torchrun --no-python --nproc-per-node 4 pd-train plan/plan.json --config run.yaml",
+    ],
+    groups={
+        "What to train": ["config", "schedule", "epochs"],
+        "Where it runs": ["workers", "device", "timeout", "replan"],
+        "Checkpoints and restarts": [
+            "output",
+            "resume",
+            "save_every",
+            "keep",
+            "export",
+            "max_restarts",
+        ],
+        "What is reported": ["evaluate", "trace", "tensorboard"],
+    },
+)
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.option(
     "--config",
     required=True,
     type=click.Path(path_type=Path),
-    help="The run config: model, data, loss, optimizer (YAML).",
+    metavar="FILE",
+    help="The run config (YAML): model, data, loss and optimizer.",
 )
 @click.option(
     "-o",
@@ -57,42 +78,60 @@ class TrainOptions(TypedDict):
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
-    help="How many processes to start here.  [default: as many as the plan has]",
+    metavar="N",
+    help="Processes to start on this machine.  [default: as many as the plan has workers]",
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Where each worker computes.",
+)
 @click.option(
     "--schedule",
     type=click.Choice(SCHEDULES),
-    help="In place of the plan's schedule.",
+    help="When weights are updated, and which version a minibatch uses.  [default: the plan's]",
 )
-@click.option("--epochs", type=click.IntRange(min=1), help="In place of the config's epochs.")
-@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in the folder.")
+@click.option(
+    "--epochs",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Passes over the training data, those of earlier runs included.  [default: the config's]",
+)
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Continue from the newest checkpoint in the output folder; the plan may be another one.  "
+    "[default: start afresh]",
+)
 @click.option(
     "--save-every",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Save every N minibatches as well, at a drained pipeline; rounded up to whole updates of "
-    "all stages.  [default: at the end of each epoch]",
+    help="Also save a checkpoint every N minibatches, rounded up to whole updates of all stages. "
+    "The pipeline drains at each.  [default: at the end of each epoch only]",
 )
 @click.option(
     "--keep",
     type=click.IntRange(min=1),
     metavar="K",
-    help="Keep the newest K checkpoints only.  [default: all]",
+    help="Keep only the newest K checkpoints.  [default: all]",
 )
 @click.option(
     "--export",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Write the trained model as one safetensors FILE that the plain model's load_state_dict "
-    "takes. With --resume on a run that has all its epochs nothing else is done.",
+    help="Write the trained model to one safetensors FILE for the plain model's load_state_dict. "
+    "With --resume on a finished run, only that is done.  [default: checkpoints only]",
 )
 @click.option(
     "--timeout",
     type=FiniteRange(min=1, max=1e6),
     default=300.0,
     show_default=True,
-    help="Seconds without a word from another worker until it counts as lost.",
+    metavar="SECONDS",
+    help="How long a worker may be silent before it counts as lost.",
 )
 @click.option(
     "--max-restarts",
@@ -100,40 +139,39 @@ class TrainOptions(TypedDict):
     default=0,
     show_default=True,
     metavar="N",
-    help="How often to start again from the newest checkpoint when a worker is lost. Under "
-    "torchrun its option of that name does so.",
+    help="How often to start all workers again, from the newest checkpoint, when one is lost. "
+    "Under torchrun, give this option to torchrun.",
 )
 @click.option(
     "--replan",
     is_flag=True,
-    help="Where there are fewer workers than the plan has, have pd-optimize plan for those (from "
-    "graph.txt beside PLAN) and train that: with --workers, with fewer processes under torchrun or "
-    "mpirun, or when a worker is lost and --max-restarts are used up.",
+    help="If there are fewer workers than the plan has, run pd-optimize for those (on graph.txt "
+    "beside PLAN) and train that plan: with --workers, when fewer processes are started, or when a "
+    "worker is lost and no restarts are left.  [default: refuse]",
 )
 @click.option(
     "--evaluate/--no-evaluate",
     default=True,
     show_default=True,
-    help="Try the trained model on the held-out data, on one worker.",
+    help="Try the trained model on the held-out data, if the data source gives any.",
 )
 @click.option(
     "--trace",
     is_flag=True,
-    help="Write every action of every epoch to trace.json (ui.perfetto.dev), and print what each "
-    "rank spent its time on beside what the plan promised.",
+    help="Record every action of every epoch in trace.json (for ui.perfetto.dev), and print how "
+    "each rank spent its time beside what the plan predicts.  [default: the last epoch only]",
 )
 @click.option(
     "--tensorboard",
     is_flag=True,
-    help="Write loss, samples/s, learning rate, and each rank's busy share and memory for "
-    "TensorBoard, to the folder tensorboard of the run.",
+    help="Log loss, samples per second, learning rate, and each rank's busy share and bytes of "
+    "memory to the folder tensorboard of the output.  [default: off]",
 )
 def main(plan: Path, config: Path, **options: Unpack[TrainOptions]) -> int:
-    """Train the model of a run config as the pipeline that PLAN (plan.json) describes.
+    """Train the model of a run config as the pipeline that PLAN (a plan.json) describes.
 
-    Alone, it starts one process for each worker of the plan on this machine. Under
-    `torchrun --no-python ... pd-train PLAN ...` or `mpirun ... pd-train PLAN ...` each process is
-    one worker.
+    Starts one process per worker of the plan on this machine. Under torchrun, mpirun or srun, each
+    process that the launcher starts is one worker.
     """
     # Else torch adds C++ traces of its own to the line that says which worker was lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -151,7 +189,7 @@ def main(plan: Path, config: Path, **options: Unpack[TrainOptions]) -> int:
 
 
 def _job(plan: Path, config: Path, options: TrainOptions) -> Job:
-    """What is to be done. Raises UserError where it cannot be."""
+    """The run that is asked for. Raises UserError if it is impossible."""
     from pipedream.graph.plan import moved, read_plan
     from pipedream.graph.run_config import read_config
     from pipedream.runtime.job import Job
@@ -182,7 +220,7 @@ def _job(plan: Path, config: Path, options: TrainOptions) -> Job:
 
 
 def _start(job: Job, options: TrainOptions) -> int:
-    """Starts the workers, if there is anything left to train; the exit code."""
+    """Starts the workers, if there is anything left to train. Returns the exit code."""
     from pipedream.runtime.engine.training_segment import Position
     from pipedream.runtime.supervise import launch
 
@@ -208,7 +246,7 @@ def _export(job: Job, checkpoint: Path, target: Path) -> int:
 
 
 def _work(job: Job, place: Place) -> int:
-    """This process's part of the run; its exit code."""
+    """Runs this process's part of the run. Returns its exit code."""
     from pipedream.runtime.supervise import launch
 
     # Before the imports, which take seconds.
@@ -235,8 +273,8 @@ def _work(job: Job, place: Place) -> int:
         os._exit(launch.PEER_LOST)
     except DataLost as error:
         if heartbeats is None:
-            told = f"pd-train: rank {place.rank}: data_workers: {error}"
-            print(told, file=sys.stderr, flush=True)
+            message = f"pd-train: rank {place.rank}: data_workers: {error}"
+            print(message, file=sys.stderr, flush=True)
         else:
             heartbeats.report(place.rank, f"{heartbeats.of(place.rank).words} ({error})")
         os._exit(launch.DATA_LOST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +16,7 @@ from pipedream.graph.timeline import Event
 from pipedream.runtime.checkpoint.savepoint import save
 from pipedream.runtime.data.reader import Reader
 from pipedream.runtime.engine.action_stream import ActionStream
-from pipedream.runtime.engine.engine import Engine
+from pipedream.runtime.engine.engine import Engine, minibatches_read
 from pipedream.runtime.engine.executor import Executor
 from pipedream.runtime.engine.held_out import try_held_out
 from pipedream.runtime.engine.training_segment import (
@@ -24,6 +25,7 @@ from pipedream.runtime.engine.training_segment import (
     shifted,
     training_segments,
 )
+from pipedream.runtime.local_stage import LocalStage
 from pipedream.runtime.optim.staleness import delays
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.summary import Losses
@@ -63,12 +65,12 @@ def _leave_together(context: RankContext) -> None:
 
 def _try_if_due(context: RankContext, done: int) -> None:
     """The held-out data, after so many epochs."""
-    job, trial = context.local.job, context.local.trial
-    if trial is None or done == 0:
+    job, evaluation = context.local.job, context.local.evaluation
+    if evaluation is None or done == 0:
         return
     every = job.config.evaluate_every or 1
     if done % every == 0 or done == job.epochs:
-        try_held_out(context, trial, done)
+        try_held_out(context, evaluation, done)
 
 
 class _Training:
@@ -85,7 +87,7 @@ class _Training:
             self.local.job.config.nan == "stop",
         )
         self.under_way: Action | None = None
-        self.in_flight = 0
+        self.in_flight = Counter[int]()
         self.events: list[Event] = []
 
     def run(self) -> Position | None:
@@ -121,41 +123,44 @@ class _Training:
                 context.stepping.end_epoch(end.minibatch)
                 position = Position(epoch + 1)
             save(context, position)
-            if context.graceful_stop.stops_at(end, position) and position < Position(
-                self.local.job.epochs
-            ):
+            stops = context.graceful_stop.stops_at(end, position)
+            if stops and position < Position(self.local.job.epochs):
                 return position
         return None
 
     def _stream(self, segment: TrainingSegment) -> ActionStream:
         actions = shifted(self.local.actions(len(segment)), segment.begin)
-        predicts = self.context.weights.prediction is not None
-        return ActionStream(segment, actions, self._delays(segment) if predicts else {})
+        return ActionStream(segment, actions, self._delays(segment))
 
     def _engine(self) -> Engine:
         """Not kept here: it knows this object, and in a circle both would outlive the epoch."""
+        executors = {stage.stage: self._executor(stage) for stage in self.local.stages}
+        transport = self.context.transport
+        return Engine(executors, transport, self._after, self._before, self.events)
+
+    def _executor(self, stage: LocalStage) -> Executor:
         context, local = self.context, self.local
-        executor = Executor(
-            stage_modules=local.stage_modules,
-            weights=context.weights,
-            stepping=context.stepping,
+        return Executor(
+            stage_modules=stage.stage_modules,
             transport=context.transport,
-            groups=context.groups,
-            ranks=local.job.plan.process_ranks,
+            assignment=context.assignment,
             loss=self._loss,
+            weights=context.weights[stage.stage],
+            stepping=context.stepping,
+            groups=context.groups[stage.stage],
             on_loss=self._tell,
             rng=local.rng,
             per_update=self._per_update(),
-            recompute=local.job.plan.stages[local.stage].recompute,
-        )
-        return Engine(
-            {local.stage: executor}, context.transport, self._after, self._before, self.events
+            recompute=local.job.plan.stages[stage.stage].recompute,
         )
 
     def _delays(self, segment: TrainingSegment) -> dict[int, int]:
-        """Of each minibatch: by how many updates its weights will be old."""
-        found = delays(self.local.schedule(len(segment)), self.local.stage)
-        return {minibatch + segment.begin: delay for minibatch, delay in found.items()}
+        """By how many updates the weights of each minibatch will be old, if they are predicted."""
+        stage, *_ = self.local.stages
+        if self.context.weights[stage.stage].prediction is None:
+            return {}
+        of_segment = delays(self.local.schedule(len(segment)), stage.stage)
+        return {minibatch + segment.begin: delay for minibatch, delay in of_segment.items()}
 
     def _per_update(self) -> int:
         """Minibatches that count as one update: of a stage of one replica, if it is by itself."""
@@ -164,13 +169,11 @@ class _Training:
 
     def _to_read(self) -> list[int]:
         """The minibatches whose inputs or targets this rank needs."""
-        if not self.local.layout.reads and self.local.stage < len(self.local.layouts) - 1:
-            return []
+        own, stages = [stage.layout for stage in self.local.stages], len(self.local.layouts)
         return [
-            action.minibatch + segment.begin
+            minibatch + segment.begin
             for segment in self.ahead
-            for action in self.local.actions(len(segment))
-            if action.kind is Kind.FORWARD
+            for minibatch in minibatches_read(self.local.actions(len(segment)), own, stages)
         ]
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
@@ -184,16 +187,18 @@ class _Training:
     def _before(self, action: Action) -> None:
         self.under_way = action
         if action.kind is Kind.FORWARD:
-            self.in_flight += 1
-            self.context.peak_in_flight = max(self.context.peak_in_flight, self.in_flight)
+            stage, peak = action.stage, self.context.peak_in_flight
+            self.in_flight[stage] += 1
+            peak[stage] = max(peak[stage], self.in_flight[stage])
         self.context.say(f"in epoch {self.number} at {action}, minibatch {action.minibatch}")
 
     def _after(self, action: Action) -> None:
         if action.kind in ENDS_BACKWARD:
-            self.in_flight -= 1
+            self.in_flight[action.stage] -= 1
         self.context.recorder.thin_out(self.events)
 
     def _status(self) -> Status:
-        ranks = self.local.job.plan.process_ranks
         now, memory = time.perf_counter(), self.context.memory.now()
-        return current_status(self.events, self.under_way, ranks, self.begin, now, memory)
+        return current_status(
+            self.events, self.under_way, self.context.assignment, self.begin, now, memory
+        )

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipedream.graph.choices import ScheduleName
+from pipedream.graph.choices import DEFAULT_ORDER, ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import read_graph
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import Plan, workers_by_rank
 from pipedream.graph.run_config import AsynchronousConfig, OptimizerConfig, RunConfig
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.optim.late_gradients import nesterov_form
 from pipedream.schedule.action import Link, Worker
+from pipedream.schedule.orders import ORDERS
 from pipedream.schedule.policy import Policy, policy
 from pipedream.schedule.spec import PipelineSpec
 
@@ -71,7 +72,13 @@ class Job:
             config.accumulate,
             self.plan.max_in_flight if planned else None,
             tuple(sorted({stage for stages in (tied or {}).values() for stage in stages})),
+            self.order,
         )
+
+    @property
+    def order(self) -> str:
+        """In which order a rank does its passes, by its name in `pipedream.schedule.orders`."""
+        return self.plan.order or DEFAULT_ORDER
 
     @property
     def as_planned(self) -> bool:
@@ -87,6 +94,7 @@ class Job:
 
     def check(self) -> None:
         """Makes the run's folder. Raises UserError where the job cannot be done as it is asked."""
+        self.check_order()
         self.check_microbatches()
         self.check_asynchronous()
         self.check_scheduler()
@@ -96,9 +104,19 @@ class Job:
         self.check_export()
         self.check_tensorboard()
 
+    def check_order(self) -> None:
+        """UserError where nobody knows the plan's order of passes."""
+        if self.order not in ORDERS:
+            raise UserError(f"order {self.order!r} of the plan is not known: {', '.join(ORDERS)}")
+
     def check_asynchronous(self) -> None:
-        """UserError where there is nothing asynchronous to correct."""
+        """UserError where there is nothing asynchronous to correct, or no delay is known."""
         wanted = self.config.asynchronous
+        if wanted != AsynchronousConfig() and self.order != DEFAULT_ORDER:
+            raise UserError(
+                f"asynchronous: the corrections are for plans of order {DEFAULT_ORDER}, and this "
+                f"one has order {self.order}: take asynchronous out of the run config"
+            )
         if wanted != AsynchronousConfig() and self.schedule != "weight-stashing":
             (name, *_) = wanted.model_dump(exclude_defaults=True)
             raise UserError(
@@ -200,10 +218,6 @@ class Job:
                 "--tensorboard: the package tensorboard is missing: pip install tensorboard"
             )
 
-    def worker(self, rank: int) -> Worker:
-        (found,) = (
-            (stage, members.index(rank))
-            for stage, members in enumerate(self.plan.process_ranks)
-            if rank in members
-        )
-        return found
+    def workers_of(self, rank: int) -> list[Worker]:
+        """The replicas of stages that this rank runs, in the order of the stages."""
+        return workers_by_rank(self.plan.rank_assignment)[rank]

@@ -1,4 +1,4 @@
-"""A rank among the others: what it shares with them, and what it has while it trains."""
+"""A rank among the others."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from pipedream.runtime.engine.prediction import Prediction
 from pipedream.runtime.engine.training_segment import Position, whole_updates
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.local_model import LocalModel
+from pipedream.runtime.local_stage import LocalStage
 from pipedream.runtime.optim.late_gradients import rate_factor, scale_rate
 from pipedream.runtime.optim.staleness import delays
+from pipedream.runtime.optim.stepping import Stepping
 from pipedream.runtime.report.clock import Clock
 from pipedream.runtime.report.live_table import Display
+from pipedream.runtime.report.loss_sum import LossSum
 from pipedream.runtime.report.peak_memory import PeakMemory
 from pipedream.runtime.report.recording import Recorder
 from pipedream.runtime.report.tensorboard import Board
@@ -30,17 +33,18 @@ from pipedream.schedule.channel import rank_links
 
 
 class RankContext:
-    """Made by all ranks at the same time; then each is at `first`, where the run begins.
+    """What a rank shares with the others, and what it has while it trains.
 
+    Made by all ranks at the same time; then each is at `first`, where the run begins. `weights`
+    and `peak_in_flight`, the most minibatches between forward and backward, are by stage.
     `heartbeats` is there if pd-train's own launcher started the ranks, else `watchdog` if there are
-    other ranks; `store` if the ranks have met to plan again; `display` on rank 0 alone.
-    `peak_in_flight`: the most minibatches that it had between their forward and backward passes.
-    `tried` is what the held-out data gave.
+    other ranks; `display` on rank 0 alone. `metrics` are those of the held-out data, on rank 0.
     """
 
     def __init__(
         self, local: LocalModel, heartbeats: Heartbeats | None, store: Store | None = None
     ) -> None:
+        """`store` is there if the ranks have met before, to plan again."""
         job, place = local.job, local.place
         self.local, self.heartbeats = local, heartbeats
         met = store or meet(place, job.timeout)
@@ -49,23 +53,24 @@ class RankContext:
         self.clock = Clock(self.store, place.rank, place.world_size)
         self.clock.read()
         self.recorder = Recorder(self.clock, job.trace, whole_updates(1, job.policy))
-        self.groups = make_groups(local.stage, job.plan.process_ranks, local.tied)
-        ranks = job.plan.process_ranks
+        self.assignment = job.plan.rank_assignment
+        self.groups = make_groups(self.assignment, local.tied)
         self.transport = Transport(
-            local.device, local.backend, rank_links(ranks, links(local.layouts))
+            local.device, local.backend, rank_links(self.assignment, links(local.layouts))
         )
-        self.stepping = local.make_stepping(self._add_up)
+        self.stepping = self._stepping()
         self.first = resume(local, self.stepping) if job.goes_on else Position(0)
         self.saver = self._saver()
-        self.weights = self._weights()
+        self.weights = {stage.stage: self._weights(stage) for stage in local.stages}
         self.graceful_stop = self._graceful_stop()
-        self.memory = PeakMemory(local.device, local.tensors())
+        tensors = (tensor for stage in local.stages for tensor in stage.tensors())
+        self.memory = PeakMemory(local.device, tensors)
         self.display = self._display() if place.rank == 0 else None
-        self.peak_in_flight = 0
-        self.tried: dict[str, float] = {}
+        self.peak_in_flight = {stage.stage: 0 for stage in local.stages}
+        self.metrics: dict[str, float] = {}
 
     def say(self, words: str) -> None:
-        """What this rank does from now on, for those who watch it."""
+        """Tells those who watch this rank what it does from now on."""
         if self.heartbeats is not None:
             self.heartbeats.report(self.local.place.rank, words)
         if self.watchdog is not None:
@@ -78,10 +83,8 @@ class RankContext:
         local = self.local
         return Saver(
             folder=local.job.checkpoints,
-            stage=local.stage,
             stages=len(local.layouts),
             store=self.store,
-            writes=local.replica == 0,
             publishes=local.place.rank == 0,
             timeout=local.job.timeout,
             keep=local.job.keep,
@@ -101,24 +104,32 @@ class RankContext:
             None if heartbeats is None else lambda: heartbeats.stop_requested,
         )
 
-    def _weights(self) -> Weights:
+    def _stepping(self) -> Stepping:
+        local, job = self.local, self.local.job
+        return Stepping(
+            {stage.stage: stage.make_stepping(local.tied) for stage in local.stages},
+            job.config,
+            LossSum(self._add_up, local.device),
+            self._add_up if job.policy.same_everywhere else None,
+        )
+
+    def _weights(self, stage: LocalStage) -> Weights:
         """The weights at `first`, with what the config asks for against stale gradients.
 
         The delays come from the schedule: the last stage has none, and nothing to correct.
         """
         local, config = self.local, self.local.job.config
-        minibatches = local.examples.minibatches
-        epoch = local.schedule(minibatches)
-        begun = self.first.minibatch // epoch.policy.round_size(local.stage)
-        updates = self.first.epoch * epoch.rounds(local.stage) + begun
+        epoch = local.schedule(local.examples.minibatches)
+        begun = self.first.minibatch // epoch.policy.round_size(stage.stage)
+        updates = self.first.epoch * epoch.rounds(stage.stage) + begun
         if config.asynchronous == AsynchronousConfig():
-            return Weights(local.parameters, updates)
-        segment = local.schedule(min(local.every or minibatches, minibatches))
-        delay = max(delays(segment, local.stage).values())
+            return Weights(stage.parameters, updates)
+        segment = local.schedule(local.segment_minibatches)
+        delay = max(delays(segment, stage.stage).values())
         predicting = config.asynchronous.weight_prediction and delay > 0
-        prediction = Prediction(local.optimizer, local.parameters) if predicting else None
-        weights = Weights(local.parameters, updates, prediction)
-        scale_rate(local.optimizer, lambda: rate_factor(config, delay, weights.current.number))
+        prediction = Prediction(stage.optimizer, stage.parameters) if predicting else None
+        weights = Weights(stage.parameters, updates, prediction)
+        scale_rate(stage.optimizer, lambda: rate_factor(config, delay, weights.current.number))
         return weights
 
     def _display(self) -> Display:
@@ -127,11 +138,12 @@ class RankContext:
             job.run / "metrics.jsonl",
             self.local.examples.sizes,
             self.local.examples.minibatches * (job.epochs - first.epoch) - first.minibatch,
-            job.plan.process_ranks,
+            self.assignment,
             Board(job.run / "tensorboard", self._learning_rates) if job.tensorboard else None,
             first,
         )
 
     def _learning_rates(self) -> list[float]:
-        """Of each group of parameters."""
-        return [float(group["lr"]) for group in self.local.optimizer.param_groups]
+        """Of each group of parameters; the same in all stages but for their corrections."""
+        first, *_ = self.local.stages
+        return [float(group["lr"]) for group in first.optimizer.param_groups]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
@@ -111,3 +112,9 @@ def show_worker(worker: Worker) -> str:
     """`2` for replica 0 of stage 2, `2.1` for replica 1."""
     stage, replica = worker
     return f"{stage}.{replica}" if replica else f"{stage}"
+
+
+def stages_and_replicas(workers: Iterable[Worker]) -> tuple[str, str]:
+    """Two cells of a table for a rank that has these workers: `0,2` and `0,0`."""
+    stages, replicas = (",".join(map(str, numbers)) for numbers in zip(*workers, strict=True))
+    return stages, replicas

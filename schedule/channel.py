@@ -1,11 +1,14 @@
-"""Which way a message goes. Pure: the transport takes it, the checker proves its order."""
+"""The channels of messages between ranks. Pure: the transport uses them, the checker proves their
+order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import lcm
 from typing import NamedTuple, TypeAlias
 
+from pipedream.graph.plan import RankAssignment
 from pipedream.schedule.action import SENDS, Action, Kind, Link
 
 _MOST_STAGES = 1 << 15
@@ -18,7 +21,7 @@ class Channel(NamedTuple):
     """One direction of one link, between two ranks or two stages of the same rank.
 
     `source` and `target` are the ranks that send and receive. Messages arrive in the order in which
-    they were sent.
+    they are sent.
     """
 
     source: int
@@ -27,11 +30,12 @@ class Channel(NamedTuple):
     is_gradient: bool = False
 
     @staticmethod
-    def of(action: Action, ranks: Sequence[Sequence[int]]) -> Channel:
-        """That of a send or receive; `ranks[stage][replica]` is the rank of a worker."""
+    def of(action: Action, assignment: RankAssignment) -> Channel:
+        """The channel of a send or a receive."""
         assert action.peer is not None
         stage, replica = action.peer
-        here, there = ranks[action.stage][action.replica], ranks[stage][replica]
+        here = assignment[action.stage][action.replica].leader
+        there = assignment[stage][replica].leader
         sends = action.kind in SENDS
         is_gradient = action.kind in (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
         link = (action.stage, stage) if action.stage < stage else (stage, action.stage)
@@ -39,7 +43,7 @@ class Channel(NamedTuple):
 
     @property
     def rank_link(self) -> RankLink:
-        """What it shares with the other links between the two ranks."""
+        """What the channel shares with those of other stages between the two ranks."""
         return self.source, self.target, self.is_gradient
 
     @property
@@ -48,20 +52,25 @@ class Channel(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """A number of its own among the channels of two ranks: 31 bits, as gloo takes it."""
+        """A number that no other channel between the two ranks has: 31 bits, a limit of gloo."""
         source, target = self.link
         assert target < _MOST_STAGES
         return 2 * (source * _MOST_STAGES + target) + self.is_gradient
 
 
-def rank_links(ranks: Sequence[Sequence[int]], links: Iterable[Link]) -> list[RankLink]:
-    """All that messages take between ranks, in one order: minibatch b goes from replica b mod r of
-    a stage to replica b mod r of another, and its gradients come back.
+def rank_links(assignment: RankAssignment, links: Iterable[Link]) -> list[RankLink]:
+    """Every pair of ranks that exchange messages, in the same order on all ranks.
+
+    Minibatch b goes from replica b mod r of a stage to replica b mod q of another; its gradients
+    come back.
     """
-    found = set[RankLink]()
+    pairs = set[RankLink]()
     for source, target in links:
-        senders, receivers = ranks[source], ranks[target]
+        senders, receivers = assignment[source], assignment[target]
         for b in range(lcm(len(senders), len(receivers))):
-            sender, receiver = senders[b % len(senders)], receivers[b % len(receivers)]
-            found |= {(sender, receiver, False), (receiver, sender, True)}
-    return sorted(rank_link for rank_link in found if rank_link[0] != rank_link[1])
+            sender, receiver = (
+                senders[b % len(senders)].leader,
+                receivers[b % len(receivers)].leader,
+            )
+            pairs |= {(sender, receiver, False), (receiver, sender, True)}
+    return sorted(pair for pair in pairs if pair[0] != pair[1])

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from pipedream.graph.plan import RankAssignment, workers_by_rank
 from pipedream.schedule.action import Action, Kind, Worker, show_worker
 from pipedream.schedule.policy import Peak
 from pipedream.schedule.schedule import Schedule
@@ -46,14 +47,12 @@ def check_actions(
 
 
 def check_ranks(
-    schedule: Schedule, actions: Mapping[int, Sequence[Action]], ranks: Sequence[Sequence[int]]
+    schedule: Schedule, actions: Mapping[int, Sequence[Action]], assignment: RankAssignment
 ) -> dict[Worker, Peak]:
-    """Likewise, for lists of ranks with several workers each: `ranks[stage][replica]` is the rank
-    of a worker. What a rank holds is what its workers hold.
+    """Like `check`, for the lists of ranks that have several workers each. What a rank holds is
+    what its workers hold.
     """
-    workers: dict[int, list[Worker]] = {rank: [] for rank in actions}
-    for stage, replica in schedule.workers:
-        workers[ranks[stage][replica]].append((stage, replica))
+    workers = workers_by_rank(assignment)
     return _replayed(schedule, {tuple(workers[rank]): each for rank, each in actions.items()})
 
 

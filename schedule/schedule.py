@@ -1,8 +1,8 @@
 """The one description of the order of things: what each worker of a pipeline does, and when.
 
-A schedule is made by a list scheduler (`generate`), which plays the rules of its policy (`policy`)
-in a balanced pipeline and writes down the order that comes out. That fits any replica counts, and
-it cannot deadlock: the play itself is an order in which everything could be done.
+The passes of a rank come from an order (`orders`). That of 1F1B is made by a list scheduler
+(`generate`), which follows the rules of the policy (`policy`) in a balanced pipeline: it fits any
+replica counts, and cannot deadlock, since it finds an order in which everything could be done.
 
 Pure: no torch, no processes. The engine executes `Schedule.actions`, the simulator times them,
 `chart` draws the passes, `checker` proves the lists sound.
@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Link, Worker
 from pipedream.schedule.generate import ListScheduler, Step
+from pipedream.schedule.orders import ORDERS
 from pipedream.schedule.policy import Policy, policy
 from pipedream.schedule.spec import PipelineSpec
 
@@ -25,9 +26,9 @@ from pipedream.schedule.spec import PipelineSpec
 class Schedule:
     """So many minibatches through a pipeline, drained at the end; weight versions count from 0.
 
-    `steps` are the passes of each worker in their order; `actions` adds what goes around them. A
-    round is the run of consecutive minibatches whose mean gradient makes one update of a stage; the
-    last round may have fewer.
+    `actions` are the passes of a rank in their order, with what goes around them. A round is the
+    run of consecutive minibatches whose mean gradient makes one update of a stage; the last round
+    may have fewer.
     """
 
     spec: PipelineSpec
@@ -48,14 +49,15 @@ class Schedule:
 
     @cached_property
     def steps(self) -> Mapping[Worker, Sequence[Step]]:
+        """What the list scheduler has each worker do."""
         steps: dict[Worker, list[Step]] = {worker: [] for worker in self.workers}
         for worker, step in ListScheduler(self.spec, self.policy, self.minibatches).steps():
             steps[worker].append(step)
         return steps
 
-    def actions(self, worker: Worker) -> list[Action]:
-        """All that `worker` does, in order."""
-        return write_actions(self, [worker], ((worker, step) for step in self.steps[worker]))
+    def actions(self, *workers: Worker) -> list[Action]:
+        """All that a rank with these workers does, in the order of the pipeline."""
+        return write_actions(self, workers, ORDERS[self.spec.order](self, workers))
 
     def in_round(self, stage: int, number: int) -> int:
         """How many minibatches round `number` of `stage` has; 0 past the end."""
@@ -67,25 +69,33 @@ class Schedule:
 
 
 def forwards(
-    replicas: Sequence[int], links: Collection[Link], minibatches: int, worker: Worker
+    replicas: Sequence[int],
+    links: Collection[Link],
+    minibatches: int,
+    workers: Sequence[Worker],
 ) -> list[Action]:
-    """What `worker` does where there are forward passes alone, as in evaluation.
+    """What a rank with these `workers` does where there are forward passes alone, as in evaluation.
 
-    Minibatches in ascending order on every worker, on version 0: it cannot deadlock, whatever is
-    waited for, since all that a pass needs comes from earlier stages and smaller minibatches.
+    Minibatches in ascending order on every rank, on version 0, and each through the stages in
+    their order. It cannot deadlock, whatever is waited for, since all that a pass needs comes from
+    earlier stages and smaller minibatches. Messages of a minibatch are received in the order of
+    the stages that send them, so all messages between two ranks have one order.
     """
-    stage, replica = worker
-    sources = sorted(source for source, target in set(links) if target == stage)
-    targets = sorted(target for source, target in set(links) if source == stage)
+    ordered = sorted(set(links))
     actions: list[Action] = []
-    for b in range(replica, minibatches, replicas[stage]):
-        for source in sources:
-            peer = source, b % replicas[source]
-            actions.append(Action(Kind.RECV_ACTIVATION, stage, replica, b, 0, peer))
-        actions.append(Action(Kind.FORWARD, stage, replica, b, 0))
-        for target in targets:
-            peer = target, b % replicas[target]
-            actions.append(Action(Kind.SEND_ACTIVATION, stage, replica, b, 0, peer))
+    for b in range(minibatches):
+        own = {stage: replica for stage, replica in workers if b % replicas[stage] == replica}
+        coming = [link for link in ordered if link[1] in own]
+        for stage, replica in sorted(own.items()):
+            needed = max((source for source, target in coming if target == stage), default=-1)
+            while coming and coming[0][0] <= needed:
+                source, target = coming.pop(0)
+                peer = source, b % replicas[source]
+                actions.append(Action(Kind.RECV_ACTIVATION, target, own[target], b, 0, peer))
+            actions.append(Action(Kind.FORWARD, stage, replica, b, 0))
+            for target in (target for source, target in ordered if source == stage):
+                peer = target, b % replicas[target]
+                actions.append(Action(Kind.SEND_ACTIVATION, stage, replica, b, 0, peer))
     return actions
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pipedream.graph.choices import ScheduleName
+from pipedream.graph.choices import DEFAULT_ORDER, ScheduleName
 from pipedream.schedule.action import Link, Worker
 
 
@@ -20,6 +20,7 @@ class PipelineSpec:
     the most minibatches between forward and backward on a worker of each stage; None for as many
     as are of use. `tied`: stages that share parameters with one another, whose gradients are added
     up over all of them; only schedules that update all stages at the same minibatches train these.
+    `order`: in which order a rank does its passes, by its name in `pipedream.schedule.orders`.
     """
 
     name: ScheduleName
@@ -29,6 +30,7 @@ class PipelineSpec:
     accumulate: int = 1
     max_in_flight: tuple[int, ...] | None = None
     tied: tuple[int, ...] = ()
+    order: str = DEFAULT_ORDER
 
     def __post_init__(self) -> None:
         stages = len(self.replicas)

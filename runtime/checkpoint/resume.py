@@ -27,10 +27,11 @@ def resume(local: LocalModel, stepping: Stepping) -> Position:
     saved = checkpoint.read_state(path)
     _check(local.job, path, saved)
     _check_place(local, path, saved)
-    with torch.no_grad():
-        checkpoint.load_model(path, {**local.parameters, **local.buffers})
-    known = checkpoint.load_optimizer(path, local.parameters)
-    restore_state(local.optimizer, local.parameters, known)
+    for stage in local.stages:
+        with torch.no_grad():
+            checkpoint.load_model(path, stage.saved)
+        known = checkpoint.load_optimizer(path, stage.parameters)
+        restore_state(stage.optimizer, stage.parameters, known)
     try:
         stepping.restore(saved.training)
     except ValidationError as error:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -18,12 +18,15 @@ from pipedream.runtime.engine.training_segment import Position
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 
+Part: TypeAlias = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
+"""Of one stage: its parameters and buffers, and what its optimizer remembers."""
+
 
 @dataclass
 class Saver:
     """The saves of one rank, one at a time: the next begins when the last is done.
 
-    Every stage's first replica writes its part (`writes`) and says so in the store. Rank 0
+    The first replica of each of the `stages` writes its part and says so in the store. Rank 0
     (`publishes`) waits for all parts, and until the run's records have come as far (`recorded`),
     for a run that goes on from here tells nothing again of what was before. It makes the checkpoint
     valid and deletes all but the newest `keep`. What goes wrong in the thread is raised by the next
@@ -32,10 +35,8 @@ class Saver:
     """
 
     folder: Path
-    stage: int
     stages: int
     store: Store
-    writes: bool
     publishes: bool
     timeout: float
     keep: int | None = None
@@ -49,17 +50,21 @@ class Saver:
     def begin(
         self,
         position: Position,
-        model: Mapping[str, torch.Tensor],
-        optimizer: Callable[[], Mapping[str, torch.Tensor]],
+        parts: Mapping[int, Part],
         training: Mapping[str, Any],
     ) -> None:
-        """Saves what the tensors are now, at a moment when nothing is in flight on this rank."""
+        """Saves what the tensors are now, at a moment when nothing is in flight on this rank.
+
+        `parts` are those of the stages that this rank writes.
+        """
         self.end()
-        if self.writes or self.publishes:
-            parts = (model, optimizer()) if self.writes else ()
-            state = [checkpoint.copied(part) for part in parts]
+        if parts or self.publishes:
+            copies = {
+                stage: (checkpoint.copied(model), checkpoint.copied(optimizer))
+                for stage, (model, optimizer) in parts.items()
+            }
             self.thread = threading.Thread(
-                target=self._save, args=(position, state, dict(training)), name="save", daemon=True
+                target=self._save, args=(position, copies, dict(training)), name="save", daemon=True
             )
             self.thread.start()
 
@@ -74,13 +79,13 @@ class Saver:
     def _save(
         self,
         position: Position,
-        state: Sequence[Mapping[str, torch.Tensor]],
+        parts: Mapping[int, Part],
         training: Mapping[str, Any],
     ) -> None:
         try:
-            if self.writes:
-                checkpoint.write_stage(self.folder, position, self.stage, self.stages, *state)
-                self.store.set(self._key(position, self.stage), "written")
+            for stage, part in parts.items():
+                checkpoint.write_stage(self.folder, position, stage, self.stages, *part)
+                self.store.set(self._key(position, stage), "written")
             if self.publishes:
                 self._publish(position, training)
         except BaseException as error:

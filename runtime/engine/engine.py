@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from pipedream.comm.transport import PeerLost, Transport
 from pipedream.graph.timeline import Event
 from pipedream.runtime.engine.action_stream import ActionStream
-from pipedream.runtime.engine.executor import Executor, Minibatches
-from pipedream.schedule.action import RECEIVES, Action
+from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches
+from pipedream.runtime.stages.partition import Layout
+from pipedream.schedule.action import RECEIVES, Action, Kind
 
 LOOK_AHEAD = 16
 """How many actions ahead the receives are posted."""
@@ -20,13 +22,13 @@ LOOK_AHEAD = 16
 class Engine:
     """All stages of one rank: `executors[stage]` does the actions of its replica of that stage.
 
-    `before` and `after` hear of every action. Sends and receives of all of them go through the one
-    `transport`, in the order of the list.
+    `before` and `after` are called with every action. Sends and receives of all stages go through
+    the one `transport`, in the order of the list.
     """
 
-    executors: Mapping[int, Executor]
+    executors: Mapping[int, ForwardExecutor]
     transport: Transport
-    after: Callable[[Action], None]
+    after: Callable[[Action], None] = lambda action: None
     before: Callable[[Action], None] = lambda action: None
     events: list[Event] = field(default_factory=list)
 
@@ -70,3 +72,20 @@ class Engine:
     def _post(self, action: Action) -> None:
         if action.kind in RECEIVES:
             self.executors[action.stage].post(action)
+
+
+def minibatches_read(
+    actions: Iterable[Action], layouts: Sequence[Layout], stages: int
+) -> list[int]:
+    """The minibatches that a rank reads in its forward passes, in that order.
+
+    `layouts` are those of its stages, of so many: those that read an input of the model, and the
+    last one for the target. Reading the same minibatch twice in a row counts once.
+    """
+    reading = {each.stage for each in layouts if each.reads or each.stage == stages - 1}
+    passes = (
+        action.minibatch
+        for action in actions
+        if action.kind is Kind.FORWARD and action.stage in reading
+    )
+    return [minibatch for minibatch, _ in groupby(passes)]

@@ -8,26 +8,29 @@ Every example is tried: the last minibatch has what is left.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby, islice
+from dataclasses import dataclass, field
 
 import torch
 
 from pipedream.capture.export import Captured
 from pipedream.capture.loss import Loss, accuracy
-from pipedream.comm.transport import Message, Transport
-from pipedream.graph.plan import Plan
-from pipedream.runtime.data.reader import Batch, Reader
+from pipedream.comm.transport import Transport
+from pipedream.graph.plan import Plan, RankAssignment
+from pipedream.runtime.data.reader import Batch, Epoch, Reader
 from pipedream.runtime.data.sizes import Sizes
+from pipedream.runtime.engine.action_stream import ActionStream
+from pipedream.runtime.engine.engine import Engine, minibatches_read
+from pipedream.runtime.engine.forward import ForwardExecutor, Table, apart
+from pipedream.runtime.engine.minibatch_state import MinibatchState
+from pipedream.runtime.engine.training_segment import TrainingSegment
 from pipedream.runtime.stages.compile import plain
-from pipedream.runtime.stages.partition import Layout, first_difference, layouts, links
+from pipedream.runtime.stages.partition import first_difference, layouts, links
 from pipedream.runtime.stages.stage_module import StageModule, StageModules
 from pipedream.schedule.action import Action, Kind, Worker
-from pipedream.schedule.channel import Channel
 from pipedream.schedule.schedule import forwards
 
-AHEAD = 4
-"""How many messages are posted, and how many minibatches may be on their way to the next stage."""
+MOST_ON_THEIR_WAY = 4
+"""Passes of a stage after which its rank waits until all that it has sent has arrived."""
 
 
 class EvaluationTotals:
@@ -43,15 +46,15 @@ class EvaluationTotals:
         self.right, self.of = (self.right + hit[0], self.of + hit[1]) if hit else (0, 0)
 
     @property
-    def told(self) -> list[float]:
+    def as_json(self) -> list[float]:
         return [self.loss, self.examples, self.right, self.of]
 
     @staticmethod
-    def result(told: Sequence[Sequence[float]]) -> dict[str, float]:
+    def result(of_ranks: Sequence[Sequence[float]]) -> dict[str, float]:
         """`held_out_loss` and, where there are predictions, `held_out_accuracy`, of all ranks."""
-        loss, examples, right, predictions = map(sum, zip(*told, strict=True))
-        found = {"held_out_loss": loss / examples}
-        return found | ({"held_out_accuracy": right / predictions} if predictions else {})
+        loss, examples, right, predictions = map(sum, zip(*of_ranks, strict=True))
+        mean = {"held_out_loss": loss / examples}
+        return mean | ({"held_out_accuracy": right / predictions} if predictions else {})
 
 
 def obstacle(captured: Captured, plan: Plan, first: Batch, kind: str | None) -> str | None:
@@ -67,121 +70,107 @@ def obstacle(captured: Captured, plan: Plan, first: Batch, kind: str | None) -> 
     return None
 
 
-@dataclass(frozen=True)
-class EvaluationStage:
-    """One worker's part in it; `stage_modules` are of the model in eval mode."""
+@dataclass
+class EvaluationExecutor(ForwardExecutor):
+    """Tries one stage on the parameters and buffers `tensors`; the last stage adds to `totals`."""
 
-    stage_modules: StageModules
+    tensors: Mapping[str, torch.Tensor]
+    sizes: Sizes
+    totals: EvaluationTotals
+    passes: int = field(default=0, init=False)
+
+    @property
+    def table(self) -> Table:
+        return {
+            Kind.RECV_ACTIVATION: self._receive_activation,
+            Kind.FORWARD: self._forward,
+            Kind.SEND_ACTIVATION: self._send_activation,
+        }
+
+    def _forward(self, action: Action) -> None:
+        state = self.states.setdefault(action.minibatch, MinibatchState())
+        stage_module = self.stage_modules.of(action.minibatch)
+        known = self._read(action, state)
+        inputs = tuple(known[name] for name in stage_module.piece.inputs)
+        made = self._compute(action, stage_module, self.tensors, inputs)
+        if self.is_last(action):
+            output, target = (
+                stage_module.output({**known, **made}),
+                self.data.target(action.minibatch),
+            )
+            mean, hit = self.loss(output, target).item(), accuracy(output, target)
+            self.totals.add(mean, self.sizes.of(action.minibatch), hit)
+        layout = stage_module.layout
+        state.leaving = {name: apart(made[name], state.received) for name in layout.sent}
+        if not layout.sends:
+            self._activations_sent(action.minibatch, state)
+
+    def _activations_sent(self, minibatch: int, state: MinibatchState) -> None:
+        """The minibatch is done with this stage."""
+        self._recycle(state)
+        del self.states[minibatch]
+        self.passes += 1
+        if self.passes % MOST_ON_THEIR_WAY == 0:  # a fast stage waits for the slower ones
+            self.transport.drain()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A rank's part in trying the held-out data: its stages in eval mode, and what it does."""
+
+    stage_modules: Mapping[int, StageModules]
     sizes: Sizes
     actions: Sequence[Action]
-    ranks: Sequence[Sequence[int]]
+    assignment: RankAssignment
 
     @staticmethod
     def of(
         captured: Captured,
         rest: Captured | None,
         plan: Plan,
-        worker: Worker,
+        workers: Sequence[Worker],
         sizes: Sizes,
         device: torch.device,
-    ) -> EvaluationStage:
+    ) -> Evaluation:
         """Of a model with no `obstacle`; `rest` is of the last minibatch, if that is smaller."""
 
-        def stage_module(captured: Captured) -> StageModule:
-            layout = layouts(captured, plan)[worker[0]]
+        def stage_module(captured: Captured, stage: int) -> StageModule:
+            layout = layouts(captured, plan)[stage]
             return StageModule.of(captured, layout, device, lambda _, piece: plain(piece))
 
-        stage_modules = StageModules(
-            stage_module(captured), stage_module(rest) if rest else None, sizes.last
-        )
+        stage_modules = {
+            stage: StageModules(
+                stage_module(captured, stage),
+                stage_module(rest, stage) if rest else None,
+                sizes.last,
+            )
+            for stage, _ in workers
+        }
         every = links(layouts(captured, plan))
-        actions = forwards(plan.replicas, every, len(sizes), worker)
-        return EvaluationStage(stage_modules, sizes, actions, plan.process_ranks)
-
-    @property
-    def layout(self) -> Layout:
-        return self.stage_modules.whole.layout
-
-    @property
-    def is_last(self) -> bool:
-        return self.layout.stage == len(self.ranks) - 1
-
-    def to_read(self) -> list[int]:
-        """The minibatches whose inputs or targets this worker needs."""
-        passes = [action.minibatch for action in self.actions if action.kind is Kind.FORWARD]
-        return passes if self.layout.reads or self.is_last else []
+        actions = forwards(plan.replicas, every, len(sizes), workers)
+        return Evaluation(stage_modules, sizes, actions, plan.rank_assignment)
 
     def run(
         self,
-        data: Reader,
-        tensors: Mapping[str, torch.Tensor],
+        held_out: Epoch,
+        tensors: Mapping[int, Mapping[str, torch.Tensor]],
         transport: Transport,
         loss: Loss,
     ) -> EvaluationTotals:
-        """Runs this worker's minibatches on the parameters and buffers `tensors`.
+        """Tries this rank's minibatches on the parameters and buffers of each of its stages.
 
-        Raises PeerLost, and UserError where data or loss are at fault.
+        Raises PeerLost, and UserError where model, data or loss are at fault.
         """
         totals = EvaluationTotals()
-        receives = [action for action in self.actions if action.kind is Kind.RECV_ACTIVATION]
-        coming = iter(receives)
-        for action in islice(coming, AHEAD):
-            self._post(action, transport)
-        passes = groupby(self.actions, key=lambda action: action.minibatch)
-        for done, (minibatch, actions) in enumerate(passes, start=1):
-            stage_module = self.stage_modules.of(minibatch)
-            known: dict[str, torch.Tensor] = {}
-            messages: list[tuple[Channel, Message]] = []
-            for action in actions:
-                if action.kind is Kind.RECV_ACTIVATION:
-                    messages.append(self._receive(action, transport, known))
-                    for following in islice(coming, 1):
-                        self._post(following, transport)
-                elif action.kind is Kind.FORWARD:
-                    self._forward(stage_module, minibatch, data, tensors, known)
-                else:
-                    assert action.peer is not None
-                    values = stage_module.layout.sends[action.peer[0]]
-                    # A copy: what was received may be passed on, and its memory be used again.
-                    sent = [known[value.name].clone() for value in values]
-                    transport.send(Channel.of(action, self.ranks), sent)
-            if self.is_last:
-                output, target = stage_module.output(known), data.target(minibatch)
-                hit = accuracy(output, target)
-                totals.add(loss(output, target).item(), self.sizes.of(minibatch), hit)
-            for channel, message in messages:
-                transport.recycle(channel, message)
-            if done % AHEAD == 0:  # a fast stage waits, so that its messages do not pile up
-                transport.drain()
-        transport.drain()
+        executors = {
+            stage: EvaluationExecutor(
+                stage_modules, transport, self.assignment, loss, tensors[stage], self.sizes, totals
+            )
+            for stage, stage_modules in self.stage_modules.items()
+        }
+        layouts = [each.whole.layout for each in self.stage_modules.values()]
+        minibatches = minibatches_read(self.actions, layouts, len(self.assignment))
+        stream = ActionStream(TrainingSegment(0, len(self.sizes)), self.actions)
+        with torch.no_grad(), Reader(held_out, minibatches) as data:
+            Engine(executors, transport).run(stream, data)
         return totals
-
-    def _post(self, action: Action, transport: Transport) -> None:
-        assert action.peer is not None
-        layout = self.stage_modules.of(action.minibatch).layout
-        transport.post(Channel.of(action, self.ranks), layout.receives[action.peer[0]])
-
-    def _receive(
-        self, action: Action, transport: Transport, known: dict[str, torch.Tensor]
-    ) -> tuple[Channel, Message]:
-        assert action.peer is not None
-        channel = Channel.of(action, self.ranks)
-        message = transport.receive(channel)
-        values = self.stage_modules.of(action.minibatch).layout.receives[action.peer[0]]
-        known |= {value.name: tensor for value, tensor in zip(values, message, strict=True)}
-        return channel, message
-
-    def _forward(
-        self,
-        stage_module: StageModule,
-        minibatch: int,
-        data: Reader,
-        tensors: Mapping[str, torch.Tensor],
-        known: dict[str, torch.Tensor],
-    ) -> None:
-        reads = stage_module.layout.reads
-        if reads:
-            known |= dict(zip(reads, data.inputs(minibatch, reads.values()), strict=True))
-        inputs = tuple(known[name] for name in stage_module.piece.inputs)
-        results = stage_module.compute(tensors, inputs)
-        known |= dict(zip(stage_module.piece.outputs, results, strict=True))

@@ -113,23 +113,30 @@ class Weights:
                 self.gradients[name] = tensor.grad
                 tensor.grad = None
 
-    def update(self, step: Callable[[], None], divisor: int) -> None:
-        """Makes the next version from the mean of the round's gradients, a sum of `divisor`.
+    def take_gradients(self, divisor: int) -> dict[str, torch.Tensor]:
+        """The mean gradients of the round, a sum of `divisor`; the next round begins."""
+        summed, self.gradients = self.gradients, {}
+        gradients = {name: summed[name] for name in self.parameters if name in summed}
+        if divisor > 1:
+            for gradient in gradients.values():
+                gradient.div_(divisor)
+        return gradients
+
+    def update(
+        self, gradients: Mapping[str, torch.Tensor], step: Callable[[], None], number: int
+    ) -> None:
+        """Makes version `number`, the next one, from the mean gradients of a round.
 
         `step` changes the parameters by their gradients, which it leaves unset.
         """
+        assert number == self.current.number + 1
         if self.current.users:
             self.older.append(self.current)
             self.peak_versions = max(self.peak_versions, 1 + len(self.older))
             self._move()
         for name, parameter in self.parameters.items():
-            gradient = self.gradients.get(name)
-            if gradient is not None and divisor > 1:
-                gradient.div_(divisor)
-            parameter.grad = gradient
+            parameter.grad = gradients.get(name)
         step()
-        self.gradients = {}
-        number = self.current.number + 1
         self.current = Version(number, self._snapshot(), self.expected.get(number, 0))
 
     def _move(self) -> None:

@@ -9,7 +9,8 @@ are not there yet. Replicas have the same sums, so they decide alike without ask
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from torch.optim import Optimizer
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
+from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.report.loss_sum import LossSum
+from pipedream.schedule.action import Action, Kind
 
 GROWTH, BACKOFF, PATIENCE = 2.0, 0.5, 2_000
 """Of a scale that is found by itself, as in torch.amp.GradScaler: every so many updates that went
@@ -65,13 +68,11 @@ class Scale:
             self.value *= GROWTH
 
 
-class Stepping:
+class StageStepping:
     """The steps of one stage's optimizer.
 
-    `rate` moves its learning rate; `losses` are added up if it looks at them. `add_up` replaces a
-    tensor by its sum over all ranks, None where each stage decides by itself. `counted` names the
-    parameters that this rank contributes to the norm, so that what replicas or tied stages share
-    counts once. `skipped`: how many updates were left out.
+    `rate` moves its learning rate. `counted` names the parameters whose gradients this stage adds
+    to the norm. `skipped`: how many updates were left out.
     """
 
     def __init__(
@@ -80,28 +81,24 @@ class Stepping:
         parameters: Mapping[str, nn.Parameter],
         config: RunConfig,
         rate: LearningRate,
-        losses: LossSum,
-        add_up: Callable[[Tensor], None] | None,
         counted: Collection[str],
     ) -> None:
         self.optimizer, self.parameters, self.config = optimizer, parameters, config
-        self.rate, self.losses = rate, losses
-        self.add_up, self.counted = add_up, frozenset(counted)
-        self.scale = Scale(config)
-        self.watches = (
-            config.clip_norm is not None or config.nan == "skip" or self.scale.value != 1.0
-        )
+        self.rate, self.counted = rate, frozenset(counted)
         self.skipped = 0
 
-    def step(self, updates: int = 1) -> None:
-        """One step with the gradients that the parameters have; the scheduler's for so many."""
-        scale, norm = self.scale.value, 0.0
-        gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
-        if scale != 1.0 and gradients:
-            torch._foreach_div_(list(gradients.values()), scale)
-        if self.watches:
-            norm = self._norm(gradients)
-            self.scale.note(math.isfinite(norm))
+    def add_squares(self, gradients: Mapping[str, Tensor], total: Tensor) -> None:
+        """Adds the squares of the gradients that count to `total`, in place."""
+        for name, gradient in gradients.items():
+            if name in self.counted:
+                total += torch.linalg.vector_norm(gradient).double().square()
+
+    def step(self, gradients: Mapping[str, Tensor], norm: float, updates: int) -> None:
+        """One step with these gradients, which the parameters have, too.
+
+        `norm` is that of all gradients that are clipped together; the step is left out where it is
+        not finite. For the scheduler it counts as so many `updates`.
+        """
         if math.isfinite(norm):
             self._clip(gradients, norm)
             self._step()
@@ -109,6 +106,12 @@ class Stepping:
             self.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.rate.advance("update", updates)
+
+    def _clip(self, gradients: Mapping[str, Tensor], norm: float) -> None:
+        most = self.config.clip_norm
+        if most is not None and norm > most and gradients:
+            # As torch.nn.utils.clip_grad_norm_ does it.
+            torch._foreach_mul_(list(gradients.values()), most / (norm + 1e-6))
 
     def _step(self) -> None:
         try:
@@ -121,20 +124,106 @@ class Stepping:
                 f"{reason}; a run that goes on needs the arguments with which it began"
             ) from error
 
+
+@dataclass(frozen=True)
+class _Update:
+    """An update of one stage that waits for those of the other stages of its rank."""
+
+    stepping: StageStepping
+    weights: Weights
+    gradients: Mapping[str, Tensor]
+    number: int
+    updates: int
+
+    def make(self, norm: float) -> None:
+        self.weights.update(
+            self.gradients,
+            lambda: self.stepping.step(self.gradients, norm, self.updates),
+            self.number,
+        )
+
+
+class Stepping:
+    """The updates of all stages of a rank.
+
+    `losses` are added up if a scheduler looks at them. `add_up` replaces a tensor by its sum over
+    all ranks, None where each stage decides by itself. Else the ranks find the norm of a round
+    together, once: when the last stage of each has come to its update. Only then do all of its
+    stages make that update.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageStepping],
+        config: RunConfig,
+        losses: LossSum,
+        add_up: Callable[[Tensor], None] | None,
+    ) -> None:
+        self.stages, self.losses, self.add_up = stages, losses, add_up
+        self.scale = Scale(config)
+        self.watches = watches_norm(config)
+        self.together = len(stages) if self.watches and add_up is not None else 1
+        self.waiting: dict[int, list[_Update]] = {}
+
+    @property
+    def rate(self) -> LearningRate:
+        """That of the first stage; the others have made the same steps."""
+        return next(iter(self.stages.values())).rate
+
+    @property
+    def skipped(self) -> int:
+        return max(stage.skipped for stage in self.stages.values())
+
+    def update(self, stage: int, number: int, weights: Weights, divisor: int, updates: int) -> None:
+        """Makes version `number` of the weights of `stage` from the sum of `divisor` gradients.
+
+        It may have to wait for the other stages of this rank; what is added to the gradients from
+        now on belongs to the next round.
+        """
+        gradients = weights.take_gradients(divisor)
+        if self.scale.value != 1.0 and gradients:
+            torch._foreach_div_(list(gradients.values()), self.scale.value)
+        waiting = self.waiting.setdefault(number, [])
+        waiting.append(_Update(self.stages[stage], weights, gradients, number, updates))
+        if len(waiting) == self.together:
+            del self.waiting[number]
+            norm = self._norm(waiting)
+            for each in waiting:
+                each.make(norm)
+
+    def _norm(self, updates: Collection[_Update]) -> float:
+        if not self.watches:
+            return 0.0
+        squares = torch.zeros_like(self.losses.noted)  # on the device of the rank
+        for update in updates:
+            update.stepping.add_squares(update.gradients, squares)
+        if self.add_up is not None:
+            self.add_up(squares)
+        norm = float(squares.sqrt())
+        self.scale.note(math.isfinite(norm))
+        return norm
+
     def note(self, loss: Tensor) -> None:
         """The loss of a minibatch, on the rank that has found it."""
         if self.rate.metric == "loss":
             self.losses.note(loss)
 
     def end_segment(self) -> None:
+        assert not self.waiting
         if self.rate.metric == "loss":
             self.losses.end_segment()
 
     def end_epoch(self, minibatches: int) -> None:
         """After the last segment of an epoch of so many minibatches."""
         if self.rate.metric == "loss":
-            self.rate.see(self.losses.end_epoch(minibatches))
-        self.rate.advance("epoch")
+            self.see(self.losses.end_epoch(minibatches))
+        for stage in self.stages.values():
+            stage.rate.advance("epoch")
+
+    def see(self, metric: float) -> None:
+        """What the metric is that the scheduler looks at."""
+        for stage in self.stages.values():
+            stage.rate.see(metric)
 
     def state(self) -> dict[str, Any]:
         """What `restore` needs to go on, beside the optimizer's tensors.
@@ -153,24 +242,34 @@ class Stepping:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Raises pydantic's ValidationError where `state` is none that `state()` gives."""
         known = Progress.model_validate(state)
-        self.rate.restore(known.advances, known.metrics)
         self.losses.value = math.nan if known.loss_sum is None else known.loss_sum
-        self.skipped = known.skipped
+        for stage in self.stages.values():
+            stage.rate.restore(known.advances, known.metrics)
+            stage.skipped = known.skipped
         if self.scale.adapts:
             self.scale.value = known.scale or self.scale.value
             self.scale.went_well = known.went_well
 
-    def _norm(self, gradients: Mapping[str, Tensor]) -> float:
-        mine = [g for name, g in gradients.items() if name in self.counted]
-        squares = torch.zeros_like(self.losses.noted)  # on the device of the rank
-        for gradient in mine:
-            squares += torch.linalg.vector_norm(gradient).double().square()
-        if self.add_up is not None:
-            self.add_up(squares)
-        return float(squares.sqrt())
 
-    def _clip(self, gradients: Mapping[str, Tensor], norm: float) -> None:
-        most = self.config.clip_norm
-        if most is not None and norm > most:
-            # As torch.nn.utils.clip_grad_norm_ does it.
-            torch._foreach_mul_(list(gradients.values()), most / (norm + 1e-6))
+def watches_norm(config: RunConfig) -> bool:
+    """Whether an update needs the norm of the gradients: to clip, or to see that all are finite."""
+    scales = Scale(config).value != 1.0
+    return config.clip_norm is not None or config.nan == "skip" or scales
+
+
+def check_joint_updates(config: RunConfig, actions: Mapping[int, Sequence[Action]]) -> None:
+    """Raises UserError where a rank uses a version of a stage before its other stages have come to
+    the update that makes it: with one norm for all of them, the version is not made by then.
+    """
+    for rank, listed in actions.items() if watches_norm(config) else ():
+        stages = {action.stage for action in listed}
+        newest = dict.fromkeys(stages, 0)
+        for action in listed:
+            if action.kind is Kind.UPDATE:
+                newest[action.stage] = action.version
+            elif action.version > min(newest.values()) and action.kind is Kind.FORWARD:
+                raise UserError(
+                    f"rank {rank} needs version {action.version} of stage {action.stage} at "
+                    f"{action}, before all of its stages have made that update: the order of the "
+                    "plan goes without clip_norm, nan: skip and loss_scale"
+                )

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -25,12 +26,14 @@ from rich.progress import (
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
+from pipedream.graph.plan import RankAssignment, workers_by_rank
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.data.sizes import Sizes
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.report.summary import Losses
 from pipedream.runtime.report.tensorboard import Board
 from pipedream.runtime.supervise.status import SECONDS_BETWEEN_STATUSES, Status, published_statuses
+from pipedream.schedule.action import Worker, stages_and_replicas
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_BETWEEN_LINES = 30.0
@@ -42,8 +45,7 @@ _STUCK_SECONDS = 2.0
 class Display:
     """The table by rank, the progress bar and metrics.jsonl of rank 0. A context manager.
 
-    `ranks[stage][replica]` is the rank of a worker; `minibatches` how many the run still
-    has to do after `first`.
+    `minibatches`: how many the run still has to do after `first`.
     """
 
     def __init__(
@@ -51,12 +53,12 @@ class Display:
         path: Path,
         sizes: Sizes,
         minibatches: int,
-        ranks: Sequence[Sequence[int]],
+        assignment: RankAssignment,
         board: Board | None,
         first: Position,
     ) -> None:
         self.path, self.sizes, self.first = path, sizes, first
-        self.ranks, self.board = ranks, board
+        self.workers, self.board = workers_by_rank(assignment), board
         self.console = Console(stderr=True)
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -197,8 +199,7 @@ class Display:
     def _ask(self, losses: Losses) -> None:
         """Brings what is known of the ranks up to date."""
         self.asked = time.perf_counter()
-        everyone = [rank for members in self.ranks for rank in members]
-        self.statuses = published_statuses(losses.store, everyone)
+        self.statuses = published_statuses(losses.store, list(self.workers))
         if self.board is not None:
             step = (losses.epoch - 1) * losses.minibatches + losses.next
             self.board.state(step, self.rate, self.statuses)
@@ -207,7 +208,7 @@ class Display:
         """The table in a terminal, and elsewhere now and then a line."""
         if self.console.is_terminal:
             most = max(1, self.console.height - 8)
-            self.live.update(Group(table(self.statuses, self.ranks, most), self.progress))
+            self.live.update(Group(table(self.statuses, self.workers, most), self.progress))
         elif time.perf_counter() - self.line_told > SECONDS_BETWEEN_LINES and self.done:
             self._line(
                 f"epoch {losses.epoch}: {losses.next} of {losses.minibatches} minibatches, "
@@ -258,14 +259,11 @@ def _replace(path: Path, lines: Iterable[str]) -> None:
     fresh.replace(path)
 
 
-def table(statuses: Mapping[int, Status], ranks: Sequence[Sequence[int]], most: int) -> Table:
-    """A row for each rank; of more than `most` ranks, the first."""
-    rows = [
-        (rank, stage, replica)
-        for stage, members in enumerate(ranks)
-        for replica, rank in enumerate(members)
-    ]
-    left_out = len(rows) - most
+def table(
+    statuses: Mapping[int, Status], workers: Mapping[int, Sequence[Worker]], most: int
+) -> Table:
+    """A row for each rank, which has these workers; of more than `most` ranks, the first."""
+    left_out = len(workers) - most
     # Fits 80 columns, and does not jump with what stands in it.
     made = Table(
         box=SIMPLE_HEAD,
@@ -279,9 +277,9 @@ def table(statuses: Mapping[int, Status], ranks: Sequence[Sequence[int]], most: 
         width = 8 if heading in ("forward", "backward", "memory") else None
         made.add_column(heading, justify="right", no_wrap=True, min_width=width)
     made.add_column("waits for", no_wrap=True, min_width=17)
-    for rank, stage, replica in rows[:most]:
+    for rank, own in islice(workers.items(), most):
         cells = _cells(statuses[rank]) if rank in statuses else ["-"] * (len(headings) - 2)
-        made.add_row(*map(str, (rank, stage, replica)), *cells)
+        made.add_row(str(rank), *stages_and_replicas(own), *cells)
     return made
 
 

@@ -10,7 +10,7 @@ import torch
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.graph.measured_run import MEASURED, MeasuredRun, write_measured
-from pipedream.graph.plan import Simulated
+from pipedream.graph.plan import Simulated, workers_by_rank
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.export import export
 from pipedream.runtime.checkpoint.plain_model import evaluate
@@ -34,10 +34,12 @@ def finish(context: RankContext) -> None:
     context.say("at the end of the run")
     broadcast(context.store, place, "saved", True)  # its last save may take long
     context.clock.read()
-    send_message(context.store, f"report/{place.rank}", [_report(context), context.recorder.told()])
+    send_message(
+        context.store, f"report/{place.rank}", [_reports(context), context.recorder.told()]
+    )
     if place.rank == 0:
         heard = [receive_message(context.store, f"report/{r}") for r in range(place.world_size)]
-        reports = [report for report, _ in heard]
+        reports = [report for of_rank, _ in heard for report in of_rank]
         recording = Recording.of([told for _, told in heard])
         spent = _utilisation(context, recording, reports)
         also = ""
@@ -58,26 +60,32 @@ def _export(job: Job, target: Path) -> None:
     print(f"Written: {target}")
 
 
-def _report(context: RankContext) -> dict[str, Any]:
-    local = context.local
-    return {
-        "rank": local.place.rank,
-        "stage": local.stage,
-        "replica": local.replica,
-        "peak_memory_bytes": context.memory.bytes,
-        "predicted_memory_bytes": _predicted_memory(local.job, local.stage),
-        "weight_versions": context.weights.peak_versions,
-        "in_flight": context.peak_in_flight,
-        "updates_left_out": context.stepping.skipped,
-        "clock_error_seconds": context.clock.error,
-    }
+def _reports(context: RankContext) -> list[dict[str, Any]]:
+    """One for each stage of this rank; memory and clock are the rank's."""
+    stepping = context.stepping
+    return [
+        {
+            "rank": context.local.place.rank,
+            "stage": stage.stage,
+            "replica": stage.replica,
+            "peak_memory_bytes": context.memory.bytes,
+            "predicted_memory_bytes": _predicted_memory(context),
+            "weight_versions": context.weights[stage.stage].peak_versions,
+            "in_flight": context.peak_in_flight[stage.stage],
+            "updates_left_out": stepping.stages[stage.stage].skipped,
+            "clock_error_seconds": context.clock.error,
+        }
+        for stage in context.local.stages
+    ]
 
 
-def _predicted_memory(job: Job, stage: int) -> float | None:
-    """What the plan says that a rank needs; of another way to train it says nothing."""
+def _predicted_memory(context: RankContext) -> float | None:
+    """What the plan says that this rank needs; of another way to train it says nothing."""
+    job = context.local.job
     counted = bool(job.plan.weight_prediction) == job.config.asynchronous.weight_prediction
-    held = job.plan.stages[stage].memory if job.as_planned and counted else None
-    return None if held is None else held.total
+    planned = [job.plan.stages[stage.stage].memory for stage in context.local.stages]
+    known = [memory.total for memory in planned if memory is not None]
+    return sum(known) if job.as_planned and counted and len(known) == len(planned) else None
 
 
 def _simulated(job: Job) -> Simulated | None:
@@ -110,7 +118,8 @@ def _write_recording(
         recording.write_all(job.run / "trace.json")
         error = max(report["clock_error_seconds"] for report in reports)
         hoped = promised(job.plan) if job.as_planned else {}
-        print_utilisation(spent, job.plan.process_ranks, hoped, _simulated(job), error)
+        workers = workers_by_rank(job.plan.rank_assignment)
+        print_utilisation(spent, workers, hoped, _simulated(job), error)
 
 
 def _write_measured(context: RankContext, recording: Recording, spent: Utilisation) -> bool:
@@ -160,8 +169,8 @@ def _summary(
 def _try_model(context: RankContext) -> dict[str, Any]:
     """How the held-out data went: the last time through the pipeline, or now on this worker."""
     local, job = context.local, context.local.job
-    if local.trial is not None:
-        return dict(context.tried)
+    if local.evaluation is not None:
+        return dict(context.metrics)
     if not job.evaluate or local.examples.held_out is None:
         return {}
     path = checkpoint.latest(job.checkpoints)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 from statistics import quantiles
 
 from pipedream.graph.measured_run import MeasuredRank
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import Plan, workers_by_rank
 from pipedream.graph.profile import Quartiles
 from pipedream.graph.timeline import Event, Timeline
 from pipedream.schedule.action import BACKWARDS, RECEIVES, SENDS, Kind
@@ -16,22 +16,24 @@ from pipedream.schedule.action import BACKWARDS, RECEIVES, SENDS, Kind
 def measured_ranks(
     epochs: Sequence[Timeline], counted: range, plan: Plan
 ) -> tuple[MeasuredRank, ...]:
-    """Of all ranks of the plan, over the minibatches `counted` of each of the epochs.
+    """Of all ranks of the plan and each of their stages, over the minibatches `counted` of each of
+    the epochs.
 
-    Nothing where a rank has done none of these.
+    Empty if a rank has done none of these.
     """
-    found = []
-    for stage, members in enumerate(plan.process_ranks):
-        for replica, rank in enumerate(members):
-            kept = [
-                [event for event in epoch[rank] if event.action.minibatch in counted]
-                for epoch in epochs
-            ]
-            forward, backward = _each(kept, {Kind.FORWARD}), _each(kept, BACKWARDS)
-            if not forward or not backward:
-                return ()
-            updates = _each(kept, {Kind.UPDATE})
-            measured = MeasuredRank(
+    workers = workers_by_rank(plan.rank_assignment)
+    measured = []
+    for rank, stage, replica in sorted((rank, *w) for rank, own in workers.items() for w in own):
+        kept = [
+            [e for e in epoch[rank] if e.action.minibatch in counted and e.action.stage == stage]
+            for epoch in epochs
+        ]
+        forward, backward = _each(kept, {Kind.FORWARD}), _each(kept, BACKWARDS)
+        if not forward or not backward:
+            return ()
+        updates = _each(kept, {Kind.UPDATE})
+        measured.append(
+            MeasuredRank(
                 rank=rank,
                 stage=stage,
                 replica=replica,
@@ -44,8 +46,8 @@ def measured_ranks(
                 sending=_some(_each(kept, SENDS)),
                 waiting=_some(_each(kept, RECEIVES)),
             )
-            found.append(measured)
-    return tuple(sorted(found, key=lambda measured: measured.rank))
+        )
+    return tuple(measured)
 
 
 def _each(epochs: Iterable[Iterable[Event]], kinds: Set[Kind]) -> list[float]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import Plan, workers_by_rank
 from pipedream.graph.timeline import Event, Timeline
 from pipedream.schedule.action import ENDS_BACKWARD, Kind
 from pipedream.schedule.steady_state import BUSY, SteadySpan, bubble, steady_window
@@ -72,9 +72,11 @@ def promised(plan: Plan) -> dict[int, float]:
     """
     period = plan.predicted.seconds_per_minibatch
     return {
-        rank: stage.compute_seconds / len(ranks) / period if period else 0.0
-        for stage, ranks in zip(plan.stages, plan.process_ranks, strict=True)
-        for rank in ranks
+        rank: sum(plan.stages[s].compute_seconds / plan.stages[s].replicas for s, _ in workers)
+        / period
+        if period
+        else 0.0
+        for rank, workers in workers_by_rank(plan.rank_assignment).items()
     }
 
 
@@ -92,24 +94,26 @@ def in_flight(events: Iterable[Event]) -> list[tuple[float, float]]:
 
 
 def versions(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """How many versions of its weights a rank holds, from which second on: the newest, and those
-    that minibatches in flight run on.
+    """How many versions of its weights a rank holds, from which second on: of each of its stages
+    the newest, and those that minibatches in flight run on.
     """
     steps: list[tuple[float, float]] = []
-    # Not 0 where the beginning of an epoch is not known.
-    newest = next((e.action.version for e in events if e.action.kind == Kind.FORWARD), 0)
-    used = Counter[int]()
+    newest: dict[int, int] = {}
+    for event in events:  # not 0 where the beginning of an epoch is not known
+        if event.action.kind == Kind.FORWARD:
+            newest.setdefault(event.action.stage, event.action.version)
+    used = {stage: Counter[int]() for stage in newest}
     for event in events:
-        kind, version = event.action.kind, event.action.version
+        kind, stage, version = event.action.kind, event.action.stage, event.action.version
         if kind == Kind.FORWARD:
-            if not version and not +used:
-                newest = 0  # they count from 0 in each segment
-            used[version] += 1
+            if not version and not +used[stage]:
+                newest[stage] = 0  # they count from 0 in each segment
+            used[stage][version] += 1
         elif kind in ENDS_BACKWARD:
-            used[version] -= 1
+            used[stage][version] -= 1
         elif kind == Kind.UPDATE:
-            newest = version
+            newest[stage] = version
         else:
             continue
-        steps.append((event.end, float(len({newest, *+used}))))
+        steps.append((event.end, float(sum(len({newest[s], *+used[s]}) for s in newest))))
     return steps

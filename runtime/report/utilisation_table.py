@@ -11,7 +11,7 @@ from rich.table import Table
 from pipedream.graph.plan import Simulated
 from pipedream.graph.units import show_seconds
 from pipedream.runtime.report.utilisation import Utilisation
-from pipedream.schedule.action import BACKWARDS, RECEIVES, SENDS, Kind
+from pipedream.schedule.action import BACKWARDS, RECEIVES, SENDS, Kind, Worker, stages_and_replicas
 
 _PIPED_WIDTH = 120
 
@@ -27,20 +27,20 @@ _COLUMNS = {
 
 def print_utilisation(
     utilisation: Utilisation,
-    ranks: Sequence[Sequence[int]],
+    workers: Mapping[int, Sequence[Worker]],
     hoped: Mapping[int, float],
     simulated: Simulated | None,
     clock_error: float,
 ) -> None:
     """A row for each rank, then the bubble as the cost model, the simulation and this run have it.
 
-    `ranks[stage][replica]` is the rank of a worker, `hoped` how busy each would be (`promised`), if
-    known. `clock_error`: by how many seconds the ranks' clocks may differ.
+    `workers` are those of each rank, `hoped` how busy it would be (`promised`), if that is known.
+    `clock_error`: by how many seconds the ranks' clocks may differ.
     """
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPED_WIDTH)
-    console.print(_table(utilisation, ranks, hoped))
+    console.print(_table(utilisation, workers, hoped))
     told = [f"bubble              {utilisation.bubble:.1%}"]
     if any(hoped.values()):
         told.append(f"planned {max(0.0, 1 - sum(hoped.values()) / len(hoped)):.1%}")
@@ -51,7 +51,7 @@ def print_utilisation(
 
 
 def _table(
-    utilisation: Utilisation, ranks: Sequence[Sequence[int]], hoped: Mapping[int, float]
+    utilisation: Utilisation, workers: Mapping[int, Sequence[Worker]], hoped: Mapping[int, float]
 ) -> Table:
     while_full = (
         "while the pipeline was full" if utilisation.steady else "filling and draining included"
@@ -66,14 +66,14 @@ def _table(
     )
     for heading in ("rank", "stage", "replica", *_COLUMNS, "rest", "busy", "planned"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for stage, members in enumerate(ranks):
-        for replica, rank in enumerate(members):
-            spent = [utilisation.share(rank, kinds) for kinds in _COLUMNS.values()]
-            rest = max(0.0, 1 - sum(spent))
-            table.add_row(
-                *(str(number) for number in (rank, stage, replica)),
-                *(f"{share:.1%}" for share in (*spent, rest)),
-                f"{utilisation.busy(rank):.1%}",
-                f"{hoped[rank]:.1%}" if hoped.get(rank) else "-",
-            )
+    for rank, own in workers.items():
+        spent = [utilisation.share(rank, kinds) for kinds in _COLUMNS.values()]
+        rest = max(0.0, 1 - sum(spent))
+        table.add_row(
+            str(rank),
+            *stages_and_replicas(own),
+            *(f"{share:.1%}" for share in (*spent, rest)),
+            f"{utilisation.busy(rank):.1%}",
+            f"{hoped[rank]:.1%}" if hoped.get(rank) else "-",
+        )
     return table

@@ -17,7 +17,7 @@ from pipedream.graph.errors import UserError
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.data.sizes import Sizes
-from pipedream.runtime.engine.evaluation import EvaluationStage, obstacle
+from pipedream.runtime.engine.evaluation import Evaluation, obstacle
 from pipedream.runtime.job import Job
 from pipedream.runtime.stages.partition import layouts
 from pipedream.runtime.stages.stage_module import capture_rest
@@ -27,21 +27,22 @@ from pipedream.runtime.stages.stage_module import capture_rest
 class Captures:
     """`whole` minibatches, and the `rest` where the last one of an epoch is smaller.
 
-    `parameters` are the names of all that the model has, `persistent` those in its state_dict,
-    `buffers` those of all its buffers. `trial` is a rank's part in trying the held-out data, None
-    where that is not asked for or goes another way.
+    `last` is the number of the smaller minibatch. `parameters` are the names of all that the model
+    has, `persistent` those in its state_dict, `buffers` those of all its buffers. `evaluation` is a
+    rank's part in trying the held-out data, None where that is not asked for or goes another way.
     """
 
     whole: Captured
     rest: Captured | None
+    last: int | None
     parameters: Sequence[str]
     persistent: Set[str]
     buffers: Set[str]
-    trial: EvaluationStage | None
+    evaluation: Evaluation | None
 
 
 def capture_all(job: Job, examples: Examples, place: Place) -> Captures:
-    """The same on all ranks, but for `trial`. Raises UserError where the model does not go."""
+    """The same on all ranks, but for `evaluation`. Raises UserError if the model is unsuitable."""
     model = load_config_model(job.config, job.directory)
     first = examples.first()
     with lowered(job.config.autocast, torch.device("cpu")):
@@ -50,10 +51,11 @@ def capture_all(job: Job, examples: Examples, place: Place) -> Captures:
     return Captures(
         whole,
         rest,
+        examples.sizes.last,
         [name for name, _ in model.named_parameters()],
         frozenset(model.state_dict()),
         frozenset(name for name, _ in model.named_buffers()),
-        _trial(job, examples, place, model, first),
+        _evaluation(job, examples, place, model, first),
     )
 
 
@@ -74,9 +76,9 @@ def _rest(
         ) from error
 
 
-def _trial(
+def _evaluation(
     job: Job, examples: Examples, place: Place, model: nn.Module, first: Batch
-) -> EvaluationStage | None:
+) -> Evaluation | None:
     if job.config.evaluate_every is None or not job.evaluate:
         return None
     if examples.held_out is None:
@@ -93,9 +95,8 @@ def _trial(
             why = f"for the last {sizes.rest} of {sizes.examples} examples {error}"
     model.train()
     if why is None:
-        return EvaluationStage.of(
-            captured, rest, job.plan, job.worker(place.rank), sizes, examples.device
-        )
+        workers = job.workers_of(place.rank)
+        return Evaluation.of(captured, rest, job.plan, workers, sizes, examples.device)
     scheduler = job.config.scheduler
     if scheduler is not None and scheduler.needs_held_out:
         raise UserError(

@@ -14,6 +14,7 @@ from statistics import median
 
 from torch._C._distributed_c10d import Store
 
+from pipedream.graph.plan import RankAssignment
 from pipedream.graph.timeline import DrawnAction, Event
 from pipedream.schedule.action import BACKWARDS, RECEIVES, Kind
 from pipedream.schedule.steady_state import BUSY
@@ -47,7 +48,7 @@ class Status:
 def current_status(
     events: Sequence[Event],
     under_way: DrawnAction | None,
-    ranks: Sequence[Sequence[int]],
+    assignment: RankAssignment,
     begin: float,
     now: float,
     memory: int,
@@ -67,7 +68,7 @@ def current_status(
         seconds = event.end - max(event.begin, start)
         if seconds > 0:
             spent[event.action.kind] = spent.get(event.action.kind, 0.0) + seconds
-            whom = _awaited(event.action, ranks)
+            whom = _awaited(event.action, assignment)
             if whom is not None:
                 waits[whom] = waits.get(whom, 0.0) + seconds
     window = max(now - start, 1e-9)
@@ -84,11 +85,11 @@ def current_status(
     )
 
 
-def _awaited(action: DrawnAction, ranks: Sequence[Sequence[int]]) -> str | None:
+def _awaited(action: DrawnAction, assignment: RankAssignment) -> str | None:
     """Whom the action waits for."""
     if action.kind in RECEIVES and action.peer is not None:
         stage, replica = action.peer
-        return f"rank {ranks[stage][replica]}"
+        return f"rank {assignment[stage][replica].leader}"
     return "its replicas" if action.kind == Kind.ALL_REDUCE else None
 
 

@@ -40,7 +40,7 @@ from pipedream.capture.allocator import keep_freed_memory
 from pipedream.capture.export import Value
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.launcher import Place
-from pipedream.comm.process_groups import Groups
+from pipedream.comm.process_groups import StageGroups
 from pipedream.comm.transport import Message, Transport
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.plan import read_plan
@@ -54,7 +54,9 @@ from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.job import Job
 from pipedream.runtime.local_model import LocalModel
 from pipedream.runtime.optim.optimizers import make_optimizer
+from pipedream.runtime.optim.stepping import Stepping
 from pipedream.runtime.pipelining import split_policy
+from pipedream.runtime.report.loss_sum import LossSum
 from pipedream.runtime.stages.partition import links
 from pipedream.schedule.action import Kind
 from pipedream.schedule.channel import Channel
@@ -168,10 +170,7 @@ class Same:
 def rank_of(folder: Path, place: Place, device: str = "cpu") -> LocalModel:
     """Ready to train the plan that `prepare` has made."""
     plan, config = read_plan(folder / "plan/plan.json"), read_config(folder / "run.yaml")
-    rank = LocalModel(Job(plan, config, folder, folder / "run", device=device), place)
-    rank.weights = Weights(rank.parameters)
-    rank.stepping = rank.make_stepping(lambda tensor: None)
-    return rank
+    return LocalModel(Job(plan, config, folder, folder / "run", device=device), place)
 
 
 def plain_loop(rank: LocalModel, batch: Batch) -> Callable[[], None]:
@@ -190,18 +189,20 @@ def plain_loop(rank: LocalModel, batch: Batch) -> Callable[[], None]:
 
 def engine_of(rank: LocalModel, transport: Still | Transport) -> Engine:
     """That runs the rank's stage, and tells nobody."""
+    (stage,) = rank.stages
+    losses = LossSum(lambda tensor: None, rank.device)
     executor = Executor(
-        stage_modules=rank.stage_modules,
-        weights=rank.weights,
-        stepping=rank.stepping,
+        stage_modules=stage.stage_modules,
         transport=transport,  # type: ignore[arg-type]
-        groups=Groups(None),
-        ranks=rank.job.plan.process_ranks,
+        assignment=rank.job.plan.rank_assignment,
         loss=rank.loss,
+        weights=Weights(stage.parameters),
+        stepping=Stepping({stage.stage: stage.make_stepping({})}, rank.job.config, losses, None),
+        groups=StageGroups(None),
         on_loss=lambda minibatch, loss: None,
         rng=rank.rng,
     )
-    return Engine({rank.stage: executor}, executor.transport, after=lambda action: None)
+    return Engine({stage.stage: executor}, executor.transport)
 
 
 class Bench:
@@ -229,7 +230,7 @@ class Bench:
         """Seconds of a whole run of our engine; its events are in `self.events`."""
         rank = self.rank
         spec = PipelineSpec(name, rank.job.plan.replicas, links(rank.layouts), microbatches)
-        actions = Schedule(spec, minibatches).actions(rank.worker)
+        actions = Schedule(spec, minibatches).actions(*rank.workers)
         engine = engine_of(rank, self.still if alone else self.transport)
         begin = time.perf_counter()
         engine.run(ActionStream(TrainingSegment(0, minibatches), actions), Same(self.batch))
@@ -313,7 +314,7 @@ def work(number: int, folder: str) -> None:
             found[name] = max(both)
         if round_:  # the first is to warm up
             rounds.append(found)
-    assert all(p.isfinite().all() for p in bench.rank.parameters.values())
+    assert all(p.isfinite().all() for stage in bench.rank.stages for p in stage.parameters.values())
     if number == 0:
         (Path(folder) / "rounds.json").write_text(json.dumps(rounds))
     dist.destroy_process_group()

@@ -76,7 +76,7 @@ def test_what_a_plan_knows() -> None:
 def test_where_devices_stay_unused_the_processes_close_up() -> None:
     data = plan_json()
     data["stages"][0]["ranks"], data["stages"][1]["ranks"] = [3, 0], [2]
-    assert Plan.model_validate(data).process_ranks == ((2, 0), (1,))
+    assert Plan.model_validate(data).rank_assignment == ((((2,),), ((0,),)), (((1,),),))
 
 
 def swap_stages(data: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     (
         "two stages",
         lambda d: d["stages"][1].update(ranks=[1]),
-        "rank 1 is in stages 0 and 1: schedule .* runs one stage on each rank",
+        "rank 1 is in stages 0 and 1: order 1f1b runs one stage on each rank",
     ),
     ("rank twice", lambda d: d["stages"][1].update(ranks=[2, 2]), "stage 1 names rank 2 twice"),
     ("no such rank", lambda d: d["stages"][1].update(ranks=[4]), "rank 4: the cluster has 4 dev"),

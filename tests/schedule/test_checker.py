@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 from pipelines import PASSES, Orders, halved, interleaved, zero_bubble
-from schedules import schedule
+from schedules import assigned, schedule
 
 from pipedream.graph.choices import SCHEDULES
 from pipedream.schedule.action import Kind, parse_action
@@ -19,7 +19,7 @@ BOTH = [interleaved(2, 4, 8, 4, SKIPS), zero_bubble(3, 7, 4, [(0, 1), (0, 2), (1
 
 
 def checked(orders: Orders):
-    return check_ranks(orders.schedule, orders.actions, orders.ranks)
+    return check_ranks(orders.schedule, orders.actions, orders.assignment)
 
 
 def test_two_stages_on_each_rank():
@@ -161,4 +161,4 @@ def test_one_worker_to_a_rank_is_as_before():
     made = schedule("weight-stashing", (2, 1), [(0, 1)], 9)
     lists = {worker: made.actions(worker) for worker in made.workers}
     by_rank = dict(enumerate(lists.values()))
-    assert check_ranks(made, by_rank, [[0, 1], [2]]) == check_actions(made, lists)
+    assert check_ranks(made, by_rank, assigned([[0, 1], [2]])) == check_actions(made, lists)

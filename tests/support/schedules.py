@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from pipedream.graph.choices import ScheduleName
+from pipedream.graph.plan import RankAssignment, WorkerGroup
 from pipedream.schedule import policy as policies
 from pipedream.schedule.action import Link
 from pipedream.schedule.policy import Policy
@@ -26,6 +27,11 @@ def schedule(
     ordered = tuple(sorted(set(links)))
     spec = PipelineSpec(name, tuple(replicas), ordered, microbatches, accumulate, most, tuple(tied))
     return Schedule(spec, minibatches)
+
+
+def assigned(ranks: Sequence[Sequence[int]]) -> RankAssignment:
+    """`ranks[stage][replica]` is the rank of each worker."""
+    return [[WorkerGroup((rank,)) for rank in of_stage] for of_stage in ranks]
 
 
 def policy(

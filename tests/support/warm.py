@@ -5,6 +5,7 @@ import importlib
 
 import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
+import pipelines  # noqa: F401  (its orders are known to pd-train in every process)
 import torch
 from torch import nn
 

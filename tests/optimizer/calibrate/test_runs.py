@@ -11,7 +11,7 @@ from profiled import profile_of
 from pipedream.graph.cluster import Cluster, DeviceType
 from pipedream.graph.measured_run import MeasuredRank, MeasuredRun, read_measured, write_measured
 from pipedream.graph.model import format_graph, read_graph
-from pipedream.graph.plan import PlanningOptions
+from pipedream.graph.plan import PlanningOptions, workers_by_rank
 from pipedream.graph.profile import Quartiles, TrainingOverheads, write_profile
 from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
 from pipedream.optimizer.calibrate.verdict import Verdict
@@ -48,8 +48,8 @@ def measured(plan, times, update=None, **fields):
             updates=40 if update else 0,
             update=spread(update) if update else None,
         )
-        for stage, members in enumerate(plan.process_ranks)
-        for replica, rank in enumerate(members)
+        for rank, workers in workers_by_rank(plan.rank_assignment).items()
+        for stage, replica in workers
     ]
     known = {"device": "cpu", "threads": 1, "batch_size": 8, "schedule": plan.schedule}
     known |= {"seconds_per_minibatch": 0.01, "ranks": ranks, "plan": plan}

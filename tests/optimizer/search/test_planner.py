@@ -222,7 +222,7 @@ def test_unused_devices_leave_gaps_in_ranks_but_not_in_processes(make_graph):
     cluster = Cluster(machines=(3, 2), bandwidth=(1e9, 1e12))
     plan = optimize(Request(graph, cluster, PaperCost(), rules=Rules(fewer_machines=True))).plan
     assert plan.workers == 2
-    assert plan.process_ranks == ((0,), (1,))
+    assert plan.rank_assignment == ((((0,),),), (((1,),),))
     assert all(rank < 6 for stage in plan.stages for rank in stage.ranks)
 
 

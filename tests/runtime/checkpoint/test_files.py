@@ -300,15 +300,13 @@ def test_a_checkpoint_waits_for_the_records(tmp_path):
     recorded = threading.Event()
     saver = Saver(
         folder=tmp_path,
-        stage=0,
         stages=1,
         store=HashStore(),
-        writes=True,
         publishes=True,
         timeout=30,
         recorded=lambda position: recorded.is_set(),
     )
-    saver.begin(Position(0, 8), {"w": torch.ones(2)}, dict, {})
+    saver.begin(Position(0, 8), {0: ({"w": torch.ones(2)}, {})}, {})
     time.sleep(0.2)
     assert latest(tmp_path) is None
     recorded.set()

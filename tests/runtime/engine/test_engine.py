@@ -35,7 +35,7 @@ from pipedream.runtime.engine.training_segment import TrainingSegment
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate
-from pipedream.runtime.optim.stepping import Stepping
+from pipedream.runtime.optim.stepping import StageStepping, Stepping
 from pipedream.runtime.report.loss_sum import LossSum
 from pipedream.runtime.stages.compile import plain
 from pipedream.runtime.stages.partition import Layout, layouts, links
@@ -94,14 +94,15 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=workers)
     captured = captured_model(name)
     every = layouts(captured, plan_of(captured, orders.schedule.spec.replicas))
-    taken = rank_links(orders.ranks, links(every))
+    assignment = orders.assignment
+    taken = rank_links(assignment, links(every))
     transport = Transport(CPU, "nccl" if again else "gloo", taken)
     losses = dict[int, float]()
-    executors = {}
+    executors, groups = {}, make_groups(assignment, {})
     for layout in every:
-        groups = make_groups(layout.stage, orders.ranks, {})
         if rank in orders.ranks[layout.stage]:
-            executors[layout.stage] = executor(captured, layout, orders, transport, groups, again)
+            own = groups[layout.stage]
+            executors[layout.stage] = executor(captured, layout, orders, transport, own, again)
     engine = Engine(executors, transport, after=lambda action: None)
     minibatches = orders.schedule.minibatches
     for epoch in range(EPOCHS):
@@ -126,21 +127,19 @@ def executor(
     stage_module = StageModule.of(captured, layout, CPU, lambda _, piece: plain(piece))
     parameters = dict(stage_module.piece.module.named_parameters())
     optimizer = make_optimizer(OPTIMIZER, parameters)
+    config, rate = chain_config(OPTIMIZER), LearningRate(None, optimizer, Path())
     return Executor(
         stage_modules=StageModules(stage_module),
         weights=Weights(parameters),
         stepping=Stepping(
-            optimizer,
-            parameters,
-            chain_config(OPTIMIZER),
-            LearningRate(None, optimizer, Path()),
+            {layout.stage: StageStepping(optimizer, parameters, config, rate, ())},
+            config,
             LossSum(lambda tensor: None, CPU),
             None,
-            (),
         ),
         transport=transport,
         groups=groups,
-        ranks=orders.ranks,
+        assignment=orders.assignment,
         loss=nn.functional.mse_loss,
         on_loss=lambda b, loss: None,
         rng=MinibatchRng(0, CPU),
@@ -150,7 +149,7 @@ def executor(
 
 def run(name: str, orders: Orders, again: bool = False) -> list[Told]:
     """What each rank tells. The orders are proved before."""
-    check_ranks(orders.schedule, orders.actions, orders.ranks)
+    check_ranks(orders.schedule, orders.actions, orders.assignment)
     return run_processes(trained, len(orders.actions), free_port(), name, orders, again)
 
 

@@ -120,7 +120,7 @@ def test_forward_passes_in_the_order_of_the_minibatches() -> None:
     """Two replicas, then one that also feeds the last past its neighbour."""
     links = [(0, 1), (1, 2), (0, 2)]
     shown = {
-        worker: " ".join(map(str, forwards((2, 1, 1), links, 3, worker)))
+        worker: " ".join(map(str, forwards((2, 1, 1), links, 3, [worker])))
         for worker in [(0, 0), (0, 1), (1, 0), (2, 0)]
     }
     assert shown == {
@@ -135,7 +135,7 @@ def test_examples_weigh_the_same_in_any_minibatch() -> None:
     one, other = EvaluationTotals(), EvaluationTotals()
     one.add(2.0, 4, (3, 4))
     other.add(7.0, 1, (0, 1))
-    assert EvaluationTotals.result([one.told, other.told, EvaluationTotals().told]) == {
+    assert EvaluationTotals.result([one.as_json, other.as_json, EvaluationTotals().as_json]) == {
         "held_out_loss": pytest.approx(3.0),
         "held_out_accuracy": pytest.approx(0.6),
     }

@@ -20,7 +20,7 @@ def one_weight(value: float, uses: dict[int, int]) -> tuple[Weights, torch.optim
 
 def step(weights: Weights, optimizer: torch.optim.Optimizer, gradient: float = 1.0) -> None:
     weights.gradients["w"] = torch.tensor([gradient])
-    weights.update(optimizer.step, divisor=1)
+    weights.update(weights.take_gradients(1), optimizer.step, weights.current.number + 1)
 
 
 def test_a_minibatch_in_flight_keeps_the_weights_it_began_with() -> None:
@@ -88,7 +88,7 @@ def test_gradients_of_a_round_are_averaged() -> None:
             (factor * version.tensors["w"]).sum().backward()
         weights.release(version)
         assert version.tensors["w"].grad is None
-    weights.update(optimizer.step, divisor=4)
+    weights.update(weights.take_gradients(4), optimizer.step, weights.current.number + 1)
     assert weights.current.tensors["w"].item() == -1.5
 
 
@@ -97,7 +97,7 @@ def test_a_parameter_without_gradient_is_left_alone_as_torch_does() -> None:
     weights = Weights({"used": used, "unused": unused})
     optimizer = torch.optim.SGD([used, unused], lr=1.0, weight_decay=0.5)
     weights.gradients["used"] = torch.tensor([0.0])
-    weights.update(optimizer.step, divisor=1)
+    weights.update(weights.take_gradients(1), optimizer.step, weights.current.number + 1)
     assert weights.current.tensors["used"].item() == 0.5
     assert weights.current.tensors["unused"].item() == 1.0
 
@@ -109,7 +109,7 @@ def predicted(optimizer: type[torch.optim.Optimizer], **args: object) -> tuple[T
     weights = Weights({"w": parameter}, prediction=Prediction(made, {"w": parameter}))
     for gradient in (1.0, 2.0, 4.0):
         weights.gradients["w"] = torch.tensor([gradient], dtype=torch.float64)
-        weights.update(made.step, divisor=1)
+        weights.update(weights.take_gradients(1), made.step, weights.current.number + 1)
     version = weights.acquire(3, ahead=3)
     result = version.tensors["w"].detach().clone()
     weights.release(version)

@@ -34,7 +34,7 @@ from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.job import Job
 from pipedream.runtime.optim.optimizers import make_optimizer, restore_state, state_tensors
 from pipedream.runtime.optim.rates import LearningRate, make_scheduler
-from pipedream.runtime.optim.stepping import Stepping
+from pipedream.runtime.optim.stepping import StageStepping, Stepping
 from pipedream.runtime.report.loss_sum import LossSum
 from tests.runtime.engine.test_semantics import SUPPORT, plan_for
 
@@ -183,15 +183,14 @@ class Part:
         whole = dict(model.named_parameters())
         self.parameters = {n: nn.Parameter(p.clone()) for n, p in whole.items() if n[0] in letters}
         self.optimizer = make_optimizer(config.optimizer, self.parameters, whole)
-        self.stepping = Stepping(
-            self.optimizer,
-            self.parameters,
-            config,
-            LearningRate(config.scheduler, self.optimizer, SUPPORT),
-            LossSum(lambda tensor: None, torch.device("cpu")),
-            None,
-            self.parameters,
-        )
+        rate = LearningRate(config.scheduler, self.optimizer, SUPPORT)
+        steps = StageStepping(self.optimizer, self.parameters, config, rate, self.parameters)
+        losses = LossSum(lambda tensor: None, torch.device("cpu"))
+        self.stepping = Stepping({0: steps}, config, losses, None)
+
+    def step(self) -> None:
+        gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        self.stepping.stages[0].step(gradients, norm=0.0, updates=1)
 
 
 def train_parts(parts: Sequence[Part], batches: Sequence[Any], ends: bool) -> list[float]:
@@ -207,7 +206,7 @@ def train_parts(parts: Sequence[Part], batches: Sequence[Any], ends: bool) -> li
         for part in parts:
             for loss in each:
                 part.stepping.note(loss.detach())
-            part.stepping.step()
+            part.step()
     for part in parts:
         part.stepping.end_segment()
         if ends:

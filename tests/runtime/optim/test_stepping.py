@@ -10,9 +10,10 @@ from torch import Tensor
 from training import chain_config
 
 from pipedream.graph.run_config import OptimizerConfig
+from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate
-from pipedream.runtime.optim.stepping import Stepping
+from pipedream.runtime.optim.stepping import StageStepping, Stepping
 from pipedream.runtime.report.loss_sum import LossSum
 
 
@@ -32,8 +33,6 @@ def test_a_stage_without_parameters_adds_its_norm_up_on_its_own_device() -> None
     config = chain_config(given).model_copy(update={"clip_norm": 1.0})
     optimizer = make_optimizer(given, {})
     losses = LossSum(add_up, torch.device("meta"))
-    stepping = Stepping(
-        optimizer, {}, config, LearningRate(None, optimizer, Path()), losses, add_up, ()
-    )
+    steps = StageStepping(optimizer, {}, config, LearningRate(None, optimizer, Path()), ())
     with pytest.raises(Asked):
-        stepping.step()
+        Stepping({0: steps}, config, losses, add_up).update(0, 1, Weights({}), 1, 1)

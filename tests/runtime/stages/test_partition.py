@@ -147,9 +147,9 @@ def test_a_rank_holds_its_own_stage_and_nothing_else_of_the_model(tmp_path: Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(small_models.Chain, "__init__", remember)
         job = Job(plan, config, Path(small_models.__file__).parent, tmp_path)
-        rank = LocalModel(job, Place(1, 3, 1, 3, "127.0.0.1", 1))
+        (stage,) = LocalModel(job, Place(1, 3, 1, 3, "127.0.0.1", 1)).stages
     gc.collect()
     alive = [parameter for ref in held if (parameter := ref()) is not None]
     assert len(held) == 6
-    assert {id(parameter) for parameter in alive} == set(map(id, rank.parameters.values()))
-    assert set(rank.parameters) == {"b.linear.weight", "b.linear.bias"}
+    assert {id(parameter) for parameter in alive} == set(map(id, stage.parameters.values()))
+    assert set(stage.parameters) == {"b.linear.weight", "b.linear.bias"}

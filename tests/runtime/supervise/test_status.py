@@ -6,8 +6,10 @@ import io
 
 import pytest
 from rich.console import Console
+from schedules import assigned
 from torch.distributed import HashStore
 
+from pipedream.graph.plan import workers_by_rank
 from pipedream.graph.timeline import Event
 from pipedream.runtime.report.live_table import in_words, table
 from pipedream.runtime.supervise import status as live
@@ -19,7 +21,7 @@ from pipedream.runtime.supervise.status import (
 )
 from pipedream.schedule.action import parse_action
 
-RANKS = [(0,), (2, 1)]
+RANKS = assigned([(0,), (2, 1)])
 NAMES = ["0F0", "0F2", "0RG0<1", "0B0", "0U0@1", "0RG2<1.1", "0B2"]
 ACTIONS = [parse_action(text) for text in NAMES]
 
@@ -78,7 +80,7 @@ def test_what_is_told_is_heard():
 
 def shown(statuses, ranks=RANKS, most=10) -> str:
     console = Console(file=io.StringIO(), width=80)
-    console.print(table(statuses, ranks, most))
+    console.print(table(statuses, workers_by_rank(ranks), most))
     return console.file.getvalue()
 
 
@@ -92,7 +94,7 @@ def test_the_table_has_a_row_for_each_rank():
 
 
 def test_as_many_rows_as_there_is_room_for():
-    text = shown({}, [tuple(range(50))], 20)
+    text = shown({}, assigned([tuple(range(50))]), 20)
     assert "and 30 more" in text
     assert len(text.splitlines()) < 26
 

@@ -1,0 +1,60 @@
+"""What a stage keeps of a minibatch that is on its way through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from pipedream.comm.transport import Message
+from pipedream.runtime.engine.recompute import Recomputation
+from pipedream.runtime.engine.weights import Version
+from pipedream.schedule.channel import Channel
+
+
+@dataclass
+class MinibatchState:
+    """What one minibatch leaves in this stage between its forward and its backward pass.
+
+    `received`: values from other stages; `leaving`: those to be sent; `edges`: where the backward
+    pass may begin, the values that need a gradient, without their data. `recomputation` replaces
+    the autograd graph where the stage recomputes. `messages`: those with activations, whose
+    memory may then go round. That of gradients may not: autograd hands on views of it as the
+    gradients of others. `gradients` are those received, then those to be sent; all `sent`: the
+    last of them has been. Between the halves of the backward pass `ends` is where it begins.
+    """
+
+    received: dict[str, torch.Tensor] = field(default_factory=dict)
+    leaving: dict[str, torch.Tensor] = field(default_factory=dict)
+    edges: dict[str, GradientEdge] = field(default_factory=dict)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+    version: Version | None = None
+    loss: torch.Tensor | None = None
+    recomputation: Recomputation | None = None
+    ends: BackwardRoots | None = None
+    sent: bool = False
+    messages: list[tuple[Channel, Message]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class BackwardRoots:
+    """Where a backward pass begins, at the loss or at what was sent, and with which gradients."""
+
+    edges: Sequence[torch.Tensor] | Sequence[GradientEdge]
+    gradients: Sequence[torch.Tensor] | None
+
+    @staticmethod
+    def of(state: MinibatchState) -> BackwardRoots:
+        if state.loss is not None:
+            return BackwardRoots([state.loss] if state.loss.requires_grad else [], None)
+        names = [name for name in state.gradients if name in state.edges]
+        return BackwardRoots([state.edges[n] for n in names], [state.gradients[n] for n in names])
+
+    def propagate(self, to: Sequence[torch.Tensor], retain_graph: bool = False) -> None:
+        """Adds to the `grad` of these leaves; with `retain_graph` the graph can be used again."""
+        if self.edges and to:
+            torch.autograd.backward(
+                self.edges, self.gradients, retain_graph=retain_graph, inputs=to
+            )

@@ -1,0 +1,90 @@
+"""One stage of the model as this rank runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch.nn import Parameter
+
+from pipedream.capture.export import Captured
+from pipedream.capture.segment import Segment
+from pipedream.runtime.engine.randomness import MinibatchRng, operator_positions, seed_each
+from pipedream.runtime.job import Job
+from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
+from pipedream.runtime.optim.rates import LearningRate
+from pipedream.runtime.optim.stepping import StageStepping
+from pipedream.runtime.stages.captures import Captures
+from pipedream.runtime.stages.compile import Compute, make_compute
+from pipedream.runtime.stages.partition import Layout, layouts, source_text
+from pipedream.runtime.stages.stage_module import StageModule, StageModules
+from pipedream.schedule.action import Worker
+
+
+class LocalStage:
+    """One replica of one stage: its modules, parameters and optimizer.
+
+    `stage_modules` compute it; `parameters` and `buffers` are its part of a checkpoint. Random
+    operators draw from `rng`.
+    """
+
+    def __init__(
+        self, job: Job, worker: Worker, captures: Captures, layout: Layout, rng: MinibatchRng
+    ) -> None:
+        self.job, self.layout, self.rng = job, layout, rng
+        self.stage, self.replica = worker
+        if self.replica == 0:
+            self._write_source(captures.whole)
+        whole, rest = self._stage_module(captures.whole), None
+        if captures.rest is not None:
+            rest = self._stage_module(captures.rest)
+            rest.share(whole, captures.buffers)
+        self.stage_modules = StageModules(whole, rest, captures.last)
+        self.module = whole.piece.module
+        self.parameters: dict[str, Parameter] = dict(self.module.named_parameters())
+        buffers = self.module.named_buffers()
+        self.buffers = {name: buffer for name, buffer in buffers if name in captures.persistent}
+        self.optimizer = make_optimizer(job.optimizer, self.parameters, captures.parameters)
+
+    def _stage_module(self, captured: Captured) -> StageModule:
+        device = self.rng.device
+
+        def compute(captured: Captured, piece: Segment) -> Compute:
+            seed_each(piece, operator_positions(captured.module), self.rng)
+            return make_compute(piece, self.job.config, device)
+
+        layout = layouts(captured, self.job.plan)[self.stage]
+        return StageModule.of(captured, layout, device, compute)
+
+    def _write_source(self, captured: Captured) -> None:
+        self.job.run.mkdir(parents=True, exist_ok=True)
+        text = source_text(captured, self.job.plan, self.layout, self.layout.build(captured))
+        (self.job.run / f"stage{self.stage}.py").write_text(text, encoding="utf-8")
+
+    def make_stepping(self, tied: Mapping[str, Sequence[int]]) -> StageStepping:
+        """The steps of its optimizer.
+
+        In a norm over all ranks, a parameter counts once: in the first replica, and where several
+        stages hold it (`tied`), in the first of them.
+        """
+        together = self.job.policy.same_everywhere
+        first = {name: min(stages) == self.stage for name, stages in tied.items()}
+        counted = [name for name in self.parameters if first.get(name, True)]
+        return StageStepping(
+            self.optimizer,
+            self.parameters,
+            self.job.config,
+            LearningRate(self.job.config.scheduler, self.optimizer, self.job.directory),
+            counted if self.replica == 0 or not together else (),
+        )
+
+    @property
+    def saved(self) -> dict[str, torch.Tensor]:
+        """Its parameters and buffers, by their names in the model."""
+        return {**self.parameters, **self.buffers}
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What it holds between epochs."""
+        yield from self.module.parameters()
+        yield from self.module.buffers()
+        yield from state_tensors(self.optimizer, self.parameters).values()
