@@ -1,4 +1,4 @@
-"""Which of the processes of a run this is, as its launcher tells it: torchrun, mpirun or srun."""
+"""Reads the rank of this process from the environment of torchrun, mpirun or srun."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from pipedream.graph.errors import UserError
 
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # as torchrun has it
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun
 LOCALHOST = "127.0.0.1"
 PORTS = range(20_000, 30_000)
-"""Where processes meet: below the ports that systems give out by themselves."""
+"""Ports for the rendezvous, below those that operating systems assign on their own."""
 
 _UNTIL_RANK_0_HAS_SPOKEN = 5.0  # seconds
 
@@ -30,7 +30,7 @@ class Place:
     master_port: int
 
     def variables(self) -> dict[str, str]:
-        """The place in torchrun's words, as `init_method="env://"` reads it."""
+        """The same as variables of torchrun, which `init_method="env://"` reads."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -43,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables by which a launcher tells a process its place; `job` names the run."""
+    """The environment variables of a launcher; those in `job` identify the run."""
 
     rank: str
     world_size: str
@@ -73,10 +73,10 @@ _LAUNCHERS = (
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that torchrun, mpirun (Open MPI, MPICH) or srun gave this process, if one did.
+    """The rank of this process by torchrun, mpirun (Open MPI, MPICH) or srun; None without them.
 
-    mpirun and srun name no meeting point: on one machine it is a port derived from the name of the
-    job, on several the user has to set MASTER_ADDR. Raises UserError.
+    mpirun and srun give no address: on one machine the port is derived from the name of the job; on
+    several the user must set MASTER_ADDR. Raises UserError.
     """
     for launcher in _LAUNCHERS:
         if launcher.rank in variables and launcher.world_size in variables:
@@ -90,7 +90,9 @@ def _place(launcher: _Launcher, variables: Mapping[str, str]) -> Place:
     local_rank = _number(variables, launcher.local_rank, rank)
     local_world_size = _number(variables, launcher.local_world_size, world_size)
     if rank >= world_size:
-        raise UserError(f"{launcher.rank}={rank}, but {launcher.world_size}={world_size}")
+        raise UserError(
+            f"{launcher.rank}={rank}, but {launcher.world_size}={world_size}: ranks count from 0"
+        )
     address = variables.get("MASTER_ADDR")
     if address is None and local_world_size < world_size:
         raise UserError(
@@ -105,30 +107,30 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
     text = variables.get(name)
     if text is None and default is not None:
         return default
-    # SLURM writes `4(x2)`: four tasks on each of two machines.
+    # SLURM writes `4(x2)` for four tasks on each of two machines.
     digits = (text or "").partition("(")[0]
     if not digits.isascii() or not digits.isdigit():
-        raise UserError(f"{name}={text}: expected a number in this environment variable")
+        raise UserError(f"{name}={text}: this environment variable must be a number")
     return int(digits)
 
 
 def _port(launcher: _Launcher, variables: Mapping[str, str]) -> int:
-    """The same for all workers of a job, another for another job."""
+    """A port that is equal for all ranks of a job and differs between jobs."""
     known = [variables[name] for name in launcher.job if name in variables]
     job = ".".join(known) or str(os.getppid())
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
 
 
 def restarts() -> int:
-    """How often the launcher has started this run again, after a failure."""
+    """The number of times that the launcher has restarted this run after a failure."""
     return int(os.environ.get(RESTARTS, "0") or 0)
 
 
 def speaks() -> bool:
-    """Whether this process is the one that tells the user of an error that all may have.
+    """Whether this process should print an error that all ranks may have: always true in the end.
 
-    Rank 0 is, at once; the others are after a while: by then their launcher has stopped them if
-    rank 0 had the same error.
+    Rank 0 returns at once. Other ranks wait first; if rank 0 has the same error, their launcher
+    stops them meanwhile.
     """
     place = environment()
     if place is not None and place.rank > 0:

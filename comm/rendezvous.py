@@ -1,4 +1,4 @@
-"""Where processes meet: the device and the backend of each, and the store that they share."""
+"""Rendezvous of the ranks: the device and backend of each, and the store that they share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pipedream.graph.errors import UserError
 
 
 class NotMet(RuntimeError):
-    """Not all processes came."""
+    """Not all ranks joined in time."""
 
 
 def choose_device(name: str, place: Place) -> tuple[torch.device, str]:
-    """The device of this rank and the backend that serves it.
+    """The device of this rank, cpu or cuda, and its backend.
 
-    NCCL where every rank of the machine has a GPU of its own; gloo on CPUs and where several ranks
-    share a GPU. Raises UserError if there is no such device.
+    NCCL if every rank of the machine has its own GPU; gloo on CPUs and if ranks share a GPU. Raises
+    UserError if there is no such device.
     """
     if name == "cpu":
         return torch.device("cpu"), "gloo"
@@ -36,19 +36,19 @@ def choose_device(name: str, place: Place) -> tuple[torch.device, str]:
 
 
 def meet(place: Place, timeout: float) -> Store:
-    """The store that all ranks share. Raises NotMet if they do not all come."""
+    """Connects to the store that all ranks share. Raises NotMet if not all ranks join in time."""
     with _meeting(place):
         address = f"tcp://{place.master_address}:{place.master_port}"
         limit = timedelta(seconds=timeout)
         met = rendezvous(address, place.rank, place.world_size, timeout=limit)
         store, _, _ = next(met)
         store.set_timeout(limit)
-    # torchrun's store outlives a restart: what the workers before wrote must not be found.
+    # The store of torchrun outlives a restart; the prefix hides entries of earlier workers.
     return PrefixStore(f"restart-{restarts()}", store)
 
 
 def join(place: Place, met: Store, backend: str, device: torch.device, timeout: float) -> Store:
-    """Joins the others that meet there; the store of the run itself. Raises NotMet."""
+    """Joins the process group of all ranks; returns the store of the run. Raises NotMet."""
     with _meeting(place):
         dist.init_process_group(
             backend,
