@@ -156,14 +156,14 @@ class _Operator:
 class _NoHiddenParameters(TorchFunctionMode):
     """Raises UserError if a function reads a parameter that is not one of its arguments."""
 
-    def __init__(self, name: str, given: Sequence[Tensor]) -> None:
+    def __init__(self, name: str, arguments: Sequence[Tensor]) -> None:
         super().__init__()
         self.name = name
-        self.given = {id(tensor) for tensor in given}
+        self.arguments = {id(tensor) for tensor in arguments}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, nn.Parameter) and id(leaf) not in self.given:
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in self.arguments:
                 raise UserError(
                     f"autograd function {self.name} reads a parameter that it is not given: make "
                     "it an argument of apply"

@@ -188,10 +188,10 @@ def _unlift(
 
     A tied parameter has the first of its names, as in `model.named_parameters()`.
     """
-    held: dict[str, Any] = {**program.state_dict, **program.constants}
+    attribute_values: dict[str, Any] = {**program.state_dict, **program.constants}
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     attributes = {
-        spec.arg.name: first.get(id(held[spec.target]), spec.target)
+        spec.arg.name: first.get(id(attribute_values[spec.target]), spec.target)
         for spec in program.graph_signature.input_specs
         if spec.kind is not InputKind.USER_INPUT and spec.target is not None
     }
@@ -203,7 +203,7 @@ def _unlift(
             continue
         if node.op == "placeholder" and node.name in attributes:
             target = attributes[node.name]
-            _attach(root, target, held[target])
+            _attach(root, target, attribute_values[target])
             renamed[node] = graph.create_node("get_attr", target, name=node.name)
         elif node.op == "get_attr":
             _attach(root, node.target, getattr(program.graph_module, node.target))
@@ -287,8 +287,8 @@ class _Gradients(fx.Interpreter):
 
 def _fake_values(module: fx.GraphModule) -> dict[str, torch.Tensor]:
     """Every tensor of the graph as a fake tensor: shape, type, and whether it needs gradients."""
-    held = (*module.parameters(), *module.buffers())
-    modes = (tensor.fake_mode for tensor in held if isinstance(tensor, FakeTensor))
+    tensors = (*module.parameters(), *module.buffers())
+    modes = (tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
     mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.enable_grad():
         inputs = [

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.export import Captured, capture
-from pipedream.capture.node_modules import NodeModule
-from pipedream.capture.segment import freeze_constants, segment
+from pipedream.capture.node_modules import NodeModule, node_module
+from pipedream.capture.segment import segment
 from pipedream.capture.sources.user_code import blame
 from pipedream.graph.errors import UserError
 
@@ -111,20 +111,17 @@ def real_node_module(captured: Captured, node: str, device: torch.device) -> Ite
     at the end even if they are still referenced. `captured` does not change.
     """
     part = segment(captured, [node], keep=captured.outputs)
-    made = _make_real(part.module, device)
+    real = _make_real(part.module, device)
     try:
-        freeze_constants(part.to(device), captured.owner)
-        wants = tuple(captured.values[name].requires_grad for name in part.inputs)
-        parameters = tuple(p for p in part.module.parameters() if p.requires_grad)
-        yield NodeModule(node, part, wants, parameters)
+        yield node_module(captured, node, part, device)
     finally:
-        for tensor in made:
+        for tensor in real:
             tensor.untyped_storage().resize_(0)
 
 
 def _make_real(module: fx.GraphModule, device: torch.device) -> list[Tensor]:
     """Replaces the tensors without memory, which belong to the model; returns the new ones."""
-    made: list[Tensor] = []
+    real: list[Tensor] = []
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if isinstance(parameter, FakeTensor):
@@ -132,11 +129,11 @@ def _make_real(module: fx.GraphModule, device: torch.device) -> list[Tensor]:
                 if value.is_floating_point() or value.is_complex():
                     value.normal_(std=_DEVIATION)
                 part._parameters[name] = nn.Parameter(value, parameter.requires_grad)
-                made.append(value)
+                real.append(value)
         for name, buffer in part._buffers.items():
             if isinstance(buffer, FakeTensor):
                 fill = torch.ones if name == "running_var" else torch.zeros
                 value = fill(buffer.shape, dtype=buffer.dtype, device=device)
                 part._buffers[name] = value
-                made.append(value)
-    return made
+                real.append(value)
+    return real

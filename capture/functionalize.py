@@ -114,12 +114,12 @@ def _targets(node: fx.Node) -> list[fx.Node]:
     part = _attribute(parts[0]) if isinstance(node.target, torch._ops.HigherOrderOperator) else None
     if not isinstance(part, fx.GraphModule):
         return []
-    given = node.args[node.args.index(parts[0]) + 1 :]
+    operands = node.args[node.args.index(parts[0]) + 1 :]
     inside = part.graph.find_nodes(op="placeholder")
     changed = set().union(
         *(_aliases(value) for each in part.graph.nodes for value in _targets(each))
     )
-    pairs = zip(inside, given, strict=False)
+    pairs = zip(inside, operands, strict=False)
     return [value for place, value in pairs if place in changed and isinstance(value, fx.Node)]
 
 

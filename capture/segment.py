@@ -109,22 +109,22 @@ def freeze_constants(part: Segment, owned: Collection[str]) -> Segment:
     """
     graph = part.module.graph
     fixed = [node for node in graph.nodes if node.op == "call_function" and node.name not in owned]
-    made: dict[fx.Node, Any] = {}
+    values: dict[fx.Node, Any] = {}
 
     def value(node: fx.Node) -> Any:
-        if node not in made:
+        if node not in values:
             assert node.op == "get_attr", f"{node} is not a constant"
-            made[node] = operator.attrgetter(str(node.target))(part.module)
-        return made[node]
+            values[node] = operator.attrgetter(str(node.target))(part.module)
+        return values[node]
 
     with torch.no_grad():
         for node in fixed:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), value)
             assert callable(node.target)
-            made[node] = node.target(*args, **kwargs)
+            values[node] = node.target(*args, **kwargs)
     for node in fixed:
-        if isinstance(made[node], Tensor):
-            _replace(part.module, node, made[node])
+        if isinstance(values[node], Tensor):
+            _replace(part.module, node, values[node])
     graph.eliminate_dead_code()
     part.module.recompile()
     return part

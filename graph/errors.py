@@ -167,26 +167,26 @@ _FIXED_TEXT = {
 }
 
 _TEXT_WITH_INPUT = {
-    "literal_error": "{found} is not one of the choices: write {expected}",
-    "greater_than": "{found} is too small: give more than {gt}",
-    "greater_than_equal": "{found} is too small: give {ge} or more",
-    "less_than": "{found} is too large: give less than {lt}",
-    "less_than_equal": "{found} is too large: give {le} or less",
-    "finite_number": "{found} is not a finite number",
-    "int_type": "{found} is not a whole number",
-    "int_parsing": "{found} is not a whole number",
-    "int_from_float": "{found} is not a whole number",
-    "float_type": "{found} is not a number",
-    "float_parsing": "{found} is not a number",
-    "bool_type": "{found} is neither true nor false",
-    "bool_parsing": "{found} is neither true nor false",
-    "string_type": "{found} is not text",
-    "dict_type": "{found} is not a set of named fields",
-    "model_type": "{found} is not a set of named fields",
-    "list_type": "{found} is not a list",
-    "tuple_type": "{found} is not a list",
-    "too_short": "{found} is too short: give {min_length} or more",
-    "too_long": "{found} is too long: give {max_length} or fewer",
+    "literal_error": "{value} is not one of the choices: write {expected}",
+    "greater_than": "{value} is too small: give more than {gt}",
+    "greater_than_equal": "{value} is too small: give {ge} or more",
+    "less_than": "{value} is too large: give less than {lt}",
+    "less_than_equal": "{value} is too large: give {le} or less",
+    "finite_number": "{value} is not a finite number",
+    "int_type": "{value} is not a whole number",
+    "int_parsing": "{value} is not a whole number",
+    "int_from_float": "{value} is not a whole number",
+    "float_type": "{value} is not a number",
+    "float_parsing": "{value} is not a number",
+    "bool_type": "{value} is neither true nor false",
+    "bool_parsing": "{value} is neither true nor false",
+    "string_type": "{value} is not text",
+    "dict_type": "{value} is not a set of named fields",
+    "model_type": "{value} is not a set of named fields",
+    "list_type": "{value} is not a list",
+    "tuple_type": "{value} is not a list",
+    "too_short": "{value} is too short: give {min_length} or more",
+    "too_long": "{value} is too long: give {max_length} or fewer",
 }
 
 
@@ -200,7 +200,7 @@ def worded(error: ErrorDetails) -> str:
     if error["input"] is None:
         return "is empty"
     limits: Mapping[str, Any] = error.get("ctx", {})
-    return _TEXT_WITH_INPUT[kind].format(found=_shown(error["input"]), **limits)
+    return _TEXT_WITH_INPUT[kind].format(value=_shown(error["input"]), **limits)
 
 
 def _shown(value: Any) -> str:

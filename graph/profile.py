@@ -302,11 +302,11 @@ def difference(one: Graph, size: int, other: Graph, other_size: int) -> str | No
     """
     if one.fingerprint == other.fingerprint:
         return None
-    for name, found in zip(one.order, other.order, strict=False):
-        here, there = one.nodes[name].description, other.nodes[found].description
+    for name, other_name in zip(one.order, other.order, strict=False):
+        here, there = one.nodes[name].description, other.nodes[other_name].description
         if here != there:
             return f"{name} is {here} at {size} and {there} at {other_size}"
-        if _inputs(one, name) != _inputs(other, found):
+        if _inputs(one, name) != _inputs(other, other_name):
             return f"{name} ({here}) has other inputs at {other_size} than at {size}"
     return f"{len(one.nodes)} nodes at {size} and {len(other.nodes)} at {other_size}"
 

@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipedream.capture.export import Captured
-from pipedream.capture.node_modules import NodeModule, node_modules, preserve_model_state
+from pipedream.capture.node_modules import (
+    NodeModule,
+    node_modules,
+    preserve_model_state,
+    run_in_order,
+)
 from pipedream.graph.profile import Footprint
 
 _MARK = "pipedream backward of "
@@ -26,8 +31,9 @@ def footprints(
     `inputs` are in the order of `captured.inputs`. Buffers are restored.
     """
     with preserve_model_state(captured), torch.enable_grad(), metered(device) as meter:
-        memory = _SavedMemory(captured)
-        memory.run(node_modules(captured, device), [value.to(device) for value in inputs], meter)
+        values = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
+        memory = _SavedMemory(captured, values, meter)
+        run_in_order(node_modules(captured, device), values, memory.run_node)
     peaks = meter.peaks()
     return {
         node: Footprint(memory.saved[node], peaks.get(node, 0)) for node in captured.graph.nodes
@@ -41,37 +47,24 @@ class _SavedMemory:
     its memory may be reused.
     """
 
-    def __init__(self, captured: Captured) -> None:
-        self.captured = captured
+    def __init__(self, captured: Captured, inputs: Mapping[str, Tensor], meter: Meter) -> None:
         self.saved: Counter[str] = Counter()
-        self.owner: dict[int, str] = {}
+        self.owner = {address(value): captured.values[n].node for n, value in inputs.items()}
         self.counted: set[int] = set()
+        self.meter = meter
 
-    def run(self, modules: Sequence[NodeModule], inputs: Sequence[Tensor], meter: Meter) -> None:
-        values = dict(zip(self.captured.inputs, inputs, strict=True))
-        for name, value in values.items():
-            self.owner[address(value)] = self.captured.values[name].node
-        left = Counter(name for node in modules for name in node.segment.inputs)
-        for node in modules:
-            outputs = self._step(node, values, meter)
-            values.update(zip(node.segment.outputs, outputs, strict=True))
-            for name in node.segment.inputs:
-                left[name] -= 1
-                if not left[name]:
-                    del values[name]
-            self._forget(values.values())
-
-    def _step(self, node: NodeModule, values: Mapping[str, Tensor], meter: Meter) -> list[Tensor]:
-        own = {address(tensor) for tensor in node.held}
+    def run_node(self, node: NodeModule, values: Mapping[str, Tensor]) -> list[Tensor]:
+        self._forget_freed(values.values())
+        own = {address(tensor) for tensor in node.parameters_and_buffers}
         packed: dict[int, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             packed.setdefault(address(tensor), tensor.detach())
             return tensor
 
-        given = node.inputs(values)
+        inputs = node.inputs(values)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = node.segment.module(*given)
+            outputs = node.segment.module(*inputs)
         for place, tensor in packed.items():
             if place not in own and place not in self.counted:
                 self.saved[self.owner.get(place, node.name)] += tensor.untyped_storage().nbytes()
@@ -79,17 +72,24 @@ class _SavedMemory:
         for output in outputs:
             self.owner.setdefault(address(output), node.name)
         packed.clear()
-        begin, wanted = node.ends(given, outputs)
-        if begin and wanted:
-            with meter.over(node.name):
-                gradients = [torch.ones_like(value) for value in begin]
-                torch.autograd.grad(begin, wanted, gradients, allow_unused=True)
+        run_backward(node, inputs, outputs, self.meter)
         return [value.detach() for value in outputs]
 
-    def _forget(self, alive: Iterable[Tensor]) -> None:
+    def _forget_freed(self, alive: Iterable[Tensor]) -> None:
         addresses = {address(value) for value in alive}
         self.owner = {a: node for a, node in self.owner.items() if a in addresses}
         self.counted &= addresses
+
+
+def run_backward(
+    node: NodeModule, inputs: Sequence[Tensor], outputs: Sequence[Tensor], meter: Meter
+) -> None:
+    """Runs the backward pass of a node under the meter, if it has one."""
+    ends, wanted = node.ends(inputs, outputs)
+    if ends and wanted:
+        with meter.over(node.name):
+            gradients = [torch.ones_like(value) for value in ends]
+            torch.autograd.grad(ends, wanted, gradients, allow_unused=True)
 
 
 def address(tensor: Tensor) -> int:
@@ -140,14 +140,14 @@ class _CpuMeter(Meter):
         result = self.trace.kineto_results
         assert result is not None
         events = sorted(result.events(), key=lambda event: event.start_ns())
-        node, end, held = "", -1, 0
+        node, end, allocated = "", -1, 0
         for event in events:
             if event.name().startswith(_MARK):
-                node, end, held = event.name().removeprefix(_MARK), event.end_ns(), 0
+                node, end, allocated = event.name().removeprefix(_MARK), event.end_ns(), 0
                 self._peaks[node] = 0
             elif event.name() == "[memory]" and event.start_ns() <= end:
-                held += event.nbytes()  # type: ignore[attr-defined]
-                self._peaks[node] = max(self._peaks[node], held)
+                allocated += event.nbytes()  # type: ignore[attr-defined]
+                self._peaks[node] = max(self._peaks[node], allocated)
         return self._peaks
 
 

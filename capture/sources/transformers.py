@@ -80,8 +80,12 @@ def transformers_inputs(
         inputs = (_shape(model, config, source),)
     if both and len(inputs) == 1:
         inputs = (*inputs, _tokens(config))
-    made = tuple(example(text, batch_size, vocabulary) for text in inputs)
-    return ((made[0], *made[2:]), {"decoder_input_ids": made[1]}) if both else (made, {})
+    examples = tuple(example(text, batch_size, vocabulary) for text in inputs)
+    return (
+        ((examples[0], *examples[2:]), {"decoder_input_ids": examples[1]})
+        if both
+        else (examples, {})
+    )
 
 
 def _shape(model: nn.Module, config: Any, source: str) -> str:

@@ -117,7 +117,7 @@ class Stretch:
     def run(self, values: Mapping[str, Tensor], loss: Loss | None = None) -> Turn:
         """Runs on the inputs among `values`; backward from the loss, or from random gradients."""
         module = self.part.module
-        held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         inputs = [
             values[name].detach().requires_grad_(wants)
             for name, wants in zip(self.part.inputs, self.wants, strict=True)
@@ -125,22 +125,24 @@ class Stretch:
         self.watch.clear()
         start = self.watch.mark()
         self.noted, self.begins = [], {}
-        results: Sequence[Tensor] = functional_call(module, held, tuple(inputs))
-        made = dict(zip(self.part.outputs, results, strict=True))
-        ends = list(made.values()) if loss is None else [self._learn(loss, {**values, **made})]
+        results: Sequence[Tensor] = functional_call(module, state, tuple(inputs))
+        outputs = dict(zip(self.part.outputs, results, strict=True))
+        ends = (
+            list(outputs.values()) if loss is None else [self._learn(loss, {**values, **outputs})]
+        )
         forward = _Record(start, self.noted, self.watch.mark())
-        wanted = [value for value in (*held.values(), *inputs) if value.requires_grad]
+        wanted = [value for value in (*state.values(), *inputs) if value.requires_grad]
         backward = self._backward([end for end in ends if end.requires_grad], wanted)
         # Read only now: waiting for a GPU in between would leave it idle until the next pass.
-        left = {name: value.detach() for name, value in made.items()}
+        left = {name: value.detach() for name, value in outputs.items()}
         return Turn(forward.read(self.watch), backward.read(self.watch), left)
 
     def _learn(self, loss: Loss, known: Mapping[str, Tensor]) -> Tensor:
         if self.noted:
             self.noted[-1] = (LOSS, self.noted[-1][1])
-        found = loss(known)
-        self._note(_AFTER, found)
-        return found
+        value = loss(known)
+        self._note(_AFTER, value)
+        return value
 
     def _backward(self, ends: Sequence[Tensor], wanted: Sequence[Tensor]) -> _Record[Any]:
         scalar = len(ends) == 1 and ends[0].dim() == 0
@@ -155,9 +157,9 @@ class Stretch:
             value.grad = None
         return _Record(start, self.noted, end)
 
-    def _note(self, name: str, *made: Tensor) -> None:
-        """Marks the start of `name`; the node before it has computed the values `made`."""
-        for value in made:
+    def _note(self, name: str, *outputs: Tensor) -> None:
+        """Marks the start of `name`; the node before it has computed the values `outputs`."""
+        for value in outputs:
             # An operator that returns its input unchanged has no backward pass.
             if value.grad_fn is not None and self.noted:
                 self.begins.setdefault(value.grad_fn, self.noted[-1][0])
@@ -187,23 +189,23 @@ def _with_marks(
     part: Segment, owner: Mapping[str, str], nodes: Sequence[str], note: Callable[..., None]
 ) -> Segment:
     """The same module with its nodes in order, a call of `note` before each and after the last."""
-    given = part.module.graph
-    (output,) = given.find_nodes(op="output")
+    original = part.module.graph
+    (output,) = original.find_nodes(op="output")
     inside: dict[str, list[fx.Node]] = {name: [] for name in nodes}
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in given.nodes:
+    for node in original.nodes:
         if node.op in ("placeholder", "get_attr"):
             copies[node] = graph.node_copy(node)
         elif node is not output:
             inside[owner[node.name]].append(node)
-    made: list[fx.Node] = []
+    ends: list[fx.Node] = []
     for name in nodes:
-        graph.call_function(note, (name, *made))
+        graph.call_function(note, (name, *ends))
         for node in inside[name]:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        made = [copies[node] for node in inside[name] if _is_tensor(node) and _leaves(node, owner)]
-    graph.call_function(note, (_AFTER, *made))
+        ends = [copies[node] for node in inside[name] if _is_tensor(node) and _leaves(node, owner)]
+    graph.call_function(note, (_AFTER, *ends))
     graph.output(fx.map_arg(output.args[0], copies.__getitem__))
     return Segment(fx.GraphModule(part.module, graph), part.inputs, part.outputs)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,7 +10,12 @@ import torch
 from torch import Tensor, fx
 
 from pipedream.capture.export import Captured
-from pipedream.capture.node_modules import NodeModule, node_modules, preserve_model_state
+from pipedream.capture.node_modules import (
+    NodeModule,
+    node_modules,
+    preserve_model_state,
+    run_in_order,
+)
 from pipedream.capture.segment import Segment
 from pipedream.graph.profile import Quartiles
 from pipedream.profiler.timing.fit import StretchFit
@@ -74,7 +78,6 @@ class _NodeTimer:
         self.watch: Stopwatch[Any] = stopwatch(device)
         self.inputs = [value.to(device) for value in inputs]
         self.modules = node_modules(captured, device)
-        self.readers = Counter(name for node in self.modules for name in node.segment.inputs)
         self.gradients = RandomGradients(device)
         self.nothing = _nothing()
         self.scalar = torch.ones(1, device=device)
@@ -82,17 +85,15 @@ class _NodeTimer:
     def run(self) -> dict[str, tuple[float, float]]:
         """Seconds forward and backward of every node in one repeat."""
         values = dict(zip(self.captured.inputs, self.inputs, strict=True))
-        left = self.readers.copy()
         marks: dict[str, Marks] = {}
         floors: list[Marks] = []
-        for node in self.modules:
-            outputs, marks[node.name] = step(node, values, self.watch, self.gradients)
-            values.update(zip(node.segment.outputs, outputs, strict=True))
-            for name in node.segment.inputs:
-                left[name] -= 1
-                if not left[name]:
-                    del values[name]
+
+        def run_node(node: NodeModule, values: Mapping[str, Tensor]) -> list[Tensor]:
             floors.append(step(self.nothing, {"x": self.scalar}, self.watch, self.gradients)[1])
+            outputs, marks[node.name] = step(node, values, self.watch, self.gradients)
+            return outputs
+
+        run_in_order(self.modules, values, run_node)
         # Read only now: waiting for a GPU after each node would leave it idle until the next one.
         return self._seconds(marks, floors)
 
@@ -121,11 +122,11 @@ def step(
     outputs = node.segment.module(*inputs)
     forward = (start, watch.mark())
     backward = (start, start)
-    given, wanted = node.ends(inputs, outputs)
-    if given and wanted:
-        gradients = [random.like(value) for value in given]
+    ends, wanted = node.ends(inputs, outputs)
+    if ends and wanted:
+        gradients = [random.like(value) for value in ends]
         start = watch.mark()
-        torch.autograd.grad(given, wanted, gradients, allow_unused=True)
+        torch.autograd.grad(ends, wanted, gradients, allow_unused=True)
         backward = (start, watch.mark())
     return [value.detach() for value in outputs], (forward, backward)
 

@@ -15,7 +15,7 @@ from pipedream.capture.export import Captured
 from pipedream.capture.fake_tensors import random_tensor, real_node_module
 from pipedream.capture.node_modules import NodeModule
 from pipedream.graph.profile import Footprint, Quartiles
-from pipedream.profiler.memory import Meter, address, metered
+from pipedream.profiler.memory import Meter, address, metered, run_backward
 from pipedream.profiler.timing.fit import StretchFit
 from pipedream.profiler.timing.passes import RandomGradients
 from pipedream.profiler.timing.per_node import seconds_of, step
@@ -92,7 +92,7 @@ class _FakeMemory:
     def __init__(self, captured: Captured) -> None:
         self.captured = captured
         self.saved: Counter[str] = Counter()
-        self.booked: set[str] = set()
+        self.counted: set[str] = set()
         self.first: dict[str, str] = {}
 
     def enter(self, node: NodeModule, values: Mapping[str, Tensor], meter: Meter) -> None:
@@ -102,26 +102,22 @@ class _FakeMemory:
             packed[address(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
-        given = node.inputs(values)
+        inputs = node.inputs(values)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = node.segment.module(*given)
-        own = {address(tensor) for tensor in node.held}
+            outputs = node.segment.module(*inputs)
+        own = {address(tensor) for tensor in node.parameters_and_buffers}
         names: dict[int, str] = {}
-        for name, tensor in zip(node.segment.inputs, given, strict=True):
+        for name, tensor in zip(node.segment.inputs, inputs, strict=True):
             names.setdefault(address(tensor), self.first.get(name, name))
         for name, tensor in zip(node.segment.outputs, outputs, strict=True):
             self.first[name] = names.setdefault(address(tensor), name)
         for place, size in packed.items():
             known = names.get(place)
-            if place not in own and known not in self.booked:
+            if place not in own and known not in self.counted:
                 maker = self.captured.values[known].node if known else node.name
                 self.saved[maker] += size
-                self.booked |= {known} if known else set()
-        begin, wanted = node.ends(given, outputs)
-        if begin and wanted:
-            with meter.over(node.name):
-                gradients = [torch.ones_like(value) for value in begin]
-                torch.autograd.grad(begin, wanted, gradients, allow_unused=True)
+                self.counted |= {known} if known else set()
+        run_backward(node, inputs, outputs, meter)
 
 
 def _real(
