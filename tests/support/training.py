@@ -54,7 +54,7 @@ def capturing_once() -> Iterator[None]:
         torch.set_rng_state(state)
         return copy.deepcopy(captured)
 
-    with patch("pipedream.runtime.local_stage.capture_all", captures):
+    with patch("pipedream.runtime.local_model.capture_all", captures):
         yield
 
 
