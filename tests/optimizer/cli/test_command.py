@@ -29,9 +29,8 @@ def pd_optimize(*arguments, cwd="."):
     """Runs the program's `main` in this process; returns what `program` would."""
     words = list(map(str, arguments))
     out, error = io.StringIO(), io.StringIO()
-    with chdir(cwd), redirect_stdout(out), redirect_stderr(error):
-        with pytest.raises(SystemExit) as end:
-            main(words, prog_name="pd-optimize")
+    with chdir(cwd), redirect_stdout(out), redirect_stderr(error), pytest.raises(SystemExit) as end:
+        main(words, prog_name="pd-optimize")
     return subprocess.CompletedProcess(words, end.value.code, out.getvalue(), error.getvalue())
 
 
