@@ -3,7 +3,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -264,19 +263,14 @@ def test_a_missing_or_broken_graph_is_one_line(tmp_path):
     assert done.stderr.startswith(f"pd-optimize: {broken}:")
 
 
-def test_help_is_quick_and_loads_neither_torch_nor_numpy():
+def test_help_loads_neither_torch_nor_numpy():
+    """tests/test_packaging.py has the time that it takes."""
     code = (
         "import sys; import pipedream.optimizer.cli.command;"
         "print([name for name in ('torch', 'numpy', 'networkx') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        assert program("--help").returncode == 0
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.5
 
 
 def test_planning_needs_no_torch(tmp_path):
