@@ -39,6 +39,8 @@ make_environment() {
         .venv/bin/python -m pip install -q -c scripts/constraints.txt torch || return
         .venv/bin/python -m pip install -q -c scripts/constraints.txt -e '.[models,test]' \
             --config-settings editable_mode=strict || return
+        # numba's cache of compiled code names classes: after a rename it could not be read.
+        find optimizer -name '*.nb[ic]' -delete
         what_is_installed > "$stamp"
     fi
     export PATH="$PWD/.venv/bin:$PATH"

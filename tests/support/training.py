@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipedream.comm.launcher import Place
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
+from pipedream.runtime import local_model
 from pipedream.runtime.checkpoint.files import latest, load_all
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.job import Job
@@ -54,7 +55,7 @@ def capturing_once() -> Iterator[None]:
         torch.set_rng_state(state)
         return copy.deepcopy(captured)
 
-    with patch("pipedream.runtime.local_stage.capture_all", captures):
+    with patch.object(local_model, "capture_all", captures):
         yield
 
 
