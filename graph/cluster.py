@@ -56,19 +56,19 @@ class _ClusterPart(BaseModel):
 
 
 class Link(_ClusterPart):
-    """How long a message takes: latency plus bytes over bandwidth, or as measured.
-
-    `points`: (bytes, seconds), two or more, more bytes never taking less time. Between them the
-    time is interpolated; fewer bytes than the first take as long as it, more than the last go on
-    at the rate of the last two. So the time never falls as the bytes grow.
-
-    `busy`: the share of that time that is taken from the compute of the ranks at its ends.
-    """
+    """How long a message takes: latency plus bytes over bandwidth, or as measured."""
 
     latency: Seconds = 0.0
+    """Seconds, with `bandwidth`."""
     bandwidth: SomeBytes | None = None
+    """Bytes per second."""
     points: tuple[tuple[Bytes, Seconds], ...] = ()
+    """In place of both: two or more pairs of (bytes, seconds); more bytes never take less time.
+    Between points the time is interpolated. Fewer bytes than the first point take as long as it;
+    more than the last continue at the rate of the last two.
+    """
     busy: float = Field(default=0.0, ge=0, le=1, strict=True)
+    """Share of that time in which the ranks at both ends cannot compute."""
 
     @model_validator(mode="before")
     @classmethod
@@ -118,36 +118,38 @@ class Link(_ClusterPart):
 
 
 class DeviceType(_ClusterPart):
-    """`speed`: relative to the device that the profile was measured on, twice as fast is 2.
-    `memory`: bytes on each device, None where that is not known.
-    """
+    """A kind of device."""
 
     name: str = Field(min_length=1)
     speed: float = Field(default=1.0, gt=0, allow_inf_nan=False, strict=True)
+    """Relative to the device that the profile was measured on; 2 is twice as fast."""
     memory: SomeBytes | None = None
+    """Bytes on each device; None if not known."""
 
 
 class Cluster(_ClusterPart):
-    """`machines=(4, 2), bandwidth=(1e10, 1e9)`: 4 devices in a machine at 10 GB/s, 2 machines at
-    1 GB/s. Alpa calls this the 2 x 4 mesh. Each tuple has one entry for each level, innermost
-    first.
+    """Levels of components. Each tuple has one entry for each level, innermost first.
 
-    - `bandwidth` in bytes per second and `latency` in seconds (zero unless given) of each level;
-    - `names` of the levels, if they have any;
-    - `send` and `all_reduce`: what was measured, None at a level where it was not; an all-reduce
-      was over all components of the level;
-    - `kinds` of devices, `machine_kinds` naming that of each component of the outermost level.
-      Without kinds every device is as the one that the profile was measured on.
+    `machines=(4, 2), bandwidth=(1e10, 1e9)`: 4 devices in a machine at 10 GB/s, 2 machines at 1
+    GB/s. Alpa calls this the 2 x 4 mesh.
     """
 
     machines: tuple[int, ...]
+    """Number of components."""
     bandwidth: tuple[float, ...]
+    """Bytes per second between components."""
     latency: tuple[Seconds, ...] = ()
+    """Seconds; zero by default."""
     names: tuple[str, ...] = ()
+    """Names of the levels, if they have any."""
     send: tuple[Link | None, ...] = ()
+    """Messages as measured; None at a level where they were not."""
     all_reduce: tuple[Link | None, ...] = ()
+    """All-reduces over all components of a level as measured; None where they were not."""
     kinds: tuple[DeviceType, ...] = ()
+    """The kinds of devices. Without them every device is as the one that was profiled."""
     machine_kinds: tuple[str, ...] = ()
+    """Name of the kind of each component of the outermost level."""
 
     @model_validator(mode="after")
     def _check(self) -> Cluster:

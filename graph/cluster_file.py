@@ -22,18 +22,21 @@ from pipedream.graph.units import show_bytes, show_seconds
 
 
 class _LevelEntry(BaseModel):
-    """`count` components, with what is between two of them; `send` and `all-reduce` as measured,
-    the latter over all components of the level.
-    """
+    """One level of the cluster: equal components, and the links between any two of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1)
     count: int = Field(ge=1, strict=True)
+    """Number of components."""
     bandwidth: SomeBytes
+    """Bytes per second between two components, such as `10GB/s` or `25Gbit/s`."""
     latency: Seconds = 0.0
+    """Seconds that any message takes, such as `20us`."""
     send: Link | None = None
+    """A message between two components, as measured: a link, or the list of its points."""
     all_reduce: Link | None = Field(default=None, alias="all-reduce")
+    """An all-reduce over all components of the level, as measured."""
 
     @field_validator("all_reduce")
     @classmethod
@@ -44,14 +47,18 @@ class _LevelEntry(BaseModel):
 
 
 class _ClusterFile(BaseModel):
-    """Levels innermost first. `machine_kinds` may be left out where there is only one kind."""
+    """A cluster."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["pipedream-cluster/1"]
+    """Always `pipedream-cluster/1`."""
     levels: tuple[_LevelEntry, ...] = Field(min_length=1)
+    """Innermost first."""
     kinds: tuple[DeviceType, ...] = ()
+    """Kinds of devices; by default all are as the one that was profiled."""
     machine_kinds: tuple[str, ...] = Field(default=(), validate_default=True)
+    """Name of the kind of each component of the outermost level; needed with several kinds."""
 
     @field_validator("kinds")
     @classmethod

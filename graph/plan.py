@@ -90,22 +90,21 @@ class PlannedGraph(ArtifactModel):
 
 
 class StageMemory(ArtifactModel):
-    """Bytes on one worker at the moment when it holds most; they add up.
-
-    `parameters`: the newest version; `weight_versions`: the older ones that minibatches in flight
-    still use; `optimizer_state`; `gradients`: of the parameters; `activations`: what the nodes keep
-    for the backward passes of the minibatches in flight; `inputs`: what the stage has received and
-    what is on its way, input batches among them; `workspace`: what the backward pass of one node
-    needs beside that.
-    """
+    """Bytes on one worker at the moment when it holds most; they add up."""
 
     parameters: Amount
+    """Of the newest version."""
     weight_versions: Amount
+    """Older versions that minibatches in flight still use."""
     optimizer_state: Amount
     gradients: Amount
+    """Of the parameters."""
     activations: Amount
+    """What the nodes keep for the backward passes of the minibatches in flight."""
     inputs: Amount
+    """What the stage has received, and what is on its way, input batches among it."""
     workspace: Amount
+    """What the backward pass of one node needs in addition."""
 
     @property
     def total(self) -> float:
@@ -113,26 +112,31 @@ class StageMemory(ArtifactModel):
 
 
 class Stage(ArtifactModel):
-    """A stage: its nodes in topological order and the ranks that each hold a replica of it.
-
-    `compute_seconds` is forward plus backward of one minibatch on one worker, the slowest; with
-    `recompute` the forward pass is done once more before the backward pass, which that time
-    includes, and only what the stage has received is kept in between. `memory_bytes` is what one
-    worker needs at most, and `memory` what it is made of, where the planner has said so; both with
-    `in_flight` minibatches between forward and backward on each worker.
-    Ranks are places in the cluster (`Cluster.rank`), in no particular order: minibatch b runs on
-    `ranks[b % len(ranks)]`.
-    """
+    """A stage: its nodes, and the ranks that each hold a replica of it."""
 
     stage: int = Field(ge=0)
+    """Its position in the pipeline, from 0."""
     nodes: tuple[str, ...] = Field(min_length=1)
+    """In topological order."""
     ranks: tuple[int, ...] = Field(min_length=1)
+    """Places in the cluster (`Cluster.rank`), in no particular order. Of r ranks, `ranks[b % r]`
+    runs minibatch b.
+    """
     compute_seconds: Amount
+    """Forward plus backward of one minibatch on one worker, the slowest; with `recompute` the
+    second forward pass, too.
+    """
     parameter_bytes: Amount
     memory_bytes: Amount
+    """The most that one worker needs, with `in_flight` minibatches."""
     memory: StageMemory | None = None
+    """What `memory_bytes` is made of."""
     in_flight: int | None = Field(default=None, ge=1)
+    """Minibatches between forward and backward on each worker."""
     recompute: bool = False
+    """Whether the forward pass runs again before the backward pass, so that only what the stage has
+    received is kept in between.
+    """
 
     @property
     def replicas(self) -> int:
@@ -140,36 +144,36 @@ class Stage(ArtifactModel):
 
 
 class Simulated(ArtifactModel):
-    """How the plan's schedule went when it was simulated, action by action.
-
-    In the steady state; `bubble` is the share of the workers' time that is neither computing nor
-    updating.
-    """
+    """The steady state of the plan's schedule, simulated action by action."""
 
     seconds_per_minibatch: Amount
     bubble: float = Field(ge=0, le=1)
+    """Share of the workers' time that is neither computing nor updating."""
 
 
 class Predicted(ArtifactModel):
-    """What the cost model says of this plan, and of the two that need no planner.
-
-    `seconds_per_minibatch` is the slowest stage's, `expected_seconds_per_minibatch` what it comes
-    to in a run, where the profile says how much passes vary: workers wait for the slowest.
-    `microbatches` make one update where the schedule makes one for several minibatches; where
-    `objective` is latency, a batch of them takes `latency_seconds`:
-    sum t_i + (microbatches - 1) max t_j. `simulated` where the plan has been.
-    """
+    """What the cost model says of this plan, and of two that need no planner."""
 
     cost_model: str
     objective: Literal["throughput", "latency"] = "throughput"
     microbatches: int | None = Field(default=None, ge=1)
+    """Minibatches per update, if the schedule makes one for several."""
     latency_seconds: Amount | None = None
+    """With objective latency, the time of a batch: sum t_i + (microbatches - 1) max t_j."""
     latency_lower_bound_seconds: Amount | None = None
+    """No plan takes less."""
     seconds_per_minibatch: Amount
+    """Of the slowest stage."""
     expected_seconds_per_minibatch: Amount | None = None
+    """The same in a run, where workers wait for the slowest, if the profile says how much passes
+    vary.
+    """
     lower_bound_seconds: Amount
+    """No plan takes less per minibatch."""
     one_worker_seconds: Amount
+    """The whole model on one device."""
     data_parallel_seconds: Amount
+    """The whole model replicated on all devices."""
     simulated: Simulated | None = None
 
     @property
@@ -181,8 +185,8 @@ class Predicted(ArtifactModel):
 
 
 class PlanningOptions(ArtifactModel):
-    """Options of pd-optimize that shaped the plan and do not show in it, as they were typed: what
-    `pd-optimize --like PLAN` asks for again. `profile`: the way to it from the plan's folder.
+    """Options of pd-optimize that shaped the plan and do not show in it, as they were typed.
+    `pd-optimize --like PLAN` uses them again.
     """
 
     memory: str | None = None
@@ -195,6 +199,7 @@ class PlanningOptions(ArtifactModel):
     update_rate: str | None = None
     in_flight: InFlight = "useful"
     profile: str | None = None
+    """Path of profile.json from the plan's folder."""
 
 
 class Plan(ArtifactModel):

@@ -54,39 +54,51 @@ class Quartiles(ArtifactModel):
 
 
 class ProfiledTensor(ArtifactModel):
-    """A tensor that leaves a node; `shape` includes the batch dimension, `dtype` is a name."""
+    """A tensor that leaves a node."""
 
     name: str
     shape: tuple[int, ...]
+    """With the batch dimension."""
     dtype: str
+    """Such as `float32`."""
     bytes: _Bytes
     requires_grad: bool
 
 
 class ProfiledNode(ArtifactModel):
-    """A node of graph.txt with its module, the parameters it reads and the tensors that leave it.
+    """A node of graph.txt. None stands for what was not measured.
 
-    Seconds are those of graph.txt except that the loss is not included; they contain the factors of
-    the profile. `recomputed_seconds`: a forward pass that saves nothing for a backward pass.
-    `saved_bytes`, `workspace_bytes`: see `Footprint`. Parameters, their gradients and their
-    optimizer state (by optimizer) count in the first node that reads them. None: not measured.
+    What belongs to a parameter is counted at the first node that reads it.
     """
 
     id: str
+    """As in graph.txt."""
     description: str
     op: str
+    """The operator."""
     module: str
+    """Path of the module that the node is a call of."""
     inputs: tuple[str, ...]
+    """Ids of the nodes it reads from."""
     parameters: tuple[str, ...]
+    """Names of the parameters it reads."""
     outputs: tuple[ProfiledTensor, ...]
+    """The tensors that leave it."""
     forward_seconds: Quartiles
+    """As in graph.txt, but without the loss."""
     backward_seconds: Quartiles
+    """As in graph.txt, but without the loss."""
     recomputed_seconds: Quartiles | None = None
+    """A forward pass that keeps nothing for a backward pass."""
     saved_bytes: _Bytes | None = None
+    """What it makes and a backward pass needs."""
     workspace_bytes: _Bytes | None = None
+    """What its own backward pass needs in addition, including gradients."""
     parameter_bytes: _Bytes | None = None
     gradient_bytes: _Bytes | None = None
+    """Of the gradients of its parameters."""
     optimizer_bytes: dict[str, int] = Field(default_factory=dict)
+    """By optimizer: what it keeps for its parameters."""
 
     @property
     def is_input(self) -> bool:
@@ -95,64 +107,67 @@ class ProfiledNode(ArtifactModel):
 
 
 class ProfiledLoss(ArtifactModel):
-    """The loss of a run config; in graph.txt it is part of the last node that returns an output."""
+    """The loss of a run config; graph.txt includes it in the last node that gives an output."""
 
     forward_seconds: Quartiles
     backward_seconds: Quartiles
 
 
 class ProfiledUpdate(ArtifactModel):
-    """The speed of an optimizer step: bytes of parameters per second."""
+    """A step of an optimizer."""
 
     bytes_per_second: _Positive
+    """Bytes of parameters."""
 
 
 class Passes(ArtifactModel):
-    """Seconds of a stretch in one direction: the sum over its nodes, and measured as a whole."""
+    """Seconds of one direction."""
 
     summed: _NonNegative
+    """The sum over the nodes, before the factor."""
     measured: _NonNegative
+    """In one piece."""
 
 
 class ProfiledStretch(ArtifactModel):
-    """A stretch of `nodes` consecutive nodes, also measured as a whole, as a stage runs.
-
-    `first` and `last` are node ids.
-    """
+    """Consecutive nodes that were also measured in one piece, as a stage runs."""
 
     first: str
+    """Id of the first node."""
     last: str
+    """Id of the last node."""
     nodes: int = Field(ge=1)
+    """Number of nodes."""
     forward: Passes
     backward: Passes
 
 
 class DirectionFit(ArtifactModel):
-    """The fit of one direction: a stretch takes `call_seconds` plus the sum over its nodes.
-
-    The times of the nodes are `factor` times what was measured. `typical_error` (the median) and
-    `worst_error`: remaining relative errors over the stretches.
-    """
+    """How the times of nodes were fitted to those of stretches, forward or backward."""
 
     call_seconds: _NonNegative
+    """What a call of a stretch takes, whatever its nodes."""
     factor: _Positive
+    """What the measured times of nodes were multiplied by."""
     typical_error: _NonNegative
+    """Median relative error of a stretch after the fit."""
     worst_error: _NonNegative
+    """The largest such error."""
 
 
 class Machine(ArtifactModel):
-    """Where the profile was measured.
-
-    `threads`: CPU threads of one operator; `workers`: processes that ran at the same time.
-    """
+    """Where it was measured."""
 
     device: str
     device_name: str
     threads: int
+    """Of torch, for one operator on the CPU."""
     python: str
     torch: str
     workers: int = Field(default=1, ge=1)
+    """Processes at work at the same time."""
     libraries: dict[str, str] = Field(default_factory=dict)
+    """Versions of the libraries that the model comes from."""
 
 
 class Totals(ArtifactModel):
@@ -165,30 +180,34 @@ class Totals(ArtifactModel):
 
 
 class Profile(ArtifactModel):
-    """All measurements of a model at one batch size. `graph_fingerprint` is `Graph.fingerprint`.
-
-    `forward`, `backward`: the fits of the nodes to `stretches`; None if nodes were timed one by
-    one. `updates`: by optimizer. `pass_seconds`: each repeat of a pass of the whole model, forward
-    and backward, in order. `reading_seconds`: CPU time that reading a minibatch takes from the
-    passes; None without data or on a GPU.
-    """
+    """Everything that graph.txt has no room for."""
 
     format: Literal["pipedream-profile/1"] = "pipedream-profile/1"
     model: str
+    """The source of the model."""
     args: dict[str, Any]
+    """The arguments of its factory."""
     batch_size: int = Field(ge=1)
     warmup: int = Field(ge=0)
+    """Passes before the first that counted."""
     repeats: int = Field(ge=1)
+    """Passes that counted."""
     machine: Machine
     graph_fingerprint: str
+    """`Graph.fingerprint`: a hash of the structure of graph.txt."""
     totals: Totals
     forward: DirectionFit | None = None
+    """None if nodes were timed one by one."""
     backward: DirectionFit | None = None
+    """None if nodes were timed one by one."""
     stretches: tuple[ProfiledStretch, ...] = ()
     loss: ProfiledLoss | None = None
     updates: dict[str, ProfiledUpdate] = Field(default_factory=dict)
+    """By optimizer."""
     pass_seconds: tuple[_Positive, ...] = ()
+    """What each repeat of a pass of the whole model took, forward and backward, in order."""
     reading_seconds: _NonNegative | None = None
+    """What reading a minibatch takes from the passes; None without data, and on a GPU 0."""
     nodes: tuple[ProfiledNode, ...]
 
     @cached_property

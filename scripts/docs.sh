@@ -10,8 +10,8 @@ if ! python -c 'import material, mkdocstrings_handlers.python' 2>/dev/null; then
 fi
 export NO_MKDOCS_2_WARNING=1 # mkdocs is pinned below 2
 if [ $# = 0 ]; then
-    mkdocs build --strict
+    python -m mkdocs build --strict
     echo "built build/site/index.html"
 else
-    mkdocs "$@"
+    python -m mkdocs "$@"
 fi

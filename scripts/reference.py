@@ -15,10 +15,11 @@ from __future__ import annotations
 import ast
 import configparser
 import inspect
+import os
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path, PurePosixPath
@@ -78,6 +79,12 @@ class _Recorder(click.HelpFormatter):
         self.tables: dict[str, list[tuple[str, str]]] = {}
         self.heading = ""
 
+        self.written: list[str] = []
+
+    def write(self, string: str) -> None:
+        """What is written as it is: the examples."""
+        self.written.append(string)
+
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
         self.heading = name
@@ -103,6 +110,8 @@ def command_text(name: str) -> str:
     command.format_options(context, recorder)
     usage = " ".join([name, *command.collect_usage_pieces(context)])
     parts = [f"```text\n{usage}\n```", _help_text(command.help or "")]
+    if recorder.written:
+        parts.append("## Examples\n\n```sh\n" + "".join(recorder.written).rstrip() + "\n```")
     for heading, rows in recorder.tables.items():
         parts.append(f"## {heading}\n\n" + _table(("option", "is"), map(_option_row, rows)))
     return "\n\n".join(parts)
@@ -118,7 +127,8 @@ def _help_text(text: str) -> str:
 
 
 def _option_row(row: tuple[str, str]) -> tuple[str, str]:
-    return f"`{row[0]}`", _cell(re.sub(r"\s+", " ", row[1]))
+    cores = f"<={os.cpu_count()}]"
+    return f"`{row[0]}`", _cell(row[1].replace(cores, "<=cores]"))
 
 
 # Schemas
@@ -193,27 +203,33 @@ def _field_docstrings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _type_text(info: FieldInfo) -> str:
+    return _bounded(info.annotation, info.metadata)
+
+
+def _bounded(annotation: Any, metadata: Iterable[Any]) -> str:
+    """A type with the bounds that the metadata set: `number ≥ 0`."""
+    items = [part for item in metadata for part in getattr(item, "metadata", [item])]
     bounds = [
         f"{sign} {getattr(item, key)}"
-        for item in info.metadata
+        for item in items
         for key, sign in _SIGNS.items()
         if getattr(item, key, None) is not None
     ]
-    return f"{_annotation_text(info.annotation)} {', '.join(bounds)}".strip()
+    return f"{_annotation_text(annotation)} {', '.join(bounds)}".strip()
 
 
 def _annotation_text(annotation: Any) -> str:
     """A type as a reader of JSON or YAML names it; links to the models of the same page."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is typing.Annotated:
-        return _annotation_text(parts[0])
+        return _bounded(parts[0], parts[1:])
     if origin is Literal:
         return " or ".join(f"`{part}`" for part in parts)
     if origin in (Union, types.UnionType):
         return " or ".join(_annotation_text(part) for part in parts if part is not type(None))
     if origin in (tuple, list):
         inner = [_annotation_text(part) for part in parts if part is not Ellipsis]
-        return f"list of {inner[0]}" if len(set(inner)) == 1 else f"[{', '.join(inner)}]"
+        return f"list of {inner[0]}" if len(inner) == 1 else f"[{', '.join(inner)}]"
     if origin is dict:
         return f"mapping of text to {_annotation_text(parts[1])}"
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
