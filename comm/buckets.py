@@ -42,8 +42,8 @@ class _Bucket:
         """After the sum: those that any replica has a gradient of."""
         if not self.without:  # a look at the counts would wait for a GPU
             return set(self.names)
-        found = zip(self.names, self.counts.abs().tolist(), strict=True)
-        return {name for name, count in found if count}
+        counted = zip(self.names, self.counts.abs().tolist(), strict=True)
+        return {name for name, count in counted if count}
 
     def views(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         sizes = [like[name].numel() for name in self.names]
@@ -119,9 +119,9 @@ class Buckets:
                 return
             bucket.counts.fill_(1)
             for index, (name, part) in enumerate(bucket.views(self.parameters)):
-                found = gradient(name)
-                if found is not None:
-                    part.copy_(found)
+                own = gradient(name)
+                if own is not None:
+                    part.copy_(own)
                 else:
                     part.zero_()
                     bucket.counts[index] = 0

@@ -96,9 +96,9 @@ class _Training:
         self.begin = time.perf_counter()
         context.recorder.begin()
         shown = nullcontext() if display is None else display.watching(self.losses)
-        told = publishing_status(context.store, local.place.rank, self._status)
+        publishing = publishing_status(context.store, local.place.rank, self._status)
         minibatches = local.examples.epoch(self.number)
-        with shown, told, Reader(minibatches, self._to_read()) as data:
+        with shown, publishing, Reader(minibatches, self._to_read()) as data:
             stopped = self._run_segments(self._engine(), data)
             self.losses.end()
         context.recorder.add(self.number, self.events, local.examples.minibatches)

@@ -89,8 +89,8 @@ class Job:
     @property
     def optimizer(self) -> OptimizerConfig:
         """The config's, or the form of it that is asked for."""
-        given, momentum = self.config.optimizer, self.config.asynchronous.nesterov
-        return given if momentum is None else nesterov_form(given, momentum)
+        optimizer, momentum = self.config.optimizer, self.config.asynchronous.nesterov
+        return optimizer if momentum is None else nesterov_form(optimizer, momentum)
 
     def check(self) -> None:
         """Makes the run's folder. Raises UserError where the job cannot be done as it is asked."""
@@ -159,8 +159,8 @@ class Job:
     @property
     def saved(self) -> Position | None:
         """The newest checkpoint's position."""
-        found = (Position.of(path.name) for path in self.checkpoints.glob("epoch-*"))
-        return max((position for position in found if position is not None), default=None)
+        positions = (Position.of(path.name) for path in self.checkpoints.glob("epoch-*"))
+        return max((position for position in positions if position is not None), default=None)
 
     @property
     def goes_on(self) -> bool:

@@ -356,9 +356,9 @@ class _Replay:
         first = newest * self.policy.round_size(stage)
         size = self.schedule.in_round(stage, newest)
         expected = (first, size, newest + 1)
-        found = (action.minibatch, action.divisor, action.version)
-        if found != expected:
-            raise self._unsound(worker, f"expected {expected}, found {found}")
+        actual = (action.minibatch, action.divisor, action.version)
+        if actual != expected:
+            raise self._unsound(worker, f"expected {expected}, found {actual}")
         step = self.spec.replicas[stage]
         for minibatch in range(first + (replica - first) % step, first + size, step):
             if minibatch not in state.backward:

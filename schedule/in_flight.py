@@ -55,7 +55,7 @@ def useful_in_flight(
     For stages of one replica that take equally long, without messages, it is `warm_up`.
     """
     last = len(replicas) - 1
-    begins, returns, found = [0.0] * (last + 1), [0.0] * (last + 1), [1] * (last + 1)
+    begins, returns, counts = [0.0] * (last + 1), [0.0] * (last + 1), [1] * (last + 1)
     returns[last] = pace.forward[last]
     for stage in range(last - 1, -1, -1):
         here, takes = replicas[stage], pace.forward[stage]
@@ -73,9 +73,9 @@ def useful_in_flight(
         begins[stage] = min(latest)
         turn = here * pace.period
         busy = pace.backward[stage] + pace.update[stage]
-        found[stage], between = _place(max(gradient) - begins[stage], takes, busy, turn)
+        counts[stage], between = _place(max(gradient) - begins[stage], takes, busy, turn)
         returns[stage] = begins[stage] + between
-    return tuple(found)
+    return tuple(counts)
 
 
 def _place(between: float, forward: float, backward: float, turn: float) -> tuple[int, float]:

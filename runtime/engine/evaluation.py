@@ -92,16 +92,16 @@ class EvaluationExecutor(ForwardExecutor):
         stage_module = self.stage_modules.of(action.minibatch)
         known = self._read(action, state)
         inputs = tuple(known[name] for name in stage_module.piece.inputs)
-        made = self._compute(action, stage_module, self.tensors, inputs)
+        values = self._compute(action, stage_module, self.tensors, inputs)
         if self.is_last(action):
             output, target = (
-                stage_module.output({**known, **made}),
+                stage_module.output({**known, **values}),
                 self.data.target(action.minibatch),
             )
             mean, hit = self.loss(output, target).item(), accuracy(output, target)
             self.totals.add(mean, self.sizes.of(action.minibatch), hit)
         layout = stage_module.layout
-        state.leaving = {name: apart(made[name], state.received) for name in layout.sent}
+        state.leaving = {name: apart(values[name], state.received) for name in layout.sent}
         if not layout.sends:
             self._activations_sent(action.minibatch, state)
 

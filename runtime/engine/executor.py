@@ -88,16 +88,16 @@ class Executor(ForwardExecutor):
         self.rng.minibatch = action.minibatch
         if self.recompute:
             state.recomputation = Recomputation.before(stage_module.piece, inputs)
-        made = self._compute(action, stage_module, state.version.tensors, inputs)
-        _keep_edges(state, stage_module, made)
+        values = self._compute(action, stage_module, state.version.tensors, inputs)
+        _keep_edges(state, stage_module, values)
         if self.is_last(action):
-            output = stage_module.output({**known, **made})
+            output = stage_module.output({**known, **values})
             loss = self.loss(output, self.data.target(action.minibatch))
             self.on_loss(action.minibatch, loss.detach())
             scale = self.stepping.scale.value
             state.loss = loss if scale == 1.0 else loss * scale
         layout, received = stage_module.layout, state.received
-        state.leaving = {name: apart(made[name], received) for name in layout.sent}
+        state.leaving = {name: apart(values[name], received) for name in layout.sent}
         state.received = {name: received[name] for name in layout.received_for_gradient}
 
     def _receive_gradient(self, action: Action) -> None:
@@ -228,22 +228,24 @@ class Executor(ForwardExecutor):
 
 def _closing(actions: Sequence[Action]) -> set[int]:
     """The minibatches whose backward pass is the last one of this worker before an all-reduce."""
-    found, last = set(), None
+    closing, last = set(), None
     for action in actions:
         if action.kind in ENDS_BACKWARD:
             last = action.minibatch
         elif action.kind is Kind.ALL_REDUCE and last is not None:
-            found.add(last)
+            closing.add(last)
             last = None
-    return found
+    return closing
 
 
 def _keep_edges(
-    state: MinibatchState, stage_module: StageModule, made: Mapping[str, torch.Tensor]
+    state: MinibatchState, stage_module: StageModule, values: Mapping[str, torch.Tensor]
 ) -> None:
     """Of what is sent the autograd graph needs the edges; the data may go once it is sent."""
     if state.recomputation is None:
-        needed = {name: made[name] for name in stage_module.layout.sent if made[name].requires_grad}
+        needed = {
+            name: values[name] for name in stage_module.layout.sent if values[name].requires_grad
+        }
         state.edges = {name: get_gradient_edge(tensor) for name, tensor in needed.items()}
 
 

@@ -81,13 +81,13 @@ class Weights:
             assert self.prediction is not None
             assert number == self.current.number
             memory = self.spare.pop() if self.spare else {}
-            found = Version(number, self.prediction.ahead(ahead, memory), users=1, ahead=ahead)
-            self.older.append(found)
+            version = Version(number, self.prediction.ahead(ahead, memory), users=1, ahead=ahead)
+            self.older.append(version)
             self.peak_versions = max(self.peak_versions, 1 + len(self.older))
-            return found
-        (found,) = (v for v in (self.current, *self.older) if v.number == number and not v.ahead)
-        assert found.users > 0, f"version {number} is not expected to be used any more"
-        return found
+            return version
+        (version,) = (v for v in (self.current, *self.older) if v.number == number and not v.ahead)
+        assert version.users > 0, f"version {number} is not expected to be used any more"
+        return version
 
     def release(self, version: Version) -> None:
         """After the backward pass."""

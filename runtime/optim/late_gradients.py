@@ -104,9 +104,9 @@ def _sgd(args: dict[str, Any], momentum: float) -> dict[str, Any]:
 
 def _nadam(args: dict[str, Any], momentum: float, decoupled: bool) -> dict[str, Any]:
     """What is left open is as in the optimizer that was named, not as in NAdam."""
-    given = {name: value for name, value in args.items() if name not in ("amsgrad", "fused")}
-    whole = {"lr": _TORCH_RATE, "weight_decay": _TORCH_DECAY if decoupled else 0.0} | given
-    _, *rest = given.get("betas", (0.9, 0.999))
+    kept = {name: value for name, value in args.items() if name not in ("amsgrad", "fused")}
+    whole = {"lr": _TORCH_RATE, "weight_decay": _TORCH_DECAY if decoupled else 0.0} | kept
+    _, *rest = kept.get("betas", (0.9, 0.999))
     return whole | {"betas": [momentum, *rest], "decoupled_weight_decay": decoupled}
 
 

@@ -59,10 +59,10 @@ def make_optimizer(
     They are all that the model has, or a stage's share of its `names`. Each group is an optimizer
     by itself, which checks its arguments; one may be empty.
     """
-    found = groups(config, parameters if names is None else names)
+    parameter_groups = groups(config, parameters if names is None else names)
     parts = [
         _make(group, {name: p for name, p in parameters.items() if name in group.members})
-        for group in found
+        for group in parameter_groups
     ]
     return parts[0] if len(parts) == 1 else Together(parts)
 

@@ -117,10 +117,10 @@ class StageStepping:
         try:
             self.optimizer.step()
         except Exception as error:  # such as of a state that is not this optimizer's
-            given = self.config.optimizer
+            chosen = self.config.optimizer
             reason = (str(error).strip() or "no message").splitlines()[0]
             raise UserError(
-                f"optimizer {given.name} {given.args} cannot make a step: {type(error).__name__}: "
+                f"optimizer {chosen.name} {chosen.args} cannot make a step: {type(error).__name__}: "
                 f"{reason}; a run that goes on needs the arguments with which it began"
             ) from error
 

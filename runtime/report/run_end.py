@@ -38,9 +38,9 @@ def finish(context: RankContext) -> None:
         context.store, f"report/{place.rank}", [_reports(context), context.recorder.told()]
     )
     if place.rank == 0:
-        heard = [receive_message(context.store, f"report/{r}") for r in range(place.world_size)]
-        reports = [report for of_rank, _ in heard for report in of_rank]
-        recording = Recording.of([told for _, told in heard])
+        messages = [receive_message(context.store, f"report/{r}") for r in range(place.world_size)]
+        reports = [report for of_rank, _ in messages for report in of_rank]
+        recording = Recording.of([told for _, told in messages])
         spent = _utilisation(context, recording, reports)
         also = ""
         if recording.epochs:  # else there was nothing left to train

@@ -52,14 +52,14 @@ def measured_ranks(
 
 def _each(epochs: Iterable[Iterable[Event]], kinds: Set[Kind]) -> list[float]:
     """Seconds of the actions of these kinds for each minibatch, all of them together."""
-    found: list[float] = []
+    totals: list[float] = []
     for events in epochs:
         seconds: dict[int, float] = defaultdict(float)
         for event in events:
             if event.action.kind in kinds:
                 seconds[event.action.minibatch] += event.end - event.begin
-        found += seconds.values()
-    return found
+        totals += seconds.values()
+    return totals
 
 
 def _some(seconds: Sequence[float]) -> Quartiles | None:

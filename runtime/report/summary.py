@@ -71,13 +71,13 @@ class Losses:
 
     def heard(self) -> list[tuple[int, float]]:
         """The losses that came since the last call, in the order of the minibatches."""
-        found = []
+        losses = []
         while self.next < self.minibatches and self.store.check([self._key(self.next)]):
             key = self._key(self.next)
-            found.append((self.next, float(self.store.get(key))))
+            losses.append((self.next, float(self.store.get(key))))
             self.store.delete_key(key)
             self.next += 1
-        return found
+        return losses
 
     def _key(self, minibatch: int) -> str:
         return f"loss/{self.epoch}/{minibatch}"
@@ -121,5 +121,5 @@ def _memory_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
     fullest = max(ranks, key=lambda rank: rank["peak_memory_bytes"])
     planned = fullest["predicted_memory_bytes"]
     more = f", planned {show_bytes(planned)}" if planned else ""
-    held = show_bytes(fullest["peak_memory_bytes"])
-    return [f"memory              {held} on rank {fullest['rank']}{more}"]
+    measured = show_bytes(fullest["peak_memory_bytes"])
+    return [f"memory              {measured} on rank {fullest['rank']}{more}"]

@@ -41,12 +41,12 @@ def print_utilisation(
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPED_WIDTH)
     console.print(_table(utilisation, workers, hoped))
-    told = [f"bubble              {utilisation.bubble:.1%}"]
+    parts = [f"bubble              {utilisation.bubble:.1%}"]
     if any(hoped.values()):
-        told.append(f"planned {max(0.0, 1 - sum(hoped.values()) / len(hoped)):.1%}")
+        parts.append(f"planned {max(0.0, 1 - sum(hoped.values()) / len(hoped)):.1%}")
     if simulated is not None:
-        told.append(f"simulated {simulated.bubble:.1%}")
-    console.print(", ".join(told))
+        parts.append(f"simulated {simulated.bubble:.1%}")
+    console.print(", ".join(parts))
     console.print(f"clocks of the ranks within {show_seconds(clock_error)} of each other")
 
 

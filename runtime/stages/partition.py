@@ -57,14 +57,14 @@ def layouts(captured: Captured, plan: Plan) -> tuple[Layout, ...]:
     """
     stage_of = _stages(captured, plan)
     readers = _readers(captured, stage_of, last=len(plan.stages) - 1)
-    made = {name: stage_of[value.node] for name, value in captured.values.items()}
+    maker = {name: stage_of[value.node] for name, value in captured.values.items()}
     inputs = {name: position for position, name in enumerate(captured.inputs)}
 
     def between(source: int, target: int) -> tuple[Value, ...]:
         return tuple(
             captured.values[name]
             for name, stages in readers.items()
-            if name not in inputs and made[name] == source and target in stages
+            if name not in inputs and maker[name] == source and target in stages
         )
 
     stages = range(len(plan.stages))
@@ -121,8 +121,8 @@ def first_difference(planned: PlannedGraph, graph: Graph) -> str | None:
     position = {name: at for at, name in enumerate(graph.order)}
     for name, node in zip(graph.order, planned.nodes, strict=False):
         if graph.nodes[name].description != node.description:
-            found = graph.nodes[name].description
-            return f"{node.id} is {node.description!r} in the plan and {found!r} in the model"
+            description = graph.nodes[name].description
+            return f"{node.id} is {node.description!r} in the plan and {description!r} in the model"
         inputs = sorted(position[source] for source in graph.predecessors[name])
         if inputs != sorted(known[source] for source in node.inputs):
             return f"{node.id} ({node.description}) has other inputs in the model"
@@ -130,8 +130,8 @@ def first_difference(planned: PlannedGraph, graph: Graph) -> str | None:
         node = planned.nodes[len(graph.nodes)]
         return f"{node.id} is {node.description!r} in the plan and the model has no more nodes"
     if len(planned.nodes) < len(graph.nodes):
-        found = graph.nodes[graph.order[len(planned.nodes)]].description
-        return f"the plan has no more nodes where the model goes on with {found!r}"
+        description = graph.nodes[graph.order[len(planned.nodes)]].description
+        return f"the plan has no more nodes where the model goes on with {description!r}"
     return "its fingerprint is not that of its nodes"
 
 

@@ -45,8 +45,8 @@ class StageModule:
     ) -> StageModule:
         """The stage of `layout`, which is of `captured`; `compute` may still change the piece."""
         piece = freeze_constants(layout.build(captured).to(device), captured.owner)
-        made = compute(captured, piece)
-        return StageModule(layout, piece, made, captured.outputs, captured.out_spec)
+        run = compute(captured, piece)
+        return StageModule(layout, piece, run, captured.outputs, captured.out_spec)
 
     def output(self, known: Mapping[str, torch.Tensor]) -> Any:
         """What the model returns, of the values of the last stage by name."""
@@ -98,8 +98,8 @@ def _difference(whole: Captured, other: Captured, plan: Plan) -> str | None:
     if difference is not None:
         return difference
     for node, again in zip(whole.graph.order, other.graph.order, strict=True):
-        held = (whole.module_paths[node], *whole.parameters[node])
-        if held != (other.module_paths[again], *other.parameters[again]):
+        expected = (whole.module_paths[node], *whole.parameters[node])
+        if expected != (other.module_paths[again], *other.parameters[again]):
             return f"{again} ({other.graph.nodes[again].description}) is of another module"
     if links(layouts(whole, plan)) != links(layouts(other, plan)):
         return "other stages exchange tensors"

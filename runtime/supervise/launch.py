@@ -260,8 +260,8 @@ def _cut_off(noticed: Sequence[int], silent: Sequence[int], heartbeats: Heartbea
     """Nobody has died: the one whom most have lost, or the only one that has not noticed anything,
     or else the first that has lost somebody.
     """
-    found = (heartbeats.of(rank).lost for rank in noticed)
-    lost = Counter(rank for rank in found if rank is not None)
+    missed = (heartbeats.of(rank).lost for rank in noticed)
+    lost = Counter(rank for rank in missed if rank is not None)
     ranked = lost.most_common(2)
     if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]):
         rank = ranked[0][0]

@@ -23,14 +23,14 @@ def replanned(job: Job, place: Place, store: Store) -> tuple[Job, Place]:
     Rank 0 plans and tells the others; the plan is in the run folder, `plan-3` for 3 workers. All
     ranks raise UserError where there is none: nothing fits into the memory of so few, for example.
     """
-    told = broadcast(store, place, "plan", _planned(job, place) if place.rank == 0 else None)
-    if "error" in told:
-        raise UserError(told["error"])
-    plan = Plan.model_validate_json(told["plan"])
-    found = replace(job, plan=plan)
-    found.check_microbatches()
+    answer = broadcast(store, place, "plan", _planned(job, place) if place.rank == 0 else None)
+    if "error" in answer:
+        raise UserError(answer["error"])
+    plan = Plan.model_validate_json(answer["plan"])
+    replanned_job = replace(job, plan=plan)
+    replanned_job.check_microbatches()
     here = min(place.local_world_size, plan.workers)
-    return found, replace(place, world_size=plan.workers, local_world_size=here)
+    return replanned_job, replace(place, world_size=plan.workers, local_world_size=here)
 
 
 def _planned(job: Job, place: Place) -> dict[str, str]:

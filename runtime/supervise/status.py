@@ -95,8 +95,8 @@ def _awaited(action: DrawnAction, assignment: RankAssignment) -> str | None:
 
 def _usual(events: Sequence[Event], kind: Kind) -> float | None:
     """The median of the last few passes of that kind."""
-    found = [e.end - e.begin for e in events[-10 * _RECENT_PASSES :] if e.action.kind == kind]
-    return median(found[-_RECENT_PASSES:]) if found else None
+    seconds = [e.end - e.begin for e in events[-10 * _RECENT_PASSES :] if e.action.kind == kind]
+    return median(seconds[-_RECENT_PASSES:]) if seconds else None
 
 
 @contextmanager
@@ -126,8 +126,8 @@ def publishing_status(store: Store, rank: int, status: Callable[[], Status]) -> 
 
 def published_statuses(store: Store, ranks: Sequence[int]) -> dict[int, Status]:
     """What the ranks told last, of those that have told anything."""
-    told = (rank for rank in ranks if store.check([_key(rank)]))
-    return {rank: Status(**json.loads(store.get(_key(rank)))) for rank in told}
+    published = (rank for rank in ranks if store.check([_key(rank)]))
+    return {rank: Status(**json.loads(store.get(_key(rank)))) for rank in published}
 
 
 def _key(rank: int) -> str:

@@ -108,16 +108,16 @@ class Watchdog:
                 self._show(beats)
                 if self.host is not None:
                     self._ask(self.host)
-                found = self._ask(self.neighbour)
+                latest = self._ask(self.neighbour)
                 own = next(passed)
-                still = still + own if found == before and self.heard[self.neighbour] else 0.0
+                still = still + own if latest == before and self.heard[self.neighbour] else 0.0
                 if still > self.most:
                     self.store.set(_LOST, self._line(self.neighbour))
                 if self.store.check([_LOST]) and not last:
                     self._tell(self.store.get(_LOST).decode())
             except RuntimeError:  # the store is gone; who needs it will say so
                 return
-            before, self.silence = found, 0.0
+            before, self.silence = latest, 0.0
 
     def _show(self, beats: int) -> None:
         self.store.set(_key(self.rank), json.dumps([beats, self.words]))
@@ -131,9 +131,9 @@ class Watchdog:
             since = now
 
     def _ask(self, rank: int) -> bytes:
-        found = self.store.get(_key(rank)) if self.store.check([_key(rank)]) else b'[0, ""]'
-        self.heard[rank] = json.loads(found)[1]
-        return found
+        latest = self.store.get(_key(rank)) if self.store.check([_key(rank)]) else b'[0, ""]'
+        self.heard[rank] = json.loads(latest)[1]
+        return latest
 
     def _listen(self) -> None:
         """To the store: where nothing comes from it any more, its host stands still."""
