@@ -1,4 +1,4 @@
-"""Which of the processes of a run this is, as its launcher tells it: torchrun, mpirun or srun."""
+"""The place of this process in a run, as its launcher says: torchrun, mpirun or srun."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Place:
     master_port: int
 
     def variables(self) -> dict[str, str]:
-        """The place in torchrun's words, as `init_method="env://"` reads it."""
+        """Returns the place in torchrun's variables, as `init_method="env://"` reads it."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -43,7 +43,7 @@ class Place:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """The variables by which a launcher tells a process its place; `job` names the run."""
+    """The variables with which a launcher tells a process its place; `job` names the run."""
 
     rank: str
     world_size: str
@@ -73,10 +73,10 @@ _LAUNCHERS = (
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> Place | None:
-    """The place that torchrun, mpirun (Open MPI, MPICH) or srun gave this process, if one did.
+    """Returns the place that torchrun, mpirun (Open MPI, MPICH) or srun gave this process, if any.
 
     mpirun and srun name no meeting point: on one machine it is a port derived from the name of the
-    job, on several the user has to set MASTER_ADDR. Raises UserError.
+    job; on several the user has to set MASTER_ADDR. Raises UserError.
     """
     for launcher in _LAUNCHERS:
         if launcher.rank in variables and launcher.world_size in variables:
@@ -113,22 +113,22 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
 
 
 def _port(launcher: _Launcher, variables: Mapping[str, str]) -> int:
-    """The same for all workers of a job, another for another job."""
+    """Returns the same port for all workers of a job, and usually another one for another job."""
     known = [variables[name] for name in launcher.job if name in variables]
     job = ".".join(known) or str(os.getppid())
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
 
 
 def restarts() -> int:
-    """How often the launcher has started this run again, after a failure."""
+    """Returns how often the launcher has restarted this run after a failure."""
     return int(os.environ.get(RESTARTS, "0") or 0)
 
 
 def speaks() -> bool:
-    """Whether this process is the one that tells the user of an error that all may have.
+    """Returns whether this process reports an error that all processes may have.
 
-    Rank 0 is, at once; the others are after a while: by then their launcher has stopped them if
-    rank 0 had the same error.
+    Rank 0 does, at once; the others after a while: by then their launcher has stopped them if rank
+    0 had the same error.
     """
     place = environment()
     if place is not None and place.rank > 0:

@@ -1,4 +1,4 @@
-"""Where processes meet: the device and the backend of each, and the store that they share."""
+"""Where processes meet: the device and backend of each, and the store that they share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pipedream.graph.errors import UserError
 
 
 class NotMet(RuntimeError):
-    """Not all processes came."""
+    """Not all processes came to the rendezvous."""
 
 
 def choose_device(name: str, place: Place) -> tuple[torch.device, str]:
-    """The device of this rank and the backend that serves it.
+    """Returns the device of this rank and the backend that serves it.
 
-    NCCL where every rank of the machine has a GPU of its own; gloo on CPUs and where several ranks
-    share a GPU. Raises UserError if there is no such device.
+    NCCL if every rank of the machine has a GPU of its own; gloo on CPUs, and if several ranks share
+    a GPU. Raises UserError if there is no such device.
     """
     if name == "cpu":
         return torch.device("cpu"), "gloo"
@@ -36,7 +36,7 @@ def choose_device(name: str, place: Place) -> tuple[torch.device, str]:
 
 
 def meet(place: Place, timeout: float) -> Store:
-    """The store that all ranks share. Raises NotMet if they do not all come."""
+    """Returns the store that all ranks share. Raises NotMet if they do not all come."""
     with _meeting(place):
         address = f"tcp://{place.master_address}:{place.master_port}"
         limit = timedelta(seconds=timeout)
@@ -48,7 +48,7 @@ def meet(place: Place, timeout: float) -> Store:
 
 
 def join(place: Place, met: Store, backend: str, device: torch.device, timeout: float) -> Store:
-    """Joins the others that meet there; the store of the run itself. Raises NotMet."""
+    """Joins the other ranks; returns the store of the run. Raises NotMet."""
     with _meeting(place):
         dist.init_process_group(
             backend,

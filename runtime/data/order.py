@@ -19,13 +19,12 @@ from pipedream.runtime.data.sizes import Sizes
 
 
 class Order:
-    """By the seed and the number of the epoch alone. `order(number)` gives indices of examples.
+    """`order(number)` returns the indices of an epoch's examples, by the seed and the number alone.
 
     Without a sampler all examples in a random order. A sampler is made anew for each epoch, with
-    the training set as `dataset` or `data_source` and a seeded `generator`, where it takes them,
-    and told the epoch with `set_epoch`, where it has that; whatever it draws from the random
-    numbers of torch, numpy or Python is seeded, too. Raises UserError where it gives another order
-    when asked again.
+    the training set as `dataset` or `data_source` and a seeded `generator`, if it takes them, and
+    told the epoch with `set_epoch`, if it has that; the random numbers of torch, numpy and Python
+    are seeded for it, too. Raises UserError if it gives another order when asked again.
     """
 
     def __init__(self, dataset: Dataset, config: RunConfig, directory: Path) -> None:

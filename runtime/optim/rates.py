@@ -1,5 +1,5 @@
-"""The scheduler that a run config names: it moves the learning rate by updates, by epochs, or by a
-metric. Replicas and stages do the same steps with the same numbers.
+"""The learning rate scheduler of a run config: it steps by updates, by epochs, or by a metric.
+Replicas and stages take the same steps with the same numbers.
 """
 
 from __future__ import annotations

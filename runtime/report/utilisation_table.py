@@ -1,4 +1,4 @@
-"""The table of what the ranks did, beside what the plan promised."""
+"""The table of what the ranks did, beside what the plan predicts."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def print_utilisation(
     simulated: Simulated | None,
     clock_error: float,
 ) -> None:
-    """A row for each rank, then the bubble as the cost model, the simulation and this run have it.
+    """Prints a row for each rank, then the bubble: predicted, simulated and measured.
 
     `workers` are those of each rank, `hoped` how busy it would be (`promised`), if that is known.
-    `clock_error`: by how many seconds the ranks' clocks may differ.
+    `clock_error`: by how many seconds the clocks of the ranks may differ.
     """
     console = Console(highlight=False)
     if not console.is_terminal:
