@@ -21,10 +21,10 @@ _FREED = re.compile(r";  (\w+ = )+None$")
 class Layout:
     """Where the tensors of one stage come from and go to.
 
-    `receives[s]` are the values that stage s sends here, `sends[t]` those that stage t reads, both
-    in the order of the message. `reads` are the inputs of the model that this stage reads, as
-    positions in `Captured.inputs`. A value of the model's output that an earlier stage makes
-    travels to the last stage, where the loss is.
+    `receives[s]`: the values that stage s sends here; `sends[t]`: those that stage t reads; both in
+    the order of the message. `reads`: the inputs of the model that this stage reads, as positions
+    in `Captured.inputs`. Outputs of the model that an earlier stage makes go to the last stage,
+    which has the loss.
     """
 
     stage: int
@@ -34,7 +34,9 @@ class Layout:
     sends: Mapping[int, tuple[Value, ...]]
 
     def build(self, captured: Captured) -> Segment:
-        """The stage's own module; it gives all that is sent, and the model's outputs it makes."""
+        """Returns the stage's own module; its results are all that is sent, and its outputs of the
+        model.
+        """
         return segment(captured, frozenset(self.nodes), captured.outputs)
 
     @cached_property
@@ -51,9 +53,9 @@ class Layout:
 
 
 def layouts(captured: Captured, plan: Plan) -> tuple[Layout, ...]:
-    """The layout of every stage.
+    """Returns the layout of every stage.
 
-    Raises UserError where the captured model is not the one that was planned.
+    Raises UserError if the captured model is not the one that was planned.
     """
     stage_of = _stages(captured, plan)
     readers = _readers(captured, stage_of, last=len(plan.stages) - 1)
@@ -81,12 +83,12 @@ def layouts(captured: Captured, plan: Plan) -> tuple[Layout, ...]:
 
 
 def links(layouts: Sequence[Layout]) -> tuple[tuple[int, int], ...]:
-    """The pairs of stages that exchange tensors."""
+    """Returns the pairs of stages that exchange tensors."""
     return tuple((layout.stage, target) for layout in layouts for target in layout.sends)
 
 
 def tied(captured: Captured, layouts: Sequence[Layout]) -> dict[str, tuple[int, ...]]:
-    """The parameters that several stages hold, by their first name, with those stages."""
+    """Returns the parameters that several stages hold, by their first name, with those stages."""
     first: dict[int, str] = {}
     holders: dict[str, dict[int, None]] = {}
     for layout in layouts:
@@ -102,7 +104,7 @@ def _present(messages: Mapping[int, tuple[Value, ...]]) -> dict[int, tuple[Value
 
 
 def _stages(captured: Captured, plan: Plan) -> dict[str, int]:
-    """The stage of each captured node: the plan's, matched by topological position."""
+    """Returns the stage of each captured node: the plan's, matched by topological position."""
     difference = first_difference(plan.graph, captured.graph)
     if difference is not None:
         raise UserError(
@@ -114,7 +116,9 @@ def _stages(captured: Captured, plan: Plan) -> dict[str, int]:
 
 
 def first_difference(planned: PlannedGraph, graph: Graph) -> str | None:
-    """The first node in which the model differs from the one that was planned, for a person."""
+    """Describes the first node in which the model differs from the planned one; None if it does
+    not.
+    """
     if planned.fingerprint == graph.fingerprint:
         return None
     known = {node.id: position for position, node in enumerate(planned.nodes)}
@@ -136,7 +140,7 @@ def first_difference(planned: PlannedGraph, graph: Graph) -> str | None:
 
 
 def _readers(captured: Captured, stage_of: Mapping[str, int], last: int) -> dict[str, set[int]]:
-    """For each value the stages that read it; the model's outputs are read by the last."""
+    """Returns the stages that read each value; the last stage reads the model's outputs."""
     readers: dict[str, set[int]] = {name: set() for name in captured.values}
     for node in captured.module.graph.nodes:
         owner = captured.owner.get(node.name)
@@ -151,7 +155,7 @@ def _readers(captured: Captured, stage_of: Mapping[str, int], last: int) -> dict
 
 
 def source_text(captured: Captured, plan: Plan, layout: Layout, piece: Segment) -> str:
-    """The stage as Python that a person can read: `stage0.py`. Nothing ever reads it back."""
+    """Returns the stage as Python for people to read: `stage0.py`. Nothing reads it back."""
     stage = plan.stages[layout.stage]
     head = [f"Stage {layout.stage} of {len(plan.stages)}, on ranks {_list(stage.ranks)}.", ""]
     head += [f"reads input {at} of the model as {name}" for name, at in layout.reads.items()]
