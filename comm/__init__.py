@@ -1,7 +1,6 @@
-"""Processes of a run and the messages between them, on torch.distributed.
+"""Processes that meet, exchange tensors and add them up.
 
-`launcher` reads the rank from the environment, `rendezvous` joins the ranks and chooses the device.
-`transport` sends tensors between stages and adds them up over ranks, `buckets` sums gradients
-during the backward pass, `process_groups` makes the groups. `store_messages`: texts between ranks.
-Begin with `transport`.
+`launcher` reads what torchrun, mpirun or srun says of this process; `rendezvous` joins it with the
+others. `transport` carries the tensors between stages, `buckets` adds up gradients over
+`process_groups`, `store_messages` carries small values. Begin with `transport`.
 """

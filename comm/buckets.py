@@ -1,9 +1,8 @@
-"""The gradients of a replicated stage, added up over its replicas while the backward pass goes on.
+"""The gradients of a replicated stage, added up over its replicas during the backward pass.
 
-As in torch's DistributedDataParallel (Li et al., VLDB 2020, section 3.2.3): parameters stand in
-buckets in the reverse of their order, which is about the order in which their gradients come, and a
-full bucket is on its way while the others still fill. All replicas send the buckets in the same
-order.
+As in torch's DistributedDataParallel (Li et al., VLDB 2020, section 3.2.3): parameters are in
+buckets in reverse order, which is about the order in which their gradients come, and a full bucket
+is sent while the others still fill. All replicas send the buckets in the same order.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class _Bucket:
         """After the sum: those that any replica has a gradient of."""
         if not self.without:  # a look at the counts would wait for a GPU
             return set(self.names)
-        found = zip(self.names, self.counts.abs().tolist(), strict=True)
-        return {name for name, count in found if count}
+        counted = zip(self.names, self.counts.abs().tolist(), strict=True)
+        return {name for name, count in counted if count}
 
     def views(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         sizes = [like[name].numel() for name in self.names]
@@ -72,9 +71,9 @@ class Buckets:
 
     @contextmanager
     def filling(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """A backward pass in here is this replica's last of the round; `leaves` get its gradients.
+        """Context of this replica's last backward pass of the round; `leaves` get its gradients.
 
-        It raises PeerLost where a sum cannot be begun.
+        Raises PeerLost if a sum cannot be started.
         """
 
         def taker(name: str) -> Callable[[Tensor], None]:
@@ -95,9 +94,9 @@ class Buckets:
                 hook.remove()
 
     def finish(self, gradients: dict[str, Tensor]) -> None:
-        """Puts the sums, until the next round, in the place of this replica's `gradients`.
+        """Replaces this replica's `gradients` by the sums, which are valid until the next round.
 
-        Where one is missing the replica has added nothing; where all replicas have none there is
+        Where one is missing, the replica has added nothing; where all replicas have none, there is
         none afterwards, as in the plain model: the optimizer leaves that parameter alone. Raises
         PeerLost.
         """
@@ -113,15 +112,15 @@ class Buckets:
         self.begun = 0
 
     def _begin(self, gradient: Callable[[str], Tensor | None]) -> None:
-        """Sends the next buckets off, as long as they are full: the same order on all replicas."""
+        """Sends the next buckets while they are full: in the same order on all replicas."""
         for bucket in self.buckets[self.begun :]:
             if bucket.missing:
                 return
             bucket.counts.fill_(1)
             for index, (name, part) in enumerate(bucket.views(self.parameters)):
-                found = gradient(name)
-                if found is not None:
-                    part.copy_(found)
+                own = gradient(name)
+                if own is not None:
+                    part.copy_(own)
                 else:
                     part.zero_()
                     bucket.counts[index] = 0
@@ -131,7 +130,7 @@ class Buckets:
 
 
 def _divide(parameters: Mapping[str, Tensor], most_bytes: int) -> list[list[str]]:
-    """The names in reverse, cut where a bucket would grow too large or the type changes."""
+    """Returns the names in reverse, cut where a bucket would grow too large or the type changes."""
     groups: list[list[str]] = []
     left, dtype = 0, None
     for name, parameter in reversed(list(parameters.items())):

@@ -1,4 +1,4 @@
-"""Long texts from rank to rank through the store, whose messages are 8 MiB at most."""
+"""Messages of any length between ranks through the store, whose values are at most 8 MiB."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SECONDS_BETWEEN_LOOKS = 0.002
 
 
 def send_message(store: Store, key: str, value: Any) -> None:
-    """Leaves `value` (what JSON can hold) in the store for one other to `receive_message`."""
+    """Leaves `value` (anything JSON can hold) in the store for one other rank to receive."""
     text = json.dumps(value)
     pieces = [text[begin : begin + _PIECE] for begin in range(0, len(text), _PIECE)]
     for number, piece in enumerate(pieces):
@@ -24,9 +24,9 @@ def send_message(store: Store, key: str, value: Any) -> None:
 
 
 def receive_message(store: Store, key: str) -> Any:
-    """What another rank told under `key`, once it has; the store forgets it.
+    """Returns what another rank sent under `key`, once it has; it is removed from the store.
 
-    Waits for as long as it takes: whoever watches the ranks ends this one where the other is lost.
+    Waits without limit: whoever watches the ranks ends this one if the other is lost.
     """
     while not store.check([key]):  # not `get`: it would keep all other threads from the store
         time.sleep(_SECONDS_BETWEEN_LOOKS)
@@ -38,7 +38,7 @@ def receive_message(store: Store, key: str) -> Any:
 
 
 def broadcast(store: Store, place: Place, key: str, value: Any) -> Any:
-    """Rank 0's `value`, on every rank, once rank 0 has come here."""
+    """Returns rank 0's `value` on every rank, once rank 0 has come here."""
     if place.rank > 0:
         return receive_message(store, f"{key}/{place.rank}")
     for rank in range(1, place.world_size):

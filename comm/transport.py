@@ -1,13 +1,13 @@
 """Tensors between stages: messages along the links of a pipeline, sums over replicas.
 
-All of it runs beside the compute. A receive is posted ahead of the pass that needs it, into memory
-that went round before; a send owns its tensors until the other side has them. Nothing is said but
-the tensors themselves: both sides know from the plan what comes when. gloo carries CPU tensors
-only, so tensors of a GPU pass through host memory.
+All of it runs beside the computation. A receive is posted ahead of the pass that needs it, into
+recycled memory; a send owns its tensors until the other side has them. Only the tensors are sent:
+both sides know from the plan what comes when. gloo carries CPU tensors only, so tensors of a GPU
+pass through host memory.
 
-Between two stages of the same rank nothing is sent: the tensors themselves are handed over, apart
-from the autograd graph that made them. Neither side writes into them, and their memory belongs to
-the stage that made them, so it does not go round.
+Between two stages of the same rank nothing is sent: the tensors are handed over, detached from the
+autograd graph that made them. Neither side writes into them, and their memory is not recycled,
+since it belongs to the stage that made them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PeerLost(RuntimeError):
 
 
 class TensorSpec(Protocol):
-    """What a receive needs to know of a tensor; a tensor knows it, too."""
+    """What a receive needs to know of a tensor; tensors have it, too."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -54,12 +54,12 @@ class _Arriving:
 
 
 def _kind(message: Sequence[TensorSpec]) -> _Kind:
-    """Shape and type of each tensor: the last minibatch has others, and so has an evaluation."""
+    """Returns shape and type of each tensor: they differ in the last minibatch."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in message)
 
 
 class Transport:
-    """The messages of one rank. Made by all ranks at the same time, of the same `rank_links`."""
+    """The messages of one rank. Made by all ranks at the same time, with the same `rank_links`."""
 
     def __init__(
         self, device: torch.device, backend: str, rank_links: Iterable[RankLink] = ()
@@ -88,7 +88,7 @@ class Transport:
             self.sends.put(channel, [t.detach().to(self.staged).contiguous() for t in tensors])
 
     def post(self, channel: Channel, values: Sequence[TensorSpec]) -> None:
-        """Makes room for the next message on the channel, which holds these values."""
+        """Posts a receive of the next message on the channel, which has these values."""
         if channel.is_local:
             return
         spare = self.spare.get((channel, _kind(values)))
@@ -123,13 +123,13 @@ class Transport:
         return [buffer.to(self.device).detach() for buffer in message.buffers]
 
     def recycle(self, channel: Channel, message: Message) -> None:
-        """Lets a later message of the channel, of the same shapes and types, have this memory."""
+        """Gives the memory of a message to later ones of the channel with the same shapes."""
         if self.staged == self.device and not channel.is_local:
             spare = self.spare.setdefault((channel, _kind(message)), [])
             spare.append([tensor.detach() for tensor in message])
 
     def add_up(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-        """Replaces each tensor by its sum over the group, all of one type in one message."""
+        """Replaces each tensor by its sum over the group, with one message per type."""
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             same = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in same])
@@ -160,14 +160,14 @@ class Transport:
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over a group that is being made."""
+    """A sum over a group that is under way."""
 
     flat: torch.Tensor
     staged: torch.Tensor
     work: Any
 
     def wait(self) -> None:
-        """Afterwards `flat` is the sum. Raises PeerLost."""
+        """Waits until `flat` has the sum. Raises PeerLost."""
         try:
             self.work.wait()
         except RuntimeError as error:
@@ -177,11 +177,11 @@ class Sum:
 
 
 class _SendQueue:
-    """Sends in the order given, and keeps the tensors until they are out.
+    """Sends in the order given, and keeps the tensors until they are sent.
 
-    With `aside` a thread does it: gloo copies a message to the network in the call that sends it.
-    NCCL only notes the call, and wants all of them from one thread. What its sends are waited for
-    with is a stream of its own, so that the compute does not wait, too.
+    With `aside` a thread sends: gloo copies a message to the network in the call that sends it.
+    NCCL only enqueues the call, and needs all of them from one thread. Its sends are waited for on
+    a stream of their own, so that the computation does not wait, too.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class _SendQueue:
             self.stream.synchronize()
 
     def _reap(self) -> None:
-        """Waits for the sends in their order, so that their tensors are freed once they are out."""
+        """Waits for the sends in order, so that their tensors are freed once they are sent."""
         while (sent := self.outgoing.get()) is not None:
             try:
                 self._wait(sent[0])

@@ -34,7 +34,7 @@ from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind
 
 
 def train_epochs(context: RankContext) -> Position | None:
-    """Trains from the member's `first` on; where the run has stopped, if it was asked to.
+    """Trains from the context's `first` on. Returns where the run has stopped, if it was asked to.
 
     Raises UserError and PeerLost as the engine does.
     """
@@ -64,7 +64,7 @@ def _leave_together(context: RankContext) -> None:
 
 
 def _try_if_due(context: RankContext, done: int) -> None:
-    """The held-out data, after so many epochs."""
+    """Evaluates the held-out data, if that is due after so many epochs."""
     job, evaluation = context.local.job, context.local.evaluation
     if evaluation is None or done == 0:
         return
@@ -74,7 +74,7 @@ def _try_if_due(context: RankContext, done: int) -> None:
 
 
 class _Training:
-    """One epoch, or what is left of it: the segments that are `ahead`."""
+    """One epoch, or the segments of it that are `ahead`."""
 
     def __init__(self, context: RankContext, epoch: int, ahead: Sequence[TrainingSegment]) -> None:
         self.context, self.local, self.ahead = context, context.local, ahead
@@ -91,14 +91,14 @@ class _Training:
         self.events: list[Event] = []
 
     def run(self) -> Position | None:
-        """Where the run has stopped, if it was asked to."""
+        """Returns where the run has stopped, if it was asked to."""
         context, local, display = self.context, self.local, self.context.display
         self.begin = time.perf_counter()
         context.recorder.begin()
         shown = nullcontext() if display is None else display.watching(self.losses)
-        told = publishing_status(context.store, local.place.rank, self._status)
+        publishing = publishing_status(context.store, local.place.rank, self._status)
         minibatches = local.examples.epoch(self.number)
-        with shown, told, Reader(minibatches, self._to_read()) as data:
+        with shown, publishing, Reader(minibatches, self._to_read()) as data:
             stopped = self._run_segments(self._engine(), data)
             self.losses.end()
         context.recorder.add(self.number, self.events, local.examples.minibatches)
@@ -133,7 +133,7 @@ class _Training:
         return ActionStream(segment, actions, self._delays(segment))
 
     def _engine(self) -> Engine:
-        """Not kept here: it knows this object, and in a circle both would outlive the epoch."""
+        """Not kept as an attribute: in a reference cycle with it, both would outlive the epoch."""
         executors = {stage.stage: self._executor(stage) for stage in self.local.stages}
         transport = self.context.transport
         return Engine(executors, transport, self._after, self._before, self.events)
@@ -163,7 +163,7 @@ class _Training:
         return {minibatch + segment.begin: delay for minibatch, delay in of_segment.items()}
 
     def _per_update(self) -> int:
-        """Minibatches that count as one update: of a stage of one replica, if it is by itself."""
+        """Returns how many minibatches are one update of a stage of one replica."""
         job = self.local.job
         return job.config.microbatches if job.policy.same_everywhere else job.config.accumulate
 

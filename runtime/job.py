@@ -1,4 +1,4 @@
-"""What pd-train was asked to do, and which worker each rank is. Pure: no torch, no processes."""
+"""What pd-train was asked to do. Pure: no torch, no processes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from pipedream.schedule.spec import PipelineSpec
 
 @dataclass(frozen=True)
 class Job:
-    """What pd-train was asked to do. `directory` is the run config's, `run` where results go, and
-    from where the plan names its profile.
+    """What pd-train was asked to do. `directory`: the run config's; `run`: where results go.
 
     `restarted`: the launcher has started it again after a failure. `replan`: the plan.json to plan
     again from if there are fewer workers than the plan has; None to refuse that.
@@ -59,9 +58,9 @@ class Job:
     def spec(
         self, links: Collection[Link] = (), tied: Mapping[str, Sequence[int]] | None = None
     ) -> PipelineSpec:
-        """The pipeline; its `links` and `tied` stages are known when the model is captured.
+        """Returns the pipeline; its `links` and `tied` stages are known when the model is captured.
 
-        As many minibatches are in flight as was planned for, but under another schedule.
+        The plan's bounds on minibatches in flight hold only for the schedule it was made for.
         """
         planned, config = self.schedule == self.plan.schedule, self.config
         return PipelineSpec(
@@ -82,18 +81,18 @@ class Job:
 
     @property
     def as_planned(self) -> bool:
-        """Whether the schedule is the one that the plan's figures are of."""
+        """Whether the schedule is the one that the plan's figures are for."""
         planned = self.plan.predicted.microbatches
         return self.schedule == self.plan.schedule and planned in (None, self.config.microbatches)
 
     @property
     def optimizer(self) -> OptimizerConfig:
-        """The config's, or the form of it that is asked for."""
-        given, momentum = self.config.optimizer, self.config.asynchronous.nesterov
-        return given if momentum is None else nesterov_form(given, momentum)
+        """The config's optimizer, or the form of it that is asked for."""
+        optimizer, momentum = self.config.optimizer, self.config.asynchronous.nesterov
+        return optimizer if momentum is None else nesterov_form(optimizer, momentum)
 
     def check(self) -> None:
-        """Makes the run's folder. Raises UserError where the job cannot be done as it is asked."""
+        """Makes the run's folder. Raises UserError if the job is impossible."""
         self.check_order()
         self.check_microbatches()
         self.check_asynchronous()
@@ -105,12 +104,12 @@ class Job:
         self.check_tensorboard()
 
     def check_order(self) -> None:
-        """UserError where nobody knows the plan's order of passes."""
+        """Raises UserError if the plan's order of passes is unknown."""
         if self.order not in ORDERS:
             raise UserError(f"order {self.order!r} of the plan is not known: {', '.join(ORDERS)}")
 
     def check_asynchronous(self) -> None:
-        """UserError where there is nothing asynchronous to correct, or no delay is known."""
+        """Raises UserError if there is nothing asynchronous to correct, or no delay is known."""
         wanted = self.config.asynchronous
         if wanted != AsynchronousConfig() and self.order != DEFAULT_ORDER:
             raise UserError(
@@ -126,7 +125,7 @@ class Job:
         _ = self.optimizer
 
     def check_scheduler(self) -> None:
-        """UserError where it looks at held-out data that nobody tries."""
+        """Raises UserError if it needs held-out data that are not evaluated between epochs."""
         scheduler, tried = self.config.scheduler, self.config.evaluate_every and self.evaluate
         if scheduler is not None and scheduler.needs_held_out and not tried:
             raise UserError(
@@ -137,7 +136,7 @@ class Job:
             )
 
     def check_microbatches(self) -> None:
-        """UserError where the schedule needs more of them than the run config has."""
+        """Raises UserError if the schedule needs more of them than the run config has."""
         least, given = self.policy.least_microbatches, self.config.microbatches
         if given < least:
             raise UserError(
@@ -147,7 +146,7 @@ class Job:
             )
 
     def check_scale(self) -> None:
-        """UserError where the scale of the loss cannot be found: stages would know it too late."""
+        """Raises UserError if the loss scale would be found too late for the other stages."""
         config = self.config
         searched = config.autocast == "float16" and config.loss_scale is None
         if searched and not self.policy.drains:
@@ -158,20 +157,20 @@ class Job:
 
     @property
     def saved(self) -> Position | None:
-        """The newest checkpoint's position."""
-        found = (Position.of(path.name) for path in self.checkpoints.glob("epoch-*"))
-        return max((position for position in found if position is not None), default=None)
+        """The position of the newest checkpoint."""
+        positions = (Position.of(path.name) for path in self.checkpoints.glob("epoch-*"))
+        return max((position for position in positions if position is not None), default=None)
 
     @property
     def goes_on(self) -> bool:
         """Whether the run begins at a checkpoint.
 
-        If the launcher has started it again, the checkpoints are its own; it may have none yet.
+        If the launcher has restarted it, the checkpoints are its own; it may have none yet.
         """
         return self.resume or (self.restarted and self.saved is not None)
 
     def check_replan(self) -> None:
-        """UserError where there would be nothing to plan from."""
+        """Raises UserError if there would be nothing to plan from."""
         if self.replan is None:
             return
         graph = self.replan.with_name("graph.txt")
@@ -184,7 +183,9 @@ class Job:
             raise UserError(f"--replan: {graph} is not the graph that {self.replan} was made from")
 
     def check_folder(self) -> None:
-        """Makes the folder; UserError where that fails, or results would overwrite others."""
+        """Makes the folder. Raises UserError if that fails, or would overwrite results of another
+        run.
+        """
         try:
             self.run.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -198,7 +199,7 @@ class Job:
             )
 
     def check_export(self) -> None:
-        """UserError where the model could not be written when it is trained."""
+        """Raises UserError if the trained model could not be written."""
         if self.export is None:
             return
         probe = self.export.with_name(f"{self.export.name}.{os.getpid()}.partial")
@@ -212,12 +213,12 @@ class Job:
             ) from error
 
     def check_tensorboard(self) -> None:
-        """UserError where it is asked for and not there."""
+        """Raises UserError if it is asked for and not installed."""
         if self.tensorboard and find_spec("tensorboard") is None:
             raise UserError(
                 "--tensorboard: the package tensorboard is missing: pip install tensorboard"
             )
 
     def workers_of(self, rank: int) -> list[Worker]:
-        """The replicas of stages that this rank runs, in the order of the stages."""
+        """Returns the replicas of stages that this rank runs, in the order of the stages."""
         return workers_by_rank(self.plan.rank_assignment)[rank]

@@ -1,4 +1,4 @@
-"""One rank's whole run: set up, meet the others, train, tell what came of it."""
+"""One rank's whole run: set up, meet the other ranks, train, report."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from pipedream.runtime.supervise.replan import replanned
 
 
 class Stopped(Exception):
-    """The run was asked to stop, has saved and says where."""
+    """The run was asked to stop, and has saved; the message says where."""
 
 
 def train(job: Job, place: Place, heartbeats: Heartbeats | None = None) -> None:
-    """Trains as this rank; `heartbeats` is there if a launcher of ours watches.
+    """Trains as this rank; `heartbeats` is there if pd-train's launcher started it.
 
-    Raises UserError for what the user can mend, PeerLost for lost peers, Stopped when it was asked
-    to stop.
+    Raises UserError for what the user can fix, PeerLost if other ranks are lost, Stopped after a
+    graceful stop.
     """
     planned, started = job.plan.workers, place.world_size
     if started > planned or (started < planned and job.replan is None):

@@ -1,4 +1,4 @@
-"""What a worker of a pipeline does, one thing at a time, and how that is written."""
+"""The actions of a worker of a pipeline, and how they are written as text."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Link: TypeAlias = tuple[int, int]
 
 
 class Kind(StrEnum):
-    """A backward pass is one action, or two: the gradients of what the stage received, which the
-    stages before wait for, then those of its parameters, for which nobody waits (Qi, Wan, Huang,
+    """A backward pass is one action, or two: the gradients of what the stage received, which
+    earlier stages wait for, then those of its parameters, which nobody waits for (Qi, Wan, Huang,
     Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, where the halves are called B and W).
     """
 
@@ -92,7 +92,7 @@ class Action(NamedTuple):
 
 
 def parse_action(text: str) -> Action:
-    """The action that prints as `text`. Raises ValueError."""
+    """Returns the action that prints as `text`. Raises ValueError."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is no action: expected something like 2F0 or 0.1SA5@3>1.2")
@@ -115,6 +115,6 @@ def show_worker(worker: Worker) -> str:
 
 
 def stages_and_replicas(workers: Iterable[Worker]) -> tuple[str, str]:
-    """Two cells of a table for a rank that has these workers: `0,2` and `0,0`."""
+    """Returns two cells of a table for a rank with these workers, such as `0,2` and `0,0`."""
     stages, replicas = (",".join(map(str, numbers)) for numbers in zip(*workers, strict=True))
     return stages, replicas

@@ -1,4 +1,4 @@
-"""A schedule as text."""
+"""A schedule drawn as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pipedream.schedule.schedule import Schedule
 
 
 def chart(schedule: Schedule) -> str:
-    """The play as text: a row for each worker, a column for each unit of time.
+    """Returns the passes as text: a row for each worker, a column for each unit of time.
 
     For replicas (1, 1) and four minibatches, and for (1, 2) and three:
 

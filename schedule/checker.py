@@ -32,7 +32,7 @@ class UnsoundError(Exception):
 
 
 def check(schedule: Schedule) -> dict[Worker, Peak]:
-    """Replays `schedule`; what each worker holds at most. Raises UnsoundError."""
+    """Replays `schedule`; returns the most that each worker holds. Raises UnsoundError."""
     return check_actions(
         schedule, {worker: schedule.actions(worker) for worker in schedule.workers}
     )
@@ -41,7 +41,7 @@ def check(schedule: Schedule) -> dict[Worker, Peak]:
 def check_actions(
     schedule: Schedule, actions: Mapping[Worker, Sequence[Action]]
 ) -> dict[Worker, Peak]:
-    """Like `check`, for lists of actions from anywhere, one for each worker."""
+    """As `check`, for lists of actions from anywhere, one for each worker."""
     assert set(actions) == set(schedule.workers)
     return _replayed(schedule, {(worker,): listed for worker, listed in actions.items()})
 
@@ -49,8 +49,8 @@ def check_actions(
 def check_ranks(
     schedule: Schedule, actions: Mapping[int, Sequence[Action]], assignment: RankAssignment
 ) -> dict[Worker, Peak]:
-    """Like `check`, for the lists of ranks that have several workers each. What a rank holds is
-    what its workers hold.
+    """As `check`, for the lists of ranks that have several workers each. A rank holds what its
+    workers hold.
     """
     workers = workers_by_rank(assignment)
     return _replayed(schedule, {tuple(workers[rank]): each for rank, each in actions.items()})
@@ -66,7 +66,7 @@ def _replayed(
 
 @dataclass
 class _RankReplay:
-    """Where one rank stands in its list; `waits`: for what others have not done since."""
+    """How far a rank is in its list; `waits`: for others, which have done nothing since."""
 
     workers: tuple[Worker, ...]
     actions: Sequence[Action]
@@ -78,7 +78,7 @@ class _RankReplay:
         return self.actions[self.position] if self.position < len(self.actions) else None
 
     def of(self, worker: Worker) -> Sequence[Action]:
-        """The actions of one of its workers."""
+        """Returns the actions of one of its workers."""
         if len(self.workers) == 1:
             return self.actions
         return [action for action in self.actions if (action.stage, action.replica) == worker]
@@ -86,11 +86,10 @@ class _RankReplay:
 
 @dataclass
 class _WorkerReplay:
-    """What one worker has; `received`: the messages not yet used, `halfway`: the minibatches
-    between the halves of their backward pass, `returned`: those whose gradients may be sent.
-
-    `reduced`: the all-reduce that is open to it, `summed`: the one that it has done. `peak`: the
-    most minibatches in flight, and versions.
+    """What one worker has. `received`: messages not yet used; `halfway`: minibatches between the
+    halves of their backward pass; `returned`: those whose gradients may be sent. `reduced`: the
+    all-reduce that is open to it; `summed`: the one that it has done. `peak`: the most minibatches
+    in flight, and versions.
     """
 
     rank: _RankReplay
@@ -113,7 +112,7 @@ class _Message(NamedTuple):
 
 
 class _Replay:
-    """Each method that performs an action tells whether it could; if not the rank has to wait."""
+    """Methods that perform an action return False if the rank has to wait."""
 
     def __init__(
         self, schedule: Schedule, actions: Mapping[tuple[Worker, ...], Sequence[Action]]
@@ -176,7 +175,7 @@ class _Replay:
                 raise self._unsound(message.source, f"{kind} to {to} never received")
 
     def _go_on(self, rank: _RankReplay) -> None:
-        """Lets `rank` do its actions until it has to wait, or has come to its end."""
+        """Performs actions of `rank` until it has to wait, or has come to its end."""
         actions, perform, states = rank.actions, self.perform, self.states
         for position in range(rank.position, len(actions)):
             action = actions[position]
@@ -244,7 +243,7 @@ class _Replay:
             raise self._unsound(worker, f"forward ran on version {version}")
 
     def _keep_within(self, worker: Worker, state: _WorkerReplay) -> None:
-        """Takes note of what the worker holds, after an action that made it more."""
+        """Records what the worker holds after an action that increased it; checks the bound."""
         bound = self.bounds[worker[0]]
         peak = state.peak[:] = (
             max(state.peak[0], len(state.in_flight)),
@@ -296,7 +295,7 @@ class _Replay:
         return True
 
     def _queue(self, source: Worker, target: Worker, kind: Kind) -> deque[_Message]:
-        """The messages on their way in the order that they have at both ends."""
+        """Returns the messages on their way, in the order that they have at both ends."""
         queue = self.queues.get((source, target, kind))
         if queue is None:
             here, there = (self.states[worker].rank.workers[0] for worker in (source, target))
@@ -305,7 +304,7 @@ class _Replay:
         return queue
 
     def _peer(self, worker: Worker, action: Action) -> Worker:
-        """The other end of a message, when there is a link that it can take."""
+        """Returns the other end of a message. Raises UnsoundError if there is no link to it."""
         peer = action.peer
         if peer is None:
             raise self._unsound(worker, "a message without a peer")
@@ -350,15 +349,15 @@ class _Replay:
         return True
 
     def _check_round(self, worker: Worker, state: _WorkerReplay, action: Action) -> None:
-        """Whether `action` closes the current round, and this worker has done its part of it."""
+        """Checks that `action` closes the current round, and that this worker has done its part."""
         stage, replica = worker
         newest = state.versions.newest
         first = newest * self.policy.round_size(stage)
         size = self.schedule.in_round(stage, newest)
         expected = (first, size, newest + 1)
-        found = (action.minibatch, action.divisor, action.version)
-        if found != expected:
-            raise self._unsound(worker, f"expected {expected}, found {found}")
+        actual = (action.minibatch, action.divisor, action.version)
+        if actual != expected:
+            raise self._unsound(worker, f"expected {expected}, found {actual}")
         step = self.spec.replicas[stage]
         for minibatch in range(first + (replica - first) % step, first + size, step):
             if minibatch not in state.backward:
@@ -383,7 +382,7 @@ class _Replay:
         return UnsoundError(f"worker {show_worker(worker)} {at}: {problem}\n{self._show()}")
 
     def _show(self) -> str:
-        """The last few actions of each rank, a bar, and its next few."""
+        """Returns the last few actions of each rank, a bar, and its next few."""
         lines = []
         for rank in self.ranks:
             here = rank.position

@@ -1,4 +1,4 @@
-"""The order of passes that a schedule's rules give in a balanced pipeline: a list scheduler."""
+"""The list scheduler: the order of passes that a schedule's rules give in a balanced pipeline."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from pipedream.schedule.spec import PipelineSpec
 
 
 class Step(NamedTuple):
-    """A forward or backward pass in the play: when it begins, and the version of the weights it
-    runs on.
-    """
+    """A forward or backward pass: when it begins, and the version of the weights it runs on."""
 
     time: int
     kind: Kind
@@ -27,7 +25,7 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class _StageProgress:
-    """Where a stage stands: in a round up to minibatch `end`, of which `left` have yet to go
+    """How far a stage is: in a round up to minibatch `end`, of which `left` have yet to go
     backward. `forward_over` and `backward_over`: when the pass of each minibatch is over.
     """
 
@@ -52,7 +50,7 @@ class _StageProgress:
 
 @dataclass(slots=True)
 class _WorkerProgress:
-    """Where a worker stands; `number`: its place among all workers."""
+    """How far a worker is; `number`: its place among all workers."""
 
     number: int
     worker: Worker
@@ -75,8 +73,8 @@ class ListScheduler:
     ends. Having done its backward passes of a round it waits for the other replicas of its stage.
 
     Where there is less room than the steady state needs, all may wait for a minibatch that cannot
-    come: then the first that can go backward does. So it always ends: in its way a minibatch finds
-    only smaller ones and, within a round of all forward passes first, the backward passes of larger
+    come: then the first that can go backward does. So it always ends: a minibatch waits only for
+    smaller ones and, within a round of all forward passes first, the backward passes of larger
     ones that wait for nothing but forward passes.
 
     Whether a worker can begin anything depends on its stage, and on the passes that its next one
@@ -118,7 +116,7 @@ class ListScheduler:
         )
 
     def steps(self) -> Iterator[tuple[Worker, Step]]:
-        """The passes in the order of time."""
+        """Yields the passes in the order of time."""
         left = 2 * self.minibatches * len(self.stages)
         time, stuck = 0, -1
         while left:
@@ -137,7 +135,7 @@ class ListScheduler:
                     left -= 1
 
     def _step(self, progress: _WorkerProgress, time: int, patient: bool) -> Step | None:
-        """What `progress` begins at `time`."""
+        """Returns the pass that the worker begins at `time`, if any."""
         stage, in_flight = progress.stage, progress.in_flight
         oldest = in_flight[0] if in_flight else progress.coming
         if time < stage.begins or oldest >= stage.end:
@@ -161,7 +159,7 @@ class ListScheduler:
         return None
 
     def _version(self, progress: _WorkerProgress) -> int | None:
-        """What its next forward pass runs on; None where backward passes have to come first."""
+        """Returns the version of its next forward pass; None if a backward pass comes first."""
         stage, coming = progress.stage, progress.coming
         if coming >= self.minibatches or len(progress.in_flight) >= stage.limit:
             return None
@@ -207,7 +205,7 @@ class ListScheduler:
             heappush(self.turns, (begins, progress.number))
 
     def _wake(self, stages: Sequence[_StageProgress], minibatch: int, time: int) -> None:
-        """Gives those who may wait for a pass of `minibatch` a turn."""
+        """Gives the workers that may wait for a pass of `minibatch` a turn."""
         for stage in stages:
             progress = stage.workers[minibatch % len(stage.workers)]
             if progress.busy_until < time:

@@ -1,4 +1,4 @@
-"""How many minibatches a worker has in flight: between their forward and their backward pass."""
+"""How many minibatches a worker has in flight, between their forward and their backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipedream.schedule.action import Link
 
 
 def warm_up(replicas: Sequence[int], stage: int) -> int:
-    """How many minibatches each replica of `stage` has in flight at least in 1F1B.
+    """Returns how many minibatches each replica of `stage` has in flight at least in 1F1B.
 
     The workers from this stage to the last, shared among the replicas of this stage; for stage 0 it
     is PipeDream's NOAM, the number of optimal active minibatches (SOSP 2019, section 3.2).
@@ -55,7 +55,7 @@ def useful_in_flight(
     For stages of one replica that take equally long, without messages, it is `warm_up`.
     """
     last = len(replicas) - 1
-    begins, returns, found = [0.0] * (last + 1), [0.0] * (last + 1), [1] * (last + 1)
+    begins, returns, counts = [0.0] * (last + 1), [0.0] * (last + 1), [1] * (last + 1)
     returns[last] = pace.forward[last]
     for stage in range(last - 1, -1, -1):
         here, takes = replicas[stage], pace.forward[stage]
@@ -73,14 +73,14 @@ def useful_in_flight(
         begins[stage] = min(latest)
         turn = here * pace.period
         busy = pace.backward[stage] + pace.update[stage]
-        found[stage], between = _place(max(gradient) - begins[stage], takes, busy, turn)
+        counts[stage], between = _place(max(gradient) - begins[stage], takes, busy, turn)
         returns[stage] = begins[stage] + between
-    return tuple(found)
+    return tuple(counts)
 
 
 def _place(between: float, forward: float, backward: float, turn: float) -> tuple[int, float]:
-    """How many are in flight with at least `between` from a forward pass to its backward pass, and
-    what that comes to where neither meets another; both come once in every `turn`.
+    """Returns how many are in flight with at least `between` from a forward to its backward pass,
+    and what that comes to if neither overlaps another; both come once in every `turn`.
     """
     slack = 1e-9 * turn
     whole = int((between + slack) // turn)
@@ -91,7 +91,7 @@ def _place(between: float, forward: float, backward: float, turn: float) -> tupl
 
 
 def steady_in_flight(replicas: Sequence[int], in_step: bool) -> tuple[int, ...]:
-    """Likewise, where all workers have the same share of the work and messages take no time."""
+    """As `useful_in_flight`, where all workers share the work equally and messages take no time."""
     links = [(stage, stage + 1) for stage in range(len(replicas) - 1)]
     pace = StageTimes(period=2, forward=replicas, backward=replicas, update=[0] * len(replicas))
     return useful_in_flight(replicas, pace, links, in_step)

@@ -1,7 +1,7 @@
 """What each schedule says: how long a round is, which weights a pass runs on, how much may be held.
 
-`pipedream.schedule.generate` plays by it and the checker holds its lists against them; the planner
-asks how much a worker holds. It is no more than this:
+`pipedream.schedule.generate` follows these rules and the checker tests its lists against them; the
+planner asks how much a worker holds. It is no more than this:
 
 | schedule | one update per | minibatch b of a stage runs on | backward passes |
 |---|---|---|---|
@@ -74,33 +74,35 @@ class Policy(ABC):
 
     @abstractmethod
     def versions(self, stage: int) -> int:
-        """How many versions a worker of `stage` holds at most, the newest among them."""
+        """Returns how many versions a worker of `stage` holds at most, the newest included."""
 
     def in_flight(self, stage: int) -> int:
-        """How many minibatches a worker of `stage` has between forward and backward at most."""
+        """Returns how many minibatches a worker of `stage` has between forward and backward at
+        most.
+        """
         return self.window[stage]
 
     @cached_property
     def window(self) -> tuple[int, ...]:
-        """For each stage: as many as may be, or as let no worker wait."""
+        """The bound of each stage: the spec's, or as many as let no worker wait."""
         return self.spec.max_in_flight or steady_in_flight(self.spec.replicas, self.in_step)
 
     def peak(self, stage: int) -> Peak:
-        """What a worker of `stage` never holds more than."""
+        """Returns the most that a worker of `stage` holds."""
         return Peak(self.in_flight(stage), self.versions(stage))
 
     def round_size(self, stage: int) -> int:
-        """How many consecutive minibatches make one update of `stage`."""
+        """Returns how many consecutive minibatches make one update of `stage`."""
         return self.spec.microbatches
 
     def in_round(self, stage: int, number: int, minibatches: int) -> int:
-        """How many of `minibatches` round `number` of `stage` has; 0 past the end."""
+        """Returns how many of `minibatches` round `number` of `stage` has; 0 past the end."""
         size = self.round_size(stage)
         return max(0, min(size, minibatches - number * size))
 
     @property
     def least_microbatches(self) -> int:
-        """Fewer would have passes wait for versions in the steady state."""
+        """With fewer, passes would wait for versions in the steady state."""
         return 1
 
 
@@ -216,10 +218,10 @@ _POLICIES: dict[ScheduleName, type[Policy]] = {
 
 
 def policy(spec: PipelineSpec) -> Policy:
-    """What the schedule of that name says of the pipeline."""
+    """Returns what the schedule of that name says of the pipeline."""
     return _POLICIES[spec.name](spec)
 
 
 def same_everywhere(name: ScheduleName) -> bool:
-    """Whether the schedule of that name updates all stages at the same minibatches."""
+    """Returns whether the schedule of that name updates all stages at the same minibatches."""
     return _POLICIES[name].same_everywhere

@@ -49,22 +49,22 @@ class Schedule:
 
     @cached_property
     def steps(self) -> Mapping[Worker, Sequence[Step]]:
-        """What the list scheduler has each worker do."""
+        """The passes that the list scheduler gives each worker."""
         steps: dict[Worker, list[Step]] = {worker: [] for worker in self.workers}
         for worker, step in ListScheduler(self.spec, self.policy, self.minibatches).steps():
             steps[worker].append(step)
         return steps
 
     def actions(self, *workers: Worker) -> list[Action]:
-        """All that a rank with these workers does, in the order of the pipeline."""
+        """Returns all actions of a rank with these workers, in the pipeline's order."""
         return write_actions(self, workers, ORDERS[self.spec.order](self, workers))
 
     def in_round(self, stage: int, number: int) -> int:
-        """How many minibatches round `number` of `stage` has; 0 past the end."""
+        """Returns how many minibatches round `number` of `stage` has; 0 past the end."""
         return self.policy.in_round(stage, number, self.minibatches)
 
     def rounds(self, stage: int) -> int:
-        """How many updates `stage` makes."""
+        """Returns how many updates `stage` makes."""
         return -(-self.minibatches // self.policy.round_size(stage))
 
 
@@ -123,7 +123,7 @@ _Messages: TypeAlias = tuple[Kind, Sequence[Sequence[Worker]], Kind, Sequence[Se
 
 
 class _ActionWriter:
-    """Writes the passes of one worker down with their messages and updates."""
+    """Writes the passes of one worker with their messages and updates."""
 
     def __init__(self, schedule: Schedule, worker: Worker, actions: list[Action]) -> None:
         self.schedule, self.actions = schedule, actions
@@ -162,7 +162,7 @@ class _ActionWriter:
             self._close_rounds()
 
     def _close_rounds(self) -> None:
-        """All-reduce and update for the rounds in which this worker has nothing left to do."""
+        """Writes all-reduce and update of the rounds that this worker has finished."""
         while not self.left and (divisor := self.schedule.in_round(self.stage, self.round)):
             first = self.round * self.round_size
             self.round += 1
@@ -173,7 +173,7 @@ class _ActionWriter:
                 )
 
     def _own(self) -> int:
-        """How many minibatches of the round run on this worker."""
+        """Returns how many minibatches of the round run on this worker."""
         first = self.round * self.round_size
         count = self.schedule.in_round(self.stage, self.round)
         return len(range((self.replica - first) % self.replicas, count, self.replicas))

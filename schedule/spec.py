@@ -1,4 +1,4 @@
-"""What is to be scheduled: stages, their replicas, what they learn from, how much they may hold."""
+"""What is to be scheduled: stages, their replicas, when they update, how much they may hold."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ class PipelineSpec:
             yield from self.of_stage(stage)
 
     def of_stage(self, stage: int) -> list[Worker]:
-        """Its workers, replica by replica."""
+        """Returns its workers, replica by replica."""
         return [(stage, replica) for replica in range(self.replicas[stage])]
 
     def sources(self, stage: int) -> tuple[int, ...]:
-        """The stages that send activations to `stage`."""
+        """Returns the stages that send activations to `stage`."""
         return tuple(source for source, target in self.links if target == stage)
 
     def targets(self, stage: int) -> tuple[int, ...]:
-        """The stages that send gradients to `stage`."""
+        """Returns the stages that send gradients to `stage`."""
         return tuple(target for source, target in self.links if source == stage)
 
     def reduces(self, stage: int) -> bool:
-        """Whether its gradients are added up with those of other workers."""
+        """Returns whether its gradients are added up with those of other workers."""
         return self.replicas[stage] > 1 or stage in self.tied

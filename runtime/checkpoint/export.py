@@ -14,12 +14,12 @@ from pipedream.runtime.checkpoint.plain_model import load_plain
 
 
 def export(model: nn.Module, checkpoint: Path, target: Path) -> None:
-    """Writes the checkpoint as safetensors that `model.load_state_dict` takes, all at once.
+    """Writes the checkpoint as a safetensors file for `model.load_state_dict`, all at once.
 
-    What the pipeline does not hold (a parameter that no output depends on) is as `model` has it: as
-    the run's seed made it, where `load_config_model` did. A tied weight is there under each of its
-    names. `model` is the plain one; it has the weights afterwards. Raises UserError where the
-    checkpoint is not this model's, or the disk refuses.
+    What the pipeline does not hold (a parameter that no output depends on) is as in `model`: as the
+    run's seed made it, if `load_config_model` did. A tied weight is there under each of its names.
+    `model` is the plain one; it has the weights afterwards. Raises UserError if the checkpoint is
+    not this model's, or the disk refuses.
     """
     load_plain(model, checkpoint)
     state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}

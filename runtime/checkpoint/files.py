@@ -177,8 +177,8 @@ def keep_newest(folder: Path, count: int) -> None:
 
 def latest(folder: Path) -> Path | None:
     """The checkpoint in `folder` that is furthest on, if there is any."""
-    found = _whole(folder)
-    return found[-1] if found else None
+    whole = _whole(folder)
+    return whole[-1] if whole else None
 
 
 def read_state(path: Path) -> State:
@@ -237,11 +237,11 @@ class _CheckpointPart:
     def check(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self.files:
             raise UserError(f"{self.index}: there is no {name} in it; is it of another model?")
-        found = _describe(self.known[name].size, self.known[name].properties.dtype)
+        description = _describe(self.known[name].size, self.known[name].properties.dtype)
         wanted = _describe(tensor.shape, tensor.dtype)
-        if found != wanted:
+        if description != wanted:
             file = self.path / self.files[name]
-            raise UserError(f"{file}: {name} is {found}, in the model it is {wanted}")
+            raise UserError(f"{file}: {name} is {description}, in the model it is {wanted}")
 
     def load(self, into: Mapping[str, torch.Tensor]) -> None:
         if into:
@@ -258,8 +258,8 @@ class _CheckpointPart:
 
 def _whole(folder: Path) -> list[Path]:
     """The whole checkpoints, the newest last. A run writes them in this order."""
-    found = {path: Position.of(path.name) for path in folder.glob("epoch-*")}
-    whole = {path: position for path, position in found.items() if position is not None}
+    positions = {path: Position.of(path.name) for path in folder.glob("epoch-*")}
+    whole = {path: position for path, position in positions.items() if position is not None}
     return sorted(whole, key=whole.__getitem__)
 
 

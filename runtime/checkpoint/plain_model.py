@@ -1,4 +1,4 @@
-"""The trained model tried on held-out data: the plain model, with the weights of a checkpoint."""
+"""The plain model with the weights of a checkpoint, evaluated on one worker."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def evaluate(
     loss: Loss,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Loads the checkpoint at `path` into `model` and runs it in eval mode, on this one worker.
+    """Loads the checkpoint at `path` into `model` and evaluates it in eval mode, on this one
+    worker.
 
     `held_out_loss` is the mean over the examples; `held_out_accuracy` the share of right
-    predictions, where the model returns logits for class numbers. Raises UserError where the
-    checkpoint is not this model's.
+    predictions, if the model returns logits of classes. Raises UserError if the checkpoint is not
+    this model's.
     """
     load_plain(model, path)
     model.to(device).eval()
@@ -48,7 +49,7 @@ def evaluate(
 
 
 def load_plain(model: nn.Module, path: Path) -> None:
-    """Loads a checkpoint into the plain model; tied parameters go by their first name."""
+    """Loads a checkpoint into the plain model; tied parameters have their first name."""
     tensors = load_all(path)
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest checkpoint, loaded."""
+"""Resuming a run from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pipedream.runtime.optim.stepping import Stepping
 
 
 def resume(local: LocalModel, stepping: Stepping) -> Position:
-    """Loads this rank's part of the newest checkpoint; how far it is.
+    """Loads this rank's part of the newest checkpoint. Returns its position.
 
-    Raises UserError where there is none, it has nothing left to do, or is of another optimizer.
+    Raises UserError if there is none, it has nothing left to do, or is of another optimizer.
     """
     path = checkpoint.latest(local.job.checkpoints)
     if path is None:
@@ -56,7 +56,7 @@ def _check(job: Job, path: Path, saved: checkpoint.State) -> None:
 
 
 def _check_place(local: LocalModel, path: Path, saved: checkpoint.State) -> None:
-    """Inside an epoch minibatches are counted: they have to be the same ones."""
+    """Raises UserError if a position inside an epoch counts other minibatches than this run has."""
     size, minibatches = local.job.config.batch_size, local.examples.minibatches
     before = saved.details.get("batch_size", size)
     if saved.minibatch and before != size:

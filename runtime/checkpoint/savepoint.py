@@ -10,8 +10,8 @@ from pipedream.runtime.rank_context import RankContext
 
 
 def save(context: RankContext, position: Position) -> None:
-    """Begins to save what this rank has, and waits until rank 0 is here, however long its last save
-    takes: in the next segment it would not be waited for longer than the timeout.
+    """Begins to save this rank's part, and waits until rank 0 is here, however long its last save
+    takes: in the next segment others would not wait for it longer than the timeout.
     """
     for stage in context.local.stages:
         _average_buffers(context, stage)

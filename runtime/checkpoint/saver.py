@@ -1,4 +1,4 @@
-"""Saves beside the training: the tensors are copied, training goes on, a thread writes them."""
+"""Saving beside the training: the tensors are copied, training goes on, a thread writes them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ Part: TypeAlias = tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]
 class Saver:
     """The saves of one rank, one at a time: the next begins when the last is done.
 
-    The first replica of each of the `stages` writes its part and says so in the store. Rank 0
+    The first replica of each of the `stages` writes its part and marks it in the store. Rank 0
     (`publishes`) waits for all parts, and until the run's records have come as far (`recorded`),
-    for a run that goes on from here tells nothing again of what was before. It makes the checkpoint
-    valid and deletes all but the newest `keep`. What goes wrong in the thread is raised by the next
-    `begin` or `end`: UserError where the disk refuses, PeerLost where a stage is not done within
-    `timeout` seconds.
+    since a run resumed from here does not write earlier ones again. It makes the checkpoint valid
+    and deletes all but the newest `keep`. An error in the thread is raised by the next `begin` or
+    `end`: UserError if the disk refuses, PeerLost if a stage is not done within `timeout` seconds.
     """
 
     folder: Path

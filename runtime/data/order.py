@@ -19,13 +19,12 @@ from pipedream.runtime.data.sizes import Sizes
 
 
 class Order:
-    """By the seed and the number of the epoch alone. `order(number)` gives indices of examples.
+    """`order(number)` returns the indices of an epoch's examples, by the seed and the number alone.
 
     Without a sampler all examples in a random order. A sampler is made anew for each epoch, with
-    the training set as `dataset` or `data_source` and a seeded `generator`, where it takes them,
-    and told the epoch with `set_epoch`, where it has that; whatever it draws from the random
-    numbers of torch, numpy or Python is seeded, too. Raises UserError where it gives another order
-    when asked again.
+    the training set as `dataset` or `data_source` and a seeded `generator`, if it takes them, and
+    told the epoch with `set_epoch`, if it has that; the random numbers of torch, numpy and Python
+    are seeded for it, too. Raises UserError if it gives another order when asked again.
     """
 
     def __init__(self, dataset: Dataset, config: RunConfig, directory: Path) -> None:
@@ -50,10 +49,10 @@ class Order:
                 torch.manual_seed(seed)
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
-                made = self._make(sampler, generator)
-                if hasattr(made, "set_epoch"):
-                    made.set_epoch(epoch)
-                return self._checked(list(made), epoch)
+                indices = self._make(sampler, generator)
+                if hasattr(indices, "set_epoch"):
+                    indices.set_epoch(epoch)
+                return self._checked(list(indices), epoch)
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
@@ -62,23 +61,23 @@ class Order:
         source = f"sampler {sampler.source}"
         factory = load_function(sampler.source, self.directory)
         # A pipeline reads its data as one: its ranks know themselves which minibatches are theirs.
-        given = {
+        offered = {
             "dataset": self.dataset,
             "data_source": self.dataset,
             "generator": generator,
             "num_replicas": 1,
             "rank": 0,
         }
-        known = {name: value for name, value in given.items() if accepts(factory, name)}
-        made = call(source, factory, {**known, **sampler.args})
-        if isinstance(made, DistributedSampler) and made.num_replicas != 1:
+        known = {name: value for name, value in offered.items() if accepts(factory, name)}
+        indices = call(source, factory, {**known, **sampler.args})
+        if isinstance(indices, DistributedSampler) and indices.num_replicas != 1:
             raise UserError(
-                f"{source}: num_replicas is {made.num_replicas}: the ranks deal out the "
+                f"{source}: num_replicas is {indices.num_replicas}: the ranks deal out the "
                 "minibatches themselves, so write 1"
             )
-        if not isinstance(made, Iterable):
-            raise UserError(f"{source} gives a {type(made).__name__}, which gives no indices")
-        return made
+        if not isinstance(indices, Iterable):
+            raise UserError(f"{source} gives a {type(indices).__name__}, which gives no indices")
+        return indices
 
     def _checked(self, indices: Sequence[Any], epoch: int) -> list[int]:
         assert self.config.sampler is not None

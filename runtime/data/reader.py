@@ -1,6 +1,6 @@
 """The minibatches of an epoch: which examples, in which order, the same on every rank.
 
-They are read ahead, beside the compute, by every rank that needs them.
+Every rank that needs them reads them ahead, beside the computation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pipedream.runtime.supervise.launch import ASKING
 
 
 class DataLost(RuntimeError):
-    """A process that reads the data has died: none of ours, so it may do better another time."""
+    """A process that reads data has died. It is not a worker, so a restart may help."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,14 @@ class Batch:
 
 
 class Epoch:
-    """One pass over a dataset in minibatches of equal size, but for the last.
+    """One pass over a dataset in minibatches of equal size, except the last.
 
     The order depends on the seed and `number` alone, so every rank that needs a minibatch makes it
     for itself: stages that read an input of the model, and the last stage for the target. With
-    `drop_last` the examples that do not fill a minibatch sit this epoch out; which ones changes
-    with the epoch.
-    `order` has the indices of its examples where they are not simply all, shuffled.
-    `kind` is what all minibatches have to be, if that is known: `Batch.kind`. `draws`: the dataset
-    draws from torch's random numbers.
+    `drop_last` the examples that do not fill a minibatch are skipped; which ones changes with the
+    epoch. `order` has the indices of the examples, if they are not simply all, shuffled. `kind`:
+    what all minibatches have to be (`Batch.kind`), if that is known. `draws`: the dataset uses
+    torch's random numbers.
     """
 
     def __init__(
@@ -113,7 +112,9 @@ class Epoch:
             yield
 
     def batch(self, minibatch: int) -> Batch:
-        """On the CPU. Raises UserError where it is of another kind than the others."""
+        """Returns a minibatch on the CPU. Raises UserError if it is of another kind than the
+        others.
+        """
         size = self.config.batch_size
         chosen = self.order[minibatch * size : (minibatch + 1) * size]
         with self._random(minibatch):
@@ -129,9 +130,9 @@ class Epoch:
 class Reader:
     """The minibatches that a rank will ask for, in that order, each read before it is asked for.
 
-    A thread reads them, or `data_workers` processes where the config names any. Where the dataset
-    draws from torch's random numbers it cannot be a thread, for the model draws from the same: then
-    each is read when it is asked for. A context manager.
+    A thread reads them, or `data_workers` processes. If the dataset uses torch's random numbers it
+    cannot be a thread, for the model uses the same: then each is read when it is asked for. A
+    context manager.
     """
 
     def __init__(self, epoch: Epoch, minibatches: Sequence[int]) -> None:
@@ -250,7 +251,7 @@ class _Ahead:
             yield self.made.get()
 
     def close(self) -> None:
-        """The thread ends after what it reads now: not waited for, since that may never come."""
+        """Ends the thread after what it reads now, without waiting: that may never come."""
         self.ended.set()
         with suppress(Empty):
             while True:
@@ -258,7 +259,7 @@ class _Ahead:
 
 
 def in_order(dataset: Dataset, config: RunConfig, device: torch.device) -> Iterator[Batch]:
-    """All examples of a dataset once, as they come; the last minibatch may be smaller."""
+    """Yields all examples of a dataset once, in order; the last minibatch may be smaller."""
     size = config.batch_size
     for begin in range(0, len(dataset), size):
         batch = Batch.of(dataset, range(begin, min(begin + size, len(dataset))), config)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """Minibatches of `batch_size` of the examples; with `drop_last` the rest sits the epoch out.
+    """Minibatches of `batch_size` of the examples; with `drop_last` the rest is skipped.
 
-    Every rank knows them before it begins, so nothing about shapes is said between ranks.
+    Every rank knows them before it begins, so no shapes are sent between ranks.
     """
 
     examples: int

@@ -1,4 +1,4 @@
-"""What a rank does in a segment, action by action; what lies far enough ahead may still change."""
+"""The actions of a rank in a segment; those far enough ahead may still change."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class ActionStream:
     """The actions of one rank in a segment, with the numbers that its minibatches have in the
     epoch.
 
-    The engine commits them as it goes: it performs what is committed, and has posted its receives.
-    Another thread may hold the stream, look how far it is committed, and let it go on as another
-    segment. `delays` says of minibatches by how many updates their weights will be old, where the
-    weights are to be predicted.
+    The engine commits actions before it performs them or posts their receives. Another thread may
+    hold the stream, see how far it is committed, and let it go on with the actions of another
+    segment. `delays`: by how many updates the weights of each minibatch will be old, where weights
+    are predicted.
     """
 
     segment: TrainingSegment
@@ -31,10 +31,10 @@ class ActionStream:
         self.held = False
 
     def commit(self, position: int, most: int) -> int:
-        """Settles `most` actions from `position` on; how many are committed by now.
+        """Commits up to `most` actions from `position` on. Returns how many are committed by now.
 
-        While the stream is held that may be fewer, and if it would be none it waits. So there are
-        none left where the answer is `position`.
+        While the stream is held this may be fewer; if it would be none, it waits. So the stream is
+        at its end if the result is `position`.
         """
         with self.changing:
             self.changing.wait_for(lambda: not self.held or self.committed > position)
@@ -43,8 +43,8 @@ class ActionStream:
             return self.committed
 
     def hold(self) -> int:
-        """Nothing more is committed; how many minibatches of the segment, its first ones, may be
-        touched by what is.
+        """Stops commits. Returns how many of the segment's first minibatches the committed actions
+        may touch.
         """
         with self.changing:
             self.held = True
@@ -52,7 +52,9 @@ class ActionStream:
             return max(touched, default=self.segment.begin - 1) + 1 - self.segment.begin
 
     def go_on(self, other: ActionStream | None = None) -> None:
-        """As it was or, from here on, as the other, which has to begin with what is committed."""
+        """Allows commits again: of these actions, or of another stream that begins with what is
+        committed.
+        """
         with self.changing:
             if other is not None:
                 assert other.actions[: self.committed] == self.actions[: self.committed]

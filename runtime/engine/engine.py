@@ -1,4 +1,4 @@
-"""The loop of one rank: does what its list of actions says, in that order."""
+"""The loop of one rank: performs its list of actions, in that order."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ class Engine:
             self.after(action)
 
     def _follow(self, stream: ActionStream) -> Sequence[Action]:
-        """The actions that the stream has by now; the first of them may have been done."""
+        """Tells the executors of the stream's present actions, the first of which may be done
+        already.
+        """
         actions = stream.actions
         for stage, executor in self.executors.items():
             own = [action for action in actions if action.stage == stage]

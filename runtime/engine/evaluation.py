@@ -1,8 +1,9 @@
-"""Held-out data through the pipeline: forward passes alone, in eval mode, on all replicas.
+"""Evaluation of held-out data through the pipeline: forward passes alone, in eval mode, on all
+replicas.
 
-Dropout and batch norm do other things than in training, so the model is captured once more in eval
-mode. The nodes are the calls of its modules, the same as in training, and each stage takes its own.
-Every example is tried: the last minibatch has what is left.
+Dropout and batch norm differ in training, so the model is captured once more in eval mode. Its
+nodes are the calls of the same modules, and each stage takes its own. Every example counts: the
+last minibatch has what is left.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class EvaluationTotals:
         self.loss, self.examples, self.right, self.of = loss, examples, right, of
 
     def add(self, loss: float, examples: int, hit: tuple[int, int] | None) -> None:
-        """`loss` is the mean of `examples`; `hit` how many of how many predictions were right."""
+        """Adds `examples` with this mean loss, and hits: how many of how many predictions were
+        right.
+        """
         self.loss += loss * examples
         self.examples += examples
         self.right, self.of = (self.right + hit[0], self.of + hit[1]) if hit else (0, 0)
@@ -51,16 +54,19 @@ class EvaluationTotals:
 
     @staticmethod
     def result(of_ranks: Sequence[Sequence[float]]) -> dict[str, float]:
-        """`held_out_loss` and, where there are predictions, `held_out_accuracy`, of all ranks."""
+        """Returns `held_out_loss` and, if there are predictions, `held_out_accuracy`, over all
+        ranks.
+        """
         loss, examples, right, predictions = map(sum, zip(*of_ranks, strict=True))
         mean = {"held_out_loss": loss / examples}
         return mean | ({"held_out_accuracy": right / predictions} if predictions else {})
 
 
 def obstacle(captured: Captured, plan: Plan, first: Batch, kind: str | None) -> str | None:
-    """Why the model, captured in eval mode, cannot go through the pipeline of `plan`, if so.
+    """Returns why the model, captured in eval mode, cannot go through the pipeline of `plan`, or
+    None.
 
-    `first` is the first held-out minibatch, `kind` what those of the training set are.
+    `first` is the first held-out minibatch, `kind` the shapes and types of the training set.
     """
     if first.kind != kind:
         return f"its inputs are {first.kind}, those of the training set {kind}"
@@ -72,7 +78,9 @@ def obstacle(captured: Captured, plan: Plan, first: Batch, kind: str | None) -> 
 
 @dataclass
 class EvaluationExecutor(ForwardExecutor):
-    """Tries one stage on the parameters and buffers `tensors`; the last stage adds to `totals`."""
+    """Evaluates one stage with the parameters and buffers `tensors`; the last stage adds to
+    `totals`.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     sizes: Sizes
@@ -92,21 +100,21 @@ class EvaluationExecutor(ForwardExecutor):
         stage_module = self.stage_modules.of(action.minibatch)
         known = self._read(action, state)
         inputs = tuple(known[name] for name in stage_module.piece.inputs)
-        made = self._compute(action, stage_module, self.tensors, inputs)
+        values = self._compute(action, stage_module, self.tensors, inputs)
         if self.is_last(action):
             output, target = (
-                stage_module.output({**known, **made}),
+                stage_module.output({**known, **values}),
                 self.data.target(action.minibatch),
             )
             mean, hit = self.loss(output, target).item(), accuracy(output, target)
             self.totals.add(mean, self.sizes.of(action.minibatch), hit)
         layout = stage_module.layout
-        state.leaving = {name: apart(made[name], state.received) for name in layout.sent}
+        state.leaving = {name: apart(values[name], state.received) for name in layout.sent}
         if not layout.sends:
             self._activations_sent(action.minibatch, state)
 
     def _activations_sent(self, minibatch: int, state: MinibatchState) -> None:
-        """The minibatch is done with this stage."""
+        """Called when the minibatch is done with this stage."""
         self._recycle(state)
         del self.states[minibatch]
         self.passes += 1
@@ -116,7 +124,7 @@ class EvaluationExecutor(ForwardExecutor):
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A rank's part in trying the held-out data: its stages in eval mode, and what it does."""
+    """A rank's part in the evaluation: its stages in eval mode, and its actions."""
 
     stage_modules: Mapping[int, StageModules]
     sizes: Sizes
@@ -132,7 +140,9 @@ class Evaluation:
         sizes: Sizes,
         device: torch.device,
     ) -> Evaluation:
-        """Of a model with no `obstacle`; `rest` is of the last minibatch, if that is smaller."""
+        """For a model without `obstacle`; `rest` is captured for the last minibatch, if that is
+        smaller.
+        """
 
         def stage_module(captured: Captured, stage: int) -> StageModule:
             layout = layouts(captured, plan)[stage]
@@ -157,9 +167,9 @@ class Evaluation:
         transport: Transport,
         loss: Loss,
     ) -> EvaluationTotals:
-        """Tries this rank's minibatches on the parameters and buffers of each of its stages.
+        """Evaluates this rank's minibatches with the parameters and buffers of each of its stages.
 
-        Raises PeerLost, and UserError where model, data or loss are at fault.
+        Raises PeerLost, and UserError if model, data or loss are at fault.
         """
         totals = EvaluationTotals()
         executors = {

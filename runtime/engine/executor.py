@@ -29,14 +29,14 @@ from pipedream.schedule.versions import uses
 class Executor(ForwardExecutor):
     """Trains one replica of one stage.
 
-    `on_loss` is told the loss of each minibatch of the last stage. `rng` gives the passes of a
-    minibatch their random numbers. With `recompute` the backward pass does the forward pass again:
-    not in the last stage, whose backward pass follows at once. `per_update` minibatches of a round
-    count as one update to the scheduler of the learning rate.
+    `on_loss` is called with the loss of each minibatch in the last stage. `rng` seeds the passes of
+    a minibatch. With `recompute` the backward pass repeats the forward pass first; not in the last
+    stage, whose backward pass follows at once. `per_update` minibatches of a round count as one
+    update for the learning rate scheduler.
 
     A backward pass in two halves goes through the autograd graph twice: from the loss, or what was
-    sent, to what was received, then once more and on to the parameters. Next to a whole one the
-    gradients from operator to operator are found twice; all that was saved stays until the second.
+    sent, to what was received, then once more to the parameters. The gradients between operators
+    are computed twice, and all saved tensors stay until the second half.
     """
 
     weights: Weights
@@ -88,16 +88,16 @@ class Executor(ForwardExecutor):
         self.rng.minibatch = action.minibatch
         if self.recompute:
             state.recomputation = Recomputation.before(stage_module.piece, inputs)
-        made = self._compute(action, stage_module, state.version.tensors, inputs)
-        _keep_edges(state, stage_module, made)
+        values = self._compute(action, stage_module, state.version.tensors, inputs)
+        _keep_edges(state, stage_module, values)
         if self.is_last(action):
-            output = stage_module.output({**known, **made})
+            output = stage_module.output({**known, **values})
             loss = self.loss(output, self.data.target(action.minibatch))
             self.on_loss(action.minibatch, loss.detach())
             scale = self.stepping.scale.value
             state.loss = loss if scale == 1.0 else loss * scale
         layout, received = stage_module.layout, state.received
-        state.leaving = {name: apart(made[name], received) for name in layout.sent}
+        state.leaving = {name: apart(values[name], received) for name in layout.sent}
         state.received = {name: received[name] for name in layout.received_for_gradient}
 
     def _receive_gradient(self, action: Action) -> None:
@@ -120,7 +120,7 @@ class Executor(ForwardExecutor):
         self._let_go(action.minibatch, state)
 
     def _backward_input(self, action: Action) -> None:
-        """The first half: finds the gradients of what was received, which may then be sent."""
+        """First half: computes the gradients of what was received, which can then be sent."""
         state = self._turn(action)
         assert state.ends is not None
         with computing(action):
@@ -128,7 +128,7 @@ class Executor(ForwardExecutor):
         _keep_gradients(state)
 
     def _backward_weight(self, action: Action) -> None:
-        """The second half: those of the parameters go to the round."""
+        """Second half: adds the gradients of the parameters to the round."""
         state = self.states[action.minibatch]
         assert state.ends is not None
         with self._learning(action, state) as parameters:
@@ -136,9 +136,10 @@ class Executor(ForwardExecutor):
         self._let_go(action.minibatch, state)
 
     def _turn(self, action: Action) -> MinibatchState:
-        """The minibatch as its backward pass begins: with its autograd graph, and the ends of it.
+        """Returns the state of a minibatch ready for its backward pass: with its graph, and where
+        it begins.
 
-        It holds no gradients then: those that came are with the ends, those to be sent to be found.
+        Gradients that were received move to `ends`; those to be sent are yet to be computed.
         """
         state, stage_module = self.states[action.minibatch], self.stage_modules.of(action.minibatch)
         assert state.version is not None
@@ -157,7 +158,7 @@ class Executor(ForwardExecutor):
 
     @contextmanager
     def _learning(self, action: Action, state: MinibatchState) -> Iterator[list[torch.Tensor]]:
-        """What is found for these parameters in here is added to the gradients of the round."""
+        """Yields the parameters; gradients computed inside are added to those of the round."""
         version = state.version
         assert version is not None
         with (
@@ -168,9 +169,10 @@ class Executor(ForwardExecutor):
             yield [tensor for tensor in version.tensors.values() if tensor.requires_grad]
 
     def _let_go(self, minibatch: int, state: MinibatchState) -> None:
-        """The backward pass is over: of the minibatch there is nothing left but what is to be sent.
+        """Releases what the minibatch held after its backward pass, except what is still to be
+        sent.
 
-        The memory of what was received may go round now that no graph needs it.
+        Received activations are recycled, since no graph needs them any more.
         """
         version = state.version
         assert version is not None
@@ -193,13 +195,15 @@ class Executor(ForwardExecutor):
                 del self.states[action.minibatch]
 
     def _adding_up(self, action: Action, version: Version) -> AbstractContextManager[None]:
-        """The sums over the replicas begin in the last backward pass of the round."""
+        """Starts the sums over the replicas, in the last backward pass of the round."""
         if self.buckets is None or action.minibatch not in self.closing:
             return nullcontext()
         return self.buckets.filling(version.tensors)
 
     def _all_reduce(self, action: Action) -> None:
-        """Adds the round's gradients up over the replicas; of tied weights, over all holders."""
+        """Adds up the gradients of the round over the replicas; of tied weights, over all their
+        holders.
+        """
         gradients = self.weights.gradients
         if self.buckets is not None:
             self.buckets.finish(gradients)
@@ -228,26 +232,30 @@ class Executor(ForwardExecutor):
 
 def _closing(actions: Sequence[Action]) -> set[int]:
     """The minibatches whose backward pass is the last one of this worker before an all-reduce."""
-    found, last = set(), None
+    closing, last = set(), None
     for action in actions:
         if action.kind in ENDS_BACKWARD:
             last = action.minibatch
         elif action.kind is Kind.ALL_REDUCE and last is not None:
-            found.add(last)
+            closing.add(last)
             last = None
-    return found
+    return closing
 
 
 def _keep_edges(
-    state: MinibatchState, stage_module: StageModule, made: Mapping[str, torch.Tensor]
+    state: MinibatchState, stage_module: StageModule, values: Mapping[str, torch.Tensor]
 ) -> None:
-    """Of what is sent the autograd graph needs the edges; the data may go once it is sent."""
+    """Keeps the graph edges of what is sent, so that its data can be freed once sent."""
     if state.recomputation is None:
-        needed = {name: made[name] for name in stage_module.layout.sent if made[name].requires_grad}
+        needed = {
+            name: values[name] for name in stage_module.layout.sent if values[name].requires_grad
+        }
         state.edges = {name: get_gradient_edge(tensor) for name, tensor in needed.items()}
 
 
 def _keep_gradients(state: MinibatchState) -> None:
-    """Those of what was received are to be sent; what plays no part in the loss has zeros."""
+    """Keeps the gradients of what was received, to be sent; zeros where the loss does not depend on
+    it.
+    """
     for name, tensor in state.received.items():
         state.gradients[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

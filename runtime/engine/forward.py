@@ -60,18 +60,18 @@ class ForwardExecutor:
     loss: Loss
 
     def begin(self, data: Minibatches) -> None:
-        """Makes ready for a segment; nothing is in flight."""
+        """Prepares for a segment, with nothing in flight."""
         self.data = data
         self.states: dict[int, MinibatchState] = {}
         self.channels: dict[tuple[Kind, Worker | None], Channel] = {}
 
     def follow(self, actions: Sequence[Action], delays: Mapping[int, int]) -> None:
-        """`actions` are all that this stage does in the segment, those that have been done among
-        them; `delays`: by how many updates the weights of a minibatch are to be predicted.
+        """Called with all actions of this stage in the segment, those already done included.
+        `delays`: by how many updates the weights of each minibatch are to be predicted.
         """
 
     def end(self) -> None:
-        """All that was begun is done."""
+        """Called at the end of a segment, when nothing is in flight."""
         assert not self.states
 
     @property
@@ -83,7 +83,7 @@ class ForwardExecutor:
         return action.stage == len(self.assignment) - 1
 
     def post(self, action: Action) -> None:
-        """Makes room for what a receive that is still to come will bring."""
+        """Posts a receive that is still to come, with buffers for its tensors."""
         assert action.peer is not None
         layout = self.stage_modules.of(action.minibatch).layout
         if action.kind is Kind.RECV_ACTIVATION:
@@ -138,18 +138,18 @@ class ForwardExecutor:
             self._activations_sent(action.minibatch, state)
 
     def _activations_sent(self, minibatch: int, state: MinibatchState) -> None:
-        """The last of them is on its way."""
+        """Called when the last activation of a minibatch is on its way."""
         state.leaving = {}
 
     def _recycle(self, state: MinibatchState) -> None:
-        """Lets later messages have the memory of those with activations."""
+        """Gives the memory of received activations to later messages."""
         for channel, message in state.messages:
             self.transport.recycle(channel, message)
         state.messages = []
 
 
 def apart(tensor: torch.Tensor, received: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A value to be sent, in memory that no later message will be received in."""
+    """Returns a value to be sent, in memory that no later message is received into."""
     memory = tensor.untyped_storage().data_ptr()
     shared = any(other.untyped_storage().data_ptr() == memory for other in received.values())
     return tensor.detach().clone() if shared else tensor.detach()

@@ -1,4 +1,4 @@
-"""The held-out data after an epoch: every rank does its part, rank 0 adds up and writes."""
+"""Evaluation of the held-out data after an epoch, on every rank; rank 0 adds up and writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipedream.runtime.rank_context import RankContext
 
 
 def try_held_out(context: RankContext, evaluation: Evaluation, epoch: int) -> None:
-    """Tries what there is after `epoch` epochs. Raises as `Evaluation.run` does."""
+    """Evaluates the held-out data after `epoch` epochs. Raises as `Evaluation.run` does."""
     local, place = context.local, context.local.place
     context.say(f"at the held-out data after epoch {epoch}")
     tensors = {stage.stage: stage.saved for stage in local.stages}
@@ -25,9 +25,9 @@ def try_held_out(context: RankContext, evaluation: Evaluation, epoch: int) -> No
 
 
 def _show_scheduler(context: RankContext, key: str) -> None:
-    """Passes on the metric that a scheduler looks at: rank 0 has it, and all take the same step.
+    """Passes the metric that a scheduler needs from rank 0 to all, which then take the same step.
 
-    A checkpoint of this moment was saved before: a run that goes on from there comes here again.
+    The checkpoint of this moment was saved before: a run resumed from it comes here again.
     """
     name = context.stepping.rate.metric
     if name is None or name == "loss":

@@ -1,4 +1,4 @@
-"""What a stage keeps of a minibatch that is on its way through it."""
+"""What a stage keeps of a minibatch between its passes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pipedream.schedule.channel import Channel
 
 @dataclass
 class MinibatchState:
-    """What one minibatch leaves in this stage between its forward and its backward pass.
+    """What one minibatch leaves in a stage between its forward and its backward pass.
 
-    `received`: values from other stages; `leaving`: those to be sent; `edges`: where the backward
-    pass may begin, the values that need a gradient, without their data. `recomputation` replaces
-    the autograd graph where the stage recomputes. `messages`: those with activations, whose
-    memory may then go round. That of gradients may not: autograd hands on views of it as the
-    gradients of others. `gradients` are those received, then those to be sent; all `sent`: the
-    last of them has been. Between the halves of the backward pass `ends` is where it begins.
+    `received`: values from other stages; `leaving`: those to be sent; `edges`: graph edges, without
+    data, of sent values that need a gradient. `recomputation` replaces the graph if the stage
+    recomputes. `messages`: received activations, whose memory can be recycled; that of gradients
+    cannot, because autograd passes on views of it. `gradients`: those received, then those to be
+    sent; `sent` is set when the last of them is. Between the halves of the backward pass, `ends` is
+    where it begins.
     """
 
     received: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class MinibatchState:
 
 @dataclass(frozen=True)
 class BackwardRoots:
-    """Where a backward pass begins, at the loss or at what was sent, and with which gradients."""
+    """Where a backward pass begins, at the loss or at what was sent, with the gradients there."""
 
     edges: Sequence[torch.Tensor] | Sequence[GradientEdge]
     gradients: Sequence[torch.Tensor] | None

@@ -31,7 +31,7 @@ LAST_STEP = "last_step"
 
 
 class Prediction:
-    """The last step of the parameters of one stage; it watches the steps of `optimizer`."""
+    """Knows the last step of the parameters of one stage, from hooks on `optimizer`."""
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         self.optimizer, self.parameters = optimizer, dict(parameters)
@@ -39,9 +39,10 @@ class Prediction:
         optimizer.register_step_post_hook(self._after)
 
     def ahead(self, updates: int, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters after so many more updates, as leaves of the autograd graph.
+        """Returns the parameters after that many more updates, as leaves of the autograd graph.
 
-        In `memory`, tensors of their shapes that nobody needs, or in new memory.
+        Written into `memory`, tensors of the same shapes that are no longer needed, or into new
+        memory.
         """
         return {
             name: self._ahead(parameter, updates, memory.get(name))
@@ -62,10 +63,10 @@ class Prediction:
         return step
 
     def _before(self, *_: object) -> None:
-        """Where each parameter stands; in the memory of its last step, which is over.
+        """Remembers the parameters before a step, in the memory of their last step.
 
-        Beside the optimizer's state, not in it: there an entry would tell torch that the rest is
-        there, too.
+        Kept beside the optimizer's state, not in it: there an entry would tell torch that its own
+        state exists, too.
         """
         self.stood: dict[nn.Parameter, Tensor] = {}
         for parameter in self.parameters.values():

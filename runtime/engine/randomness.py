@@ -1,9 +1,9 @@
 """Random numbers that are the same under every plan: dropout draws by minibatch and operator.
 
-Before each operator that draws, the generator is seeded anew with the run's seed, the epoch, the
-minibatch, and the operator's place in the captured model. So it does not matter which rank runs
-the operator, what else runs there, whether it is done again (recomputation), or where a run was
-stopped and resumed.
+Before each operator that draws, the generator is seeded with the run's seed, the epoch, the
+minibatch, and the operator's position in the captured model. So it does not matter which rank runs
+the operator, what else runs there, whether it is recomputed, or where a run was stopped and
+resumed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipedream.capture.segment import Segment
 
 
 class MinibatchRng:
-    """What the numbers of one rank depend on; `seed` as in the run config."""
+    """The seed of every random operator on one rank. `seed`: of the run config."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.seed, self.device = seed, device
@@ -36,7 +36,7 @@ class MinibatchRng:
 
 
 class SeedHook(nn.Module):
-    """Stands before an operator that draws."""
+    """A module that runs right before an operator that draws, and seeds it."""
 
     def __init__(self, rng: MinibatchRng, position: int) -> None:
         super().__init__()
@@ -47,12 +47,12 @@ class SeedHook(nn.Module):
 
 
 def operator_positions(captured: fx.GraphModule) -> dict[str, int]:
-    """Where each operator stands in the captured model, subgraphs included, by its path."""
+    """Returns the position of each operator of the captured model and its subgraphs, by path."""
     return {path: position for position, path in enumerate(_paths(captured))}
 
 
 def seed_each(part: Segment, operator_positions: Mapping[str, int], rng: MinibatchRng) -> Segment:
-    """Has every operator of the segment that draws random numbers seed them first. In place."""
+    """Puts a seed before every operator of the segment that draws random numbers, in place."""
     for prefix, module in part.module.named_modules():
         if isinstance(module, fx.GraphModule):
             for node in [node for node in module.graph.nodes if _draws(node)]:

@@ -1,8 +1,8 @@
-"""How far a run is, and the segments in which it goes on: a checkpoint stands between two of them.
+"""Positions in a run, and the segments between two checkpoints.
 
-A segment is a run of consecutive minibatches of an epoch. Its schedule is a whole one: the pipeline
-is filled at its beginning and drained at its end, where no minibatch is in flight on any rank and
-each stage has one version of its weights. That version is what a checkpoint holds. Pure.
+A segment is a run of consecutive minibatches of an epoch with a schedule of its own: the pipeline
+is filled at its beginning and drained at its end. Then no minibatch is in flight on any rank, and
+each stage has one version of its weights, which a checkpoint saves. Pure.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAME = re.compile(r"epoch-(\d{4,})(?:-(\d{6,}))?")
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """What a run has behind it: whole epochs, and minibatches of the next one."""
+    """A position in a run: the epochs that are complete, and minibatches of the next one."""
 
     epoch: int
     minibatch: int = 0
@@ -51,7 +51,9 @@ class TrainingSegment:
 def training_segments(
     minibatches: int, every: int | None, begin: int = 0
 ) -> Iterator[TrainingSegment]:
-    """Those of an epoch from `begin` on: they end at each multiple of `every`, and at its end."""
+    """Yields the segments of an epoch from `begin` on; they end at each multiple of `every` and at
+    its end.
+    """
     while begin < minibatches:
         end = minibatches if every is None else min((begin // every + 1) * every, minibatches)
         yield TrainingSegment(begin, end)
@@ -60,8 +62,8 @@ def training_segments(
 
 @dataclass(frozen=True)
 class RankProgress:
-    """Where a rank stands, as `halt` asks: in `segment`, which begins at `position`, with its first
-    `touched` minibatches begun or done; or there between two segments, with nothing begun.
+    """How far a rank is when a graceful stop asks: in `segment`, which begins at `position`, with
+    its first `touched` minibatches begun or done; or, with no segment, between two of them.
     """
 
     position: Position
@@ -82,14 +84,14 @@ class RankProgress:
 
 
 def stopping_position(progress: Sequence[RankProgress], policy: Policy) -> Position:
-    """Where ranks that stand so can all stop first, after whole updates.
+    """Returns the first position where all ranks can stop, after whole updates.
 
-    A shorter segment differs from the longer one only in what is done once the first minibatch that
-    it lacks could have begun. That is when the minibatches a whole window before are over. So the
-    place lies a window ahead of all that has been touched.
+    A shorter segment differs from the longer one only in actions after the point where the first
+    minibatch that it lacks could begin: when the minibatches one window before it are done. So the
+    position lies a window after everything that has been touched.
 
-    The end of an epoch, with all its minibatches, is another place than the beginning of the next:
-    between them the held-out data are tried, by all ranks or by none.
+    The end of an epoch, after all its minibatches, is another position than the beginning of the
+    next: between them the held-out data are evaluated, by all ranks or by none.
     """
     first = max(each.position for each in progress)
     begun = [s for s in progress if s.position == first and s.segment is not None]
@@ -102,19 +104,19 @@ def stopping_position(progress: Sequence[RankProgress], policy: Policy) -> Posit
 
 
 def window(policy: Policy) -> int:
-    """How many minibatches may be in the pipeline at the same time."""
+    """Returns how many minibatches may be in the pipeline at the same time."""
     return max(count * policy.in_flight(stage) for stage, count in enumerate(policy.spec.replicas))
 
 
 def whole_updates(every: int, policy: Policy) -> int:
-    """`every` rounded up, so that every stage has made whole updates, on all replicas alike."""
+    """Rounds `every` up so that every stage has made whole updates, on all replicas alike."""
     sizes = (policy.round_size(stage) for stage in range(len(policy.spec.replicas)))
     unit = lcm(*sizes, *policy.spec.replicas)
     return -(-every // unit) * unit
 
 
 def shifted(actions: Sequence[Action], begin: int) -> Sequence[Action]:
-    """A segment's actions with the numbers that its minibatches have in the epoch."""
+    """Returns the actions of a segment with the numbers that its minibatches have in the epoch."""
     if not begin:
         return actions
     return [action._replace(minibatch=action.minibatch + begin) for action in actions]

@@ -20,8 +20,8 @@ from pipedream.runtime.engine.prediction import Prediction
 class Version:
     """One version of a stage's parameters; `users` minibatches have yet to go backward on it.
 
-    `number` counts the updates from the start of the run; with `ahead` the tensors are what they
-    are expected to be so many updates later.
+    `number` counts updates from the start of the run. With `ahead`, the tensors are predicted: as
+    expected that many updates later.
     """
 
     number: int
@@ -55,7 +55,7 @@ class Weights:
         self.peak_versions = 1
 
     def begin(self) -> None:
-        """A segment begins: nothing is in flight."""
+        """Prepares for a segment, with nothing in flight."""
         self.expected, self.current.users = {}, 0
 
     def expect(self, uses: Mapping[int, int]) -> None:
@@ -81,13 +81,13 @@ class Weights:
             assert self.prediction is not None
             assert number == self.current.number
             memory = self.spare.pop() if self.spare else {}
-            found = Version(number, self.prediction.ahead(ahead, memory), users=1, ahead=ahead)
-            self.older.append(found)
+            version = Version(number, self.prediction.ahead(ahead, memory), users=1, ahead=ahead)
+            self.older.append(version)
             self.peak_versions = max(self.peak_versions, 1 + len(self.older))
-            return found
-        (found,) = (v for v in (self.current, *self.older) if v.number == number and not v.ahead)
-        assert found.users > 0, f"version {number} is not expected to be used any more"
-        return found
+            return version
+        (version,) = (v for v in (self.current, *self.older) if v.number == number and not v.ahead)
+        assert version.users > 0, f"version {number} is not expected to be used any more"
+        return version
 
     def release(self, version: Version) -> None:
         """After the backward pass."""
@@ -114,7 +114,7 @@ class Weights:
                 tensor.grad = None
 
     def take_gradients(self, divisor: int) -> dict[str, torch.Tensor]:
-        """The mean gradients of the round, a sum of `divisor`; the next round begins."""
+        """Returns the mean gradients of the round, a sum of `divisor`; the next round begins."""
         summed, self.gradients = self.gradients, {}
         gradients = {name: summed[name] for name in self.parameters if name in summed}
         if divisor > 1:

@@ -58,9 +58,9 @@ _FORMS = {"SGD": "SGD", "Adam": "NAdam", "AdamW": "NAdam"}
 
 
 def nesterov_form(config: OptimizerConfig, momentum: float) -> OptimizerConfig:
-    """The optimizer that is the Nesterov form of this one. Raises UserError where there is none.
+    """Returns the Nesterov form of this optimizer. Raises UserError if there is none.
 
-    The form of SGD is to step at `nesterov_factor` times its rate.
+    The form of SGD steps at `nesterov_factor` times its rate.
     """
     if config.name not in _FORMS:
         raise UserError(
@@ -84,7 +84,7 @@ def nesterov_form(config: OptimizerConfig, momentum: float) -> OptimizerConfig:
 
 
 def nesterov_factor(config: OptimizerConfig, momentum: float) -> float:
-    """What the rate of the Nesterov form is multiplied by: NAdam's step has its 1 - m in itself."""
+    """Returns the factor of the Nesterov form's rate: NAdam's step includes its 1 - m."""
     return 1 - momentum if _FORMS[config.name] == "SGD" else 1.0
 
 
@@ -103,21 +103,21 @@ def _sgd(args: dict[str, Any], momentum: float) -> dict[str, Any]:
 
 
 def _nadam(args: dict[str, Any], momentum: float, decoupled: bool) -> dict[str, Any]:
-    """What is left open is as in the optimizer that was named, not as in NAdam."""
-    given = {name: value for name, value in args.items() if name not in ("amsgrad", "fused")}
-    whole = {"lr": _TORCH_RATE, "weight_decay": _TORCH_DECAY if decoupled else 0.0} | given
-    _, *rest = given.get("betas", (0.9, 0.999))
+    """Defaults are those of the optimizer that was named, not of NAdam."""
+    kept = {name: value for name, value in args.items() if name not in ("amsgrad", "fused")}
+    whole = {"lr": _TORCH_RATE, "weight_decay": _TORCH_DECAY if decoupled else 0.0} | kept
+    _, *rest = kept.get("betas", (0.9, 0.999))
     return whole | {"betas": [momentum, *rest], "decoupled_weight_decay": decoupled}
 
 
 def slowing(delay: int, update: int, updates: int) -> float:
-    """What PipeMare divides the learning rate of update `update` of the run by: D^p."""
+    """Returns PipeMare's divisor of the learning rate at update `update` of the run: D^p."""
     exponent = 1 - min(update / updates, 1)
     return float(max(1, delay) ** exponent)
 
 
 def rate_factor(config: RunConfig, delay: int, update: int) -> float:
-    """What all of it multiplies the learning rate by, at update `update` of a stage so late."""
+    """Returns the factor of the learning rate at update `update` of a stage with this delay."""
     wanted, factor = config.asynchronous, 1.0
     if wanted.nesterov is not None:
         factor *= nesterov_factor(config.optimizer, wanted.nesterov)
@@ -127,9 +127,9 @@ def rate_factor(config: RunConfig, delay: int, update: int) -> float:
 
 
 def scale_rate(optimizer: Optimizer, factor: Callable[[], float]) -> None:
-    """Has each step of `optimizer` go at its learning rate times `factor()`.
+    """Makes each step of `optimizer` use its learning rate times `factor()`.
 
-    Between the steps the rate is the one that was set, so that a scheduler finds what it left.
+    Between steps the rate is the one that was set, so that a scheduler finds what it left.
     """
     rates: list[Any] = []
 

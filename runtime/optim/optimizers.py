@@ -29,7 +29,7 @@ _UNFIT = {
 class Together(Optimizer):
     """Several optimizers as one, each with its own parameters.
 
-    Groups and state are those of its parts, for schedulers and checkpoints to find.
+    Parameter groups and state are those of its parts, for schedulers and checkpoints.
     """
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
@@ -54,15 +54,16 @@ def make_optimizer(
     parameters: Mapping[str, nn.Parameter],
     names: Iterable[str] | None = None,
 ) -> Optimizer:
-    """A torch.optim optimizer over these parameters. Raises UserError for a wrong name or option.
+    """Returns the torch.optim optimizer of these parameters. Raises UserError for a wrong name or
+    option.
 
-    They are all that the model has, or a stage's share of its `names`. Each group is an optimizer
-    by itself, which checks its arguments; one may be empty.
+    They are all parameters of the model, or a stage's share of its `names`. Each group is an
+    optimizer by itself, which checks its arguments; a group may be empty.
     """
-    found = groups(config, parameters if names is None else names)
+    parameter_groups = groups(config, parameters if names is None else names)
     parts = [
         _make(group, {name: p for name, p in parameters.items() if name in group.members})
-        for group in found
+        for group in parameter_groups
     ]
     return parts[0] if len(parts) == 1 else Together(parts)
 
@@ -97,7 +98,7 @@ def _check_matrices(parameters: Mapping[str, Tensor]) -> None:
 def _fast(
     kind: type[Optimizer], config: OptimizerConfig, parameters: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The arguments, with one kernel for a step where the class has it and they leave it open."""
+    """Returns the arguments, with the fused kernel if the class has one and they do not choose."""
     open_to_it = config.args.keys().isdisjoint(("foreach", "fused", "capturable", "differentiable"))
     fit = all(parameter.is_floating_point() for parameter in parameters.values())
     fused = open_to_it and fit and "fused" in inspect.signature(kind).parameters
@@ -107,7 +108,7 @@ def _fast(
 def state_tensors(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """What the optimizer remembers, as `PARAMETER/STATE` -> tensor; numbers as 0-d tensors."""
+    """Returns the optimizer's state as `PARAMETER/STATE` -> tensor; numbers as 0-d tensors."""
     return {
         f"{name}/{key}": value if isinstance(value, Tensor) else torch.tensor(value)
         for name, parameter in parameters.items()
@@ -119,9 +120,8 @@ def state_tensors(
 def restore_state(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Puts back what `state_tensors` gave, where Optimizer.load_state_dict would.
-
-    That is beside the parameter; the count of steps is there only where it is part of the kernel.
+    """Restores what `state_tensors` returned, on the devices that Optimizer.load_state_dict would
+    choose: beside the parameter; the step count only if it is part of the kernel.
     """
     counts_beside = {
         parameter: bool(group.get("fused") or group.get("capturable"))

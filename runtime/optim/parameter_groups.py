@@ -1,8 +1,7 @@
-"""Which parameters an optimizer treats alike: the groups of a run config. Pure.
+"""The parameter groups of a run config. Pure.
 
-A stage holds part of the model, and so some members of each group, or none. The groups are those of
-the whole model on every stage, in one order, so that what is said of the second is said everywhere
-of the same one.
+A stage has part of the model, and so some members of each group, or none. The groups are those of
+the whole model on every stage, in one order, so that the second group is the same one everywhere.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from pipedream.graph.run_config import GroupConfig, OptimizerConfig
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """The parameters `members` of the whole model and the optimizer they have, one without groups.
+    """The parameters `members` of the whole model, with their optimizer, one without groups.
 
-    `option` is where the run config says so.
+    `option`: where the run config defines it.
     """
 
     option: str
@@ -28,9 +27,9 @@ class ParameterGroup:
 
 
 def groups(config: OptimizerConfig, names: Iterable[str]) -> list[ParameterGroup]:
-    """Those of the config, then the parameters that match none of them, if there are any.
+    """Returns the groups of the config, then one of the parameters that match none of them, if any.
 
-    `names` are all that the model has. Raises UserError where a pattern matches nothing, or a group
+    `names`: all parameters of the model. Raises UserError if a pattern matches nothing, or a group
     gets nothing.
     """
     known = list(names)

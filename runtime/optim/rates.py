@@ -1,5 +1,5 @@
-"""The scheduler that a run config names: it moves the learning rate by updates, by epochs, or by a
-metric. Replicas and stages do the same steps with the same numbers.
+"""The learning rate scheduler of a run config: it steps by updates, by epochs, or by a metric.
+Replicas and stages take the same steps with the same numbers.
 """
 
 from __future__ import annotations
@@ -144,17 +144,17 @@ def _functions(config: SchedulerConfig, name: str, value: Any, directory: Path) 
 def _parts(config: SchedulerConfig) -> list[SchedulerConfig]:
     """Of SequentialLR and ChainedScheduler: a name and arguments each, in the config. UserError."""
     try:
-        found = TypeAdapter(list[SchedulerConfig]).validate_python(config.args["schedulers"])
+        schedulers = TypeAdapter(list[SchedulerConfig]).validate_python(config.args["schedulers"])
     except ValidationError as error:
         raise UserError(
             f"scheduler {config.name}: schedulers: write a list, each with its name and args"
         ) from error
-    if any("every" in part.model_fields_set for part in found):
+    if any("every" in part.model_fields_set for part in schedulers):
         raise UserError(
             f"scheduler {config.name}: schedulers: all step as it does: take every out of them, "
             "and write it beside its own name"
         )
-    return found
+    return schedulers
 
 
 @contextmanager

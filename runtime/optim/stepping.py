@@ -2,8 +2,8 @@
 
 Where all stages update at the same minibatches (`Policy.same_everywhere`) they decide together: the
 norm is that of the whole model's gradient, and an update is left out by all or by none. Where each
-stage learns by itself the norm is that of the stage, for the others' gradients of these minibatches
-are not there yet. Replicas have the same sums, so they decide alike without asking.
+stage learns by itself the norm is that of the stage, because the others' gradients of these
+minibatches are not there yet. Replicas have the same sums, so they decide alike without asking.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ FIRST_SCALE = 65_536.0
 
 
 class Progress(BaseModel):
-    """Of a run, beside what the optimizer keeps.
+    """What a run remembers beside the optimizer's tensors.
 
-    `advances` and `metrics` are the scheduler's steps; `loss_sum` the losses so far of the epoch
-    under way, for one that looks at them. None is what is no number.
+    `advances` and `metrics` are the scheduler's steps; None stands for a metric that was not
+    finite. `loss_sum`: the losses so far of the epoch under way, for a scheduler that looks at
+    them.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -50,7 +51,7 @@ class Progress(BaseModel):
 
 
 class Scale:
-    """What the loss is multiplied by. It must be the same in every stage at the same minibatch."""
+    """The factor of the loss. It must be the same in every stage at the same minibatch."""
 
     def __init__(self, config: RunConfig) -> None:
         self.adapts = config.autocast == "float16" and config.loss_scale is None
@@ -58,7 +59,7 @@ class Scale:
         self.went_well = 0
 
     def note(self, finite: bool) -> None:
-        """How the update went that this scale was used for."""
+        """Records whether the gradients of an update under this scale were finite."""
         if not self.adapts:
             return
         self.went_well = self.went_well + 1 if finite else 0
@@ -94,10 +95,10 @@ class StageStepping:
                 total += torch.linalg.vector_norm(gradient).double().square()
 
     def step(self, gradients: Mapping[str, Tensor], norm: float, updates: int) -> None:
-        """One step with these gradients, which the parameters have, too.
+        """Makes one step with these gradients, which are those of the parameters.
 
-        `norm` is that of all gradients that are clipped together; the step is left out where it is
-        not finite. For the scheduler it counts as so many `updates`.
+        `norm`: of all gradients that are clipped together; if it is not finite the step is left
+        out. The learning rate scheduler counts it as `updates`.
         """
         if math.isfinite(norm):
             self._clip(gradients, norm)
@@ -117,11 +118,12 @@ class StageStepping:
         try:
             self.optimizer.step()
         except Exception as error:  # such as of a state that is not this optimizer's
-            given = self.config.optimizer
+            chosen = self.config.optimizer
             reason = (str(error).strip() or "no message").splitlines()[0]
             raise UserError(
-                f"optimizer {given.name} {given.args} cannot make a step: {type(error).__name__}: "
-                f"{reason}; a run that goes on needs the arguments with which it began"
+                f"optimizer {chosen.name} {chosen.args} cannot make a step: "
+                f"{type(error).__name__}: {reason}; a run that goes on needs the arguments with "
+                "which it began"
             ) from error
 
 
@@ -147,8 +149,8 @@ class Stepping:
     """The updates of all stages of a rank.
 
     `losses` are added up if a scheduler looks at them. `add_up` replaces a tensor by its sum over
-    all ranks, None where each stage decides by itself. Else the ranks find the norm of a round
-    together, once: when the last stage of each has come to its update. Only then do all of its
+    all ranks; None if each stage decides by itself. With it, the ranks compute the norm of a round
+    together, once: when the last stage of each rank has come to its update. Only then do all of its
     stages make that update.
     """
 
@@ -167,7 +169,7 @@ class Stepping:
 
     @property
     def rate(self) -> LearningRate:
-        """That of the first stage; the others have made the same steps."""
+        """The learning rate of the first stage; those of the others have made the same steps."""
         return next(iter(self.stages.values())).rate
 
     @property
@@ -175,10 +177,10 @@ class Stepping:
         return max(stage.skipped for stage in self.stages.values())
 
     def update(self, stage: int, number: int, weights: Weights, divisor: int, updates: int) -> None:
-        """Makes version `number` of the weights of `stage` from the sum of `divisor` gradients.
+        """Makes version `number` of the weights of `stage` from a sum of `divisor` gradients.
 
-        It may have to wait for the other stages of this rank; what is added to the gradients from
-        now on belongs to the next round.
+        May wait for the other stages of this rank; gradients added meanwhile belong to the next
+        round.
         """
         gradients = weights.take_gradients(divisor)
         if self.scale.value != 1.0 and gradients:
@@ -204,7 +206,7 @@ class Stepping:
         return norm
 
     def note(self, loss: Tensor) -> None:
-        """The loss of a minibatch, on the rank that has found it."""
+        """Called with the loss of a minibatch, on the rank that has computed it."""
         if self.rate.metric == "loss":
             self.losses.note(loss)
 
@@ -214,21 +216,22 @@ class Stepping:
             self.losses.end_segment()
 
     def end_epoch(self, minibatches: int) -> None:
-        """After the last segment of an epoch of so many minibatches."""
+        """Called after the last segment of an epoch of so many minibatches."""
         if self.rate.metric == "loss":
             self.see(self.losses.end_epoch(minibatches))
         for stage in self.stages.values():
             stage.rate.advance("epoch")
 
     def see(self, metric: float) -> None:
-        """What the metric is that the scheduler looks at."""
+        """Passes the value of its metric to the scheduler of each stage."""
         for stage in self.stages.values():
             stage.rate.see(metric)
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs to go on, beside the optimizer's tensors.
+        """Returns what `restore` needs beside the optimizer's tensors.
 
-        The same on all ranks, but for the report's `skipped` where each stage decides by itself.
+        The same on all ranks, except for `skipped`, which is only reported, where each stage
+        decides by itself.
         """
         return Progress(
             advances=self.rate.advances,
@@ -240,7 +243,7 @@ class Stepping:
         ).model_dump()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Raises pydantic's ValidationError where `state` is none that `state()` gives."""
+        """Raises pydantic's ValidationError if `state` is not one that `state()` returns."""
         known = Progress.model_validate(state)
         self.losses.value = math.nan if known.loss_sum is None else known.loss_sum
         for stage in self.stages.values():
@@ -252,14 +255,16 @@ class Stepping:
 
 
 def watches_norm(config: RunConfig) -> bool:
-    """Whether an update needs the norm of the gradients: to clip, or to see that all are finite."""
+    """Returns whether updates need the norm of the gradients, to clip or to check that it is
+    finite.
+    """
     scales = Scale(config).value != 1.0
     return config.clip_norm is not None or config.nan == "skip" or scales
 
 
 def check_joint_updates(config: RunConfig, actions: Mapping[int, Sequence[Action]]) -> None:
-    """Raises UserError where a rank uses a version of a stage before its other stages have come to
-    the update that makes it: with one norm for all of them, the version is not made by then.
+    """Raises UserError if a rank uses a version of a stage before its other stages have come to the
+    update that makes it: with one norm for all of them, the version does not exist by then.
     """
     for rank, listed in actions.items() if watches_norm(config) else ():
         stages = {action.stage for action in listed}

@@ -1,1 +1,6 @@
-"""runtime.report."""
+"""What a run tells: while it goes on, and at its end.
+
+`live_table`, `tensorboard` and `summary` show losses and ranks; `recording` brings the events of
+all ranks together on one `clock`, and `utilisation` and `stage_times` say what they spent their
+time on; `run_end` writes all files. Begin with `run_end`.
+"""

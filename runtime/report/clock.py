@@ -1,4 +1,4 @@
-"""One clock for all ranks: that of rank 0, which each compares its own with, through the store."""
+"""One clock for all ranks: that of rank 0, with which each compares its own through the store."""
 
 from __future__ import annotations
 

@@ -236,8 +236,8 @@ def keep_before(path: Path, position: Position) -> None:
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
             with suppress(json.JSONDecodeError):  # the last line of a run that was killed
-                told = json.loads(line)
-                if Position(told["epoch"] - 1, told["minibatch"]) < position:
+                record = json.loads(line)
+                if Position(record["epoch"] - 1, record["minibatch"]) < position:
                     kept.append(line)
     _replace(path, kept)
 
@@ -265,7 +265,7 @@ def table(
     """A row for each rank, which has these workers; of more than `most` ranks, the first."""
     left_out = len(workers) - most
     # Fits 80 columns, and does not jump with what stands in it.
-    made = Table(
+    shown = Table(
         box=SIMPLE_HEAD,
         padding=0,
         show_edge=False,
@@ -275,12 +275,12 @@ def table(
     headings = ("rank", "stage", "replica", "mini-\nbatch", "forward", "backward", "busy", "memory")
     for heading in headings:
         width = 8 if heading in ("forward", "backward", "memory") else None
-        made.add_column(heading, justify="right", no_wrap=True, min_width=width)
-    made.add_column("waits for", no_wrap=True, min_width=17)
+        shown.add_column(heading, justify="right", no_wrap=True, min_width=width)
+    shown.add_column("waits for", no_wrap=True, min_width=17)
     for rank, own in islice(workers.items(), most):
         cells = _cells(statuses[rank]) if rank in statuses else ["-"] * (len(headings) - 2)
-        made.add_row(str(rank), *stages_and_replicas(own), *cells)
-    return made
+        shown.add_row(str(rank), *stages_and_replicas(own), *cells)
+    return shown
 
 
 def _cells(status: Status) -> list[str]:

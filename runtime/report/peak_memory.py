@@ -1,4 +1,4 @@
-"""How much memory the tensors of a rank took at most."""
+"""The peak memory of a rank's tensors."""
 
 from __future__ import annotations
 

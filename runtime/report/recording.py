@@ -74,14 +74,14 @@ class Recording:
         """From what the ranks told, in their order."""
         begins = (begin for epochs in told for _, events in epochs for _, begin, _ in events[:1])
         origin = min(begins, default=0.0)
-        found: dict[int, dict[int, Sequence[Event]]] = {}
+        timelines: dict[int, dict[int, Sequence[Event]]] = {}
         for rank, epochs in enumerate(told):
             for epoch, events in epochs:
-                found.setdefault(epoch, {})[rank] = [
+                timelines.setdefault(epoch, {})[rank] = [
                     Event(parse_action(text), begin - origin, end - origin)
                     for text, begin, end in events
                 ]
-        return Recording(found)
+        return Recording(timelines)
 
     def write_last(self, folder: Path) -> None:
         """timeline.csv, .json and .png: the end of the last epoch."""

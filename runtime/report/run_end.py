@@ -1,4 +1,4 @@
-"""The end of a run: every rank tells what it measured, rank 0 tries the model and writes it all."""
+"""The end of a run: every rank reports what it measured; rank 0 evaluates and writes the files."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from pipedream.schedule.steady_state import SteadySpan
 
 
 def finish(context: RankContext) -> None:
-    """To be called by every rank after the last epoch.
+    """Called by every rank after the last epoch.
 
-    Once rank 0 has saved no rank waits for it: it may try the model for longer than ranks wait for
-    each other.
+    Once rank 0 has saved, no rank waits for it: evaluation may take longer than the timeout.
     """
     local, place = context.local, context.local.place
     context.say("at the end of the run")
@@ -38,9 +37,9 @@ def finish(context: RankContext) -> None:
         context.store, f"report/{place.rank}", [_reports(context), context.recorder.told()]
     )
     if place.rank == 0:
-        heard = [receive_message(context.store, f"report/{r}") for r in range(place.world_size)]
-        reports = [report for of_rank, _ in heard for report in of_rank]
-        recording = Recording.of([told for _, told in heard])
+        messages = [receive_message(context.store, f"report/{r}") for r in range(place.world_size)]
+        reports = [report for of_rank, _ in messages for report in of_rank]
+        recording = Recording.of([told for _, told in messages])
         spent = _utilisation(context, recording, reports)
         also = ""
         if recording.epochs:  # else there was nothing left to train
@@ -61,7 +60,7 @@ def _export(job: Job, target: Path) -> None:
 
 
 def _reports(context: RankContext) -> list[dict[str, Any]]:
-    """One for each stage of this rank; memory and clock are the rank's."""
+    """One report for each stage of this rank; memory and clock are those of the rank."""
     stepping = context.stepping
     return [
         {
@@ -80,7 +79,7 @@ def _reports(context: RankContext) -> list[dict[str, Any]]:
 
 
 def _predicted_memory(context: RankContext) -> float | None:
-    """What the plan says that this rank needs; of another way to train it says nothing."""
+    """Returns the bytes that the plan predicts for this rank; None if it was trained otherwise."""
     job = context.local.job
     counted = bool(job.plan.weight_prediction) == job.config.asynchronous.weight_prediction
     planned = [job.plan.stages[stage.stage].memory for stage in context.local.stages]
@@ -89,14 +88,14 @@ def _predicted_memory(context: RankContext) -> float | None:
 
 
 def _simulated(job: Job) -> Simulated | None:
-    """What the simulation of the plan says; of another schedule it says nothing."""
+    """Returns the simulation of the plan; None if it was trained under another schedule."""
     return job.plan.predicted.simulated if job.as_planned else None
 
 
 def _utilisation(
     context: RankContext, recording: Recording, reports: list[dict[str, Any]]
 ) -> Utilisation:
-    """What the ranks spent their time on; how busy each was is noted in its report."""
+    """Returns what the ranks spent their time on; notes in each report how busy the rank was."""
     spent = measure_utilisation(list(recording.epochs.values()), _steady(context))
     for report in reports:
         report["busy"] = round(spent.busy(report["rank"]), 4) if recording.epochs else None
@@ -104,7 +103,7 @@ def _utilisation(
 
 
 def _steady(context: RankContext) -> SteadySpan | None:
-    """The minibatches of an epoch that find the pipeline full, if there are any."""
+    """Returns the minibatches of an epoch that find the pipeline full, if there are any."""
     minibatches = context.local.examples.minibatches
     known = context.recorder.first(minibatches)
     return SteadySpan.within(context.local.job.policy, minibatches, known)
@@ -123,7 +122,7 @@ def _write_recording(
 
 
 def _write_measured(context: RankContext, recording: Recording, spent: Utilisation) -> bool:
-    """measured.json; whether there is any: not of an epoch of one small minibatch."""
+    """Writes measured.json, unless an epoch is one small minibatch. Returns whether it did."""
     job, sizes = context.local.job, context.local.examples.sizes
     whole = len(sizes) - bool(sizes.rest)
     span = _steady(context) or SteadySpan(whole, 0, whole)
@@ -167,7 +166,7 @@ def _summary(
 
 
 def _try_model(context: RankContext) -> dict[str, Any]:
-    """How the held-out data went: the last time through the pipeline, or now on this worker."""
+    """Returns the held-out metrics: the last ones, or evaluated now on this worker."""
     local, job = context.local, context.local.job
     if local.evaluation is not None:
         return dict(context.metrics)

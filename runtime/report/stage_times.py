@@ -1,4 +1,4 @@
-"""What the passes of each rank took, from the events of a run. Pure: no torch."""
+"""The times of passes, for each rank and stage, from the events of a run. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pipedream.schedule.action import BACKWARDS, RECEIVES, SENDS, Kind
 def measured_ranks(
     epochs: Sequence[Timeline], counted: range, plan: Plan
 ) -> tuple[MeasuredRank, ...]:
-    """Of all ranks of the plan and each of their stages, over the minibatches `counted` of each of
-    the epochs.
+    """Returns what each rank measured for each of its stages, over the minibatches `counted` of
+    each epoch.
 
     Empty if a rank has done none of these.
     """
@@ -51,15 +51,15 @@ def measured_ranks(
 
 
 def _each(epochs: Iterable[Iterable[Event]], kinds: Set[Kind]) -> list[float]:
-    """Seconds of the actions of these kinds for each minibatch, all of them together."""
-    found: list[float] = []
+    """Returns the seconds that the actions of these kinds took for each minibatch."""
+    totals: list[float] = []
     for events in epochs:
         seconds: dict[int, float] = defaultdict(float)
         for event in events:
             if event.action.kind in kinds:
                 seconds[event.action.minibatch] += event.end - event.begin
-        found += seconds.values()
-    return found
+        totals += seconds.values()
+    return totals
 
 
 def _some(seconds: Sequence[float]) -> Quartiles | None:

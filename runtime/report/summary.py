@@ -1,4 +1,4 @@
-"""What a run tells: the losses on their way to rank 0, summary.json."""
+"""The losses on their way to rank 0, and summary.json."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pipedream.graph.units import show_bytes, show_seconds
 
 
 class Losses:
-    """Brings the losses from the replicas of the last stage to rank 0, through the store.
+    """Sends the losses from the replicas of the last stage to rank 0, through the store.
 
-    A thread tells them, so that no pass waits for the store, or for a GPU to be done.
+    A thread does it, so that no pass waits for the store or for a GPU.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Losses:
         self.thread.start()
 
     def tell(self, minibatch: int, loss: torch.Tensor) -> None:
-        """Raises UserError where an earlier loss is no number any more: no later one would be."""
+        """Raises UserError if an earlier loss was not finite: no later one would be."""
         if self.failure is not None:
             raise self.failure
         self.waiting.put((minibatch, loss))
 
     def end(self) -> None:
-        """All that was told is in the store. Raises as `tell` does."""
+        """Waits until all losses are in the store. Raises as `tell` does."""
         self.waiting.put(None)
         self.thread.join()
         if self.failure is not None:
@@ -70,14 +70,16 @@ class Losses:
         self.store.set(self._key(minibatch), repr(value))
 
     def heard(self) -> list[tuple[int, float]]:
-        """The losses that came since the last call, in the order of the minibatches."""
-        found = []
+        """Returns the losses that have arrived since the last call, in the order of the
+        minibatches.
+        """
+        losses = []
         while self.next < self.minibatches and self.store.check([self._key(self.next)]):
             key = self._key(self.next)
-            found.append((self.next, float(self.store.get(key))))
+            losses.append((self.next, float(self.store.get(key))))
             self.store.delete_key(key)
             self.next += 1
-        return found
+        return losses
 
     def _key(self, minibatch: int) -> str:
         return f"loss/{self.epoch}/{minibatch}"
@@ -88,9 +90,9 @@ _SAID = {"planned": "predicted", "expected": "expected", "simulated": "simulated
 
 
 def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None:
-    """summary.json in the run's folder, and its gist on standard output.
+    """Writes summary.json in the run's folder, and the main figures to standard output.
 
-    `also`: other files that have been written there.
+    `also`: other files that were written there.
     """
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     measured = summary["seconds_per_minibatch"]
@@ -117,9 +119,9 @@ def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None
 
 
 def _memory_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The tensors of the rank that holds most."""
+    """Returns a line about the rank that holds most memory."""
     fullest = max(ranks, key=lambda rank: rank["peak_memory_bytes"])
     planned = fullest["predicted_memory_bytes"]
     more = f", planned {show_bytes(planned)}" if planned else ""
-    held = show_bytes(fullest["peak_memory_bytes"])
-    return [f"memory              {held} on rank {fullest['rank']}{more}"]
+    measured = show_bytes(fullest["peak_memory_bytes"])
+    return [f"memory              {measured} on rank {fullest['rank']}{more}"]

@@ -1,4 +1,4 @@
-"""TensorBoard: the losses of a run and how its ranks fare, over the minibatches."""
+"""TensorBoard logs: losses and the state of the ranks, over the minibatches."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pipedream.runtime.supervise.status import Status
 
 
 class Board:
-    """Scalars in `folder`, to be seen with `tensorboard --logdir`.
+    """Scalars in `folder`, for `tensorboard --logdir`.
 
-    `learning_rates` gives the present one of each group of parameters. Steps count the minibatches
-    of the whole run, earlier sessions of a resumed one among them.
+    `learning_rates` returns that of each parameter group. Steps count the minibatches of the whole
+    run, also those before it was resumed.
     """
 
     def __init__(self, folder: Path, learning_rates: Callable[[], Sequence[float]]) -> None:

@@ -1,4 +1,4 @@
-"""On what the ranks spent their time, and what the plan had promised. Pure: no torch."""
+"""What the ranks spent their time on, and what the plan predicts. Pure: no torch."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def _minibatches(epoch: Timeline) -> int:
 
 
 def promised(plan: Plan) -> dict[int, float]:
-    """The share of its time that each rank would be busy if its passes took what was measured and
-    a minibatch what the cost model says.
+    """Returns the share of its time that each rank would be busy if passes took what was profiled
+    and a minibatch what the cost model predicts.
     """
     period = plan.predicted.seconds_per_minibatch
     return {
@@ -81,7 +81,7 @@ def promised(plan: Plan) -> dict[int, float]:
 
 
 def in_flight(events: Iterable[Event]) -> list[tuple[float, float]]:
-    """How many minibatches a rank has between forward and backward, from which second on."""
+    """Returns when, in seconds, a rank has how many minibatches between forward and backward."""
     steps, count = [], 0
     for event in events:
         if event.action.kind == Kind.FORWARD:
@@ -94,8 +94,8 @@ def in_flight(events: Iterable[Event]) -> list[tuple[float, float]]:
 
 
 def versions(events: Sequence[Event]) -> list[tuple[float, float]]:
-    """How many versions of its weights a rank holds, from which second on: of each of its stages
-    the newest, and those that minibatches in flight run on.
+    """Returns when, in seconds, a rank holds how many versions of weights: of each of its stages
+    the newest, and those that minibatches in flight use.
     """
     steps: list[tuple[float, float]] = []
     newest: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The table of what the ranks did, beside what the plan promised."""
+"""The table of what the ranks did, beside what the plan predicts."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def print_utilisation(
     simulated: Simulated | None,
     clock_error: float,
 ) -> None:
-    """A row for each rank, then the bubble as the cost model, the simulation and this run have it.
+    """Prints a row for each rank, then the bubble: predicted, simulated and measured.
 
     `workers` are those of each rank, `hoped` how busy it would be (`promised`), if that is known.
-    `clock_error`: by how many seconds the ranks' clocks may differ.
+    `clock_error`: by how many seconds the clocks of the ranks may differ.
     """
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=_PIPED_WIDTH)
     console.print(_table(utilisation, workers, hoped))
-    told = [f"bubble              {utilisation.bubble:.1%}"]
+    parts = [f"bubble              {utilisation.bubble:.1%}"]
     if any(hoped.values()):
-        told.append(f"planned {max(0.0, 1 - sum(hoped.values()) / len(hoped)):.1%}")
+        parts.append(f"planned {max(0.0, 1 - sum(hoped.values()) / len(hoped)):.1%}")
     if simulated is not None:
-        told.append(f"simulated {simulated.bubble:.1%}")
-    console.print(", ".join(told))
+        parts.append(f"simulated {simulated.bubble:.1%}")
+    console.print(", ".join(parts))
     console.print(f"clocks of the ranks within {show_seconds(clock_error)} of each other")
 
 

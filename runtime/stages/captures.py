@@ -1,4 +1,4 @@
-"""The model of a run, captured for each way in which it will be run."""
+"""The model of a run, captured in each way in which it will run."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ from pipedream.runtime.stages.stage_module import capture_rest
 
 @dataclass(frozen=True)
 class Captures:
-    """`whole` minibatches, and the `rest` where the last one of an epoch is smaller.
+    """`whole`: of full minibatches; `rest`: of the smaller last one of an epoch, number `last`, if
+    any.
 
-    `last` is the number of the smaller minibatch. `parameters` are the names of all that the model
-    has, `persistent` those in its state_dict, `buffers` those of all its buffers. `evaluation` is a
-    rank's part in trying the held-out data, None where that is not asked for or goes another way.
+    `parameters`: the names of all that the model has; `persistent`: those in its state_dict;
+    `buffers`: those of all its buffers. `evaluation`: a rank's part in evaluating the held-out
+    data, None if that is not asked for or cannot go through the pipeline.
     """
 
     whole: Captured

@@ -1,4 +1,4 @@
-"""How a stage's module is run: as it is, in a lower precision, compiled."""
+"""How a stage's module is run: as it is, in lower precision, compiled."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
 
 
 def plain(piece: Segment) -> Compute:
-    """The stage's module as it is."""
+    """Runs the stage's module as it is."""
 
     def run(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
         return functional_call(piece.module, dict(tensors), inputs)
@@ -29,14 +29,14 @@ def plain(piece: Segment) -> Compute:
 
 
 def make_compute(piece: Segment, config: RunConfig, device: torch.device) -> Compute:
-    """Raises UserError for a backend of torch.compile that there is not."""
+    """Raises UserError for a torch.compile backend that does not exist."""
     run = plain(piece)
     if config.compile is not None:
         known = torch.compiler.list_backends(exclude_tags=())
         if config.compile not in known:
             raise UserError(f"compile: {config.compile!r} is no backend here; write inductor")
         for module in piece.module.modules():
-            if isinstance(module, SeedHook):  # a compiled one would roll once for all
+            if isinstance(module, SeedHook):  # a compiled one would seed only once
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore
         # Never for shapes in general: the last, smaller minibatch has a piece of its own.
         run = torch.compile(run, backend=config.compile, dynamic=False)

@@ -21,10 +21,10 @@ _FREED = re.compile(r";  (\w+ = )+None$")
 class Layout:
     """Where the tensors of one stage come from and go to.
 
-    `receives[s]` are the values that stage s sends here, `sends[t]` those that stage t reads, both
-    in the order of the message. `reads` are the inputs of the model that this stage reads, as
-    positions in `Captured.inputs`. A value of the model's output that an earlier stage makes
-    travels to the last stage, where the loss is.
+    `receives[s]`: the values that stage s sends here; `sends[t]`: those that stage t reads; both in
+    the order of the message. `reads`: the inputs of the model that this stage reads, as positions
+    in `Captured.inputs`. Outputs of the model that an earlier stage makes go to the last stage,
+    which has the loss.
     """
 
     stage: int
@@ -34,7 +34,9 @@ class Layout:
     sends: Mapping[int, tuple[Value, ...]]
 
     def build(self, captured: Captured) -> Segment:
-        """The stage's own module; it gives all that is sent, and the model's outputs it makes."""
+        """Returns the stage's own module; its results are all that is sent, and its outputs of the
+        model.
+        """
         return segment(captured, frozenset(self.nodes), captured.outputs)
 
     @cached_property
@@ -51,20 +53,20 @@ class Layout:
 
 
 def layouts(captured: Captured, plan: Plan) -> tuple[Layout, ...]:
-    """The layout of every stage.
+    """Returns the layout of every stage.
 
-    Raises UserError where the captured model is not the one that was planned.
+    Raises UserError if the captured model is not the one that was planned.
     """
     stage_of = _stages(captured, plan)
     readers = _readers(captured, stage_of, last=len(plan.stages) - 1)
-    made = {name: stage_of[value.node] for name, value in captured.values.items()}
+    maker = {name: stage_of[value.node] for name, value in captured.values.items()}
     inputs = {name: position for position, name in enumerate(captured.inputs)}
 
     def between(source: int, target: int) -> tuple[Value, ...]:
         return tuple(
             captured.values[name]
             for name, stages in readers.items()
-            if name not in inputs and made[name] == source and target in stages
+            if name not in inputs and maker[name] == source and target in stages
         )
 
     stages = range(len(plan.stages))
@@ -81,12 +83,12 @@ def layouts(captured: Captured, plan: Plan) -> tuple[Layout, ...]:
 
 
 def links(layouts: Sequence[Layout]) -> tuple[tuple[int, int], ...]:
-    """The pairs of stages that exchange tensors."""
+    """Returns the pairs of stages that exchange tensors."""
     return tuple((layout.stage, target) for layout in layouts for target in layout.sends)
 
 
 def tied(captured: Captured, layouts: Sequence[Layout]) -> dict[str, tuple[int, ...]]:
-    """The parameters that several stages hold, by their first name, with those stages."""
+    """Returns the parameters that several stages hold, by their first name, with those stages."""
     first: dict[int, str] = {}
     holders: dict[str, dict[int, None]] = {}
     for layout in layouts:
@@ -102,7 +104,7 @@ def _present(messages: Mapping[int, tuple[Value, ...]]) -> dict[int, tuple[Value
 
 
 def _stages(captured: Captured, plan: Plan) -> dict[str, int]:
-    """The stage of each captured node: the plan's, matched by topological position."""
+    """Returns the stage of each captured node: the plan's, matched by topological position."""
     difference = first_difference(plan.graph, captured.graph)
     if difference is not None:
         raise UserError(
@@ -114,15 +116,17 @@ def _stages(captured: Captured, plan: Plan) -> dict[str, int]:
 
 
 def first_difference(planned: PlannedGraph, graph: Graph) -> str | None:
-    """The first node in which the model differs from the one that was planned, for a person."""
+    """Describes the first node in which the model differs from the planned one; None if it does
+    not.
+    """
     if planned.fingerprint == graph.fingerprint:
         return None
     known = {node.id: position for position, node in enumerate(planned.nodes)}
     position = {name: at for at, name in enumerate(graph.order)}
     for name, node in zip(graph.order, planned.nodes, strict=False):
         if graph.nodes[name].description != node.description:
-            found = graph.nodes[name].description
-            return f"{node.id} is {node.description!r} in the plan and {found!r} in the model"
+            description = graph.nodes[name].description
+            return f"{node.id} is {node.description!r} in the plan and {description!r} in the model"
         inputs = sorted(position[source] for source in graph.predecessors[name])
         if inputs != sorted(known[source] for source in node.inputs):
             return f"{node.id} ({node.description}) has other inputs in the model"
@@ -130,13 +134,13 @@ def first_difference(planned: PlannedGraph, graph: Graph) -> str | None:
         node = planned.nodes[len(graph.nodes)]
         return f"{node.id} is {node.description!r} in the plan and the model has no more nodes"
     if len(planned.nodes) < len(graph.nodes):
-        found = graph.nodes[graph.order[len(planned.nodes)]].description
-        return f"the plan has no more nodes where the model goes on with {found!r}"
+        description = graph.nodes[graph.order[len(planned.nodes)]].description
+        return f"the plan has no more nodes where the model goes on with {description!r}"
     return "its fingerprint is not that of its nodes"
 
 
 def _readers(captured: Captured, stage_of: Mapping[str, int], last: int) -> dict[str, set[int]]:
-    """For each value the stages that read it; the model's outputs are read by the last."""
+    """Returns the stages that read each value; the last stage reads the model's outputs."""
     readers: dict[str, set[int]] = {name: set() for name in captured.values}
     for node in captured.module.graph.nodes:
         owner = captured.owner.get(node.name)
@@ -151,7 +155,7 @@ def _readers(captured: Captured, stage_of: Mapping[str, int], last: int) -> dict
 
 
 def source_text(captured: Captured, plan: Plan, layout: Layout, piece: Segment) -> str:
-    """The stage as Python that a person can read: `stage0.py`. Nothing ever reads it back."""
+    """Returns the stage as Python for people to read: `stage0.py`. Nothing reads it back."""
     stage = plan.stages[layout.stage]
     head = [f"Stage {layout.stage} of {len(plan.stages)}, on ranks {_list(stage.ranks)}.", ""]
     head += [f"reads input {at} of the model as {name}" for name, at in layout.reads.items()]

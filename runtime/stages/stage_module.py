@@ -1,8 +1,8 @@
-"""A stage as it runs minibatches of one size.
+"""A stage as a module that runs minibatches of one size.
 
-A captured model is a sequence of operators on tensors of fixed shapes. Where the last minibatch of
-an epoch has fewer examples, the model is captured once more for that size, and each stage has a
-second form: the same nodes, parameters and buffers, other shapes.
+A captured model is a sequence of operators on tensors of fixed shapes. If the last minibatch of an
+epoch has fewer examples, the model is captured once more for that size, and each stage has a second
+module: the same nodes, parameters and buffers, other shapes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipedream.runtime.stages.partition import Layout, first_difference, layouts
 class StageModule:
     """One stage for one size of minibatches; `compute` runs `piece`.
 
-    `outputs` are the names of the values that the model returns, in the structure `out_spec`.
+    `outputs`: the names of the values that the model returns, in the structure `out_spec`.
     """
 
     layout: Layout
@@ -43,17 +43,17 @@ class StageModule:
         device: torch.device,
         compute: Callable[[Captured, Segment], Compute],
     ) -> StageModule:
-        """The stage of `layout`, which is of `captured`; `compute` may still change the piece."""
+        """Builds the stage of `layout` from `captured`; `compute` may still change the piece."""
         piece = freeze_constants(layout.build(captured).to(device), captured.owner)
-        made = compute(captured, piece)
-        return StageModule(layout, piece, made, captured.outputs, captured.out_spec)
+        run = compute(captured, piece)
+        return StageModule(layout, piece, run, captured.outputs, captured.out_spec)
 
     def output(self, known: Mapping[str, torch.Tensor]) -> Any:
-        """What the model returns, of the values of the last stage by name."""
+        """Returns what the model returns, from the values of the last stage by name."""
         return rebuild([known[name] for name in self.outputs], self.out_spec)
 
     def share(self, other: StageModule, buffers: Collection[str]) -> None:
-        """Has the two read and write the same buffers, of those that the model has: `buffers`."""
+        """Makes the two use the same buffers, of those that the model has: `buffers`."""
         for name, buffer in other.piece.module.named_buffers(remove_duplicate=False):
             if name in buffers:
                 path, _, own = name.rpartition(".")
@@ -62,7 +62,7 @@ class StageModule:
 
 @dataclass(frozen=True)
 class StageModules:
-    """The form for each minibatch: `whole`, but for `rest` where it has the number `last`."""
+    """The module for each minibatch: `whole`, but `rest` for the one with the number `last`."""
 
     whole: StageModule
     rest: StageModule | None = None
@@ -80,10 +80,10 @@ def capture_rest(
     plan: Plan,
     training: bool = True,
 ) -> Captured:
-    """The model captured for the first `rest` examples of `batch`, as `whole` is for all of it.
+    """Captures the model for the first `rest` examples of `batch`, as `whole` is for all of it.
 
-    Raises UserError with the reason where the model does not take as few, or where its stages
-    would not be those of `whole`.
+    Raises UserError with the reason if the model does not accept so few, or its stages would differ
+    from those of `whole`.
     """
     captured = capture(model, batch.first(rest).inputs, training=training)
     difference = _difference(whole, captured, plan)
@@ -93,13 +93,13 @@ def capture_rest(
 
 
 def _difference(whole: Captured, other: Captured, plan: Plan) -> str | None:
-    """Where two captures do not have the same nodes, parameters and messages, for a person."""
+    """Describes where two captures differ in nodes, parameters or messages; None if they do not."""
     difference = first_difference(PlannedGraph.of(whole.graph), other.graph)
     if difference is not None:
         return difference
     for node, again in zip(whole.graph.order, other.graph.order, strict=True):
-        held = (whole.module_paths[node], *whole.parameters[node])
-        if held != (other.module_paths[again], *other.parameters[again]):
+        expected = (whole.module_paths[node], *whole.parameters[node])
+        if expected != (other.module_paths[again], *other.parameters[again]):
             return f"{again} ({other.graph.nodes[again].description}) is of another module"
     if links(layouts(whole, plan)) != links(layouts(other, plan)):
         return "other stages exchange tensors"

@@ -1,11 +1,10 @@
-"""Ctrl-C: the ranks agree where the run stops, drain the pipeline there, and save.
+"""Graceful stop at Ctrl-C: the ranks agree where the run stops, drain the pipeline there, and save.
 
-Somebody asks: the launcher, or a signal that came to one of the ranks. Then no rank commits any
-action more, and each tells rank 0 how far it is. Rank 0 chooses the place: after whole updates, and
-so far ahead of all ranks that the schedule of the shortened segment begins, on each of them, with
-what is committed. With that schedule they go on, and it ends with an empty pipeline. Threads do all
-this, so that a rank answers while it waits for another one's message; the compute goes on
-meanwhile.
+The launcher asks for it, or a signal to one of the ranks. Then no rank commits further actions, and
+each sends its progress to rank 0. Rank 0 chooses the position: after whole updates, and so far
+ahead of all ranks that the schedule of the shortened segment begins, on each of them, with what is
+committed. They go on with that schedule, which ends with an empty pipeline. Threads do all this, so
+that a rank answers while it waits for a message; computation continues meanwhile.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _SECONDS_BETWEEN_LOOKS = 0.2
 
 
 class GracefulStop:
-    """One rank's part of it. `at`: where the run stops, once that is known.
+    """One rank's part in a graceful stop. `at`: where the run stops, once that is known.
 
-    `launcher_asks` is None where no launcher of ours asks: then the first signal does, and the
-    second one is what it would have been. `store`: it has a connection of its own to it.
+    `launcher_asks` is None if the ranks were not started by `spawn`: then the first signal asks,
+    and the second one has its usual effect. It uses its own connection to the `store`.
     """
 
     def __init__(
@@ -68,8 +67,10 @@ class GracefulStop:
         segment: TrainingSegment,
         stream: Callable[[TrainingSegment], ActionStream],
     ) -> ActionStream | None:
-        """What to do in the segment, which may become a shorter one meanwhile; None if the run
-        stops here. `stream` makes it of a segment, in this thread or another.
+        """Returns the actions of a segment, which may be shortened meanwhile; None if the run stops
+        here.
+
+        `stream` makes the actions of a segment, in this thread or another.
         """
         with self.changing:
             self.changing.wait_for(lambda: not self.held)
@@ -82,8 +83,9 @@ class GracefulStop:
             return self.stream
 
     def stops_at(self, end: Position, onward: Position) -> bool:
-        """Whether the run stops at the `end` of a segment, where the pipeline is empty and this
-        rank has saved. Else it goes on from `onward`: after an epoch that is the next one.
+        """Returns whether the run stops at the `end` of a segment, where the pipeline is empty and
+        this rank has saved. Otherwise it continues from `onward`, which after an epoch is the next
+        one.
         """
         with self.changing:
             self.changing.wait_for(lambda: not self.held)
@@ -91,7 +93,7 @@ class GracefulStop:
             return self.at == end
 
     def end(self) -> None:
-        """All ranks have trained all there is, or have stopped."""
+        """Called when all ranks have trained everything, or have stopped."""
         self.ended.set()
         self._leave_signals()
 
@@ -106,7 +108,7 @@ class GracefulStop:
             self._go_on(None)
 
     def _is_asked(self) -> bool:
-        """Waits until somebody asks; False if nobody has before the end."""
+        """Waits until a stop is requested; False if none was before the end."""
         while not self._hears():
             if self.ended.wait(_SECONDS_BETWEEN_LOOKS):
                 return False
@@ -127,7 +129,7 @@ class GracefulStop:
             return RankProgress(self.position, self.stream.segment, self.stream.hold())
 
     def _collect(self, own: RankProgress) -> list[RankProgress]:
-        """Those of all ranks, for rank 0; the others tell theirs."""
+        """Returns the progress of all ranks on rank 0; the others send theirs."""
         if self.place.rank > 0:
             send_message(self.store, f"stop/{self.place.rank}", own.as_json)
             return [own]

@@ -1,9 +1,9 @@
-"""Where each worker is, for the launcher to see: a record for each in memory that they share.
+"""Heartbeats of the workers, for the launcher: one record per worker in shared memory.
 
-A thread of each worker counts up; where the count stands still the worker has been stopped. The
-words say what the worker is doing, and who has lost whom. In the other direction goes one bit: the
-launcher asks them to stop. The memory has no name in any folder and
-goes with the last process that knows it.
+A thread of each worker counts up; a count that stands still means that the worker was stopped. The
+record also has what the worker is doing, in words, and whom it has lost. In the other direction
+goes one bit: the launcher's request to stop. The memory is anonymous, and freed with the last
+process that uses it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORDS = _SIZE - _HEAD.size
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What one worker has told last."""
+    """The record of one worker."""
 
     count: int
     lost: int | None
@@ -38,13 +38,13 @@ class Heartbeats:
 
     @staticmethod
     def make(workers: int) -> int:
-        """A descriptor of fresh memory, to be handed to the workers."""
+        """Returns a descriptor of fresh memory, to be passed to the workers."""
         descriptor = os.memfd_create("pipedream-heartbeats")
         os.ftruncate(descriptor, workers * _SIZE + 1)
         return descriptor
 
     def request_stop(self) -> None:
-        """The launcher asks all workers to save and leave where they next can."""
+        """Asks all workers to save and exit at the next opportunity."""
         self.memory[-1] = 1
 
     @property
@@ -58,13 +58,14 @@ class Heartbeats:
         return Heartbeat(count, lost - 1 if lost else None, words)
 
     def report(self, rank: int, words: str) -> None:
+        """Sets what `rank` is doing, in words."""
         text = words.encode()[:_WORDS]
         begin = rank * _SIZE + _HEAD.size
         self.memory[begin : begin + len(text)] = text
         struct.pack_into("<H", self.memory, begin - 2, len(text))
 
     def report_lost(self, rank: int, lost: int) -> None:
-        """`rank` has lost `lost`."""
+        """Records that `rank` has lost `lost`."""
         struct.pack_into("<q", self.memory, rank * _SIZE + 8, lost + 1)
 
     def beat(self, rank: int) -> None:
@@ -72,7 +73,7 @@ class Heartbeats:
         struct.pack_into("<q", self.memory, rank * _SIZE, count + 1)
 
     def start_beating(self, rank: int) -> None:
-        """In a thread, until this process ends."""
+        """Counts up in a thread, until this process ends."""
 
         def go_on() -> None:
             while True:

@@ -1,4 +1,4 @@
-"""How the workers of a run come to be where no launcher has started them: spawned and watched."""
+"""The launcher of pd-train: starts one process per worker on this machine, and watches them."""
 
 from __future__ import annotations
 
@@ -55,16 +55,18 @@ def spawn(
     restarts: int = 0,
     with_fewer: bool = False,
 ) -> int:
-    """Runs `command` once for each worker on this machine, as torchrun would; its exit code.
+    """Runs `command` once for each worker on this machine, as torchrun would. Returns the exit
+    code.
 
-    0 when all went well. When one worker dies, or has not stirred for `timeout` seconds, all others
-    are stopped and one line names the rank, the cause, and what it was doing (not if it is a user's
-    error, which that worker has told: 2). Then all are started again, `restarts` times at most;
-    after that one worker less, if `with_fewer`, again with as many restarts.
-    SIGINT, SIGTERM and SIGUSR1 stop all, the first one when those that train have saved; so does
-    SIGHUP at once. No
-    worker outlives this process, even if that is killed: see `die_with_parent`. Threads of each
-    worker: its share of the cores, unless OMP_NUM_THREADS says otherwise.
+    0 if all went well. If a worker dies, or its heartbeat stands still for `timeout` seconds, all
+    others are stopped and one line names the rank, the cause, and what it was doing; after a user
+    error, which that worker has reported itself, nothing is printed and the code is 2. All workers
+    are then started again, at most `restarts` times; after that, `with_fewer`, with one worker less
+    and as many restarts.
+
+    SIGINT, SIGTERM and SIGUSR1 stop all workers, the first one after they have saved; SIGHUP stops
+    them at once. No worker outlives this process, even if it is killed: see `die_with_parent`. Each
+    worker has its share of the cores as threads, unless OMP_NUM_THREADS is set.
     """
     end: _End | None = None
     with _catching_signals() as caught:
@@ -83,7 +85,7 @@ def spawn(
 
 
 def _starts(workers: int, restarts: int, with_fewer: bool) -> Iterator[tuple[int, str]]:
-    """The starts to be tried, one after the other: of how many workers, and in what words."""
+    """Yields each start to try: how many workers, and words that describe it."""
     for count in range(workers, 0, -1) if with_fewer else (workers,):
         yield count, f"going on with {count} worker{'s' * (count > 1)}"
         for restart in range(restarts):
@@ -96,9 +98,9 @@ def _say(end: _End, then: str) -> None:
 
 @dataclass(frozen=True)
 class _End:
-    """How the workers ended: exit code of the run, and in `words` what the user is to know.
+    """How the workers ended: the exit code of the run, and in `words` what to tell the user.
 
-    `final` where starting them again would be of no use.
+    `final` if starting them again would not help.
     """
 
     code: int
@@ -109,7 +111,7 @@ class _End:
 def _run(
     command: Sequence[str], workers: int, attempt: int, timeout: float, caught: Sequence[int]
 ) -> _End:
-    """Starts all workers once, and stops those that are left when one has ended badly."""
+    """Starts all workers once; stops the rest when one has failed."""
     parent_death_pipe, held = os.pipe()
     error_token, memory, port = _open_error_token(), Heartbeats.make(workers), _free_port()
     children: list[subprocess.Popen[bytes]] = []
@@ -154,7 +156,7 @@ def _start(
 
 
 def _cores() -> int:
-    """The cores this process may use."""
+    """Returns the cores that this process may use."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -166,7 +168,7 @@ def _watch(
     heartbeats: Heartbeats,
     timeout: float,
 ) -> _End:
-    """Waits until all are done or one has failed."""
+    """Waits until all workers are done or one has failed."""
     stirred = _Stirring(heartbeats, len(children), timeout)
     lost_since: float | None = None
     while True:
@@ -194,7 +196,7 @@ def _watch(
 
 
 def _may_save(caught: Sequence[int], heartbeats: Heartbeats) -> bool:
-    """Whether the workers are given time to save: at the first signal, if they train by then."""
+    """Returns whether the workers get time to save: at the first signal, if they train by then."""
     if len(caught) > 1 or caught[0] not in _SAVING or not heartbeats.of(0).words:
         return False
     if not heartbeats.stop_requested:
@@ -204,15 +206,15 @@ def _may_save(caught: Sequence[int], heartbeats: Heartbeats) -> bool:
 
 
 def draining(number: int) -> str:
-    """What a run does at the first signal of that number, in words."""
+    """Describes what a run does at the first signal of that number."""
     again = "Ctrl-C again" if number == signal.SIGINT else "once more"
     return f"{_got(number)}; draining the pipeline and saving; {again} to leave at once"
 
 
 class _Stirring:
-    """Since when each rank's heartbeat has stood still, once it has said what it does.
+    """Since when each rank's heartbeat has stood still, once the rank has reported what it does.
 
-    Before that it imports libraries, which may keep all of its threads waiting for seconds.
+    Before that it imports libraries, which can block all of its threads for seconds.
     """
 
     def __init__(self, heartbeats: Heartbeats, workers: int, timeout: float) -> None:
@@ -221,7 +223,7 @@ class _Stirring:
         self.seen = [(0, math.inf)] * workers
 
     def still(self, ranks: Iterable[int]) -> int | None:
-        """The first of the ranks whose heartbeat has stood still for long enough."""
+        """Returns the first of the ranks whose heartbeat has stood still for too long."""
         now = time.monotonic()
         for rank in ranks:
             count, since = self.seen[rank]
@@ -257,11 +259,11 @@ def _name(number: int) -> str:
 
 
 def _cut_off(noticed: Sequence[int], silent: Sequence[int], heartbeats: Heartbeats) -> _End:
-    """Nobody has died: the one whom most have lost, or the only one that has not noticed anything,
-    or else the first that has lost somebody.
+    """Nobody has died: blames the rank that most have lost, or the only one that has noticed
+    nothing, or else the first that has lost another.
     """
-    found = (heartbeats.of(rank).lost for rank in noticed)
-    lost = Counter(rank for rank in found if rank is not None)
+    missed = (heartbeats.of(rank).lost for rank in noticed)
+    lost = Counter(rank for rank in missed if rank is not None)
     ranked = lost.most_common(2)
     if ranked and (len(ranked) == 1 or ranked[0][1] > ranked[1][1]):
         rank = ranked[0][0]
@@ -282,7 +284,7 @@ def _got(number: int) -> str:
 
 
 def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends all, asking first; what they started themselves goes with them."""
+    """Stops all workers and what they started: first with SIGTERM, then with SIGKILL."""
     _signal(children, signal.SIGTERM)
     deadline = time.monotonic() + _GRACE_SECONDS
     for child in children:
@@ -320,8 +322,8 @@ def _catching_signals() -> Iterator[Sequence[int]]:
 
 
 def _free_port() -> int:
-    """One that nobody has. Not of those that the system gives out: while the workers import their
-    libraries some connection of another program might be given it.
+    """Returns a free port, outside the range that the system assigns: while the workers import
+    their libraries, another program could be assigned one of those.
     """
     for port in random.sample(PORTS, len(PORTS)):
         with socket.socket() as probe, suppress(OSError):
@@ -331,10 +333,10 @@ def _free_port() -> int:
 
 
 def die_with_parent() -> bool:
-    """Ends this worker, and what it started, as soon as the process that spawned it is gone.
+    """Ends this worker, and what it started, when the process that spawned it is gone.
 
     The parent holds the writing end of a pipe and never writes: reading returns when it has died,
-    however that came. In a process that `spawn` did not start it does nothing and gives False.
+    for whatever reason. Returns False, and does nothing, in a process that `spawn` did not start.
     """
     parent_death_pipe = os.environ.pop(_PARENT_DEATH_PIPE, None)
     if parent_death_pipe is None:
@@ -351,15 +353,15 @@ def die_with_parent() -> bool:
 
 
 def code_of_stopped() -> int:
-    """Exit code of a worker that `spawn` did not start and that has saved and left, as asked.
+    """Returns the exit code of a worker that `spawn` did not start and that has saved and stopped.
 
-    torchrun takes all but 0 for a failure and would start it again.
+    torchrun treats everything but 0 as a failure and would start it again.
     """
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + signal.SIGINT
 
 
 def start_heartbeat(rank: int) -> Heartbeats | None:
-    """Begins to show the launcher that this worker is alive. None if `spawn` did not start it."""
+    """Starts this worker's heartbeat. Returns None if `spawn` did not start it."""
     descriptor = os.environ.pop(_HEARTBEATS, None)
     if descriptor is None:
         return None
@@ -370,12 +372,12 @@ def start_heartbeat(rank: int) -> Heartbeats | None:
 
 
 def let_the_cause_show() -> None:
-    """Waits a little, so that the launcher sees first who has died, and last who only noticed."""
+    """Waits, so that the launcher first sees who has died, then those that only noticed."""
     time.sleep(_CAUSE_SECONDS)
 
 
 def _open_error_token() -> int:
-    """The reading end of a pipe that holds one byte: who takes it has the floor."""
+    """Returns the reading end of a pipe with one byte: the worker that reads it may report."""
     reading, writing = os.pipe()
     os.write(writing, b"!")
     os.close(writing)
@@ -383,9 +385,9 @@ def _open_error_token() -> int:
 
 
 def reports_the_error() -> bool:
-    """Whether this worker is the one that tells the user of an error that all may have.
+    """Returns whether this worker reports an error that all workers may have.
 
-    Of the workers of `spawn` the first that asks, once; elsewhere see `speaks`.
+    Among the workers of `spawn`, the first that asks does; elsewhere see `speaks`.
     """
     error_token = os.environ.pop(_ERROR_TOKEN, None)
     if error_token is not None:

@@ -1,4 +1,4 @@
-"""Fewer workers than the plan has: pd-optimize is asked again, for those that are left."""
+"""Planning again with pd-optimize when there are fewer workers than the plan has."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from pipedream.runtime.job import Job
 
 
 def replanned(job: Job, place: Place, store: Store) -> tuple[Job, Place]:
-    """The job under a plan for the workers that there are, and this one's place among those that
-    the plan uses: they are the first.
+    """Returns the job under a plan for the workers there are, and this rank's place in it.
 
-    Rank 0 plans and tells the others; the plan is in the run folder, `plan-3` for 3 workers. All
-    ranks raise UserError where there is none: nothing fits into the memory of so few, for example.
+    Rank 0 plans and sends the plan to the others; it is kept in the run folder, as `plan-3` for 3
+    workers. The plan uses the first ranks. All ranks raise UserError if there is no such plan, for
+    example if nothing fits into the memory of so few workers.
     """
-    told = broadcast(store, place, "plan", _planned(job, place) if place.rank == 0 else None)
-    if "error" in told:
-        raise UserError(told["error"])
-    plan = Plan.model_validate_json(told["plan"])
-    found = replace(job, plan=plan)
-    found.check_microbatches()
+    answer = broadcast(store, place, "plan", _planned(job, place) if place.rank == 0 else None)
+    if "error" in answer:
+        raise UserError(answer["error"])
+    plan = Plan.model_validate_json(answer["plan"])
+    replanned_job = replace(job, plan=plan)
+    replanned_job.check_microbatches()
     here = min(place.local_world_size, plan.workers)
-    return found, replace(place, world_size=plan.workers, local_world_size=here)
+    return replanned_job, replace(place, world_size=plan.workers, local_world_size=here)
 
 
 def _planned(job: Job, place: Place) -> dict[str, str]:
@@ -41,7 +41,7 @@ def _planned(job: Job, place: Place) -> dict[str, str]:
 
 
 def _plan(job: Job, workers: int) -> Plan:
-    """Made by pd-optimize as a process of its own. Raises UserError."""
+    """Runs pd-optimize in a process of its own. Raises UserError."""
     assert job.replan is not None
     graph, folder = job.replan.with_name("graph.txt"), job.run / f"plan-{workers}"
     command = [sys.executable, "-P", "-m", "pipedream.optimizer.cli.command", str(graph)]

@@ -1,6 +1,6 @@
-"""What each rank is doing now: each looks at itself from a thread and tells rank 0.
+"""The status of each rank: what it is doing, published from a thread for rank 0.
 
-The engine knows nothing of it: it keeps its events, and says which action is under way.
+The engine is not involved: it keeps its events, and says which action is under way.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _MOST_EVENTS = 2_000
 
 @dataclass(frozen=True)
 class Status:
-    """One rank, in the seconds just gone.
+    """One rank in the last seconds.
 
-    `minibatch` of its newest pass; `forward` and `backward` seconds of a pass; `busy` and `waiting`
-    shares of its time; `waits_for` whom it waited longest for, in words, if for anyone; `stuck` for
-    how many seconds it has been at the same action; `memory` bytes of its tensors.
+    `minibatch`: of its newest pass. `forward`, `backward`: seconds of a pass. `busy`, `waiting`:
+    shares of its time, from 0 to 1. `waits_for`: whom it waited longest for, in words. `stuck`: for
+    how many seconds it has been at the same action. `memory`: bytes of its tensors.
     """
 
     minibatch: int | None
@@ -53,7 +53,7 @@ def current_status(
     now: float,
     memory: int,
 ) -> Status:
-    """The state of a rank that has done `events` since `begin`, and is at `under_way`."""
+    """Returns the status of a rank that has done `events` since `begin` and is at `under_way`."""
     recent = list(events[-_MOST_EVENTS:])
     more = len(events) > len(recent)
     since = recent[-1].end if recent else begin
@@ -86,7 +86,7 @@ def current_status(
 
 
 def _awaited(action: DrawnAction, assignment: RankAssignment) -> str | None:
-    """Whom the action waits for."""
+    """Returns whom the action waits for, in words."""
     if action.kind in RECEIVES and action.peer is not None:
         stage, replica = action.peer
         return f"rank {assignment[stage][replica].leader}"
@@ -94,14 +94,14 @@ def _awaited(action: DrawnAction, assignment: RankAssignment) -> str | None:
 
 
 def _usual(events: Sequence[Event], kind: Kind) -> float | None:
-    """The median of the last few passes of that kind."""
-    found = [e.end - e.begin for e in events[-10 * _RECENT_PASSES :] if e.action.kind == kind]
-    return median(found[-_RECENT_PASSES:]) if found else None
+    """Returns the median seconds of the last few passes of that kind."""
+    seconds = [e.end - e.begin for e in events[-10 * _RECENT_PASSES :] if e.action.kind == kind]
+    return median(seconds[-_RECENT_PASSES:]) if seconds else None
 
 
 @contextmanager
 def publishing_status(store: Store, rank: int, status: Callable[[], Status]) -> Iterator[None]:
-    """Tells rank 0 a few times what `status` finds, beside the compute, and once at the end."""
+    """Publishes what `status` returns twice a second, and once at the end."""
     ended = threading.Event()
 
     def publish() -> None:
@@ -125,9 +125,9 @@ def publishing_status(store: Store, rank: int, status: Callable[[], Status]) -> 
 
 
 def published_statuses(store: Store, ranks: Sequence[int]) -> dict[int, Status]:
-    """What the ranks told last, of those that have told anything."""
-    told = (rank for rank in ranks if store.check([_key(rank)]))
-    return {rank: Status(**json.loads(store.get(_key(rank)))) for rank in told}
+    """Returns the newest status of each rank that has published one."""
+    published = (rank for rank in ranks if store.check([_key(rank)]))
+    return {rank: Status(**json.loads(store.get(_key(rank)))) for rank in published}
 
 
 def _key(rank: int) -> str:

@@ -1,10 +1,9 @@
-"""Ranks that no launcher of ours watches watch one another: what `heartbeat` is for `pd-train`
-alone.
+"""Ranks watch one another where pd-train's launcher and its heartbeats are missing.
 
-Under torchrun and mpirun nobody sees that a rank was stopped: it neither dies nor answers. So each
-rank tells the store every second what it does, and looks at its neighbour, the one before it in a
-ring. Who sees that one stand still leaves word for all. Only own time counts: a rank that was
-stopped itself, and goes on, has not seen the others stand still meanwhile.
+Under torchrun and mpirun nobody notices that a rank was stopped: it neither dies nor answers. So
+each rank writes to the store every second what it does, and watches its neighbour, the rank before
+it in a ring. Who sees the neighbour stand still leaves a message for all. Time is counted only
+while a rank runs itself: one that was stopped and continues has not seen the others stand still.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ _UNTIL_ALL_HAVE_HEARD = 4  # beats
 
 @dataclass
 class Watchdog:
-    """Calls `lost` with a line, from a thread, when a rank has not stirred for nearly `timeout` s.
+    """Calls `lost` with a message, from a thread, if a rank stands still for nearly `timeout`
+    seconds.
 
-    `store`: a connection of its own, for who waits there keeps all others from it. The rank that
-    keeps the store (`host`, None where the launcher does) is known by its silence.
+    `store`: a connection of its own, since a waiting call blocks all other threads. The rank that
+    serves the store (`host`, None if the launcher does) is missed when the store is silent.
     """
 
     store: Store
@@ -48,7 +48,9 @@ class Watchdog:
 
     @staticmethod
     def of(store: Store, place: Place, timeout: float) -> Watchdog | None:
-        """Of this process, which ends when another is lost; None where there is no other."""
+        """Returns the watchdog of this process, which exits when another is lost; None if it is
+        alone.
+        """
 
         def leave(line: str) -> None:
             print(f"pd-train: rank {place.rank}: {line}", file=sys.stderr, flush=True)
@@ -74,21 +76,21 @@ class Watchdog:
             threading.Thread(target=self._listen, name="silence", daemon=True).start()
 
     def say(self, words: str) -> None:
-        """What this rank does from now on."""
+        """Sets what this rank does from now on, in words."""
         first, self.words = not self.words, words
         if first:  # at once: until then it counts as not yet at work
             self._show(0)
 
     def end(self) -> None:
-        """Nobody needs this rank any more."""
+        """Called when nobody needs this rank any more."""
         self.words = ""
         self.ended.set()
         self.talking.join(self.seconds)
 
     def explained(self, error: PeerLost) -> str:
-        """The error with what the lost one did when it was last heard of.
+        """Returns the error with what the lost rank was doing when last seen.
 
-        Does not return where a thread has just said more, and is about to end this process.
+        Does not return if a thread has just reported more, and is about to end this process.
         """
         while self.announced:
             time.sleep(self.seconds)
@@ -108,22 +110,22 @@ class Watchdog:
                 self._show(beats)
                 if self.host is not None:
                     self._ask(self.host)
-                found = self._ask(self.neighbour)
+                latest = self._ask(self.neighbour)
                 own = next(passed)
-                still = still + own if found == before and self.heard[self.neighbour] else 0.0
+                still = still + own if latest == before and self.heard[self.neighbour] else 0.0
                 if still > self.most:
                     self.store.set(_LOST, self._line(self.neighbour))
                 if self.store.check([_LOST]) and not last:
                     self._tell(self.store.get(_LOST).decode())
             except RuntimeError:  # the store is gone; who needs it will say so
                 return
-            before, self.silence = found, 0.0
+            before, self.silence = latest, 0.0
 
     def _show(self, beats: int) -> None:
         self.store.set(_key(self.rank), json.dumps([beats, self.words]))
 
     def _clock(self) -> Iterator[float]:
-        """Seconds since the last look at it, as far as this rank was there."""
+        """Yields the seconds since the last call, as far as this rank was running."""
         since = time.monotonic()
         while True:
             now = time.monotonic()
@@ -131,12 +133,12 @@ class Watchdog:
             since = now
 
     def _ask(self, rank: int) -> bytes:
-        found = self.store.get(_key(rank)) if self.store.check([_key(rank)]) else b'[0, ""]'
-        self.heard[rank] = json.loads(found)[1]
-        return found
+        latest = self.store.get(_key(rank)) if self.store.check([_key(rank)]) else b'[0, ""]'
+        self.heard[rank] = json.loads(latest)[1]
+        return latest
 
     def _listen(self) -> None:
-        """To the store: where nothing comes from it any more, its host stands still."""
+        """Watches the store: if it is silent, the rank that serves it stands still."""
         assert self.host is not None
         passed = self._clock()
         while self.talking.is_alive() and not self.ended.wait(self.seconds):
@@ -154,7 +156,7 @@ class Watchdog:
 
 
 def _beat(timeout: float) -> float:
-    """Seconds from one to the next."""
+    """Returns the seconds from one look to the next."""
     return min(_LONGEST_BEAT, timeout / _BEATS)
 
 

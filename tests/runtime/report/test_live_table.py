@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from schedules import assigned
 from torch.distributed import HashStore
 
 from pipedream.graph.errors import UserError
@@ -22,7 +23,7 @@ def test_a_full_disk_is_told_by_all_that_wait_for_the_records(tmp_path: Path) ->
     for its lines until the timeout.
     """
     path = tmp_path / "metrics.jsonl"
-    display = Display(path, Sizes(4, 2), 2, [(0,)], None, Position(0))
+    display = Display(path, Sizes(4, 2), 2, assigned([(0,)]), None, Position(0))
     losses = Losses(HashStore(), 1, 2)
     with display:
         display.file.close()
@@ -42,7 +43,9 @@ def test_a_part_of_an_epoch_is_not_told_as_all_of_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of a run that goes on inside an epoch, or stops there."""
-    display = Display(tmp_path / "metrics.jsonl", Sizes(8, 2), 4, [(0,)], None, Position(0, 1))
+    display = Display(
+        tmp_path / "metrics.jsonl", Sizes(8, 2), 4, assigned([(0,)]), None, Position(0, 1)
+    )
     losses = Losses(HashStore(), 1, 4, first=1)
     with display:
         for minibatch in (1, 2):
