@@ -1,4 +1,4 @@
-"""The machines: levels of components, innermost first; their links and their kinds of device."""
+"""The cluster: levels of components, innermost first, their links and their types of device."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class _ClusterPart(BaseModel):
 
 
 class Link(_ClusterPart):
-    """How long a message takes: latency plus bytes over bandwidth, or as measured.
+    """The seconds of a message: latency plus bytes over bandwidth, or as measured.
 
-    `points`: (bytes, seconds), two or more, more bytes never taking less time. Between them the
-    time is interpolated; fewer bytes than the first take as long as it, more than the last go on
-    at the rate of the last two. So the time never falls as the bytes grow.
+    `points`: two or more of (bytes, seconds), both growing. Between them the time is interpolated;
+    fewer bytes than the first take as long as it, more than the last continue at the rate of the
+    last two. So the time never falls as the bytes grow.
 
     `busy`: the share of that time that is taken from the compute of the ranks at its ends.
     """
@@ -94,7 +94,7 @@ class Link(_ClusterPart):
         return self
 
     def seconds(self, size: ArrayLike) -> NDArray[np.float64]:
-        """For messages of these many bytes, of the same shape; nothing to send takes no time."""
+        """Seconds of messages of `size` bytes, of the same shape; 0 for an empty message."""
         size = np.asarray(size, dtype=np.float64)
         if self.bandwidth is not None:
             taken = self.latency + size / self.bandwidth
@@ -118,8 +118,10 @@ class Link(_ClusterPart):
 
 
 class DeviceType(_ClusterPart):
-    """`speed`: relative to the device that the profile was measured on, twice as fast is 2.
-    `memory`: bytes on each device, None where that is not known.
+    """A type of device.
+
+    `speed` relative to the profiled device: 2 is twice as fast. `memory`: bytes of each device,
+    None if not known.
     """
 
     name: str = Field(min_length=1)
@@ -134,10 +136,10 @@ class Cluster(_ClusterPart):
 
     - `bandwidth` in bytes per second and `latency` in seconds (zero unless given) of each level;
     - `names` of the levels, if they have any;
-    - `send` and `all_reduce`: what was measured, None at a level where it was not; an all-reduce
-      was over all components of the level;
-    - `kinds` of devices, `machine_kinds` naming that of each component of the outermost level.
-      Without kinds every device is as the one that the profile was measured on.
+    - `send` and `all_reduce`: measured links, None at levels that were not measured; an all-reduce
+      is over all components of the level;
+    - `kinds`: the types of device, and `machine_kinds` the name of the type of each component of
+      the outermost level. Without them every device is like the profiled one.
     """
 
     machines: tuple[int, ...]
@@ -189,21 +191,21 @@ class Cluster(_ClusterPart):
 
     @property
     def measured(self) -> bool:
-        """Whether any of its links is."""
+        """Whether any link was measured."""
         return any((*self.send, *self.all_reduce))
 
     def link(self, level: int) -> Link:
-        """What carries a message between two components of a level (1 innermost)."""
+        """The link for a message between two components of a level (1 innermost)."""
         measured = self.send[level - 1] if self.send else None
         if measured is not None:
             return measured
         return Link(latency=self.latency[level - 1], bandwidth=self.bandwidth[level - 1])
 
     def ring_link(self, level: int) -> Link:
-        """What carries one step of a ring all-reduce at a level (1 innermost).
+        """The link for one step of a ring all-reduce at a level (1 innermost).
 
-        On n components a ring takes 2(n-1) steps, each of an n-th of the bytes: that gives the
-        step from the whole, if the whole was measured; else it is a message like others.
+        A ring of n components takes 2(n-1) steps, each of an n-th of the bytes, which gives the
+        step if the whole all-reduce was measured; else a step is a message like any other.
         """
         whole = self.all_reduce[level - 1] if self.all_reduce else None
         if whole is None:
@@ -212,17 +214,17 @@ class Cluster(_ClusterPart):
         return whole.stretched(1 / count, 1 / (2 * (count - 1)))
 
     def kind(self, machine: int) -> DeviceType:
-        """What the devices in a component of the outermost level are."""
+        """The type of the devices in a component of the outermost level."""
         if not self.kinds:
             return DeviceType(name="device")
         return next(kind for kind in self.kinds if kind.name == self.machine_kinds[machine])
 
     def machine(self, rank: int) -> int:
-        """The component of the outermost level that a rank is in."""
+        """The component of the outermost level that holds a rank."""
         return rank // math.prod(self.machines[:-1])
 
     def device(self, rank: int) -> DeviceType:
-        """What the device of a rank is."""
+        """The type of a rank's device."""
         return self.kind(self.machine(rank))
 
     def rank(self, place: tuple[int, ...]) -> int:
@@ -238,7 +240,7 @@ class Cluster(_ClusterPart):
         return rank
 
     def places(self) -> Iterator[tuple[int, ...]]:
-        """Every device's place, in the order of the ranks."""
+        """The place of every device, in the order of the ranks."""
         outermost_first = product(*(range(count) for count in reversed(self.machines)))
         return (tuple(reversed(place)) for place in outermost_first)
 

@@ -119,7 +119,7 @@ class Simulated(ArtifactModel):
 
 
 class Predicted(ArtifactModel):
-    """What the cost model says of this plan, and of the two that need no planner.
+    """What the cost model predicts for this plan and for the two that need no planner.
 
     `seconds_per_minibatch` is the slowest stage's, `expected_seconds_per_minibatch` what it comes
     to in a run, where the profile says how much passes vary: workers wait for the slowest.

@@ -286,9 +286,7 @@ MISTAKES = {
     "--calibrate RUN: is not the folder of a run: there is no measured.json": lambda folder: (
         folder / "run/measured.json"
     ).unlink(),
-    "--calibrate RUN: has no measured.json: pd-train writes it when a run has come to its end": (
-        unfinished
-    ),
+    "--calibrate RUN: has no measured.json: pd-train writes it at the end of a run": (unfinished),
     "--calibrate RUN: trained another graph than GRAPH: give the graph.txt": another_graph,
     "--calibrate RUN: trained on minibatches of 8, and PROFILE was measured with 16": (
         another_batch_size
