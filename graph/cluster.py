@@ -1,4 +1,4 @@
-"""The machines: levels of components, innermost first; their links and their kinds of device."""
+"""The cluster: levels of components, innermost first, their links and their types of device."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Link(_ClusterPart):
         return self
 
     def seconds(self, size: ArrayLike) -> NDArray[np.float64]:
-        """For messages of these many bytes, of the same shape; nothing to send takes no time."""
+        """Seconds of messages of `size` bytes, of the same shape; 0 for an empty message."""
         size = np.asarray(size, dtype=np.float64)
         if self.bandwidth is not None:
             taken = self.latency + size / self.bandwidth
@@ -191,21 +191,21 @@ class Cluster(_ClusterPart):
 
     @property
     def measured(self) -> bool:
-        """Whether any of its links is."""
+        """Whether any link was measured."""
         return any((*self.send, *self.all_reduce))
 
     def link(self, level: int) -> Link:
-        """What carries a message between two components of a level (1 innermost)."""
+        """The link for a message between two components of a level (1 innermost)."""
         measured = self.send[level - 1] if self.send else None
         if measured is not None:
             return measured
         return Link(latency=self.latency[level - 1], bandwidth=self.bandwidth[level - 1])
 
     def ring_link(self, level: int) -> Link:
-        """What carries one step of a ring all-reduce at a level (1 innermost).
+        """The link for one step of a ring all-reduce at a level (1 innermost).
 
-        On n components a ring takes 2(n-1) steps, each of an n-th of the bytes: that gives the
-        step from the whole, if the whole was measured; else it is a message like others.
+        A ring of n components takes 2(n-1) steps, each of an n-th of the bytes, which gives the
+        step if the whole all-reduce was measured; else a step is a message like any other.
         """
         whole = self.all_reduce[level - 1] if self.all_reduce else None
         if whole is None:
@@ -214,17 +214,17 @@ class Cluster(_ClusterPart):
         return whole.stretched(1 / count, 1 / (2 * (count - 1)))
 
     def kind(self, machine: int) -> DeviceType:
-        """What the devices in a component of the outermost level are."""
+        """The type of the devices in a component of the outermost level."""
         if not self.kinds:
             return DeviceType(name="device")
         return next(kind for kind in self.kinds if kind.name == self.machine_kinds[machine])
 
     def machine(self, rank: int) -> int:
-        """The component of the outermost level that a rank is in."""
+        """The component of the outermost level that holds a rank."""
         return rank // math.prod(self.machines[:-1])
 
     def device(self, rank: int) -> DeviceType:
-        """What the device of a rank is."""
+        """The type of a rank's device."""
         return self.kind(self.machine(rank))
 
     def rank(self, place: tuple[int, ...]) -> int:
@@ -240,7 +240,7 @@ class Cluster(_ClusterPart):
         return rank
 
     def places(self) -> Iterator[tuple[int, ...]]:
-        """Every device's place, in the order of the ranks."""
+        """The place of every device, in the order of the ranks."""
         outermost_first = product(*(range(count) for count in reversed(self.machines)))
         return (tuple(reversed(place)) for place in outermost_first)
 

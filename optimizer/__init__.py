@@ -1,1 +1,7 @@
-"""Graph and cluster in, plan out: `pd-optimize`. Imports no torch."""
+"""`pd-optimize`: graph and cluster in, plan out. Imports no torch.
+
+- `cli/`: the command, its options and what it writes; `report.py`: what it prints
+- `search/`: the two searches for a plan; begin with `search/planner.py`
+- `cuts/`: where a model can be cut; `cost/`: what a stage costs; `simulate/`: how a plan runs
+- `compare/`, `calibrate/`, `export/`: other plans, measured runs, other frameworks
+"""

@@ -1,4 +1,4 @@
-"""The table that pd-optimize prints."""
+"""The report that pd-optimize prints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _NARROW = 100  # columns; tables are set closer on fewer
 
 
 def print_report(outcome: Outcome, graph: Graph, console: Console | None = None) -> None:
-    """Prints a row for each stage, then the time per minibatch beside the two simple plans'."""
+    """Prints the stages, their memory, and the plan's time against one worker and data
+    parallelism.
+    """
     console = console or make_console()
     print_table(console, _stage_table(outcome, graph, narrow=console.width < _NARROW))
     print_table(console, _memory_table(outcome))
@@ -32,7 +34,7 @@ def print_report(outcome: Outcome, graph: Graph, console: Console | None = None)
 
 
 def print_table(console: Console, table: Table) -> None:
-    """With less between the columns where the page is narrow."""
+    """Prints a table, with less space between the columns on a narrow page."""
     if console.width < _NARROW:
         table.padding = 0
         table.show_edge = False
@@ -40,13 +42,13 @@ def print_table(console: Console, table: Table) -> None:
 
 
 def make_console() -> Console:
-    """The terminal, or a page of fixed width where the output goes elsewhere."""
+    """A console of the terminal's width, or of a fixed width if the output is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
 
 
 def _stage_table(outcome: Outcome, graph: Graph, narrow: bool) -> Table:
-    """A row for each stage; on a narrow page without the number of its nodes."""
+    """A row per stage; a narrow page leaves out the number of nodes."""
     plan = outcome.plan
     machines = " x ".join(str(count) for count in plan.cluster.machines)
     mixed = len(plan.cluster.kinds) > 1
@@ -78,7 +80,7 @@ def _stage_table(outcome: Outcome, graph: Graph, narrow: bool) -> Table:
 
 
 def _kinds(cluster: Cluster, ranks: Iterable[int]) -> str:
-    """How many of these devices are of each kind."""
+    """The number of devices of each type, in words."""
     count = Counter(cluster.device(rank).name for rank in ranks)
     return ", ".join(
         f"{count[kind.name]} {kind.name}" for kind in cluster.kinds if count[kind.name]
@@ -103,15 +105,14 @@ def _row(
 
 
 def _memory_table(outcome: Outcome) -> Table:
-    """What one worker of each stage holds when it holds most."""
+    """The peak memory of one worker of each stage, by item."""
     plan = outcome.plan
-    measured = "as measured" if outcome.measured else "taken to be the nodes' outputs"
+    measured = "as measured" if outcome.measured else "assumed to be the nodes' outputs"
     again = [str(stage.stage) for stage in plan.stages if stage.recompute]
-    note = f" Forward pass done again: stage {', '.join(again)}." if again else ""
+    note = f" Forward pass recomputed: stage {', '.join(again)}." if again else ""
     table = Table(
         title=f"Memory of one worker, with {plan.optimizer}'s state",
-        caption=f"At the moment when it holds most. Activations: what the backward passes need,"
-        f" {measured}.{note}",
+        caption=f"At its peak. Activations: what the backward passes need, {measured}.{note}",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
@@ -128,7 +129,7 @@ def _memory_table(outcome: Outcome) -> Table:
 
 
 def _span(stage: Stage, graph: Graph) -> str:
-    """The first and last layer, by class: their arguments would fill the line."""
+    """The class names of the first and the last layer."""
     nodes = [graph.nodes[name] for name in stage.nodes]
     working = [node for node in nodes if not node.is_input] or nodes
     ends = [working[0], working[-1]] if len(working) > 1 else working
@@ -166,7 +167,7 @@ def _comparison(outcome: Outcome) -> Table:
         remark = f"this plan is {batch * time / seconds:.2f} times as fast"
         if outcome.memory is not None and outcome.whole_model_bytes > outcome.memory:
             needs = show_bytes(outcome.whole_model_bytes)
-            remark += f"; that one does not fit, it needs {needs} on each device"
+            remark += f", but does not fit: it needs {needs} on each device"
         table.add_row(name, show_seconds(batch * time), remark)
     return table
 
@@ -198,7 +199,7 @@ def _remark(outcome: Outcome) -> str:
 
 
 def _gap(share: float) -> str:
-    """How far a plan may be from the best, in words: never less than it may be."""
+    """How far the plan may be from the best, in words, rounded up."""
     if share < _ROUNDING:
         return "no other plan is faster"
     return f"at most {math.ceil(1000 * share - 1e-6) / 10:.1f} % slower than the best possible"

@@ -1,1 +1,6 @@
-"""optimizer.calibrate."""
+"""Corrects profiled times by what pd-train measured (`--calibrate`).
+
+- `runs.py`: reads runs and turns them into observations; begin here
+- `correction.py`: the least squares problem
+- `verdict.py`: prints what the runs show, and whether another plan is better now
+"""

@@ -1,25 +1,24 @@
-"""Times of nodes corrected so that they add up to what stages were measured to take. Pure numpy.
+"""Corrects the times of nodes so that they add up to what stages were measured to take.
 
-Nodes i were timed one by one, t_i; runs under one plan or several have measured sums of them,
-m_s for the nodes of stage s. Nodes that no run has told apart, those that were in one stage in
-every run, make a *piece* p of T_p seconds and get one factor, e^(u_p): a run says nothing of what
-goes on inside. What is sought is the least correction that explains what was measured,
+Nodes i were timed one by one, t_i; runs under one or several plans have measured sums of them, m_s
+for the nodes of stage s. Nodes that no run tells apart, because every run had them in one stage,
+make a *piece* p of T_p seconds and get one factor, e^(u_p). The factors are the least correction
+that explains the measurements,
 
     min over u of  sum_s (log sum_{p in s} T_p e^(u_p) - log m_s)^2 / E_s^2
                  + sum_p (u_p - c_p)^2 / K_p^2
 
-where E_s is by what share a measured sum may be off, and K_p by what share the factor of a piece
-may differ from c_p, the mean of log m_s / T_s over the stages that it was in.
+where E_s is the relative error of a measured sum, and K_p the relative deviation allowed to the
+factor of a piece from c_p, the mean of log m_s / T_s over the stages that it was in.
 
 - In logarithms a factor is never negative, and half is as far as double.
-- Of one run the stages are the pieces, u = c solves it: every node of a stage gets the same factor,
-  and the sums are those measured. The same goes for runs under one plan that agree.
+- With one run the stages are the pieces and u = c solves it: every node of a stage gets the same
+  factor, and the sums are those measured. The same holds for runs under one plan that agree.
 - Where two plans cut at different nodes, the pieces between the cuts are told apart by what moving
-  them has changed. Without the second sum a piece of few microseconds would get all that two runs
-  of some milliseconds happened to differ by.
+  them changed. Without the second sum a piece of a few microseconds would absorb the whole
+  difference between two runs of some milliseconds.
 
-It is solved by Gauss and Newton's method (Nocedal and Wright, "Numerical Optimization", section
-10.3), with steps halved until they help. The unknowns are as many as there are pieces: few.
+It is solved by the Levenberg-Marquardt method; there are as many unknowns as pieces: few.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 
 UNLIKE = 0.3
-"""K: by what share pieces of one stage are off differently, where each node was timed for sure."""
+"""K: relative deviation between pieces of one stage, where each node was timed exactly."""
 
-_MOST_STEPS, _MOST_HALVINGS = 100, 40
-_CLOSE = 1e-12
+_TOLERANCE = 1e-14
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The `nodes` of a stage, by number, took so many `seconds` together, give or take `error`."""
+    """The `nodes` of a stage, by number, took `seconds` together, give or take `error`."""
 
     nodes: tuple[int, ...]
     seconds: float
@@ -50,16 +49,16 @@ class Observation:
 def calibrate(
     seconds: Floats, observations: Sequence[Observation], spreads: Floats | None = None
 ) -> Floats:
-    """The `seconds` of each node, corrected; nodes that take none, or were not observed, stay.
+    """The corrected `seconds` of each node; nodes without time or observation keep theirs.
 
-    `spreads`: by how many seconds each may be off by itself. Of stages that take no time by
-    `seconds`, or took none, nothing is learned.
+    `spreads`: seconds by which each node may be off by itself. Nothing is learned from stages that
+    take no time by `seconds`, or took none.
     """
-    told = [o for o in observations if o.seconds > 0 and seconds[list(o.nodes)].sum() > 0]
-    if not told:
+    useful = [o for o in observations if o.seconds > 0 and seconds[list(o.nodes)].sum() > 0]
+    if not useful:
         return seconds.copy()
-    problem = _Problem.of(seconds, told, np.zeros_like(seconds) if spreads is None else spreads)
-    factors = np.append(np.exp(problem.solve()), 1.0)  # the last for what is in no piece
+    problem = _Problem.of(seconds, useful, np.zeros_like(seconds) if spreads is None else spreads)
+    factors = np.append(np.exp(problem.solve()), 1.0)  # the last for nodes in no piece
     corrected: Floats = seconds * factors[problem.piece]
     return corrected
 
@@ -79,9 +78,9 @@ class _Problem:
     loose: Floats
 
     @staticmethod
-    def of(seconds: Floats, told: Sequence[Observation], spreads: Floats) -> _Problem:
-        within = np.zeros((len(seconds), len(told)), dtype=np.bool_)
-        for number, observation in enumerate(told):
+    def of(seconds: Floats, observations: Sequence[Observation], spreads: Floats) -> _Problem:
+        within = np.zeros((len(seconds), len(observations)), dtype=np.bool_)
+        for number, observation in enumerate(observations):
             within[list(observation.nodes), number] = True
         timed = np.flatnonzero(within.any(axis=1) & (seconds > 0))
         members, which = np.unique(within[timed], axis=0, return_inverse=True)
@@ -90,7 +89,7 @@ class _Problem:
         inside = piece[timed][None, :] == np.arange(len(members))[:, None]  # [piece, timed node]
         whole = inside @ seconds[timed]
         own = np.sqrt(inside @ np.square(spreads[timed])) / whole
-        measured = np.array([observation.seconds for observation in told])
+        measured = np.array([observation.seconds for observation in observations])
         sums = members.T * whole
         logs = np.log(measured)
         factors = logs - np.log(sums.sum(axis=1))
@@ -98,39 +97,29 @@ class _Problem:
             piece=piece,
             sums=sums,
             logs=logs,
-            errors=np.array([observation.error for observation in told]) / measured,
+            errors=np.array([observation.error for observation in observations]) / measured,
             centre=members @ factors / members.sum(axis=1),
             loose=np.hypot(UNLIKE, own),
         )
 
     def solve(self) -> Floats:
         """u, the logarithm of the factor of each piece."""
-        u, misfit = self.centre, self._misfit(self.centre)
-        for _ in range(_MOST_STEPS):
-            step = self._step(u)
-            for halvings in range(_MOST_HALVINGS):
-                there = u + step * 0.5**halvings
-                better = self._misfit(there)
-                if better <= misfit:
-                    break
-            else:
-                return u
-            gain, u, misfit = misfit - better, there, better
-            if gain <= _CLOSE * misfit:
-                return u
-        return u
-
-    def _misfit(self, u: Floats) -> float:
-        return float(np.square(self._residuals(u)).sum())
+        solution: Floats = least_squares(
+            self._residuals,
+            self.centre,
+            jac=self._jacobian,
+            method="lm",
+            ftol=_TOLERANCE,
+            xtol=_TOLERANCE,
+            gtol=_TOLERANCE,
+        ).x
+        return solution
 
     def _residuals(self, u: Floats) -> Floats:
-        sums = np.log(self.sums @ np.exp(u)) - self.logs
-        found: Floats = np.concatenate([sums / self.errors, (u - self.centre) / self.loose])
-        return found
+        misfit = (np.log(self.sums @ np.exp(u)) - self.logs) / self.errors
+        return np.concatenate([misfit, (u - self.centre) / self.loose])
 
-    def _step(self, u: Floats) -> Floats:
+    def _jacobian(self, u: Floats) -> Floats:
         parts = self.sums * np.exp(u)
         slopes = parts / parts.sum(axis=1, keepdims=True)
-        jacobian = np.vstack([slopes / self.errors[:, None], np.diag(1 / self.loose)])
-        step: Floats = np.linalg.lstsq(jacobian, -self._residuals(u), rcond=None)[0]
-        return step
+        return np.vstack([slopes / self.errors[:, None], np.diag(1 / self.loose)])

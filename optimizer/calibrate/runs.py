@@ -1,4 +1,4 @@
-"""From runs to a graph whose times add up to what their stages took (`--calibrate`)."""
+"""Runs for `--calibrate`: from their measurements to a graph with corrected times."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pipedream.optimizer.calibrate.correction import Observation, calibrate
 from pipedream.optimizer.cuts.planning_graph import Floats
 
 FEWEST = 10
-"""Minibatches on each rank: fewer give no median to go by."""
+"""Fewer minibatches on a rank give no reliable median."""
 
 _RUN_TO_RUN = 0.01
-"""By what share the time of a stage differs between runs, however many minibatches they have."""
+"""Relative difference of a stage's time between runs, however many minibatches they have."""
 
 
 @dataclass(frozen=True)
@@ -32,25 +32,25 @@ class CalibrationRun:
 
     @staticmethod
     def read(folder: Path) -> CalibrationRun:
-        """Raises UserError where there is none, or it has not told what it measured."""
+        """Reads a run's folder. Raises UserError if it is missing or has no measurements."""
         path = folder / MEASURED
         if not folder.is_dir():
-            raise UserError(f"--calibrate {folder}: there is no such folder: give that of a run")
+            raise UserError(f"--calibrate {folder}: no such folder: give the folder of a run")
         if not path.exists() and (folder / "metrics.jsonl").exists():
             raise UserError(
-                f"--calibrate {folder}: has no {MEASURED}: pd-train writes it when a run has"
-                " come to its end; go on with --resume"
+                f"--calibrate {folder}: has no {MEASURED}: pd-train writes it at the end of a"
+                " run; continue the run with --resume"
             )
         if not path.exists():
             raise UserError(
                 f"--calibrate {folder}: is not the folder of a run: there is no {MEASURED};"
-                " give what pd-train -o was given"
+                " give the folder that pd-train -o named"
             )
         return CalibrationRun(folder, read_measured(path))
 
     def check(self, graph: Graph, name: Path, path: Path, profile: Profile | None) -> None:
-        """UserError where it says nothing of `graph`, read from `name`, whose `profile` is the file
-        `path`.
+        """Raises UserError unless the run is of `graph`, read from `name`, with its `profile` from
+        `path`, and has measured enough.
         """
         said, plan = f"--calibrate {self.folder}", self.measured.plan
         ids = {node.id for node in plan.graph.nodes}
@@ -67,8 +67,8 @@ class CalibrationRun:
             )
         if self.measured.device != "cpu":
             raise UserError(
-                f"{said}: ran on GPUs, whose passes are timed when they are given to them, not when"
-                " they are done: give runs on the CPU"
+                f"{said}: ran on GPUs, whose passes are timed when they are launched, not when they"
+                " are done: give runs on the CPU"
             )
         for rank in self.measured.ranks:
             if rank.minibatches < FEWEST:
@@ -79,7 +79,7 @@ class CalibrationRun:
 
     @property
     def update_rate(self) -> float | None:
-        """Bytes of parameters that the optimizers updated in a second; None if they did not."""
+        """Bytes of parameters that the optimizer updated per second; None without updates."""
         stages = self.measured.plan.stages
         steps = [rank for rank in self.measured.ranks if rank.update is not None]
         seconds = sum(r.update.median * self._speed(r) for r in steps if r.update is not None)
@@ -89,10 +89,9 @@ class CalibrationRun:
     def passes(
         self, stage: int, overheads: TrainingOverheads | None = None
     ) -> tuple[Sequence[Quartiles], Sequence[Quartiles]]:
-        """Forward and backward passes of each replica, on a device such as was profiled.
+        """Forward and backward seconds of each replica, scaled to the profiled device.
 
-        A forward pass that was done again is no part of the backward pass; what `overheads` says
-        that a pass takes beside its nodes is in neither.
+        Recomputed forward passes are subtracted from backward passes, and `overheads` from both.
         """
         stages = self.measured.plan.stages
         overhead = (overheads or TrainingOverheads({})).of_stage(stage, len(stages))
@@ -110,9 +109,7 @@ class CalibrationRun:
 
 
 def _moved(spread: Quartiles, by: float, times: float) -> Quartiles:
-    """A tenth is left at least: of a pass of nothing there would be nothing to learn, where all it
-    shows is that what was taken off was too much.
-    """
+    """Shifts and scales; at least a tenth remains, as nothing can be learned from a time of 0."""
     median, lower, upper = (
         max(0.1 * seconds, seconds + by) * times
         for seconds in (spread.median, spread.lower, spread.upper)
@@ -126,7 +123,7 @@ def calibrated(
     profile: Profile | None,
     overheads: TrainingOverheads | None = None,
 ) -> Graph:
-    """`graph` with the times of its nodes corrected, forward and backward each for themselves."""
+    """The graph with corrected times of its nodes, forward and backward independently."""
     position = {name: index for index, name in enumerate(graph.nodes)}
     stages = [
         (run, stage.stage, tuple(position[n] for n in stage.nodes if not graph.nodes[n].is_input))
@@ -163,7 +160,7 @@ def calibrated(
 def _observation(
     nodes: tuple[int, ...], replicas: Sequence[Quartiles], counted: int
 ) -> Observation:
-    """The mean of the replicas; its error from run to run, and that of a median of so many."""
+    """The mean of the replicas; its error combines run-to-run variation and that of a median."""
     seconds = math.fsum(spread.median for spread in replicas) / len(replicas)
     apart = max(spread.upper - spread.lower for spread in replicas)
     return Observation(nodes, seconds, math.hypot(_RUN_TO_RUN * seconds, apart / counted**0.5))

@@ -1,4 +1,4 @@
-"""What runs have shown: of the profile, of the plan they ran, and whether another is better now."""
+"""The verdict of `--calibrate`: profile against runs, and whether another plan is better now."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from pipedream.optimizer.cost.price_plan import Price
 from pipedream.optimizer.report import make_console, print_table
 
 ALIKE = 0.01
-"""Plans whose times differ by less are as good as each other: so do two runs of one plan."""
+"""Plans whose times differ by less count as equal: so much do two runs of one plan differ."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The plan of the newest run by the corrected times (`now`), beside the best plan for them."""
+    """The price `now` of the newest run's plan with corrected times, and the best plan for them."""
 
     run: CalibrationRun
     now: Price
@@ -34,18 +34,18 @@ class Verdict:
 
     @property
     def stays(self) -> bool:
-        """Whether the best plan is that of the run."""
+        """Whether the best plan is the run's plan."""
         return _split(self.best) == _split(self.run.measured.plan)
 
     @property
     def gain(self) -> float:
-        """By what share the best plan is faster, by the cost model; below 0 where it is not."""
+        """Relative speedup of the best plan by the cost model; negative if it is slower."""
         goal = Price.recorded_in(self.best).goal
         return self.now.goal / goal - 1 if goal else 0.0
 
     @property
     def words(self) -> str:
-        """One line for the user."""
+        """The verdict in one line."""
         named = f"plan of {self.run.folder}"
         if self.stays:
             return f"The {named} stays the best."
@@ -84,14 +84,14 @@ def print_runs(
     overheads: TrainingOverheads | None = None,
     console: Console | None = None,
 ) -> None:
-    """For each run a row for each stage: its passes as they were profiled and as they were."""
+    """Prints a table per run: the passes of each stage as profiled and as measured."""
     console = console or make_console()
     for run in runs:
         print_table(console, _stages(run, profiled, overheads or TrainingOverheads({})))
 
 
 def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
-    """What the run's plan was said to take, took, and is said to take now; then what is best."""
+    """Prints the times of the run's plan (predicted, measured, predicted now) and the verdict."""
     console = console or make_console()
     console.print(f"\nThe plan of {verdict.run.folder}", markup=False)
     console.print(_times(verdict))
@@ -128,14 +128,14 @@ def _stages(run: CalibrationRun, profiled: Graph, overheads: TrainingOverheads) 
 
 
 def _pass(profiled: float, replicas: Sequence[Quartiles]) -> tuple[str, str, str]:
-    """As profiled, as measured, and how many times as long that is; the mean of the replicas."""
+    """Profiled seconds, measured seconds (mean of the replicas), and their ratio."""
     seconds = fmean(spread.median for spread in replicas)
     times = f"{seconds / profiled:.2f}" if profiled else "-"
     return show_seconds(profiled), show_seconds(seconds), times
 
 
 def _times(verdict: Verdict) -> Table:
-    """Per minibatch: before, measured, now."""
+    """Seconds per minibatch: predicted before, predicted now, measured."""
     measured = verdict.run.measured
     before = Price.recorded_in(measured.plan)
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -152,7 +152,7 @@ def _times(verdict: Verdict) -> Table:
 
 
 def _trained(measured: MeasuredRun) -> str:
-    """Of what the time is; of another schedule it cannot be set beside the plan's."""
+    """What the measured time covers, and a warning if the schedule is not the plan's."""
     planned, remark = measured.plan.schedule, "while the minibatches above were done"
     if measured.schedule == planned:
         return remark
@@ -160,7 +160,7 @@ def _trained(measured: MeasuredRun) -> str:
 
 
 def _busy(measured: MeasuredRun) -> tuple[str, str]:
-    """Of the time of a minibatch, what the slowest stage computes; and what the rest is."""
+    """The part of a minibatch's time in which the slowest stage computes, and the rest."""
     stage, seconds = measured.slowest
     rest = measured.seconds_per_minibatch - seconds
     busy = f"passes and updates of stage {stage}, the slowest"

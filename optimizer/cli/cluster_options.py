@@ -1,4 +1,4 @@
-"""The cluster that the options of pd-optimize name: in a file, in short, or as a plan has it."""
+"""The cluster that the options name: in a file, in short form, or that of a plan or a run."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
     from pipedream.optimizer.cli.options import Options
 
 _MOST_DEVICES = 100_000
-"""Far more than planning is made for: it takes time and memory for each."""
+"""The most devices accepted: planning needs time and memory for each."""
 
 
 def cluster_of(options: Options) -> Cluster:
-    """From the cluster file, or from the short form."""
+    """The cluster to plan for. Raises UserError."""
     file, machines, bandwidth, latency = (
         options.cluster,
         options.machines,
         options.bandwidth,
         options.latency,
     )
-    given = {"--machines": machines, "--bandwidth": bandwidth, "--latency": latency}
-    from_run = bool(options.calibrate) and not any((file, *given.values()))
+    short = {"--machines": machines, "--bandwidth": bandwidth, "--latency": latency}
+    from_run = bool(options.calibrate) and not any((file, *short.values()))
     if options.workers is not None and options.like is None and not from_run:
         raise UserError(
-            "--workers is of --like PLAN, and of --calibrate RUN: add one of these, or give"
+            "--workers needs --like PLAN or --calibrate RUN: add one of these, or give"
             " --machines and --bandwidth"
         )
     if options.like is not None:
         from pipedream.graph.plan import read_plan
 
-        also = {"--cluster": file, **given, "--calibrate": options.calibrate or None}
-        _only("--like", options.like, also)
+        others = {"--cluster": file, **short, "--calibrate": options.calibrate or None}
+        _only("--like", options.like, others)
         cluster = _like(read_plan(options.like), options.like, options.workers)
     elif from_run:
         from pipedream.optimizer.calibrate.runs import CalibrationRun
@@ -47,7 +47,7 @@ def cluster_of(options: Options) -> Cluster:
     elif file is not None:
         from pipedream.graph.cluster_file import read_cluster
 
-        _only("--cluster", file, given)
+        _only("--cluster", file, short)
         cluster = read_cluster(file)
     elif machines is None or bandwidth is None:
         missing = "--machines" if machines is None else "--bandwidth"
@@ -70,17 +70,17 @@ def _only(option: str, file: Path, others: Mapping[str, object]) -> None:
 
 
 def _like(plan: Plan, path: Path, workers: int | None) -> Cluster:
-    """That of the plan, which was read from `path`, or what so many of its devices make."""
-    from pipedream.optimizer.cli.like import left
+    """The cluster of the plan read from `path`, or what `workers` of its devices make."""
+    from pipedream.optimizer.cli.like import remaining
 
     cluster = plan.cluster
     if workers is not None and workers > cluster.devices:
         raise UserError(f"--workers {workers}: the cluster of {path} has {cluster.devices} devices")
-    return cluster if workers is None else left(cluster, workers)
+    return cluster if workers is None else remaining(cluster, workers)
 
 
 def named(options: Options) -> str:
-    """The option that says what the cluster is, as it was typed."""
+    """The option that names the cluster, as it was typed."""
     if options.like is not None:
         return f"--like {options.like}"
     if options.calibrate and options.machines is None and options.cluster is None:
@@ -98,7 +98,7 @@ def _short_cluster(machines: str, bandwidth: str, latency: str | None) -> Cluste
     try:
         counts = tuple(int(count) for count in machines.split(","))
     except ValueError:
-        raise UserError(f"--machines {machines}: give whole numbers, as 4,2") from None
+        raise UserError(f"--machines {machines}: give whole numbers, such as 4,2") from None
     speeds = tuple(bytes_of("--bandwidth", speed) for speed in bandwidth.split(","))
     delays = tuple(_seconds("--latency", delay) for delay in latency.split(",")) if latency else ()
     try:
@@ -110,7 +110,7 @@ def _short_cluster(machines: str, bandwidth: str, latency: str | None) -> Cluste
 
 
 def bytes_of(option: str, text: str) -> float:
-    """What was typed for the option. Raises UserError."""
+    """The bytes typed for the option. Raises UserError."""
     from pipedream.graph.units import parse_bytes
 
     try:

@@ -1,5 +1,5 @@
-"""Planning as an earlier plan was made (`--like`), or that of a run (`--calibrate`): its options,
-and what is left of its cluster.
+"""Planning as before (`--like`, `--calibrate`): the options of an earlier plan, and what is left of
+its cluster.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ if TYPE_CHECKING:
 _AS_TYPED = set(PlanningOptions.model_fields) - {"profile"}
 
 
-def asked(options: Options, profile_used: bool) -> PlanningOptions:
-    """What the plan is to remember of the options; the profile by its way from the plan's folder,
-    if anything was read in it.
-    """
+def recorded_options(options: Options, profile_used: bool) -> PlanningOptions:
+    """The options for plan.json to record; the profile, if used, relative to the plan's folder."""
     typed = {name: getattr(options, name) for name in _AS_TYPED}
-    way = os.path.relpath(options.made.resolve(), options.folder.resolve())
+    way = os.path.relpath(options.profile_path.resolve(), options.folder.resolve())
     return PlanningOptions(**typed, profile=way if profile_used else None)
 
 
 def options_of(plan: Plan, path: Path) -> dict[str, Any]:
-    """The options that the plan in the file `path` was made with, but for its cluster: by the names
-    of their parameters, None where nothing was typed.
+    """The options, by Python name, that the plan in `path` was made with, except its cluster; None
+    where nothing was typed.
     """
     known = plan.asked or PlanningOptions()
     return {
@@ -48,7 +46,7 @@ def options_of(plan: Plan, path: Path) -> dict[str, Any]:
 
 
 def options_after(run: CalibrationRun) -> dict[str, Any]:
-    """Those of the run's plan, but for what the run has shown; without a profile that has gone."""
+    """The options of the run's plan, with the measured update rate; without a missing profile."""
     known = options_of(run.measured.plan, run.folder / MEASURED)
     if run.update_rate is not None:
         known["update_rate"] = f"{run.update_rate:.4g}"
@@ -58,8 +56,8 @@ def options_after(run: CalibrationRun) -> dict[str, Any]:
     return {name: value for name, value in known.items() if value is not None}
 
 
-def left(cluster: Cluster, workers: int) -> Cluster:
-    """So many devices of the cluster, at most as many as it has.
+def remaining(cluster: Cluster, workers: int) -> Cluster:
+    """The cluster of `workers` of these devices, at most as many as there are.
 
     A count that does not fill the levels evenly becomes one level with the links of the outermost:
     of 4,2 seven devices become 7, six become 6, four become 4. Device types are those of the first

@@ -1,7 +1,6 @@
-"""Plans that people make without a planner: equal layers, equal parameters, data parallelism.
+"""Baselines, plans made without a planner: equal layers, equal parameters, data parallelism.
 
-All but the last are straight pipelines along one topological order of the graph, a stage on each
-device.
+The first two are straight pipelines along one topological order, with one stage per device.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _HALVINGS = 60
 
 
 def equal_layers(request: Request, microbatches: int) -> Outcome:
-    """As many nodes in each stage, with an update after so many microbatches (GPipe, NeurIPS
+    """The same number of nodes in each stage, and one update per `microbatches` (GPipe, NeurIPS
     2019).
     """
     graph = request.planning
@@ -32,7 +31,7 @@ def equal_layers(request: Request, microbatches: int) -> Outcome:
 
 
 def equal_parameters(request: Request) -> Outcome:
-    """The stage with most parameters has as few as can be."""
+    """Minimizes the parameters of the stage that has most."""
     graph = request.planning
     stages = min(request.cluster.devices, len(graph))
     ends = balanced(graph.parameter_bytes, stages)
@@ -46,10 +45,10 @@ def data_parallel(request: Request) -> Outcome:
 
 
 def balanced(weights: Floats, pieces: int) -> list[int]:
-    """Where each of `pieces` runs of consecutive entries ends, none empty: the heaviest run is as
-    light as can be, but for rounding.
+    """The ends of `pieces` non-empty runs of consecutive entries whose heaviest is as light as
+    possible, up to rounding.
 
-    A limit on the weight of a run is halved in on; runs are filled up to it from the left.
+    Bisects the weight limit; runs are filled up to it from the left.
     """
     assert 0 < pieces <= len(weights)
     before = np.concatenate([[0.0], np.cumsum(weights)])
@@ -67,7 +66,7 @@ def balanced(weights: Floats, pieces: int) -> list[int]:
 
 
 def _filled(before: Floats, limit: float) -> list[int]:
-    """Where runs end that weigh no more than `limit`, each as long as can be."""
+    """The ends of the longest runs that weigh at most `limit`."""
     ends = [0]
     while ends[-1] < len(before) - 1:
         end = int(np.searchsorted(before, before[ends[-1]] + limit, side="right")) - 1
@@ -76,7 +75,7 @@ def _filled(before: Floats, limit: float) -> list[int]:
 
 
 def _for_batch(outcome: Outcome, microbatches: int) -> Outcome:
-    """The same plan with what it takes for a batch: sum t_i + (B - 1) max t_j."""
+    """Adds the seconds of a batch, sum t_i + (B - 1) max t_j."""
     times: Sequence[float] = [figures.seconds for figures in outcome.figures]
     seconds = Latency(microbatches).seconds(sum(times), max(times))
     update = {"microbatches": microbatches, "latency_seconds": seconds}

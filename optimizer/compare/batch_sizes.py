@@ -1,7 +1,7 @@
-"""A plan for each batch size that was profiled, and which of them trains fastest.
+"""Plans for each profiled batch size, and which of them trains fastest.
 
-What is comparable is the time of an example: that of a minibatch over its size. Small minibatches
-fill a pipeline better and hold less memory, large ones waste less on calls, messages and updates.
+They are compared by the time per example, that of a minibatch over its size. Small minibatches fill
+a pipeline better and need less memory; large ones spend less on calls, messages and updates.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
 
 
 def options_by_size(options: Options, typed: Callable[[str], bool]) -> dict[int, Options | None]:
-    """What to plan at each size of the folder GRAPH, the smallest first; None at those that make no
-    whole number of microbatches of --global-batch. `typed` tells of an option if it was.
+    """The options for each batch size in the folder GRAPH, smallest first; None for sizes that do
+    not divide --global-batch. `typed` says whether an option was on the command line.
 
-    Raises UserError.
+    Raises UserError if options contradict each other, or there is no size to plan for.
     """
     folder, whole = options.graph, options.global_batch
     _check(options, typed)
-    found: dict[int, Options | None] = {}
+    by_size: dict[int, Options | None] = {}
     for size in sizes_in(folder):
         count = options.microbatches if whole is None else whole // size
         graph = folder_of(folder, size) / "graph.txt"
-        asked = replace(
+        changed = replace(
             options, graph=graph, output=options.folder, profile=None, microbatches=count
         )
-        found[size] = asked if whole is None or whole % size == 0 else None
-    if not found:
+        by_size[size] = changed if whole is None or whole % size == 0 else None
+    if not by_size:
         raise UserError(
             f"{folder}: no profiles of batch sizes here, as pd-profile --batch-sizes makes them:"
             " name such a folder, or a graph.txt"
         )
-    if not any(found.values()):
-        sizes = ", ".join(map(str, found))
+    if not any(by_size.values()):
+        sizes = ", ".join(map(str, by_size))
         raise UserError(f"--global-batch {whole}: is a multiple of no batch size ({sizes})")
-    return found
+    return by_size
 
 
 def _check(options: Options, typed: Callable[[str], bool]) -> None:
@@ -74,7 +74,7 @@ def _check(options: Options, typed: Callable[[str], bool]) -> None:
 
 
 def check_alike(graphs: Mapping[int, Graph], folder: Path) -> None:
-    """Raises UserError unless these, by batch size, are one model."""
+    """Raises UserError unless these graphs, by batch size, are of one model."""
     least = min(graphs)
     for size, graph in graphs.items():
         found = difference(graphs[least], least, graph, size)
@@ -87,7 +87,7 @@ def check_alike(graphs: Mapping[int, Graph], folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """A batch size and its plan; or what is wrong with it, in short and in a line of its own."""
+    """A batch size and its plan, or why it has none: briefly, and in one line."""
 
     batch_size: int
     plan: Plan | None
@@ -100,17 +100,17 @@ class Choice:
 
     @property
     def microbatches(self) -> int | None:
-        """Of one update, where it is of several."""
+        """Microbatches of one update, if it has several."""
         return self.plan.predicted.microbatches if self.plan else None
 
     @property
     def per_minibatch(self) -> float | None:
-        """Seconds, by the cost model."""
+        """Seconds per minibatch by the cost model."""
         return self.plan.predicted.seconds_shared_out if self.plan else None
 
     @property
     def simulated(self) -> float | None:
-        """Seconds per minibatch; None where that takes too long."""
+        """Seconds per minibatch as simulated; None if that takes too long."""
         noted = self.plan.predicted.simulated if self.plan else None
         return noted.seconds_per_minibatch if noted else None
 
@@ -122,9 +122,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """By batch size, the smallest first. `global_batch`: examples of one update, where that is
-    settled.
-    """
+    """The choices by batch size, smallest first; `global_batch`: examples per update, if set."""
 
     of: tuple[Choice, ...]
     global_batch: int | None = None
@@ -135,23 +133,23 @@ class Choices:
 
     @cached_property
     def all_simulated(self) -> bool:
-        """Then that is what decides: the cost model knows nothing of bubbles, for one."""
+        """Whether simulated times decide; the cost model ignores bubbles, for one."""
         return all(choice.simulated is not None for choice in self.planned)
 
     def per_example(self, choice: Choice) -> float:
-        """Seconds of one that has a plan, by what decides."""
+        """Seconds per example of a choice that has a plan."""
         seconds = choice.simulated if self.all_simulated else choice.per_minibatch
         assert seconds is not None
         return seconds / choice.batch_size
 
     @cached_property
     def best(self) -> Choice:
-        """With the least time for an example; of those alike the smallest. There has to be one."""
+        """The choice with the least time per example, the smallest on ties."""
         return min(self.planned, key=self.per_example)
 
     @property
     def words(self) -> str:
-        """One line for the user."""
+        """The result in one line."""
         best, seconds = self.best, self.per_example(self.best)
         faster = [
             f"{self.per_example(choice) / seconds:.2f} times as fast as {choice.batch_size}"
@@ -174,7 +172,7 @@ class Choices:
 
 
 def print_choices(choices: Choices) -> None:
-    """Prints their table, and why there are no plans for some. Raises UserError if for none."""
+    """Prints the table, and why sizes have no plan. Raises UserError if none has one."""
     lines = [
         f"batch size {choice.batch_size}: {choice.problem}"
         for choice in choices.of
@@ -188,7 +186,7 @@ def print_choices(choices: Choices) -> None:
 
 
 def choices_table(choices: Choices) -> Table:
-    """A row for each batch size, the one that is chosen in bold."""
+    """A row per batch size; the chosen one is bold."""
     by = "as simulated" if choices.all_simulated else "by the cost model"
     table = Table(
         title="A plan for each batch size",
@@ -211,7 +209,7 @@ def choices_table(choices: Choices) -> Table:
 
 
 def _cells(choice: Choice, choices: Choices) -> dict[str, str]:
-    """By their headings; those that it has."""
+    """The cells of a row, by heading."""
     cells = {"batch\nsize": str(choice.batch_size)}
     if choice.plan is None:
         return cells | {"": choice.remark}

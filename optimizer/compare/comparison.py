@@ -1,4 +1,4 @@
-"""The planner's plan beside others for the same graph and cluster, each of them simulated."""
+"""Compares the planner's plan with others for the same graph and cluster, each simulated."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _DRAWN = 8
-"""Ranks and minibatches of each plan in the picture."""
+"""Ranks and minibatches drawn of each plan."""
 
 _MOST_COUNTS = 6
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A plan by the name of its kind; or why there is none. Not simulated where that is long."""
+    """A named plan, or why there is none; `simulation` is None if that takes too long."""
 
     name: str
     plan: Plan | None
@@ -46,7 +46,7 @@ class Contender:
 
     @property
     def seconds(self) -> float | None:
-        """Per minibatch, by the closed form: of one batch shared out where there are batches."""
+        """Seconds per minibatch by the closed form: a batch's time divided by its minibatches."""
         return self.plan.predicted.seconds_shared_out if self.plan else None
 
     @property
@@ -56,7 +56,7 @@ class Contender:
 
 
 def compare(request: Request, microbatches: int) -> list[Contender]:
-    """PipeDream's plan, Alpa's and four simple ones; `microbatches` for those with a flush."""
+    """PipeDream's plan, Alpa's and four baselines; `microbatches` are for those with a flush."""
     ours = replace(request, latency=None, schedule="weight-stashing")
     crowded = request.cluster.devices > len(PlanningGraph.of(request.graph))
     straight = replace(ours, rules=Rules(straight=True, fewer_machines=crowded))
@@ -82,8 +82,7 @@ def _contender(name: str, make: Callable[[], Outcome], request: Request) -> Cont
     )
     if simulation is not None:
         plan = simulation.noted_in(plan)
-    found = Contender(name, plan, None, simulation)
-    return replace(found, fits=_fits(plan, request.device_types))
+    return Contender(name, plan, None, simulation, _fits(plan, request.device_types))
 
 
 def _fits(plan: Plan, device_types: DeviceTypes) -> bool:
@@ -94,7 +93,7 @@ def _fits(plan: Plan, device_types: DeviceTypes) -> bool:
 
 
 def comparison_table(contenders: list[Contender], microbatches: int) -> Table:
-    """A row for each; the best simulated time of those that fit in bold."""
+    """A row per plan; the best simulated time among those that fit is bold."""
     table = Table(
         title="Other plans for the same graph and cluster",
         caption=f"Per minibatch; with flush, of batches of {microbatches}. Closed form: by the cost"
@@ -138,7 +137,7 @@ def _row(contender: Contender) -> tuple[str, ...]:
 
 
 def no_plan(problem: str) -> str:
-    """Why there is none, in short."""
+    """Why there is no plan, in short."""
     return "does not fit" if "no plan fits" in problem else "no plan"
 
 
@@ -179,7 +178,7 @@ def comparison_frame(contenders: list[Contender]) -> pd.DataFrame:
 
 
 def draw_comparison(contenders: list[Contender], path: Path) -> None:
-    """The timelines one under the other (PNG), on one scale, each from its steady state on."""
+    """Draws the timelines one under the other (PNG), on one scale, from their steady states on."""
     panels = [
         Panel(
             f"{contender.name}: {show_seconds(simulation.seconds_per_minibatch)} per minibatch",

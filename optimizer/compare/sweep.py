@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST_WORKERS = 1024
-"""Planning for one cluster of as many takes seconds, for four times as many a minute."""
+"""Planning for one cluster of this size takes seconds; for four times the size, a minute."""
 
 MOST_POINTS = 64
-"""Clusters that are planned for: of more numbers, as many, each so much larger than the last."""
+"""The most clusters planned for; more are thinned out geometrically."""
 
 
 class Point(NamedTuple):
-    """So many workers: how they are arranged, and what is planned; None where no plan fits."""
+    """A cluster of the sweep and its outcome, None if no plan fits."""
 
     machines: tuple[int, ...]
     outcome: Outcome | None
@@ -50,19 +50,19 @@ def parse_range(text: str) -> range:
     numbers = range(int(match[1]), int(match[2]) + 1) if match else range(0)
     if not numbers or numbers[0] < 1 or numbers[-1] > MOST_WORKERS:
         raise UserError(
-            f"--sweep {text}: give the fewest and the most workers, as 1..64, at most"
+            f"--sweep {text}: give the fewest and the most workers, such as 1..64, at most"
             f" {MOST_WORKERS}; plan for more on their own, with --machines"
         )
     return numbers
 
 
 def shaped(cluster: Cluster, workers: int) -> Cluster | None:
-    """A cluster of so many devices of the same make; None where they do not fill it evenly.
+    """A cluster of `workers` devices like this one; None if they do not fill it evenly.
 
-    Levels fill from the innermost outwards, each as large as in `cluster`, but the outermost as
-    large as needed: of 4,2 six devices are none, eight are 4,2 and sixteen 4,4. Fewer than a level
-    holds are that much of it, without the levels beyond. An all-reduce that was measured counts
-    where the level has as many components as when it was.
+    Levels fill from the innermost outwards, each as large as in `cluster`, the outermost as large
+    as needed: of 4,2, eight devices are 4,2, sixteen are 4,4 and six are None. Fewer devices than a
+    level holds make a smaller level, without those outside. A measured all-reduce is kept where the
+    level has as many components as when it was measured.
     """
     machines: list[int] = []
     left = workers
@@ -92,7 +92,7 @@ def shaped(cluster: Cluster, workers: int) -> Cluster | None:
 
 
 def check_sweep(cluster: Cluster, numbers: range) -> None:
-    """Raises UserError unless one of these numbers of workers, at least, makes a cluster."""
+    """Raises UserError unless at least one of these numbers of workers makes a cluster."""
     if cluster.kinds:
         raise UserError(
             "--sweep is for devices of one kind: leave kinds and machine_kinds out of --cluster"
@@ -105,9 +105,9 @@ def check_sweep(cluster: Cluster, numbers: range) -> None:
 
 
 def sweep(request: Request, numbers: range) -> Iterator[Point]:
-    """Plans for the clusters that these numbers of workers make, `MOST_POINTS` of them at most.
+    """Plans for the clusters of these numbers of workers, at most `MOST_POINTS`.
 
-    Raises UserError.
+    Raises UserError if none of the numbers makes a cluster.
     """
     check_sweep(request.cluster, numbers)
     made = (shaped(request.cluster, workers) for workers in numbers)
@@ -127,8 +127,8 @@ def sweep(request: Request, numbers: range) -> Iterator[Point]:
 
 
 def thinned(clusters: list[Cluster]) -> list[Cluster]:
-    """At most `MOST_POINTS` of clusters that grow: the first, the last, and between them those
-    nearest to growing by the same factor each time.
+    """At most `MOST_POINTS` of these growing clusters: the first, the last, and between them those
+    nearest to geometric growth.
     """
     if len(clusters) <= MOST_POINTS:
         return clusters
@@ -139,7 +139,7 @@ def thinned(clusters: list[Cluster]) -> list[Cluster]:
 
 
 def sweep_frame(points: list[Point]) -> pd.DataFrame:
-    """A row for each number of workers; minibatches in a second."""
+    """A row per number of workers; throughputs in minibatches per second."""
     import pandas as pd
 
     return pd.DataFrame(_row(point) for point in points)
@@ -167,7 +167,7 @@ def _row(point: Point) -> dict[str, object]:
 
 
 def sweep_table(frame: pd.DataFrame) -> Table:
-    """The frame for people; times faster than one worker."""
+    """The frame for printing, as speedups over one worker."""
     table = Table(
         title="Plans for other numbers of workers",
         caption="Times as fast as one worker.",
@@ -197,7 +197,7 @@ def sweep_table(frame: pd.DataFrame) -> Table:
 
 
 def draw_sweep(frame: pd.DataFrame, path: Path) -> None:
-    """Minibatches in a second against workers (PNG)."""
+    """Draws minibatches per second against workers (PNG)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 6.0), layout="constrained")
@@ -212,7 +212,7 @@ def draw_sweep(frame: pd.DataFrame, path: Path) -> None:
         if column in frame and frame[column].notna().any():
             axes.plot(frame["workers"], frame[column], label=label, **style)
     axes.set_xlabel("workers")
-    axes.set_ylabel("minibatches in a second")
+    axes.set_ylabel("minibatches per second")
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,8 +1,8 @@
-"""How long a minibatch takes where passes take now more, now less: workers wait for the slowest.
+"""The expected time of a minibatch when the times of passes vary: workers wait for the slowest.
 
-Devices are not steady: neighbours, clocks and caches make one pass longer than the next. A round of
-replicas ends with the last of them, and a pipeline goes as fast as the stage that is slowest at the
-time, so that the mean over a run is above the time of any worker by itself.
+Neighbours, clocks and caches make one pass longer than the next. A round of replicas ends with the
+last of them, and a pipeline goes as fast as the stage that is slowest at the time, so the mean over
+a run is above the time of any single worker.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 def in_a_run(
     times: Sequence[tuple[float, str]], replicas: Sequence[int], spread: Sequence[float]
 ) -> float | None:
-    """Of stages with their seconds and what sets these; None where the spread is not known.
+    """Expected seconds per minibatch of stages, given as (median seconds, what limits them).
 
-    What messages set is taken to be steady.
+    None if `spread` is empty. Times that are limited by messages are assumed not to vary.
     """
     if not spread:
         return None
@@ -29,14 +29,14 @@ def in_a_run(
 def expected_slowest(
     seconds: Sequence[float], workers: Sequence[int], spread: Sequence[float]
 ) -> float:
-    """The mean of the slowest stage's time, each worker's being now more, now less, by itself.
+    """The mean time of the slowest stage, with the times of workers varying independently.
 
-    `seconds` of each stage in the median; `workers`: how many of it may be slow or fast;
-    0 where its time is always the same. `spread`: passes as multiples of their median,
-    one as likely as the other. It is the integral over what is left of 1 - P(all are faster).
+    `seconds`: median of each stage; `workers`: how many of its workers vary, 0 for a constant time;
+    `spread`: equally likely times as multiples of the median. E[max] is the integral of
+    1 - P(all are faster).
 
-    That all wait for the slowest in every minibatch is what replicas do. A pipeline has minibatches
-    in flight to even it out, a few: it is near to that and not above it.
+    Replicas wait for the slowest in every minibatch. The minibatches in flight of a pipeline even
+    this out a little, so the result is an upper bound, and close.
     """
     factors = np.sort(spread)
     times = np.sort(np.unique(np.concatenate([np.outer(seconds, factors).ravel(), seconds])))

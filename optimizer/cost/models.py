@@ -1,13 +1,13 @@
-"""Cost models by name: how long a stage takes on its replicas (shared symbols: see `Work`).
+"""Cost models by name: how long a stage takes on its replicas (symbols: see `Work`).
 
-All are closed forms in what the stage takes on one component of the level below. The search and its
-lower bounds rest on three things that every one of them holds to:
+All are closed forms in the time of the stage on one component of the level below. The search and
+its lower bounds rely on three properties of each:
 
-- the seconds never fall as any of `inner_seconds`, `parameter_bytes`, `bytes_in` or `bytes_out`
-  grows, all else the same: what is costliest inside is costliest outside, and a part of a stage,
-  its boundaries left out, costs no more than the whole;
+- the seconds never decrease as any of `inner_seconds`, `parameter_bytes`, `bytes_in` or `bytes_out`
+  grows: what is costliest inside is costliest outside, and a part of a stage, without its
+  boundaries, costs no more than the whole;
 - on m components they are at least an m-th of `inner_seconds`: devices share work at best equally;
-- nor do they grow by more than an m-th of what `inner_seconds` grow by.
+- they grow by at most an m-th of the growth of `inner_seconds`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 
 @dataclass(frozen=True)
 class LevelLinks:
-    """One level of the cluster: bytes per second between its components, and how many components
-    of the next inner level one of them has (1 at the innermost); what carries a message between
-    two components, and what one step of an all-reduce.
+    """The links of one level of the cluster.
+
+    `bandwidth`: bytes per second between its components; `inner_machines`: components of the next
+    inner level in each (1 at the innermost); `link`: for a message between two components; `ring`:
+    for one step of an all-reduce.
     """
 
     bandwidth: float
@@ -36,11 +38,11 @@ class LevelLinks:
 
 @dataclass(frozen=True)
 class Work:
-    """Stages that begin at one cut, one column of each array for each end.
+    """Stages that begin at one cut; arrays have one column per end.
 
-    `inner_seconds[case, end]`: the best time on one component (C'), a row for each case that
-    `replicas` counts components for; `parameter_bytes`: W; `bytes_in` and `bytes_out`: what crosses
-    the cuts before and after (a_in, a_out).
+    `inner_seconds[case, end]`: the best time on one component (C'), one row per replica count;
+    `parameter_bytes`: W; `bytes_in` and `bytes_out`: what crosses the cuts before and after (a_in,
+    a_out).
     """
 
     inner_seconds: Floats
@@ -51,7 +53,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Terms:
-    """Seconds per minibatch, by cause; arrays that broadcast against each other."""
+    """Seconds per minibatch by cause; arrays that broadcast against each other."""
 
     compute: Floats
     all_reduce: Floats
@@ -63,7 +65,7 @@ class CostModel(Protocol):
 
     @property
     def name(self) -> str:
-        """What the user calls it."""
+        """The name in --cost-model."""
         ...
 
     @property
@@ -74,18 +76,18 @@ class CostModel(Protocol):
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms: ...
 
     def seconds(self, terms: Terms) -> Floats:
-        """The time per minibatch that the terms make together."""
+        """Seconds per minibatch of all terms together."""
         ...
 
     def limit(self, terms: Terms) -> str:
-        """Which term sets the time of a single stage: `compute`, `all-reduce` or `boundary`."""
+        """The term that sets the time of a single stage: compute, all-reduce or boundary."""
         ...
 
 
 def overhead(
     model: CostModel, parameter_bytes: Floats, level: LevelLinks, replicas: Ints
 ) -> Floats:
-    """[case, end]: seconds of stages with nothing to compute inside and no boundaries."""
+    """[case, end]: seconds of stages with nothing to compute and no boundaries."""
     idle = np.zeros_like(parameter_bytes)
     work = Work(idle[None], parameter_bytes, 0.0, idle)
     ways = (model.terms(work, level, replicas, first) for first in (True, False))
@@ -97,10 +99,10 @@ class PaperCost:
     """PipeDream, SOSP 2019, section 3.1; seeds/004, section 4.2.
 
     Stage: max(C', 2(m-1)W/B)/m. Boundary before every stage but the first of its pipeline: 2a/B,
-    divided by the activation compression ratio where one is given. Its recurrence
-    A(j, m) = min max(A(i, m - m'), 2a_i/B, T(i+1 -> j, m')) hands out all m machines, and T asks
-    for the time of the level below on all of that level's machines: every machine is used, unless
-    the planner is told that it may use fewer.
+    divided by the activation compression ratio if there is one. The recurrence
+    A(j, m) = min max(A(i, m - m'), 2a_i/B, T(i+1 -> j, m')) hands out all m machines, and T is the
+    time of the level below on all of its machines: every machine is used, unless the planner may
+    use fewer.
     """
 
     compression: float | None = None
@@ -125,11 +127,11 @@ class PaperCost:
 
 @dataclass(frozen=True)
 class ReleasedCost:
-    """What the released optimizer means to compute (design: "Numbers that must agree").
+    """What PipeDream's released optimizer means to compute.
 
     The first stage of a pipeline: (C' + 4(m-1)W/(B m)/q)/m, with q the machines of the next inner
-    level. Every later stage: max of (C' + 4(m-1)W/(B m))/m, 2 a_in/(B m) and 2 a_out/(B m), the two
-    boundary terms divided by the activation compression ratio and absent when none is given.
+    level. Every later stage: max of (C' + 4(m-1)W/(B m))/m, 2 a_in/(B m) and 2 a_out/(B m); the
+    boundary terms are divided by the activation compression ratio, and absent without one.
     """
 
     compression: float | None = None
@@ -156,24 +158,23 @@ class ReleasedCost:
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """Latency plus bytes over bandwidth, or what was measured, and what the runtime overlaps.
+    """Latency plus bytes over bandwidth, or links as measured, and what the runtime overlaps.
 
-    Stage: (C' + ring(W, m))/m, where C' has the updates, calls and reading that were measured, and
-    ring(W, m) = 2(m-1) step(W/m) is an all-reduce over m components, each step a message of an m-th
-    of the bytes, once for every m minibatches. It is added in full, an upper bound. The engine does
-    begin it in the last backward pass of a round (buckets.py); how much that hides is not in the
-    model. gloo adds up and copies on the worker's own processor, 75 to 88 % of the time of a sum of
-    0.3 to 64 MB on two processes of one core each; with NCCL, or cores to spare, all of that
-    backward pass may be hidden.
-    Boundary: (send(a_in) + send(a_out))/m, while the engine computes; the m components take turns,
-    and the link of each carries both directions at once, the gradients of what came in beside the
-    activations that go out. What crosses at an outer level passes through the links within, too.
-    Where a link keeps the ranks at its ends `busy` that share of its time is none of computing: it
-    is added to C', both ways, for what comes in and its gradient, and for what goes out.
+    Stage: (C' + ring(W, m))/m. C' includes measured updates, calls and reading. ring(W, m) =
+    2(m-1) step(W/m) is an all-reduce over m components, once per m minibatches. It is added in
+    full, an upper bound: the engine begins it in the last backward pass of a round
+    (comm/buckets.py), and how much that hides is not modelled. gloo adds up and copies on the
+    worker's own processor, 75 to 88 % of the time of a sum of 0.3 to 64 MB on two processes of one
+    core each; with NCCL, or spare cores, that backward pass may hide all of it.
 
-    A component is taken to add up all its weights for every minibatch it has done, though replicas
-    inside it share these: with replication at several levels the time is no less than it will be.
-    That a stage waits for a first message, or for a late one, is for the simulator to say.
+    Boundary: (send(a_in) + send(a_out))/m, while the engine computes. The m components take turns,
+    and each link carries both directions at once, gradients of what came in and activations that
+    go out. What crosses an outer level passes through the links within as well. The share of a
+    link's time in which it keeps the ranks at its ends `busy` is added to C', in both directions.
+
+    A component is assumed to add up all its weights for every minibatch, though replicas inside it
+    share these, so with replication at several levels the time is an upper bound. Waiting for a
+    first or a late message is left to the simulator.
     """
 
     compression: float | None = None

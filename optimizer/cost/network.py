@@ -1,4 +1,4 @@
-"""The links of a cluster: how long a message takes, and what waits for what."""
+"""The network of a cluster: how long a message takes, and which messages queue."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class _Port(NamedTuple):
 
 
 class Network:
-    """Messages in the order in which they were sent.
+    """Carries messages, which must be sent in the order of time.
 
     Two ranks meet at the lowest level at which both are in one component. A message between them
     leaves through the ports of every component around its source below that level, and enters
-    through those around its target. It sets out when all of them are free, holds each for as long
-    as the link of its level takes for so many bytes, latency aside, and has arrived when the
-    slowest has let it through and the latency of the level where they meet has passed. So messages
-    that share a port queue.
+    through those around its target. It starts when all of these are free and occupies each for as
+    long as the link of its level takes for its bytes, without latency. It arrives when the slowest
+    port has let it through and the latency of the level where the ranks meet has passed. So
+    messages that share a port queue.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -40,13 +40,15 @@ class Network:
         self.ring_links = [cluster.ring_link(level) for level in levels]
 
     def send(self, now: float, source: int, target: int, amount: float) -> float:
-        """When `amount` bytes that `source` sends now have arrived at `target`."""
+        """The time at which `amount` bytes that `source` sends now arrive at `target`."""
         ports = list(self._path(source, target))
-        held = [_held(self.links[port.level - 1], amount) for port in ports]
-        return self._pass(now, ports, held) + _latency(self.links[self.meet(source, target) - 1])
+        occupied = [_occupied(self.links[port.level - 1], amount) for port in ports]
+        return self._pass(now, ports, occupied) + _latency(
+            self.links[self.meet(source, target) - 1]
+        )
 
     def all_reduce(self, now: float, ranks: Sequence[int], amount: float) -> float:
-        """When all `ranks`, which come to it now, have the sum of their `amount` bytes.
+        """The time at which all `ranks`, which begin now, have the sum of their `amount` bytes.
 
         A ring of m ranks (Patarasuk and Yuan, 2009): 2 (m - 1) steps, each sending an m-th of the
         bytes to the next rank.
@@ -60,8 +62,8 @@ class Network:
         latency = max(_latency(self.ring_links[self.meet(*pair) - 1]) for pair in pairs)
         steps = 2 * (count - 1)
         part = amount / count
-        held = [steps * _held(self.ring_links[port.level - 1], part) for port in ports]
-        return self._pass(now, ports, held) + steps * latency
+        occupied = [steps * _occupied(self.ring_links[port.level - 1], part) for port in ports]
+        return self._pass(now, ports, occupied) + steps * latency
 
     def meet(self, one: int, other: int) -> int:
         """The lowest level at which both ranks are in one component, 1 the innermost."""
@@ -79,20 +81,20 @@ class Network:
             count = self.cluster.machines[level - 1]
             source, target = source // count, target // count
 
-    def _pass(self, now: float, ports: Sequence[_Port], held: Sequence[float]) -> float:
-        """Holds each port for its seconds, from when all of them are free; when the last is."""
+    def _pass(self, now: float, ports: Sequence[_Port], occupied: Sequence[float]) -> float:
+        """Occupies each port for its seconds, once all are free; returns when the last is done."""
         begin = max([now, *(self.taken_until.get(port, 0.0) for port in ports)])
-        for port, seconds in zip(ports, held, strict=True):
+        for port, seconds in zip(ports, occupied, strict=True):
             self.taken_until[port] = begin + seconds
-        return begin + max(held)
+        return begin + max(occupied)
 
 
 def _latency(link: Link) -> float:
-    """What a message of next to nothing takes."""
+    """Seconds of an almost empty message."""
     return link.points[0][1] if link.points else link.latency
 
 
 @lru_cache(maxsize=100_000)
-def _held(link: Link, amount: float) -> float:
-    """For how long a message keeps others from the link: all that it takes but the latency."""
+def _occupied(link: Link, amount: float) -> float:
+    """Seconds for which a message occupies the link: all but the latency."""
     return max(0.0, float(link.seconds(amount)) - _latency(link))

@@ -1,4 +1,4 @@
-"""What a cost model says of a plan that there is, with the times of a graph that may be new."""
+"""Prices an existing plan with the times of a graph that may be new."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.stages import NestedStage, Share
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
 
-_Places: TypeAlias = tuple[tuple[int, ...], ...]
-"""Of each level, innermost first, the components that a stage has there."""
+_Components: TypeAlias = tuple[tuple[int, ...], ...]
+"""The components of a stage at each level, innermost first."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds per minibatch by the cost model and as simulated, None where that takes too long.
+    """Seconds per minibatch by the cost model, and `simulated`, None if that takes too long.
 
-    `latency`: of a batch, where that is what the plan is for; `expected`: see `Predicted`.
+    `latency`: seconds of a batch, for plans made for latency; `expected`: see `Predicted`.
     """
 
     per_minibatch: float
@@ -39,12 +39,12 @@ class Price:
 
     @property
     def goal(self) -> float:
-        """What a better plan has less of."""
+        """What the plan minimizes."""
         return self.per_minibatch if self.latency is None else self.latency
 
     @staticmethod
     def recorded_in(plan: Plan) -> Price:
-        """As the plan has it."""
+        """The price recorded in the plan."""
         predicted, simulated = plan.predicted, plan.predicted.simulated
         seconds = None if simulated is None else simulated.seconds_per_minibatch
         return Price(
@@ -56,13 +56,12 @@ class Price:
 
 
 def price_plan(plan: Plan, request: Request) -> Price:
-    """Of `plan`, which was made for the structure of the graph that `request` has, on a cluster of
-    its own.
+    """Prices `plan`, made for a graph with the structure of `request.graph`, on its own cluster.
 
-    Raises UserError where its stages are not on whole pieces of the cluster.
+    Raises UserError if a stage is not on whole pieces of the cluster.
     """
-    found = stage_times(plan, request.planning, request.model)
-    times = [seconds for seconds, _ in found]
+    limits = stage_times(plan, request.planning, request.model)
+    times = [seconds for seconds, _ in limits]
     simulation = simulate_plan(
         plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
     )
@@ -71,12 +70,12 @@ def price_plan(plan: Plan, request: Request) -> Price:
     latency = None
     if plan.predicted.objective == "latency" and batch is not None:
         latency = Latency(batch).seconds(sum(times), max(times))
-    expected = in_a_run(found, plan.replicas, request.spread)
+    expected = in_a_run(limits, plan.replicas, request.spread)
     return Price(max(times), simulated, latency, expected)
 
 
 def stage_times(plan: Plan, working: PlanningGraph, model: CostModel) -> list[tuple[float, str]]:
-    """Seconds per minibatch that each stage allows, and what sets them."""
+    """Seconds per minibatch that each stage allows, and what limits them."""
     position = working.position
     pieces = [
         sum(1 << position[name] for name in stage.nodes if name in position)
@@ -85,7 +84,7 @@ def stage_times(plan: Plan, working: PlanningGraph, model: CostModel) -> list[tu
     cuts = Cuts(working, list(accumulate(pieces, initial=0)))
     cost, device_types = Replication(cuts, plan.cluster, model), DeviceTypes.of(plan.cluster)
     flat = plan.predicted.objective == "latency"
-    of_stages = [_places(plan, stage.stage) for stage in plan.stages]
+    of_stages = [_components(plan, stage.stage) for stage in plan.stages]
     nested = _flat(of_stages) if flat else _nested(of_stages)
     devices = [
         device_types.worst_of_machines(map(plan.cluster.machine, stage.ranks))
@@ -97,46 +96,46 @@ def stage_times(plan: Plan, working: PlanningGraph, model: CostModel) -> list[tu
     ]
 
 
-def _places(plan: Plan, stage: int) -> _Places:
+def _components(plan: Plan, stage: int) -> _Components:
     known, ranks = tuple(plan.cluster.places()), plan.stages[stage].ranks
     levels = zip(*(known[rank] for rank in ranks), strict=True)
-    found = tuple(tuple(sorted(set(level))) for level in levels)
-    if prod(map(len, found)) != len(ranks):
+    components = tuple(tuple(sorted(set(level))) for level in levels)
+    if prod(map(len, components)) != len(ranks):
         raise UserError(
-            f"the ranks of stage {stage} are no whole pieces of the cluster: no cost model says"
-            " what it takes; make a plan with pd-optimize"
+            f"the ranks of stage {stage} are not whole pieces of the cluster, so no cost model"
+            " applies; make a plan with pd-optimize"
         )
-    return found
+    return components
 
 
-def _nested(of_stages: list[_Places]) -> list[NestedStage]:
-    """Pipelines inside replicated components: stages on the same components of a level, and of
-    those outside, are one stage there.
+def _nested(of_stages: list[_Components]) -> list[NestedStage]:
+    """Stages of pipelines inside replicated components: stages on the same components of a level,
+    and of all levels outside, are one stage there.
     """
-    found = []
+    nested = []
     for stage, places in enumerate(of_stages):
         shares = []
         for level, components in enumerate(places):
             start, end = _run(of_stages, stage, level)
             outer, _ = _run(of_stages, stage, level + 1)
             shares.append(_share(level, start, end, components, first=start == outer))
-        found.append(NestedStage(tuple(shares)))
-    return found
+        nested.append(NestedStage(tuple(shares)))
+    return nested
 
 
-def _run(of_stages: list[_Places], stage: int, level: int) -> tuple[int, int]:
-    """The stages around this one that have its components of `level` and outwards; of none: all."""
+def _run(of_stages: list[_Components], stage: int, level: int) -> tuple[int, int]:
+    """The run of stages around this one on the same components from `level` outwards."""
     same = [places[level:] == of_stages[stage][level:] for places in of_stages]
     start = stage - same[stage::-1].index(False) + 1 if False in same[: stage + 1] else 0
     end = stage + same[stage:].index(False) if False in same[stage:] else len(same)
     return start, end
 
 
-def _flat(of_stages: list[_Places]) -> list[NestedStage]:
-    """One pipeline: a stage has its own cuts at every level, and is joined to the one before it at
-    the outermost level where they differ.
+def _flat(of_stages: list[_Components]) -> list[NestedStage]:
+    """Stages of one flat pipeline: each has its own cuts at every level, and is joined to the one
+    before it at the outermost level where they differ.
     """
-    found = []
+    nested = []
     for stage, places in enumerate(of_stages):
         before = of_stages[stage - 1] if stage else places
         joined = max((k for k in range(len(places)) if places[k] != before[k]), default=-1)
@@ -144,8 +143,8 @@ def _flat(of_stages: list[_Places]) -> list[NestedStage]:
             _share(level, stage, stage + 1, components, first=level != joined)
             for level, components in enumerate(places)
         )
-        found.append(NestedStage(shares))
-    return found
+        nested.append(NestedStage(shares))
+    return nested
 
 
 def _share(level: int, start: int, end: int, components: tuple[int, ...], first: bool) -> Share:

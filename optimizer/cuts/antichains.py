@@ -1,9 +1,10 @@
-"""The antichain DAG: every way to cut a model in two (PipeDream, SOSP 2019, 3.1; seeds/004).
+"""The antichain DAG: every way to cut a model in two (PipeDream, SOSP 2019, section 3.1;
+seeds/004).
 
-A state is a *downset*: a set of nodes that holds the producers of each of its nodes, so that it can
-be what the first k stages compute. Its frontier, those of its nodes that none of the others reads,
-is an *antichain*, and determines it. The *augmented* antichain adds the earlier nodes that are yet
-to be read: with it, all that crosses the cut. An edge of the DAG adds one node.
+A state is a *downset*: a set of nodes that contains the producers of each of its nodes, so the
+first k stages can compute it. Its frontier, the nodes that no other of its nodes reads, is an
+*antichain* and determines it. The *augmented* antichain adds the earlier nodes still to be read:
+together they are all that crosses the cut. An edge of the DAG adds one node.
 
 Sets of nodes are bits of an int, node 0 lowest.
 """
@@ -19,10 +20,8 @@ from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
 @dataclass(frozen=True)
 class AntichainDag:
-    """All downsets of a graph, the empty one first and the whole graph last.
-
-    They are in topological order: by number of nodes, so that a downset stands before all those
-    that contain it.
+    """All downsets of a graph by number of nodes: the empty one first, the whole graph last, and
+    each before all that contain it.
     """
 
     graph: PlanningGraph

@@ -1,4 +1,4 @@
-"""What lies before and across each cut of a family of downsets, and between two nested ones."""
+"""Sums before, across and between the cuts of a family of downsets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Cuts:
         return self.sum(self.graph.work_seconds)
 
     def stage_overhead(self, start: int) -> Floats:
-        """For each state what a stage from `start` to it takes beside its nodes."""
+        """Seconds of a stage from `start` to each state beside its nodes."""
         return self._first_stage_overhead if start == 0 else self._later_stage_overhead
 
     @cached_property
@@ -70,7 +70,7 @@ class Cuts:
 
     @cached_property
     def bytes_across(self) -> Floats:
-        """Bytes of the tensors alive across the cut, each once however many read it."""
+        """Bytes of the tensors alive across the cut, each counted once."""
         live = self.words & self._read_after
         return _sum(live.view(np.uint8), self.graph.output_bytes)
 
@@ -90,17 +90,17 @@ class Cuts:
 
     @cached_property
     def _holds(self) -> NDArray[np.bool_]:
-        """[node, state]: before the cut."""
+        """[node, state]: whether the node is before the cut."""
         count = len(self.graph)
         holds = np.unpackbits(self._bytes, axis=1, count=count, bitorder="little")
         return holds.T.astype(np.bool_)
 
     def sum(self, values: Floats) -> Floats:
-        """For each state the sum of `values` over the nodes before it."""
+        """For each state the sum of `values` over the nodes before the cut."""
         return _sum(self._bytes, values)
 
     def after(self, start: int, end: int) -> States:
-        """The states up to `end` that hold all of `start` and more; a slice where none does not."""
+        """The states up to `end` that contain `start`; a slice if all in between do."""
         here = self.words[start]
         nested = ((self.words[start + 1 : end + 1] & here) == here).all(axis=1)
         return slice(start + 1, end + 1) if nested.all() else np.flatnonzero(nested) + start + 1
@@ -110,7 +110,7 @@ class Cuts:
         return tuple(np.flatnonzero(self._holds[:, end] & ~self._holds[:, start]).tolist())
 
     def bytes_read(self, start: int) -> Floats:
-        """For each state that the stage from `start` may end at: what it reads from before."""
+        """[state]: bytes that the stage from `start` to the state reads from earlier stages."""
         if self._last_read[0] != start:  # a search asks many times in a row
             self._last_read = (start, self._bytes_read(start))
         return self._last_read[1]
@@ -125,7 +125,7 @@ class Cuts:
         return total
 
     def model_input_bytes(self, start: int) -> Floats:
-        """For each state that the stage from `start` may end at: the model's inputs it reads."""
+        """[state]: bytes of the model's inputs that the stage from `start` to the state reads."""
         if self._last_model_inputs[0] != start:
             self._last_model_inputs = (start, self._model_input_bytes(start))
         return self._last_model_inputs[1]
@@ -142,7 +142,8 @@ class Cuts:
 def _sum(sets: NDArray[np.uint8], values: Floats) -> Floats:
     """For each set, a row of bits, the sum of the values of its members.
 
-    Eight at a time, and in the same order in every row, so that no set has less than one inside it.
+    Eight at a time and in the same order in every row, so that rounding never makes the sum of a
+    set smaller than that of a subset.
     """
     total = np.zeros(len(sets))
     for place, column in enumerate(sets.T):
@@ -153,7 +154,7 @@ def _sum(sets: NDArray[np.uint8], values: Floats) -> Floats:
 
 
 def _by_byte(join: np.ufunc, eight: NDArray[Any]) -> NDArray[Any]:
-    """[byte, ...]: what `join` makes of those among up to eight values whose bits are set."""
+    """[byte, ...]: `join` over those of up to eight values whose bits are set."""
     table = np.zeros((1, *eight.shape[1:]), eight.dtype)
     for value in eight:
         table = np.concatenate([table, join(table, value)])

@@ -1,12 +1,12 @@
-"""The lightest cuts of a graph by how much compute lies before them, without listing all cuts.
+"""The lightest cuts of a graph by the compute before them, without listing all cuts.
 
 A graph of parallel branches has as many downsets as the product of their lengths, but most differ
-only in which branch has come how far. Here a topological order is walked, deciding of one node
-after another whether it is before the cut. All that matters of the decisions made is the
-*frontier*, which of the nodes that are yet to be read are before the cut and which of these are
-known to cross it, and how much compute is before the cut, in bins. For each such state the fewest
-bytes, and the ranges of compute and of parameter bytes, of all downsets that lead there are kept: a
-dynamic program over a path decomposition, exponential only in the width of the frontier.
+only in how far each branch has come. Here a topological order is swept, deciding node by node
+whether it is before the cut. All that matters of past decisions is the *frontier* (which of the
+nodes still to be read are before the cut, and which of these are known to cross it) and the compute
+before the cut, in bins. For each such state the fewest bytes crossing, and the ranges of compute
+and of parameter bytes, of all downsets that lead there are kept: a dynamic program over a path
+decomposition, exponential only in the width of the frontier.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Bins:
-    """All downsets by what lies before the cut; arrays of one entry for each bin.
+    """All downsets, in bins by what lies before the cut; arrays have one entry per bin.
 
     Each downset is in one bin. `column` grows with its compute time and `row` with its parameter
-    bytes, and neither is less for a downset than for one inside it; bins come by column, then by
-    row; one more at each end has the empty downset and the whole graph alone. `bytes_across` is
-    what no downset of the bin has less of, and `lightest` one that has so little, as bits (node 0
-    lowest). Where too wide a frontier was cut short the bound may be below any downset's, and
-    `lightest` one that has more, or None.
+    bytes; neither is less for a downset than for one inside it. Bins are ordered by column, then by
+    row, and the first and the last hold only the empty downset and the whole graph. `bytes_across`
+    is a lower bound on the bytes across cuts of the bin, and `lightest` a downset that attains it,
+    as bits (node 0 lowest). If too wide a frontier was cut short, the bound may not be attained,
+    and `lightest` may have more bytes or be None.
     """
 
     column: Numbers
@@ -61,7 +61,7 @@ class Bins:
         return len(self.column)
 
     def merged(self, most: int) -> Bins:
-        """At most `most` bins (or three) made of these, over a coarser grid."""
+        """Merges these into at most `most` bins (at least three), over a coarser grid."""
         count, most = max(most, 3), max(most, 3)
         while len(cells := np.unique(self._cells(count))) > most:
             count = min(count * most // len(cells) + 1, count - 1)
@@ -91,7 +91,7 @@ class Bins:
 
 
 def _grouped(join: np.ufunc, values: Floats, group: Numbers) -> Floats:
-    """What `join` makes of the values of each group."""
+    """`join` over the values of each group."""
     first = np.unique(group, return_index=True)[1]
     joined: Floats = values[first].copy()
     join.at(joined, group, values)
@@ -101,10 +101,10 @@ def _grouped(join: np.ufunc, values: Floats, group: Numbers) -> Floats:
 def bins_of(graph: PlanningGraph, work: float = _WORK, most_states: int = _MOST_STATES) -> Bins:
     """All downsets, in as many bins as take about `work` elementary steps to fill.
 
-    Bins of equal compute time; or, where there can be enough of them, of equal compute time and
-    equal parameter bytes. Where the frontier has more than `most_states` states, nodes of few bytes
-    are forgotten: their readers are taken to come before the cut whether they did or not, and their
-    bytes never to cross. Bounds stay valid.
+    Bins are of equal compute time or, if there can be enough, of equal compute time and equal
+    parameter bytes. If the frontier has more than `most_states` states, nodes of few bytes are
+    forgotten: whether they are before the cut is no longer checked for their readers, and their
+    bytes never count as crossing. Bounds stay valid.
     """
     cells = None
     while cells is None:
@@ -113,27 +113,25 @@ def bins_of(graph: PlanningGraph, work: float = _WORK, most_states: int = _MOST_
     count = int(_FEWEST * work / cells)
     by_both = _Grid(min(count // (_BY_PARAMETERS + 1), _MOST), _BY_PARAMETERS)
     grid = by_both if by_both.columns >= _ENOUGH else _Grid(max(_FEWEST, min(count, _MOST)))
-    walk = _FrontierSweep(graph, grid, most_states)
+    sweep = _FrontierSweep(graph, grid, most_states)
     for step in range(len(graph)):
-        walk.advance(step)
-    return walk.bins()
+        sweep.advance(step)
+    return sweep.bins()
 
 
 def _survey(graph: PlanningGraph, most_states: int, budget: float) -> int | None:
-    """How many cells the fewest bins take; None if more than `budget`, where it could be fewer."""
-    walk, cells = _FrontierSweep(graph, _Grid(_FEWEST), most_states), 1
+    """The number of cells with the fewest bins; None if above `budget` and reducible."""
+    sweep, cells = _FrontierSweep(graph, _Grid(_FEWEST), most_states), 1
     for step in range(len(graph)):
-        walk.advance(step)
-        cells += len(walk.trails[-1].came)
+        sweep.advance(step)
+        cells += len(sweep.back_pointers[-1].came)
         if cells > budget and most_states > 1:
             return None
     return cells
 
 
 class _Grid(NamedTuple):
-    """Equal shares of the compute time and of the parameter bytes; a bin's number is
-    column * (rows + 1) + row.
-    """
+    """Equal shares of compute time and of parameter bytes; bin = column * (rows + 1) + row."""
 
     columns: int
     rows: int = 0
@@ -144,8 +142,8 @@ class _Grid(NamedTuple):
 
 
 class _FrontierStates(NamedTuple):
-    """The states after a step, and where their figures lie: those of state s in the columns from
-    `start[s]` to `start[s + 1]`, the first of them for bin `base[s]`.
+    """The states after a step. The figures of state s are in columns `start[s]` to `start[s + 1]`,
+    the first of them for bin `base[s]`.
     """
 
     codes: Codes
@@ -155,7 +153,7 @@ class _FrontierStates(NamedTuple):
 
 
 class _BackPointers(NamedTuple):
-    """How the states of a step came about, to find the way back.
+    """Back pointers of one step.
 
     `origins[first_origin[s] + came[column]]` is 2 * (the state before) + (the node was taken).
     """
@@ -174,7 +172,7 @@ class _FrontierSweep:
     most_states: int
     slots: dict[int, int] = field(default_factory=dict)
     forgotten: set[int] = field(default_factory=set)
-    trails: list[_BackPointers] = field(default_factory=list)
+    back_pointers: list[_BackPointers] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         graph, total = self.graph, len(self.graph)
@@ -200,13 +198,13 @@ class _FrontierSweep:
         self.cut_short = False
 
     def advance(self, step: int) -> None:
-        """Decides about one node, in every state."""
+        """Decides about one node in every state."""
         graph, node = self.graph, self.order[step]
         known = [producer for producer in graph.producers[node] if producer in self.slots]
         slots = np.array([self.slots[producer] for producer in known], dtype=np.int64)
         cleared = self._leave(step)
         slot = self._enter(node)
-        codes, base, start, figures, *trail = _advance(
+        codes, base, start, figures, *back = _advance(
             self.states,
             (slots, graph.output_bytes[known]),
             (slot, np.uint64(cleared), self.shift[node]),
@@ -218,11 +216,11 @@ class _FrontierSweep:
             step,
         )
         self.states = _FrontierStates(codes, base, start, figures)
-        self.trails.append(_BackPointers(base, start, *trail))
+        self.back_pointers.append(_BackPointers(base, start, *back))
 
     def _leave(self, step: int) -> int:
-        """Takes out of the frontier who was read for the last time, and whom to forget, so that
-        there are fewer states, and a place for one more. Returns the bits of the codes to clear.
+        """Removes nodes read for the last time from the frontier, and a light one to forget if the
+        states are too many or the slots full. Returns the bits of the codes to clear.
         """
         leaving = [node for node in self.slots if self.last_read[node] == step]
         staying = sorted(
@@ -238,7 +236,7 @@ class _FrontierSweep:
         return sum(3 << 2 * self.slots.pop(node) for node in leaving)
 
     def _enter(self, node: int) -> int:
-        """Gives the node a place in the frontier; -1 if nothing reads it."""
+        """The slot of the node in the frontier; -1 if nothing reads it."""
         if not self.graph.consumers[node]:
             return -1
         taken = set(self.slots.values())
@@ -265,15 +263,17 @@ class _FrontierSweep:
         )
 
     def _lightest(self, bins: Numbers) -> tuple[int | None, ...]:
-        trail = _BackPointers(*(np.concatenate(parts) for parts in zip(*self.trails, strict=True)))
+        back = _BackPointers(
+            *(np.concatenate(parts) for parts in zip(*self.back_pointers, strict=True))
+        )
         offsets = np.cumsum(
             [[0] * 3]
-            + [[len(part.base), len(part.origins), len(part.came)] for part in self.trails],
+            + [[len(part.base), len(part.origins), len(part.came)] for part in self.back_pointers],
             axis=0,
         )
         order = np.array(self.order)
         taken = np.zeros((len(bins), len(order)), dtype=np.bool_)
-        _trace(bins, self.final_from, self.shift[order], offsets, trail, taken)
+        _trace(bins, self.final_from, self.shift[order], offsets, back, taken)
         inside = np.zeros_like(taken)
         inside[:, order] = taken
         packed = np.packbits(inside, axis=1, bitorder="little")
@@ -288,9 +288,8 @@ class _FrontierSweep:
 
 
 def _shares(order: Sequence[int], amounts: Floats, count: int) -> Numbers:
-    """How many of `count` equal shares of the whole each node makes up.
-
-    Rounded so that whatever follows in this order adds up.
+    """How many of `count` equal shares of the total each node has, rounded so that the cumulative
+    sums in this order are right.
     """
     if not amounts.any():
         return np.zeros(len(order), dtype=np.int64)
@@ -302,12 +301,14 @@ def _shares(order: Sequence[int], amounts: Floats, count: int) -> Numbers:
 
 @njit(cache=True)
 def _advance(states, read, node, amounts, closed, last, final, final_from, step):  # type: ignore[no-untyped-def]
-    """Every state with the node after the cut and, where its producers are before it, before it.
+    """Every state with the node after the cut and, if its producers are before it, before the cut.
 
-    `read`: slots and bytes of the producers; `node`: its slot, the bits to clear, its shift;
-    `amounts`: its parameter bytes and seconds. States of which nothing can come any more (an empty
-    frontier where it is `closed`, all in the last step) go to `final`.
+    `read`: slots and bytes of the producers; `node`: its slot, the bits to clear, its shift in
+    bins; `amounts`: its parameter bytes and seconds. Finished states (all in the last step, and
+    those with an empty frontier if it is `closed`) are merged into `final`.
     """
+    # bytes[state', bin'] = min over (state, bin) and choices that lead there of
+    #     bytes[state, bin] + bytes now known to cross;  bin' = bin + shift if the node is taken
     shift = node[2]
     targets, charges, live = _decided(states.codes, read, node[0], node[1])
     over = live & (last | (closed & (targets == 0)))
@@ -340,8 +341,8 @@ def _advance(states, read, node, amounts, closed, last, final, final_from, step)
 
 @njit(cache=True)
 def _decided(codes, read, slot, cleared):  # type: ignore[no-untyped-def]
-    """For each state s what comes of it, in 2 s without the node and in 2 s + 1 with it: the code,
-    the bytes that are now known to cross, and whether it can be.
+    """For each state s its successor without the node, at 2 s, and with it, at 2 s + 1: the code,
+    the bytes now known to cross, and whether it is possible.
     """
     slots, slot_bytes = read
     one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
@@ -368,7 +369,7 @@ def _decided(codes, read, slot, cleared):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _spread(states, origins, targets, shift):  # type: ignore[no-untyped-def]
-    """The states that sorted `targets` make, and the bins that their origins reach."""
+    """The distinct states among sorted `targets`, and the bins that their origins reach."""
     first = np.ones(len(targets) + 1, dtype=np.bool_)
     first[1:-1] = targets[1:] != targets[:-1]
     first_origin = np.flatnonzero(first)
@@ -388,7 +389,7 @@ def _spread(states, origins, targets, shift):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _lower(figures, to, source, column, charge, taken, amounts):  # type: ignore[no-untyped-def]
-    """Lowers the figures of a bin by those of another; whether the bytes became fewer."""
+    """Lowers the figures of a bin by those of another; True if the bytes became fewer."""
     if source[0, column] == np.inf:
         return False
     more_parameters, more_seconds = amounts[0] * taken, amounts[1] * taken
@@ -403,8 +404,8 @@ def _lower(figures, to, source, column, charge, taken, amounts):  # type: ignore
 
 
 @njit(cache=True)
-def _trace(bins, final_from, shifts, offsets, trail, taken):  # type: ignore[no-untyped-def]
-    """Follows each bin's lightest downset back, marking in `taken[bin, step]` what is in it."""
+def _trace(bins, final_from, shifts, offsets, back, taken):  # type: ignore[no-untyped-def]
+    """Follows back pointers from each bin, marking its lightest downset in taken[bin, step]."""
     for row in range(len(bins)):
         at = bins[row]
         step = final_from[0, at]
@@ -418,7 +419,7 @@ def _trace(bins, final_from, shifts, offsets, trail, taken):  # type: ignore[no-
                 break
             state = origin // 2
             states, origins, columns = offsets[step]
-            base = trail.base[states + state]
-            column = trail.start[states + step + state] + at - base
-            first = trail.first_origin[states + step + state]
-            origin = trail.origins[origins + first + trail.came[columns + column]]
+            base = back.base[states + state]
+            column = back.start[states + step + state] + at - base
+            first = back.first_origin[states + step + state]
+            origin = back.origins[origins + first + back.came[columns + column]]

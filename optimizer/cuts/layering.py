@@ -1,13 +1,13 @@
-"""Operators in layers, so that there are fewer cuts to search (Alpa, OSDI 2022, section 5.2;
-seeds/002, part 3).
+"""Groups operators into layers, so that there are fewer cuts to search (Alpa, OSDI 2022, section
+5.2; seeds/002, part 3).
 
-Of K operators in a topological order, G(k, r) is the least that the layer which receives most has
-to receive, over all ways to make the first k operators into r layers:
+For K operators in topological order, G(k, r) is the most that any layer receives, minimized over
+all ways to group the first k operators into r layers:
 
     G(k, r) = min over i of max(G(i, r - 1), bytes that operators i+1 .. k read from 1 .. i)
 
-where no layer of several operators computes longer than (1 + spread) times the mean. Ties go to the
-layers of the least variance in compute time.
+where no layer of several operators computes longer than (1 + spread) times the mean. Ties go to
+the least variance in compute time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ SPREAD = 0.5
 def layers(graph: PlanningGraph, order: Sequence[int], count: int) -> tuple[int, ...]:
     """The ends of the layers: ends[r] of the operators in `order` are in the first r + 1 layers.
 
-    `order` is topological; `count` is brought down to the number of operators. Where no layers keep
-    to the cap it is doubled until some do.
+    `order` is topological; `count` is capped at the number of operators. If no layers keep to the
+    spread, it is enlarged until some do.
     """
     count = min(count, len(order))
     seconds = np.concatenate([[0.0], np.cumsum(graph.compute_seconds[list(order)])])
@@ -42,15 +42,14 @@ def layers(graph: PlanningGraph, order: Sequence[int], count: int) -> tuple[int,
 
 
 def _first_begins(seconds: Floats, cap: float) -> list[int]:
-    """For each k, the first operator that a layer of several which ends at k may begin with."""
+    """For each k, the first operator with which a layer of several that ends at k may begin."""
     begins = np.searchsorted(seconds, seconds - cap * (1 + 1e-12), side="left").tolist()
     return [0, *(min(begin, k - 1) for k, begin in enumerate(begins) if k)]
 
 
 def _received(graph: PlanningGraph, order: Sequence[int], first: list[int]) -> list[Floats]:
-    """received[k][i - first[k]]: bytes that operators i .. k-1 read from those before i.
-
-    Each tensor once, however many of them read it.
+    """received[k][i - first[k]]: bytes that operators i .. k-1 read from those before i, each
+    tensor counted once.
     """
     place = {node: position for position, node in enumerate(order)}
     received = [np.zeros(1)]
@@ -61,7 +60,7 @@ def _received(graph: PlanningGraph, order: Sequence[int], first: list[int]) -> l
         for source in graph.producers[order[k - 1]]:
             readers = (place[node] for node in graph.consumers[source])
             before = max((at for at in readers if at < k - 1), default=place[source])
-            # It is new to layers that begin after the last that read it, or else that made it.
+            # New for layers that begin after its previous reader, or else after its producer.
             row[max(before + 1 - low, 0) :] += graph.output_bytes[source]
         received.append(row)
     return received
@@ -72,8 +71,8 @@ def _chain(
 ) -> tuple[float, tuple[int, ...]]:
     """The best `count` layers and their ends.
 
-    By the bytes of the layer that receives most; or, of those where none receives more than
-    `within`, by the sum of the squares of their seconds: with their number given, by the variance.
+    Minimizes the bytes of the layer that receives most; or, with none above `within`, the sum of
+    squares of their seconds, which for a fixed count minimizes the variance.
     """
     operators = len(received) - 1
     best = np.full((count + 1, operators + 1), inf)
@@ -100,7 +99,7 @@ def _chain(
 def layer_cuts(
     graph: PlanningGraph, orders: Sequence[Sequence[int]], count: int
 ) -> tuple[int, ...]:
-    """The downsets between the layers, `count` for each order; as AntichainDag's are."""
+    """The downsets between the layers, `count` for each order, sorted as in AntichainDag."""
     found = {0}
     for order in orders:
         downset, ends = 0, set(layers(graph, order, count))

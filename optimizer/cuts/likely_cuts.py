@@ -1,4 +1,4 @@
-"""Where the downsets are too many to enumerate: a few thousand that are worth cutting at."""
+"""Likely cuts: a few thousand downsets worth cutting at, if there are too many to list."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from pipedream.optimizer.cuts.topological_orders import depth_first, fewest_byte
 
 
 def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
-    """Downsets (as AntichainDag's: the empty one first, the whole graph last), about `limit`.
+    """About `limit` downsets, the empty one first and the whole graph last: prefixes of `orders`.
 
-    The prefixes of three topological orders (the file's, depth first, the one that keeps the fewest
-    bytes alive). A plan over these is valid, but a better one may cut elsewhere. Where they are
-    more than `limit`, the lightest is kept in each of as many equal shares of the compute time.
+    A plan over these is valid, but a better one may cut elsewhere. If there are more than `limit`,
+    the lightest is kept in each of `limit` equal shares of the compute time.
     """
     found = dict(prefix for order in orders(graph) for prefix in _walk(graph, order))
     if len(found) > limit:
@@ -28,7 +27,7 @@ def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
 
 
 def _walk(graph: PlanningGraph, order: Sequence[int]) -> Iterator[tuple[int, tuple[float, float]]]:
-    """Every prefix of the order, its compute time, and the output bytes that are still awaited."""
+    """Every prefix of the order, with its compute seconds and the output bytes still to be read."""
     downset, seconds, live = 0, 0.0, 0.0
     for node in order:
         live += growth(graph, downset, node)
@@ -38,24 +37,24 @@ def _walk(graph: PlanningGraph, order: Sequence[int]) -> Iterator[tuple[int, tup
 
 
 def likely_cuts(graph: PlanningGraph, bins: Bins, limit: int) -> tuple[int, ...]:
-    """`prefixes`, and twice as many of the lightest cuts of all, spread evenly over the compute."""
+    """`prefixes`, and twice as many of the lightest cuts, spread evenly over the compute time."""
     of_all = {downset for downset in bins.merged(2 * limit // 3).lightest if downset is not None}
     return in_order({*of_all, *prefixes(graph, max(1, limit - len(of_all)))})
 
 
 def in_order(downsets: Collection[int]) -> tuple[int, ...]:
-    """Each after all those that it contains."""
+    """Sorts downsets: each after all that it contains."""
     return tuple(sorted(downsets, key=lambda downset: (downset.bit_count(), downset)))
 
 
 def orders(graph: PlanningGraph) -> list[list[int]]:
-    """Topological orders: the file's, depth first, the one that keeps the fewest bytes alive."""
+    """Topological orders: the file's, depth first, and that which keeps the fewest bytes alive."""
     return [list(range(len(graph))), depth_first(graph), fewest_bytes(graph)]
 
 
 def lightest(cuts: Cuts, count: int, among: Ints | None = None) -> list[int]:
-    """The positions, in order, of the cuts of fewest bytes in each of `count` equal shares of the
-    compute time, and of the ends. `among`: which of the others there are to choose from.
+    """The positions, in order, of the lightest cut in each of `count` equal shares of the compute
+    time, and of both ends; `among`: the cuts to choose from [default: all].
     """
     among = np.arange(1, len(cuts) - 1) if among is None else among
     inner = among[_lightest(cuts.seconds[among], cuts.bytes_across[among], count)]
@@ -63,7 +62,7 @@ def lightest(cuts: Cuts, count: int, among: Ints | None = None) -> list[int]:
 
 
 def _lightest(seconds: Floats, live: Floats, count: int) -> Ints:
-    """The places of what is least in `live`, one for each of `count` equal shares of `seconds`."""
+    """The index of the least of `live` in each of `count` equal shares of `seconds`."""
     total = max(seconds.max(initial=0.0), 1e-300)
     share = np.minimum(np.floor(seconds / total * count), count - 1)
     by_bytes = np.lexsort((live, share))

@@ -1,4 +1,4 @@
-"""The part of a model graph that is planned: its working nodes, as bits and arrays."""
+"""The part of a model graph that a plan divides: its working nodes, as bits and arrays."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ class PlanningGraph:
     """The nodes that a plan divides, numbered in topological order.
 
     Sources called `Input` cost nothing and are left out: they go to the first stage. A
-    `__getitem__` that nothing consumes is left out too and goes where its producer goes (`follows`
-    names the working node, None for one that hangs on an input). `footprints`, where there are
-    any, say what each node keeps in memory; without them, its outputs. `update`: what a minibatch
-    spends on updating a byte of parameters; `call`: what it takes in every stage, whatever its
-    nodes; `reading`: and in the first stage and the last one, which read it.
+    `__getitem__` that nothing consumes is left out as well and goes where its producer goes:
+    `follows` names the working node, None for one that reads an input. `footprints` say what each
+    node keeps in memory [default: its outputs]. Seconds per minibatch: `update`, per byte of
+    parameters; `call`, in every stage; `reading`, in the first and the last stage, which read it.
     """
 
     graph: Graph
@@ -99,7 +98,7 @@ class PlanningGraph:
 
     @cached_property
     def work_seconds(self) -> Floats:
-        """And what the node's parameters take to be updated."""
+        """Compute seconds plus the update of the node's parameters."""
         return self.compute_seconds + self.parameter_bytes * self.update
 
     @cached_property
@@ -116,9 +115,9 @@ class PlanningGraph:
 
     @cached_property
     def saved_bytes(self) -> Floats:
-        """What of each node's making is kept for the backward pass.
+        """Bytes that each node keeps for the backward pass.
 
-        A loss is taken to save as much as it reads: the model's outputs once more.
+        A loss is assumed to save as much as it reads: the model's outputs once more.
         """
         if self.footprints is None:
             return self.output_bytes
@@ -128,7 +127,7 @@ class PlanningGraph:
 
     @cached_property
     def workspace_bytes(self) -> Floats:
-        """What each node's backward pass needs beside that: at least its parameters' gradients."""
+        """Bytes that each node's backward pass needs beside that, at least its gradients."""
         if self.footprints is None:
             return self.parameter_bytes
         return np.array([self.footprints[name].workspace for name in self.names])

@@ -1,10 +1,10 @@
-"""Which cuts a plan may have that takes less than a given time: no other needs to be searched.
+"""Prunes cuts: only those that a plan below a given time may have need to be searched.
 
-Cuts that are alike are put into one group, and a stage between two groups is costed at the least
-that any stage between their members can be: the least compute and parameters, the fewest bytes, and
-nested if any might be. A group through which no pipeline of such stages passes holds no cut of a
-plan of interest, and is dropped. The others are divided into smaller groups, until each cut is its
-own or little more can be dropped. Then the same is asked of the pipelines inside the stages that
+Similar cuts are grouped, and a stage between two groups is priced at the least that any stage
+between their members can cost: the least compute and parameters, the fewest bytes, and nested if
+any might be. A group that no pipeline of such stages passes within the time holds no cut of a
+better plan and is dropped. The others are divided into smaller groups, until each cut is its own
+group or little more can be dropped. Then the same is done for the pipelines inside the stages that
 are left.
 """
 
@@ -34,9 +34,9 @@ _CELLS, _MOST = 1.6e7, 1_000
 
 @dataclass(frozen=True)
 class PruningProblem:
-    """Plans on which cluster, by which model and rules.
+    """The cluster, cost model and rules of the plans.
 
-    Neither a limit of memory nor recomputation makes any plan faster: they need not be known.
+    Memory limits and recomputation are ignored, since they make no plan faster.
     """
 
     cluster: Cluster
@@ -45,9 +45,9 @@ class PruningProblem:
 
 
 @dataclass(frozen=True)
-class _Subrange:
-    """Of the model, for pipelines in one component of `level` (1 innermost): from one of the states
-    `starts` to one of `ends`, in less than `within` seconds.
+class _CutRange:
+    """Pipelines in one component of `level` (1 innermost), from one of the states `starts` to one
+    of `ends`, in less than `within` seconds.
     """
 
     level: int
@@ -56,59 +56,57 @@ class _Subrange:
     within: float
 
 
-def prune_cuts(cuts: Cuts, question: PruningProblem, within: float) -> Ints:
-    """The states, in order, at which a plan that takes less than `within` may be cut, at any level.
+def prune_cuts(cuts: Cuts, problem: PruningProblem, within: float) -> Ints:
+    """The states, in order, at which a plan below `within` seconds may cut, at any level.
 
-    As few as can be shown in a few rounds; the first and the last are left out.
+    Possibly a few too many; the first and the last state are left out.
     """
     kept = np.zeros(len(cuts), np.bool_)
     ends = np.array([0]), np.array([len(cuts) - 1])
-    _keep(
-        kept, cuts, question, _Subrange(len(question.cluster.machines), *ends, within * (1 - TIE))
-    )
+    _keep(kept, cuts, problem, _CutRange(len(problem.cluster.machines), *ends, within * (1 - TIE)))
     kept[[0, -1]] = False
     return np.flatnonzero(kept)
 
 
-def _keep(kept: Bools, cuts: Cuts, question: PruningProblem, piece: _Subrange) -> None:
-    """Marks the states at which pipelines of this piece may be cut."""
-    alive = _between(cuts, piece)
+def _keep(kept: Bools, cuts: Cuts, problem: PruningProblem, span: _CutRange) -> None:
+    """Marks in `kept` the states at which pipelines of this range may cut."""
+    alive = _between(cuts, span)
     while True:
-        groups = _CutGroups.of(cuts, alive, question, piece)
-        passage = _ReachabilityTable(groups, question, piece)
-        before, alive = len(alive), _passed(cuts, passage)
+        groups = _CutGroups.of(cuts, alive, problem, span)
+        table = _ReachabilityTable(groups, problem, span)
+        before, alive = len(alive), _passed(cuts, table)
         if not len(alive) or len(alive) > 0.8 * before:
             break
     kept[alive] = True
-    if piece.level > 1:
-        for inside in passage.inside():
+    if span.level > 1:
+        for inside in table.inside():
             if not kept[_between(cuts, inside)].all():
-                _keep(kept, cuts, question, inside)
+                _keep(kept, cuts, problem, inside)
 
 
-def _passed(cuts: Cuts, passage: _ReachabilityTable) -> Ints:
-    """The states, in order, where pipelines may be cut so that m components have time for what is
-    before the cut, and the others for what is after it, for some m: by any cost model a stage on m
-    takes an m-th of its time.
+def _passed(cuts: Cuts, table: _ReachabilityTable) -> Ints:
+    """The states, in order, at which pipelines may cut so that, for some m, m components have time
+    for what is before the cut and the others for what is after it: by any cost model a stage on m
+    takes at least an m-th of its time.
     """
-    groups, piece = passage.groups, passage.piece
-    passed = np.repeat(passage.passed, list(map(len, groups.states)), axis=1)
+    groups, span = table.groups, table.span
+    passed = np.repeat(table.passed, list(map(len, groups.states)), axis=1)
     order = np.concatenate(groups.states)
     seconds = cuts.seconds[order]
-    time = np.arange(len(passed))[:, None] * piece.within * passage.share * (1 + TIE)
-    passed &= seconds - cuts.seconds[piece.starts].max() <= time
-    passed &= cuts.seconds[piece.ends].min() - seconds <= time[::-1]
-    inner = slice(len(piece.starts), len(order) - len(piece.ends))
+    time = np.arange(len(passed))[:, None] * span.within * table.share * (1 + TIE)
+    passed &= seconds - cuts.seconds[span.starts].max() <= time
+    passed &= cuts.seconds[span.ends].min() - seconds <= time[::-1]
+    inner = slice(len(span.starts), len(order) - len(span.ends))
     found: Ints = np.sort(order[inner][passed[:, inner].any(axis=0)])
     return found
 
 
-def _between(cuts: Cuts, piece: _Subrange) -> Ints:
-    """The states that may be inside the piece."""
-    least = np.bitwise_and.reduce(cuts.words[piece.starts])
-    most = np.bitwise_or.reduce(cuts.words[piece.ends])
+def _between(cuts: Cuts, span: _CutRange) -> Ints:
+    """The states that may be inside the range."""
+    least = np.bitwise_and.reduce(cuts.words[span.starts])
+    most = np.bitwise_or.reduce(cuts.words[span.ends])
     inside = ((cuts.words & least) == least).all(axis=1) & ((cuts.words | most) == most).all(axis=1)
-    for ends in (piece.starts, piece.ends):
+    for ends in (span.starts, span.ends):
         if len(ends) == 1:
             inside[ends] = False
     return np.flatnonzero(inside)
@@ -116,10 +114,10 @@ def _between(cuts: Cuts, piece: _Subrange) -> Ints:
 
 @dataclass(frozen=True)
 class _CutGroups:
-    """Groups of states: the first all starts of a piece, the last all ends, the others in between.
+    """Groups of states: the first has all starts of a range, the last all ends.
 
-    `seconds`, `parameters`: the least and the most of each group. `held_by_all` and `held_by_any`:
-    [group, word], nodes that are before all cuts or any.
+    `seconds`, `parameters`: the least and the most of each group. `held_by_all` and `held_by_any`,
+    [group, word]: the nodes before all cuts of the group, or before any.
     """
 
     states: tuple[Ints, ...]
@@ -130,11 +128,11 @@ class _CutGroups:
     held_by_any: NDArray[np.uint64]
 
     @staticmethod
-    def of(cuts: Cuts, alive: Ints, question: PruningProblem, piece: _Subrange) -> _CutGroups:
-        most = int(min(_MOST, (_CELLS / question.cluster.machines[piece.level - 1]) ** 0.5))
-        bandwidth = question.cluster.bandwidth[piece.level - 1]
+    def of(cuts: Cuts, alive: Ints, problem: PruningProblem, span: _CutRange) -> _CutGroups:
+        most = int(min(_MOST, (_CELLS / problem.cluster.machines[span.level - 1]) ** 0.5))
+        bandwidth = problem.cluster.bandwidth[span.level - 1]
         alike = cuts.seconds, cuts.parameter_bytes / bandwidth, cuts.bytes_across / bandwidth
-        states = piece.starts, *_alike(np.column_stack(alike), alive, most), piece.ends
+        states = span.starts, *_alike(np.column_stack(alike), alive, most), span.ends
         order = np.concatenate(states)
         first = np.cumsum([0, *map(len, states[:-1])])
 
@@ -160,7 +158,7 @@ class _CutGroups:
 
     @cached_property
     def nested(self) -> Bools:
-        """[start, end]: whether some cut of the one may be inside another cut of the other."""
+        """[start, end]: whether a cut of one group may be nested in a cut of the other."""
         found = self.seconds[0][:, None] <= self.seconds[1]
         found &= self.parameters[0][:, None] <= self.parameters[1]
         for inside, outside in zip(self.held_by_all.T, ~self.held_by_any.T, strict=True):
@@ -171,8 +169,8 @@ class _CutGroups:
 
 
 def _alike(figures: Floats, states: Ints, most: int) -> Iterator[Ints]:
-    """Divides the states into at most `most` groups: always the one that differs most, in halves
-    of what it differs in. `figures[state]` are comparable amounts.
+    """Divides the states into at most `most` groups by halving, again and again, the widest figure
+    of the widest group. `figures[state]` are comparable amounts.
     """
     heap: list[tuple[float, int, int, Ints]] = []
 
@@ -196,27 +194,27 @@ def _alike(figures: Floats, states: Ints, most: int) -> Iterator[Ints]:
 
 
 class _ReachabilityTable:
-    """Which groups are passed by pipelines of a piece that take less than it says."""
+    """Which groups can be reached, from both ends, by pipelines of a range within its time."""
 
-    def __init__(self, groups: _CutGroups, question: PruningProblem, piece: _Subrange) -> None:
+    def __init__(self, groups: _CutGroups, problem: PruningProblem, span: _CutRange) -> None:
         self.groups = groups
-        self.piece = piece
-        self.model = question.model
-        self.components = question.cluster.machines[piece.level - 1]
-        most = 1 if question.rules.straight else self.components
+        self.span = span
+        self.model = problem.model
+        self.components = problem.cluster.machines[span.level - 1]
+        most = 1 if problem.rules.straight else self.components
         self.replicas = np.arange(1, most + 1)[:, None]
-        self.fewer = question.rules.fewer_machines
-        self.level = levels(question.cluster)[piece.level - 1]
-        inside = prod(question.cluster.machines[: piece.level - 1])
-        self.share = inside * DeviceTypes.of(question.cluster).fastest
+        self.fewer = problem.rules.fewer_machines
+        self.level = levels(problem.cluster)[span.level - 1]
+        inside = prod(problem.cluster.machines[: span.level - 1])
+        self.share = inside * DeviceTypes.of(problem.cluster).fastest
         self.stages = np.array([self._stages(start) for start in range(len(groups))])
         self.stages = self.stages.transpose(1, 0, 2)
 
     def _stages(self, start: int) -> Bools:
-        """[replicas - 1, end]: whether such a stage may take less than the piece says."""
+        """[replicas - 1, end]: whether such a stage may be within the time."""
         seconds = np.maximum(self.groups.seconds[0] - self.groups.seconds[1][start], 0.0)
         costs = self._costs(seconds[None] / self.share, start)
-        found: Bools = (costs < self.piece.within) & self.groups.nested[start]
+        found: Bools = (costs < self.span.within) & self.groups.nested[start]
         return found
 
     def _costs(self, inner: Floats, start: int) -> Floats:
@@ -229,7 +227,7 @@ class _ReachabilityTable:
 
     @property
     def passed(self) -> Bools:
-        """[m, group]: whether a pipeline is cut there, with m components before."""
+        """[m, group]: whether a pipeline may cut there, with m components before."""
         return self._before & self._after[::-1]
 
     @cached_property
@@ -252,23 +250,24 @@ class _ReachabilityTable:
                 found[m] |= stages[:, found[m - replicas]].any(axis=1)
         return found
 
-    def inside(self) -> Iterator[_Subrange]:
-        """What pipelines there may be inside the stages: those of all that begin after as many
-        components and have as many are one piece.
+    def inside(self) -> Iterator[_CutRange]:
+        """The ranges of the pipelines inside the stages: one for all stages with the same number of
+        components before and the same number of replicas.
         """
         for replicas, stages in enumerate(self.stages, start=1):
-            inner = np.full((1, len(self.groups)), replicas * self.piece.within)
+            inner = np.full((1, len(self.groups)), replicas * self.span.within)
             for before in range(self.components + 1 - replicas):
                 after = self._after[self.components - before - replicas]
                 ways = stages & self._before[before][:, None] & after
                 starts, ends = ways.any(axis=1), ways.any(axis=0)
                 if not starts.any():
                     continue
-                # By the slope that costs have at most: from here down to what the piece may take.
+                # Costs grow by at most 1/replicas per second inside: the most seconds inside that
+                # can bring a stage down to the time of the range.
                 over = min(
-                    (self._costs(inner, start)[replicas - 1][ways[start]] - self.piece.within).min()
+                    (self._costs(inner, start)[replicas - 1][ways[start]] - self.span.within).min()
                     for start in np.flatnonzero(starts).tolist()
                 )
-                most = replicas * (self.piece.within - over) * (1 + TIE)
+                most = replicas * (self.span.within - over) * (1 + TIE)
                 members = self.groups.members
-                yield _Subrange(self.piece.level - 1, members(starts), members(ends), float(most))
+                yield _CutRange(self.span.level - 1, members(starts), members(ends), float(most))

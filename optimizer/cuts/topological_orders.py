@@ -1,4 +1,4 @@
-"""Topological orders of a graph that make good cuts, and what each node adds to a cut."""
+"""Topological orders whose prefixes make good cuts, and what each node adds to a cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
 
 def growth(graph: PlanningGraph, downset: int, node: int) -> float:
-    """By how much the bytes still awaited grow when `node` joins the downset."""
+    """The growth of the bytes still to be read when `node` joins the downset."""
     awaited = ~(downset | 1 << node)
     freed = sum(
         float(graph.output_bytes[producer])
@@ -20,7 +20,7 @@ def growth(graph: PlanningGraph, downset: int, node: int) -> float:
 
 
 def depth_first(graph: PlanningGraph) -> list[int]:
-    """Always the node whose producers came last: a branch is finished before the next begins."""
+    """Always takes the node whose producers came last: finishes a branch before the next."""
     came: dict[int, int] = {}
 
     def age(downset: int, node: int) -> float:
@@ -32,12 +32,12 @@ def depth_first(graph: PlanningGraph) -> list[int]:
 
 
 def fewest_bytes(graph: PlanningGraph) -> list[int]:
-    """Always the node that adds least to the bytes still awaited, or takes most from them."""
+    """Always takes the node that adds least to the bytes still to be read."""
     return list(_greedy(graph, lambda downset, node: growth(graph, downset, node)))
 
 
 def _greedy(graph: PlanningGraph, key: Callable[[int, int], float]) -> Iterator[int]:
-    """The order that always takes the ready node of the smallest key; ties by number."""
+    """The order that always takes the ready node with the smallest key; ties by number."""
     downset, nodes = 0, ready(graph, 0)
     while nodes:
         node = min(bits(nodes), key=lambda ready: key(downset, ready))

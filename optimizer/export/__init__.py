@@ -1,1 +1,5 @@
-"""optimizer.export."""
+"""Writes a plan for other frameworks (`--export`).
+
+- `frameworks.py`: one function per framework; begin here, and add new ones there
+- `module_split.py`: rounds a plan to whole modules
+"""

@@ -1,4 +1,4 @@
-"""A plan for other frameworks: one JSON file for each, with what that framework asks for.
+"""Exports a plan for other frameworks: one JSON file each, in the framework's own terms.
 
 | framework | file | holds |
 |---|---|---|
@@ -27,16 +27,16 @@ from pipedream.optimizer.export.module_split import Layering, split_modules, une
 
 @dataclass(frozen=True)
 class Export:
-    """What goes into the file, and what a user has to know of it, a line for each."""
+    """The content of the file, and notes for the user, one line each."""
 
     content: Mapping[str, Any]
     notes: tuple[str, ...]
 
 
 def export(framework: str, plan: Plan, graph: Graph, profile: Profile) -> Export:
-    """The plan for one of `FRAMEWORKS`; `profile` is that of `graph`.
+    """The plan for one of `FRAMEWORKS`; `profile` belongs to `graph`.
 
-    Raises UserError, naming the framework, where it cannot express the plan.
+    Raises UserError if the framework cannot express the plan.
     """
     try:
         return FRAMEWORKS[framework](plan, graph, profile)
@@ -49,7 +49,7 @@ def write_export(export: Export, path: Path) -> None:
 
 
 def _torch(plan: Plan, graph: Graph, profile: Profile) -> Export:
-    """Every plan can be expressed: operators are put in the order of the stages first."""
+    """Can express every plan: operators are put in the order of the stages."""
     calls = profile.node
     stages = [
         [
@@ -94,7 +94,7 @@ def _deepspeed(plan: Plan, graph: Graph, profile: Profile) -> Export:
 
 
 def _megatron(plan: Plan, graph: Graph, profile: Profile) -> Export:
-    """`E` for all before the transformer layers, `t` for each of these, `L` for all after them."""
+    """`E` for all before the transformer layers, `t` for each layer, `L` for all after them."""
     split = split_modules(plan, graph, profile.node, _letters)
     letters = [[name[0] for name in stage] for stage in split.stages]
     flat = [letter for stage in letters for letter in stage]
@@ -112,7 +112,7 @@ def _megatron(plan: Plan, graph: Graph, profile: Profile) -> Export:
 
 
 def _letters(layering: Layering) -> Mapping[str, str]:
-    """A name for each module: E, t and its own, or L."""
+    """A name for each module: E, L, or t and its own name."""
     if len(layering.lists) != 1:
         found = ", ".join(layering.lists) or "none"
         raise UserError(f"it lays out one list of transformer layers; this model's lists: {found}")

@@ -1,4 +1,4 @@
-"""A plan in whole modules: what frameworks take that are told which modules a stage has."""
+"""Rounds a plan to whole modules, for frameworks that assign modules to stages."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pipedream.graph.units import show_seconds
 
 @dataclass(frozen=True)
 class ModuleSplit:
-    """The modules of each stage in the order of execution, and what a user has to know of it."""
+    """The modules of each stage in order of execution, and notes for the user."""
 
     stages: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...]
 
 
 class Layering:
-    """The modules that a model is cut between: each entry of its outermost lists of layers
-    (`layers.0`, `features.3`) and what stands beside these lists.
+    """The modules between which a model can be cut: the entries of its outermost lists of layers
+    (`layers.0`, `features.3`) and the modules beside these lists.
 
-    `unit_of` gives each node its module; None for an operator in the code of a model or module
-    that is itself divided, and for the inputs.
+    `unit_of` maps each node to its module; None for inputs, and for operators in the code of a
+    model or module that is itself divided.
     """
 
     def __init__(self, graph: Graph, calls: Mapping[str, ProfiledNode]) -> None:
@@ -40,7 +40,7 @@ class Layering:
 
     @property
     def units(self) -> tuple[str, ...]:
-        """In the order of execution."""
+        """The modules in order of execution."""
         return tuple(dict.fromkeys(unit for unit in self.unit_of.values() if unit is not None))
 
 
@@ -50,10 +50,10 @@ def split_modules(
     calls: Mapping[str, ProfiledNode],
     label: Callable[[Layering], Mapping[str, str]] | None = None,
 ) -> ModuleSplit:
-    """Rounds the cuts of the plan to whole modules: each goes where most of its time is.
+    """Rounds the cuts of the plan to whole modules: each goes to the stage with most of its time.
 
-    `label` makes several units of a `Layering` into one, by giving them the same name. Raises
-    UserError where a stage is left without a module, or a tensor would have to pass by a stage.
+    `label` merges units of a `Layering` by giving them the same name. Raises UserError if a stage
+    is left without a module, or a tensor would have to skip a stage.
     """
     layering = Layering(graph, calls)
     labels = label(layering) if label else {unit: unit for unit in layering.units}
@@ -76,14 +76,14 @@ def split_modules(
 
 
 def uneven(plan: Plan) -> Iterable[str]:
-    """A note where the stages have different numbers of replicas."""
+    """A note if stages have different numbers of replicas."""
     if len(set(plan.replicas)) > 1:
         counts = ", ".join(map(str, plan.replicas))
         yield f"replicas {counts} are left out: it has the same number of every stage"
 
 
 def _outermost_lists(paths: Iterable[str]) -> tuple[str, ...]:
-    """The paths whose children are numbers, two or more, and that are in no other such path."""
+    """The outermost paths with two or more numbered children."""
     children: dict[str, set[str]] = defaultdict(set)
     for path in paths:
         parts = path.split(".")
@@ -103,7 +103,7 @@ def _prefixes(path: str) -> list[str]:
 
 
 def _unit(path: str, opened: set[str]) -> str | None:
-    """The outermost module around this path that is not divided; None if all are."""
+    """The outermost undivided module around this path; None if all are divided."""
     return next((prefix for prefix in _prefixes(path) if prefix not in opened), None)
 
 
@@ -121,8 +121,8 @@ def _rounded(plan: Plan, graph: Graph, unit_of: Mapping[str, str]) -> dict[str, 
 
 
 def _placed(plan: Plan, graph: Graph, stage_of: Mapping[str, int]) -> dict[str, int]:
-    """The stage of every node, given those in modules: others stay where they were planned, if what
-    they read and what reads them lets them.
+    """The stage of every node, given those in modules. Other nodes stay where they were planned, as
+    far as their producers and readers allow.
     """
     placed = dict(stage_of)
     for name in graph.order:
@@ -156,7 +156,7 @@ def _name(graph: Graph, node: str) -> str:
 
 
 def _loss(plan: Plan, graph: Graph, stage_of: Mapping[str, int]) -> Iterable[str]:
-    """What rounding costs, if anything."""
+    """A note on what rounding costs, if anything."""
     moved = sum(plan.stage_of[name] != stage for name, stage in stage_of.items())
     if not moved:
         return

@@ -1,8 +1,8 @@
-"""How the stages of one flat pipeline may follow each other over the machines of a cluster.
+"""The fill order: how the stages of one flat pipeline may follow each other over a cluster.
 
-The machines, components of the outermost level, are filled one after another: of machines of one
-kind (kinds.py) it does not matter which comes first, so that how far a pipeline has come is how
-many of each kind are full, and how much of the one that was begun last.
+The machines, components of the outermost level, are filled one after another. Machines of one type
+are interchangeable, so the state of a pipeline is the number of full machines of each type and how
+much of the machine begun last is used.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _NONE = -1
 class StageVariant(NamedTuple):
     """All that the cost of a stage depends on beside its cuts."""
 
-    boundary_level: int
-    spans: int  # the level whose components it has several of; 0 for one device
+    boundary_level: int  # see `Mesh.boundary_level`
+    spans: int  # the outermost level of which it has several components; 0 for one device
     size: int
     downstream_workers: int
     device: WorstDevice
@@ -37,25 +37,28 @@ class FillState(NamedTuple):
     """How far the cluster is filled: the boundary between two stages.
 
     `full` encodes the machines that are filled (`MixedRadixCounter`); `inside` counts the devices
-    used of one more machine, of type `kind`, if one is begun. `workers` counts the workers that
-    follow (0 where they are not counted).
+    used of one more machine, of type `device_type`, if one is begun. `workers` counts those that
+    follow (0 if not counted).
     """
 
     full: int
-    kind: int = _NONE
+    device_type: int = _NONE
     inside: int = 0
     workers: int = 0
 
 
 @dataclass(frozen=True)
 class FillOrder:
-    """`machines` of each kind; `kinds` of stages; `states`, by the number of devices before them,
-    and `capacity`, what these devices do together.
+    """The graph of fill states, with an edge for every stage that may lead from one to another.
 
-    Stages of kind k lead from spots `source[first[k] : first[k + 1]]` to `target[...]`, ordered by
-    the power before the source. Those from spot s are, once more, `variant_from[first_from[s] :
-    first_from[s + 1]]`, to `target_from[...]`. The pipeline may end at a spot where `may_end`, and
-    leave devices out from spot s to any of `skips[s]`, which is padded with s.
+    `machines` of each type; `variants` of stages; `states` ordered by the number of devices before
+    them; `capacity[s]`: the total speed of these devices.
+
+    Stages of variant k lead from states `source[first[k] : first[k + 1]]` to `target[...]`, ordered
+    by the capacity before the source. The same edges by source: those from state s are
+    `variant_from[first_from[s] : first_from[s + 1]]`, leading to `target_from[...]`. A pipeline may
+    end in the states `may_end`, and leave devices out from state s to any of `skips[s]`, padded
+    with s.
     """
 
     mesh: Mesh
@@ -78,26 +81,26 @@ class FillOrder:
         return float(self.capacity[-1])
 
     def begun(self, state: FillState) -> tuple[int, ...]:
-        """How many machines of each kind it has behind it or is in."""
+        """The machines of each type that are full or begun."""
         taken = list(self.counter.decode(state.full))
         if state.inside:
-            taken[state.kind] += 1
+            taken[state.device_type] += 1
         return tuple(taken)
 
     def submesh(self, source: int, variant: int) -> Submesh:
-        """Of a stage, its devices numbered in the order in which machines are filled."""
+        """The devices of a stage, numbered in the order in which machines are filled."""
         begin = _position(self.mesh, self.counter, self.states[source])
         return Submesh(begin, self.variants[variant].size, self.variants[variant].boundary_level)
 
     def newly_begun(self, source: int, target: int) -> tuple[int, ...]:
-        """How many machines of each kind a stage is the first on."""
+        """The machines of each type that this stage begins."""
         return tuple(map(sub, self.begun(self.states[target]), self.begun(self.states[source])))
 
 
 def build_fill_order(
     machines: Sequence[int], types: DeviceTypes, rules: Rules, with_downstream: bool
 ) -> FillOrder:
-    """`with_downstream`: what a stage costs depends on the workers behind it."""
+    """The fill order; `with_downstream`: costs depend on the workers behind a stage."""
     return _FillOrderBuilder(Mesh(machines), types, rules, with_downstream).build()
 
 
@@ -117,8 +120,8 @@ class _FillOrderBuilder:
         self.counter = MixedRadixCounter(types.counts)
         self.inner = mesh.within[-2]
         self.one = [
-            self.counter.encode([int(kind == other) for other in range(len(types.counts))])
-            for kind in range(len(types.counts))
+            self.counter.encode([int(device_type == other) for other in range(len(types.counts))])
+            for device_type in range(len(types.counts))
         ]
         self.states = sorted(self._all_states(), key=self._position)
         self.number = {state: number for number, state in enumerate(self.states)}
@@ -169,26 +172,28 @@ class _FillOrderBuilder:
     def _capacity(self, state: FillState) -> float:
         full_machines = zip(self.counter.decode(state.full), self.types.worst, strict=True)
         full: float = sum(count * device.speed for count, device in full_machines) * self.inner
-        return full + (self.types.worst[state.kind].speed * state.inside if state.inside else 0.0)
+        return full + (
+            self.types.worst[state.device_type].speed * state.inside if state.inside else 0.0
+        )
 
     def _all_states(self) -> Iterator[FillState]:
         for full in range(self.counter.size):
             yield from self._with_workers(FillState(full))
-            for kind in self._left(full):
+            for device_type in self._left(full):
                 for inside in range(1, self.inner):
-                    yield from self._with_workers(FillState(full, kind, inside))
+                    yield from self._with_workers(FillState(full, device_type, inside))
 
     def _with_workers(self, state: FillState) -> Iterator[FillState]:
         most = self.mesh.devices - self._position(state) if self.counted else 0
         return (state._replace(workers=workers) for workers in range(most + 1))
 
     def _left(self, full: int) -> list[int]:
-        """The kinds that there is a machine of besides."""
+        """The types with a machine left."""
         filled = zip(self.counter.decode(full), self.types.counts, strict=True)
-        return [kind for kind, (taken, count) in enumerate(filled) if taken < count]
+        return [device_type for device_type, (taken, count) in enumerate(filled) if taken < count]
 
     def _from(self, state: FillState) -> Iterator[tuple[StageVariant, int]]:
-        """The stages that may begin here, and where they end."""
+        """The stages that may begin in this state, and the states they end in."""
         position = self._position(state)
         if position == self.mesh.devices:
             return
@@ -200,16 +205,19 @@ class _FillOrderBuilder:
             downstream_workers = ceil(behind / submesh.size) if self.with_downstream else 0
             spans = self.mesh.spans(submesh.size)
             for device, target in self._taking(state, submesh.size):
-                kind = StageVariant(
+                variant = StageVariant(
                     submesh.boundary_level, spans, submesh.size, downstream_workers, device
                 )
-                yield kind, self.number[target._replace(workers=workers)]
+                yield variant, self.number[target._replace(workers=workers)]
 
     def _taking(self, state: FillState, size: int) -> Iterator[tuple[WorstDevice, FillState]]:
-        """Every choice of machines for a stage of so many devices."""
+        """Every choice of machines for a stage of `size` devices."""
         if size < self.inner:
-            for kind in [state.kind] if state.inside else self._left(state.full):
-                yield self.types.worst[kind], self._further(state._replace(kind=kind), size)
+            for device_type in [state.device_type] if state.inside else self._left(state.full):
+                yield (
+                    self.types.worst[device_type],
+                    self._further(state._replace(device_type=device_type), size),
+                )
             return
         filled = self.counter.decode(state.full)
         for taken in self.counter.choices():
@@ -218,14 +226,16 @@ class _FillOrderBuilder:
                 yield self.types.worst_of(taken), FillState(state.full + self.counter.encode(taken))
 
     def _further(self, state: FillState, devices: int) -> FillState:
-        """So many devices on, within the machine of `state.kind`."""
+        """The state `devices` further on, within the machine of type `state.device_type`."""
         inside = state.inside + devices
         if inside == self.inner:
-            return state._replace(full=state.full + self.one[state.kind], kind=_NONE, inside=0)
+            return state._replace(
+                full=state.full + self.one[state.device_type], device_type=_NONE, inside=0
+            )
         return state._replace(inside=inside)
 
     def _skips(self, state: FillState) -> Iterator[int]:
-        """The next spots that a stage may begin at if devices are left out here."""
+        """The next states in which a stage may begin if devices are left out here."""
         if self.rules.fewer_machines and state.inside:
             position = self._position(state)
             ends = {-(-position // size) * size for size in self.mesh.within[:-1]} - {position}

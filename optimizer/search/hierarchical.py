@@ -1,11 +1,15 @@
 """The hierarchical dynamic program: the best pipeline of pipelines over nested downsets.
 
 PipeDream, SOSP 2019, section 3.1 (seeds/004, section 4.2), from the innermost level outwards: level
-k divides a piece of the model into stages, each on some components of level k - 1 that all do the
-same, so that the cost of a stage rests on the best pipeline *inside* one component. Level 0 is a
-device. Differences from the source:
+k divides a piece of the model into stages, each replicated over some components of level k - 1, so
+that the cost of a stage rests on the best pipeline *inside* one component. Level 0 is a device.
 
-- all pairs of nested downsets are tried and no others, so that no stage is ever negative;
+    A_k(i -> j, m) = min over cuts i < c <= j, replicas r of max(T_k(i -> c, r), A_k(c -> j, m - r))
+    T_k(i -> c, r) = price of level k for r replicas, given A_(k-1)(i -> c, all components inside)
+
+Differences from the source:
+
+- only pairs of nested downsets are tried, so that no stage is ever negative;
 - pipelines grow from their end, so that the workers behind a stage, and with them its minibatches
   in flight and its memory, are known when it is added. A component's inner pipeline needs one
   number of what is behind it: the workers of later stages per component, `downstream_workers`. It
@@ -38,13 +42,13 @@ from pipedream.optimizer.search.stages import (
     Solution,
 )
 
-# Elementary steps of the outermost and of an inner level that take about half a minute.
+# Elementary steps of the outermost and of the inner levels in about half a minute.
 _OUTER_BUDGET, _INNER_BUDGET = 4e9, 3e11
 
 
 class _Subproblem(NamedTuple):
-    """A component of `level` to be filled, with devices of this grade, and the workers behind it
-    for each such, rounded up.
+    """Planning inside one component of `level` whose worst device is `device`, with this many
+    workers of later stages per component, rounded up.
     """
 
     level: int
@@ -60,49 +64,50 @@ class _Remaining(NamedTuple):
 
 
 class _Allocation(NamedTuple):
-    """A stage on `replicas` components and `used` devices of each (0 where not counted).
+    """A stage on `replicas` components and `used` devices of each (0 if not counted).
 
-    `taken`: the components of each kind, `counter` their number, `device` what all of them can do.
-    `behind`: which components may be left to the stages behind it. `downstream[m][w]`: the load
-    inside each component with `behind[m]` and w devices behind it. Of one row where m makes no
-    difference, of one column where devices are not counted.
+    `taken`: the components of each type, `code` their `MixedRadixCounter` code, `device` their
+    worst device. `behind`: codes of the components that may be left to the stages behind it.
+    `downstream[m][w]`: the downstream workers inside each component with `behind[m]` and w devices
+    behind it; one row if m makes no difference, one column if devices are not counted.
     """
 
     replicas: int
     taken: tuple[int, ...]
-    counter: int
+    code: int
     device: WorstDevice
     used: int
     behind: Sequence[int]
     downstream: list[list[int]]
 
     def leaves(self, left: _Remaining) -> _Remaining | None:
-        """What is left to the stages behind; None if this stage does not fit."""
-        components = left.components - self.counter
+        """What remains for the stages behind it; None if this stage does not fit."""
+        components = left.components - self.code
         devices = left.devices - self.replicas * self.used
         fits = components in self.behind and 0 <= devices < len(self.downstream[0])
         return _Remaining(components, devices) if fits else None
 
     def at(self, behind: _Remaining) -> tuple[int, int]:
-        """Where `downstream` has the case of this much behind."""
+        """The indices of `downstream` for what is behind."""
         return min(self.behind.index(behind.components), len(self.downstream) - 1), behind.devices
 
 
 class _Option(NamedTuple):
-    """A placing, and what it costs: `cost[m, w, end]`, with m and w as in its `downstream`."""
+    """An allocation and its cost[m, w, end], with m and w as in its `downstream`."""
 
     allocation: _Allocation
     cost: Floats
 
 
 class Search:
-    """Finds the pipeline whose costliest stage costs least; ties go to the fewest stages.
+    """Finds the pipeline whose costliest stage is cheapest; ties go to the fewest stages.
 
     `device_types` are those of the outermost level's components, by default all alike. Stages and
     pipelines that cost more than `limit` are not explored.
 
     Work: N^2 M^2 for N cuts and M machines at the outermost level, N^3 M^2 at each within. With
-    M1, M2, ... machines of each kind the first is N^2 M1^2 M2^2 ..., the second for each grade.
+    M1, M2, ... machines of each type the first is N^2 M1^2 M2^2 ..., the second once for each
+    distinct worst device.
     """
 
     def __init__(
@@ -129,10 +134,10 @@ class Search:
             for device in self.device_types.distinct
         }
         self.devices = tuple(prod(machines[:level]) for level in range(len(machines) + 1))
-        # The load needs the number of devices behind a stage. It follows from the number of
-        # components, unless a component may use only some of its devices: from level 2 on.
+        # Downstream workers follow from the number of components behind a stage, unless a component
+        # may use only some of its devices, from level 2 on; then devices are counted as well.
         self._counted = cost.depends_on_downstream and rules.fewer_machines
-        self.steps = 0  # how much work it was
+        self.steps = 0  # elementary steps of work done
         self._tables: dict[_Subproblem, Floats] = {}
         self._allocated: dict[tuple[_Subproblem, bool], list[_Allocation]] = {}
 
@@ -148,7 +153,7 @@ class Search:
         )
 
     def bottleneck(self) -> float:
-        """What the best pipeline costs; infinite if there is none."""
+        """The cost of the best pipeline; infinite if there is none."""
         return float(self._costs().min())
 
     @property
@@ -161,7 +166,7 @@ class Search:
         return self._by_devices(self._outermost, whole)[:, 0, 0]
 
     def _inside(self, subproblem: _Subproblem, start: int, ends: States) -> Floats:
-        """[used, end]: the best cost in this room of the pieces that begin at `start`."""
+        """[used, end]: the best cost in this subproblem of the pieces that begin at `start`."""
         if subproblem.level == 0:
             return self._on[subproblem.device].on_device(
                 start, ends, subproblem.downstream_workers
@@ -171,14 +176,14 @@ class Search:
         return self._tables[subproblem][:, start, ends]
 
     def _by_devices(self, subproblem: _Subproblem, whole: Floats) -> Floats:
-        """[used, ...]: the best of `whole[m, w, ...]`; of length 1 where devices are not counted.
+        """[used, ...]: the best of `whole[m, w, ...]`; of length 1 if devices are not counted.
 
         At level 1 components are devices.
         """
         return whole[:, 0] if self._counted and subproblem.level == 1 else whole.min(axis=0)
 
     def _counts(self, level: int) -> bool:
-        """Whether pipelines at this level count devices beside components."""
+        """Whether pipelines at this level count devices as well as components."""
         return self._counted and level > 1
 
     def _pipelines(
@@ -218,7 +223,7 @@ class Search:
                     continue
                 for allocation, costs in self._options(subproblem, start, stops, first, within):
                     size = allocation.replicas * allocation.used
-                    where = np.asarray(allocation.behind), allocation.counter, size
+                    where = np.asarray(allocation.behind), allocation.code, size
                     rest = later, reach, stops, first_end
                     self.steps += _extend(
                         table, start, rest, costs, where, limits, within is not None
@@ -227,7 +232,7 @@ class Search:
         return later, whole
 
     def _stops(self, subproblem: _Subproblem, start: int, end: int) -> Ints:
-        """Where a stage from `start` may end, and not cost more than any plan of interest."""
+        """The ends of stages from `start` that can stay within the cost limit."""
         stops = np.arange(len(self.cuts))[self.cuts.after(start, end)]
         if self.limit == inf:
             return stops
@@ -239,9 +244,9 @@ class Search:
     def _limits(self, level: int, start: int, ends: Ints) -> Floats:
         """The most that each of these pieces may cost in a component of `level`.
 
-        Beyond that no number of such components makes a stage that costs no more than `limit`: one
-        on m takes at least an m-th of its time on one, and at least its overhead, by any cost
-        model. What is part of a larger stage may cost no more, for that has more overhead.
+        Above that no number of such components makes a stage within `limit`: by any cost model a
+        stage on m takes at least an m-th of its time on one, and at least its overhead. A part of a
+        larger stage may cost no more, since that has more overhead.
         """
         if level == len(self.machines) or self.limit == inf:
             return np.full(len(ends), self.limit)
@@ -254,10 +259,10 @@ class Search:
     def _options(
         self, subproblem: _Subproblem, start: int, after: States, first: bool, within: float | None
     ) -> Iterator[_Option]:
-        """Every way to place the stages from `start`, all of them costed in one question.
+        """Every allocation of the stages from `start`, all priced in one question.
 
         With `within` the cost is a number of stages: 1, infinite for a stage that costs more, and
-        more than any pipeline has for one without work.
+        more than any pipeline has for a stage without work.
         """
         allocations = self._allocations(subproblem, first)
         if not allocations:
@@ -285,7 +290,7 @@ class Search:
             position += len(rows)
 
     def _allocations(self, subproblem: _Subproblem, first: bool) -> list[_Allocation]:
-        """Every number of components, and devices in each, that a stage may have."""
+        """Every number of components, and of devices in each, for a stage."""
         if (subproblem, first) not in self._allocated:
             self._allocated[subproblem, first] = list(self._new_allocations(subproblem, first))
         return self._allocated[subproblem, first]
@@ -300,7 +305,7 @@ class Search:
             if self.rules.straight and replicas > 1:
                 continue
             behind = counter.remaining_after(taken)
-            if not first:  # it leaves a component to the stage before it
+            if not first:  # leave a component to the stage before it
                 behind = behind[:-1]
             elif not self.rules.fewer_machines:
                 behind = behind[-1:]
@@ -326,7 +331,7 @@ class Search:
     def _unfold(
         self, subproblem: _Subproblem, piece: tuple[int, int], used: int, cost: float
     ) -> Iterator[NestedStage]:
-        """The pipeline of fewest stages for this piece that costs no more than `cost`."""
+        """The pipeline of fewest stages for this piece within `cost`."""
         if subproblem.level == 0:
             yield NestedStage(())
             return
@@ -357,13 +362,13 @@ class Search:
             start, left, offset = stop, behind, offset + allocation.replicas
 
     def _free(self, subproblem: _Subproblem) -> list[Iterator[int]]:
-        """The components of each kind, to be taken in turn."""
+        """The components of each type, to be taken in turn."""
         if subproblem.level == len(self.machines):
             return [iter(machines) for machines in self.device_types.machines]
         return [iter(range(self.machines[subproblem.level - 1]))]
 
     def _all(self, subproblem: _Subproblem, whole: Floats, start: int, used: int) -> _Remaining:
-        """The components and devices of the best pipeline of `_by_devices` number `used`."""
+        """The components and devices of the best pipeline with `used` devices."""
         if self._counted and subproblem.level == 1:
             return _Remaining(used, 0)
         return _Remaining(int(whole[:, used, start, 0].argmin()), used)
@@ -377,7 +382,7 @@ class Search:
         within: float,
         first: bool,
     ) -> tuple[_Allocation, _Remaining, int]:
-        """The stage to begin this piece with, what it leaves to those behind, and its end."""
+        """The first stage of this piece, what it leaves to those behind, and its end."""
         after = self.cuts.after(*piece)
         stops = np.arange(len(self.cuts))[after]
         found = []
@@ -396,18 +401,21 @@ class Search:
 def _extend(table, start, rest, costs, allocation, limits, counting):  # type: ignore[no-untyped-def]
     """Lowers `table[m, w, start, end]` by a stage before each pipeline of `later[m, w, stop, end]`.
 
-    `rest`: `later`, the end of what is finite in it, the stops, and the least end worth a look from
-    each. `costs[m, w, k]` is the stage's to `stops[k]`, which is passed over above `limits[k]`.
-    `allocation`: the components that are behind and those that it takes, by their tallies, and the
-    devices. Costs are joined by the larger, or added if `counting`. Returns how many it looked at.
+    `rest`: `later`, the end of its finite entries, the stops, and the least useful end from each.
+    `costs[m, w, k]` is the cost of the stage to `stops[k]`, skipped above `limits[k]`.
+    `allocation`: codes of the components behind the stage and of those it takes, and its devices.
+    Returns the number of entries examined.
     """
+    # table[m + code, w + devices, start, end] = min over stop of
+    #     max(costs[m, w, stop], later[m, w, stop, end]), or their sum if counting stages
+    # (PipeDream, SOSP 2019, section 3.1)
     later, reach, stops, first_end = rest
-    behind, counter, devices = allocation
+    behind, code, devices = allocation
     steps = 0
     for k, m in enumerate(behind):
         for w in range(costs.shape[1]):
             row = costs[min(k, len(costs) - 1), w]
-            target = table[m + counter, w + devices, start]
+            target = table[m + code, w + devices, start]
             for position, stop in enumerate(stops):
                 cost = row[position]
                 if cost > limits[position]:
@@ -442,10 +450,10 @@ def affordable(
     most: int = 20_000,
     device_types: DeviceTypes | None = None,
 ) -> int:
-    """How many cuts `Search` gets through in about half a minute, at most `most`.
+    """How many cuts `Search` can handle in about half a minute, at most `most`.
 
-    A memory limit calls for a table of each inner level for every load, about as many as there are
-    components outside it; kinds of device for one for every grade.
+    A memory limit needs a table of each inner level for every number of downstream workers, about
+    as many as there are components outside it; device types need one per distinct worst device.
     """
     allocations = [count * (count + 3) / 2 for count in machines[:-1]]
     device_types = device_types or DeviceTypes.uniform(machines[-1])

@@ -1,21 +1,25 @@
-"""The pipeline that brings a batch through soonest: Alpa's inter-operator pass (seeds/002, part 3).
+"""The flat pipeline that finishes a batch soonest: Alpa's inter-operator pass (OSDI 2022,
+section 5.2; seeds/002, part 3).
 
-A flat pipeline of stages on submeshes (submesh.py) takes sum t_i + (B - 1) max t_j for B
-microbatches, t_i from the same StageCost as the throughput search has: the stage's cost level by
-level over the components that its submesh spans, with the link to the stage before it at the level
+A flat pipeline of stages on submeshes (submeshes.py) takes sum t_i + (B - 1) max t_j for B
+microbatches. The t_i come from the same StageCost as in the throughput search: the stage's cost
+level by level over the components of its submesh, with the link to the stage before it at the level
 where the two meet. Pipelines nested in replicated components are not in this space. Machines of
-several kinds may be filled in any order (moves.py).
+several types may be filled in any order (fill_order.py).
 
-For a bound t_max on the slowest stage, one pass over the nested cuts and the devices gives the
-least sum, as in Alpa; like the throughput search it grows pipelines from their end, where the
-workers behind a stage and with them its memory are known. Alpa tries t_max upwards in steps of
-epsilon and stops once B t_max is no better than the best. Here an answer also says that no plan of
-a lower t_max adds up to less, so that whole ranges of t_max are left out: what remains between two
-values that were tried is closed as soon as its least sum and its lowest t_max promise nothing
-better than the best, less B epsilon. What is given up is never more, and nothing with epsilon 0.
+For a bound t_max on the slowest stage, one pass over nested cuts and devices gives the least sum,
 
-A pass looks at no stage that takes more than t_max, and at no cut where the devices before it
-could not have done by then what comes before it, or those behind it what comes after.
+    F(c, s) = min over stages (c -> c', s -> s') of t <= t_max of  t + F(c', s'),   F(end, full) = 0
+
+for cut c and fill state s, as in Alpa. Pipelines grow from their end, where the workers behind a
+stage, and with them its memory, are known. Alpa tries t_max upwards in steps of epsilon and stops
+once B t_max is no better than the best. Here each answer also says that no plan of a lower t_max
+has a smaller sum, which excludes whole ranges of t_max: a range between two values that were tried
+is closed as soon as its least sum and its lowest t_max promise nothing better than the best, less
+B epsilon. The result is within B epsilon of the best, and is the best with epsilon 0.
+
+A pass skips every stage that takes more than t_max, and every cut where the devices before it could
+not do by then what comes before it, or those behind it what comes after.
 """
 
 from __future__ import annotations
@@ -40,16 +44,16 @@ from pipedream.optimizer.search.stages import TIE, CutFamily, NestedStage
 from pipedream.optimizer.search.submeshes import Submesh, nested_stage
 
 _RANGE = 1.02
-"""A range of t_max narrower than this is tried from above, a wider one in its middle."""
+"""A range of t_max narrower than this ratio is tried at its top, a wider one in its middle."""
 
-# Elementary steps, stages to keep in memory and to ask the cost of, in what one plan may take; and
-# for how many starts it may be asked, with one load on one device.
+# What one plan may take: elementary steps, stages kept in memory, stage costs asked for, and
+# questions, one per start, device and number of downstream workers.
 _STEPS, _STAGES, _ANSWERS, _QUESTIONS = 1e10, 5e7, 5e8, 2e5
-_MEMORY = 10  # answers in the time of one where it depends on memory
+_MEMORY = 10  # a cost that depends on memory takes as long as this many that do not
 _MOST_CUTS = 3_000
 
 _FEWEST, _TIMES = 50, 4
-"""Cuts for a first plan, and how many times as many for the next."""
+"""Cuts for a first plan, and the growth factor for the next."""
 
 _ANY = 1e300
 _ROUNDING = 1e-9
@@ -57,9 +61,10 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds of a batch of `microbatches` is what counts; B `epsilon` of them may be given up.
+    """The goal of least seconds per batch of `microbatches`.
 
-    `layers`: the graph is first made into so many layers (cluster_operators.py).
+    The plan may be up to `microbatches` times `epsilon` seconds slower than the best. `layers`: the
+    graph is first grouped into this many layers (cuts/layering.py).
     """
 
     microbatches: int
@@ -71,7 +76,7 @@ class Latency:
 
 
 class LatencySolution(NamedTuple):
-    """`cost`: seconds of a batch; `bound`: what no plan over these cuts can be below."""
+    """`cost`: seconds of a batch; `bound`: a lower bound over these cuts."""
 
     cost: float
     bound: float
@@ -80,10 +85,10 @@ class LatencySolution(NamedTuple):
 
 @dataclass(frozen=True)
 class DoneBounds:
-    """The compute seconds before each cut: at least and at most, where a cut stands for several.
+    """Bounds on the compute seconds before each cut, which may stand for several downsets.
 
-    A stage takes at least its compute time over what its devices do together, so that pipelines
-    need not be looked into where too much is before a cut, or after it, for the devices there.
+    A stage takes at least its compute time over the total speed of its devices, so pipelines are
+    not explored where too much comes before a cut, or after it, for the devices there.
     """
 
     least: Floats
@@ -95,7 +100,7 @@ class DoneBounds:
 
     @staticmethod
     def unknown(cuts: Cuts) -> DoneBounds:
-        """For costs that are not seconds: nothing is left out."""
+        """Bounds that exclude nothing, for costs that are not seconds."""
         return DoneBounds(np.zeros(len(cuts)), np.zeros(len(cuts)))
 
     @property
@@ -104,9 +109,10 @@ class DoneBounds:
 
 
 class _Stages(NamedTuple):
-    """The stages that cost no more than is of interest.
+    """The stages within the cost limit.
 
-    Those of kind k from cut s are entries `first[s, k]` to `first[s, k + 1]` of `end` and `cost`.
+    Those of variant k from cut s are entries `first[s, k]` to `first[s, k + 1]` of `end` and
+    `cost`.
     """
 
     first: NDArray[np.int64]
@@ -115,8 +121,8 @@ class _Stages(NamedTuple):
 
 
 class _Pipeline(NamedTuple):
-    """The least sum within a bound on each stage, the slowest stage, and (begin, end, submesh)
-    of each, with the machines that it is the first on.
+    """The least sum within a bound on each stage, the slowest stage, and for each stage its begin,
+    end, submesh and the machines that it begins.
     """
 
     total: float
@@ -125,8 +131,8 @@ class _Pipeline(NamedTuple):
 
 
 class _Range(NamedTuple):
-    """Slowest stages that were not tried: above `low`, up to `high`; their plans add up to
-    `total` at least.
+    """Values of t_max not yet tried, above `low` and up to `high`; their plans have a sum of at
+    least `total`.
     """
 
     low: float
@@ -135,12 +141,14 @@ class _Range(NamedTuple):
 
 
 class LatencySearch:
-    """`within`: pipelines that cost more need not be found. `idle`: stages may end at the cut that
-    they begin at, the first and the last cut excepted.
+    """Finds the flat pipeline of least latency.
 
-    Work for each t_max tried: at most N^2 for N cuts, times the moves; a hundredth of that with
-    hundreds of devices and many microbatches, where few stages are within t_max. Memory: N^2 times
-    the kinds of stages, likewise.
+    Pipelines that cost more than `within` are not explored. `idle`: stages may end at the cut they
+    begin at, except the first and the last cut.
+
+    Work per t_max tried: at most N^2 for N cuts, times the edges of the fill order; a hundredth of
+    that with hundreds of devices and many microbatches, where few stages are within t_max. Memory:
+    N^2 times the variants of stages, likewise.
     """
 
     def __init__(
@@ -163,21 +171,23 @@ class LatencySearch:
         self._tie = 1e-13 * done.whole
         # Every stage adds to the sum, the slowest for each of the B microbatches.
         self._most = min(within * (1 + TIE) / goal.microbatches, _ANY)
-        self._asked = asked = _BatchedCosts(cuts, done, fill_order, cost, self._most)
-        self._stages = _stages(cuts, fill_order, asked, self._most, self._tie)
-        self._idle = _idle(cuts, fill_order, asked) if idle else np.zeros((0, 0))
+        self._batches = batches = _BatchedCosts(cuts, done, fill_order, cost, self._most)
+        self._stages = _stages(cuts, fill_order, batches, self._most, self._tie)
+        self._idle = _idle(cuts, fill_order, batches) if idle else np.zeros((0, 0))
 
     def affordable(self) -> int:
-        """How many cuts like these take some ten seconds, and a gigabyte, going by what these took
-        to search.
-        """
-        used = self.steps / _STEPS, len(self._stages.end) / _STAGES, self._asked.answers / _ANSWERS
+        """How many cuts take about ten seconds and a gigabyte, judging by this search."""
+        used = (
+            self.steps / _STEPS,
+            len(self._stages.end) / _STAGES,
+            self._batches.answers / _ANSWERS,
+        )
         by_square = max(*used, 1e-9) ** (-1 / 2)
-        cuts = len(self.cuts) * min(by_square, _QUESTIONS / max(self._asked.questions, 1))
+        cuts = len(self.cuts) * min(by_square, _QUESTIONS / max(self._batches.questions, 1))
         return int(min(_MOST_CUTS, cuts))
 
     def best(self) -> LatencySolution | None:
-        """The best pipeline; None if there is none, or none within the cost given."""
+        """The best pipeline; None if there is none within the cost limit."""
         goal, rest = self.goal, self.goal.microbatches - 1
         slack = goal.microbatches * goal.epsilon
         best = self._within(self._most)
@@ -192,17 +202,17 @@ class LatencySearch:
             if high <= low:
                 continue
             middle = (low + high) / 2 if high > _RANGE * low else high
-            found = self._within(middle)
+            pipeline = self._within(middle)
             if middle < high:
                 ranges.append(_Range(middle, high, total))
-            if found is not None:
-                ranges.append(_Range(low, _below(found.slowest), found.total))
-                if goal.seconds(found.total, found.slowest) < cost:
-                    best, cost = found, goal.seconds(found.total, found.slowest)
+            if pipeline is not None:
+                ranges.append(_Range(low, _below(pipeline.slowest), pipeline.total))
+                if goal.seconds(pipeline.total, pipeline.slowest) < cost:
+                    best, cost = pipeline, goal.seconds(pipeline.total, pipeline.slowest)
         return LatencySolution(cost, cost - slack, tuple(self._nested(best)))
 
     def _within(self, limit: float) -> _Pipeline | None:
-        """The pipeline of the least sum whose every stage takes at most `limit`."""
+        """The pipeline of least sum whose stages each take at most `limit`."""
         self.tried += 1
         fill_order, done = self.fill_order, self.done
         least, onward, steps = _least(
@@ -223,9 +233,9 @@ class LatencySearch:
         total = self._opening(least)
         if total == inf:
             return None
-        found = tuple(self._trace(least, onward, limit))
-        stages = tuple(stage for _, stage in found)
-        return _Pipeline(total, max(seconds for seconds, _ in found), stages)
+        traced = tuple(self._trace(least, onward, limit))
+        stages = tuple(stage for _, stage in traced)
+        return _Pipeline(total, max(seconds for seconds, _ in traced), stages)
 
     def _begins(self) -> Ints:
         return np.flatnonzero(self.fill_order.capacity == 0.0)
@@ -236,7 +246,7 @@ class LatencySearch:
     def _trace(
         self, least: Floats, onward: Floats, limit: float
     ) -> Iterator[tuple[float, tuple[int, int, Submesh, tuple[int, ...]]]]:
-        """The stages of the pipeline behind `least[0]`, and what each takes."""
+        """Recovers the stages of the best pipeline, each after its cost."""
         fill_order, begins = self.fill_order, self._begins()
         state, start, last = int(begins[least[0, begins].argmin()]), 0, len(self.cuts) - 1
         while start != last:
@@ -245,16 +255,16 @@ class LatencySearch:
             yield cost, (start, end, fill_order.submesh(state, variant), begun)
             state, start = target, end
             while start != last and least[start, state] > onward[start, state]:
-                ways = fill_order.skips[state]
-                state = int(ways[onward[start, ways].argmin()])
+                skips = fill_order.skips[state]
+                state = int(skips[onward[start, skips].argmin()])
 
     def _next(
         self, state: int, start: int, least: Floats, onward: Floats, limit: float
     ) -> tuple[int, float, int, int]:
-        """The stage that the pipeline from here begins with: kind, cost, end, where it leads."""
+        """The first stage of the pipeline from here: variant, cost, end, next state."""
         fill_order, sought = self.fill_order, least[start, state]
-        for move in range(*fill_order.first_from[state : state + 2]):
-            variant, target = int(fill_order.variant_from[move]), int(fill_order.target_from[move])
+        for edge in range(*fill_order.first_from[state : state + 2]):
+            variant, target = int(fill_order.variant_from[edge]), int(fill_order.target_from[edge])
             ends, costs = self._of_variant(start, variant)
             through = np.where(costs <= limit, costs + onward[ends, target], inf)
             at = int(through.argmin()) if len(through) else 0
@@ -263,7 +273,7 @@ class LatencySearch:
         raise AssertionError("no stage makes the least sum")
 
     def _of_variant(self, start: int, variant: int) -> tuple[Ints, Floats]:
-        """The ends of stages of this kind, and what they cost."""
+        """The ends and costs of the stages of this variant."""
         here = slice(*self._stages.first[start, variant : variant + 2])
         ends, costs = self._stages.end[here].astype(np.intp), self._stages.cost[here]
         if not len(self._idle):
@@ -271,7 +281,7 @@ class LatencySearch:
         return np.append(ends, start), np.append(costs, self._idle[start, variant])
 
     def _nested(self, pipeline: _Pipeline) -> Iterator[NestedStage]:
-        """Its stages on machines: of each kind in turn."""
+        """The stages on machines, those of each type in turn."""
         free = [iter(machines) for machines in self.fill_order.machines]
         order: list[int] = []
         for start, end, submesh, begun in pipeline.stages:
@@ -287,20 +297,20 @@ def narrowed(
     goal: Latency,
     done: Callable[[Cuts], DoneBounds] = DoneBounds.of,
 ) -> LatencySearch:
-    """The search over these cuts, within what a plan over a few of them costs."""
+    """The search over these cuts, limited by the cost of plans over a few of them."""
     within, few = inf, _FEWEST
     while few * _TIMES <= len(cuts):
         some = Cuts(cuts.graph, [cuts.downsets[index] for index in lightest(cuts, few)])
-        found = LatencySearch(some, done(some), fill_order, cost_of(some), goal, within).best()
-        within = min(within, found.cost if found else inf)
+        rough = LatencySearch(some, done(some), fill_order, cost_of(some), goal, within).best()
+        within = min(within, rough.cost if rough else inf)
         few *= _TIMES
     return LatencySearch(cuts, done(cuts), fill_order, cost_of(cuts), goal, within)
 
 
 def _stages(
-    cuts: CutFamily, fill_order: FillOrder, asked: _BatchedCosts, most: float, tie: float
+    cuts: CutFamily, fill_order: FillOrder, batches: _BatchedCosts, most: float, tie: float
 ) -> _Stages:
-    """Those that cost no more than `most`, and `tie` more each, twice that without any work."""
+    """The stages within `most`. Each costs `tie` more, or twice that if it has no work."""
     count = len(fill_order.variants)
     first = np.zeros((len(cuts), count + 1), dtype=np.int64)
     ends: list[NDArray[np.int32]] = []
@@ -308,7 +318,7 @@ def _stages(
     size = 0
     for start in range(len(cuts) - 1):
         numbers = np.zeros(count, dtype=np.int64)
-        for low, high, after, seconds in asked.groups(start):
+        for low, high, after, seconds in batches.groups(start):
             seconds = seconds + tie * (1 + (cuts.working[after] == cuts.working[start]))
             rows, columns = np.nonzero(seconds <= most)
             numbers[low:high] = np.bincount(rows, minlength=high - low)
@@ -326,17 +336,17 @@ def _stages(
     )
 
 
-def _idle(cuts: CutFamily, fill_order: FillOrder, asked: _BatchedCosts) -> Floats:
-    """[cut, kind]: what stages cost that end where they begin."""
-    found = np.full((len(cuts), len(fill_order.variants)), inf)
+def _idle(cuts: CutFamily, fill_order: FillOrder, batches: _BatchedCosts) -> Floats:
+    """[cut, variant]: the cost of stages that end where they begin."""
+    costs = np.full((len(cuts), len(fill_order.variants)), inf)
     for start in range(1, len(cuts) - 1):
-        for low, high, _, seconds in asked.groups(start, np.array([start])):
-            found[start, low:high] = seconds[:, 0]
-    return found
+        for low, high, _, seconds in batches.groups(start, np.array([start])):
+            costs[start, low:high] = seconds[:, 0]
+    return costs
 
 
 class _BatchedCosts:
-    """Asks what stages cost, those together that are alike in all but their number of devices."""
+    """Asks for the costs of stages in batches that differ only in their number of devices."""
 
     def __init__(
         self, cuts: CutFamily, done: DoneBounds, fill_order: FillOrder, cost: StageCost, most: float
@@ -362,9 +372,9 @@ class _BatchedCosts:
     def groups(
         self, start: int, after: Ints | None = None
     ) -> Iterator[tuple[int, int, Ints, Floats]]:
-        """(low, high, ends, cost[kind - low, end]) for every group of kinds low <= kind < high.
+        """(low, high, ends, cost[variant - low, end]) for every batch low <= variant < high.
 
-        The ends are those `after`, or else all cuts after the start, that are not too far for them.
+        The ends are those `after` [default: all after the start] that are not too far for them.
         """
         if after is None:
             after = np.arange(len(self.cuts))[self.cuts.after(start, len(self.cuts) - 1)]
@@ -390,25 +400,28 @@ class _BatchedCosts:
             )
             for device, downstream_workers in set(alone)
         }
-        asked = next(iter(self.cost.values()))
+        any_cost = next(iter(self.cost.values()))
         self.questions += len(known)
-        memory = _MEMORY if asked.depends_on_downstream else 1
+        memory = _MEMORY if any_cost.depends_on_downstream else 1
         self.answers += (memory * len(known) + len(alone)) * len(ends)
         inner = np.array([known[case] for case in alone])
         shares = (
             LevelShare(level, start, ends, shapes[:, level - 1 : level], level != boundary_level)
             for level in range(1, shapes.shape[1] + 1)
         )
-        return asked.price(inner, shares)
+        return any_cost.price(inner, shares)
 
 
 @njit(cache=True)
-def _least(stages, idle, fill_order, transitions_from, states, done, limit):  # type: ignore[no-untyped-def]
-    """[cut, spot]: the least sum of stages from here on that begin at the spot, and that come after
-    a stage that ended at it; and how many ways on were looked at.
+def _least(stages, idle, edges, edges_from, states, done, limit):  # type: ignore[no-untyped-def]
+    """Returns least[cut, state], the least sums of pipelines that begin in the state; onward[cut,
+    state], of those that follow a stage that ended there; and the number of edges examined.
     """
+    # Alpa, OSDI 2022, section 5.2, from the end of the pipeline:
+    #   least[c, s] = min over stages (c -> c', s -> s') of cost <= limit of cost + onward[c', s']
+    #   onward[c, s] = min(least[c, s], min over s' in skips[s] of onward[c, s'])
     first = stages[0]
-    of_variant, source, target = fill_order
+    of_variant, source, target = edges
     capacity, source_capacity, skips, may_end = states
     least_done, most_done = done
     cuts, whole, rounding = len(first), least_done[-1], 1e-9 * capacity[-1]
@@ -418,21 +431,22 @@ def _least(stages, idle, fill_order, transitions_from, states, done, limit):  # 
         onward[cuts - 1, state] = 0.0
     steps = 0
     for start in range(cuts - 2, -1, -1):
-        # What the devices before the cut have to do together, and those after it.
+        # The least capacity before the cut that can do what comes before it, and the most that
+        # leaves enough for what comes after it.
         low = least_done[start] / limit - rounding
         high = capacity[-1] - (whole - most_done[start]) / limit + rounding
         for variant in range(len(of_variant) - 1):
             stop = of_variant[variant + 1]
-            some = source_capacity[of_variant[variant] : stop]
-            begin = of_variant[variant] + np.searchsorted(some, low, side="left")
-            stop -= len(some) - np.searchsorted(some, high, side="right")
+            capacities = source_capacity[of_variant[variant] : stop]
+            begin = of_variant[variant] + np.searchsorted(capacities, low, side="left")
+            stop -= len(capacities) - np.searchsorted(capacities, high, side="right")
             entries = first[start, variant], first[start, variant + 1]
             if begin < stop:
-                those = source[begin:stop], target[begin:stop]
-                steps += _lower(least[start], onward, stages, entries, those, limit)
+                pairs = source[begin:stop], target[begin:stop]
+                steps += _lower(least[start], onward, stages, entries, pairs, limit)
         for state in range(len(capacity) - 1, -1, -1):
             if len(idle):
-                _add_idle(least[start], onward[start], idle[start], transitions_from, state, limit)
+                _add_idle(least[start], onward[start], idle[start], edges_from, state, limit)
             best = least[start, state]
             for skip in skips[state]:
                 if skip != state:
@@ -442,29 +456,29 @@ def _least(stages, idle, fill_order, transitions_from, states, done, limit):  # 
 
 
 @njit(cache=True)
-def _lower(sums, onward, stages, entries, fill_order, limit):  # type: ignore[no-untyped-def]
-    """Lowers `sums[state]` by these stages, each in every place that the moves allow."""
+def _lower(sums, onward, stages, entries, edges, limit):  # type: ignore[no-untyped-def]
+    """Lowers `sums[state]` by these stages, each on every edge of its variant."""
     _, ends, costs = stages
-    source, target = fill_order
+    source, target = edges
     steps = 0
-    for boundary_level in range(entries[0], entries[1]):
-        cost = costs[boundary_level]
+    for entry in range(entries[0], entries[1]):
+        cost = costs[entry]
         if cost <= limit:
-            after = onward[ends[boundary_level]]
+            after = onward[ends[entry]]
             steps += len(source)
-            for move in range(len(source)):
-                sums[source[move]] = min(sums[source[move]], cost + after[target[move]])
+            for edge in range(len(source)):
+                sums[source[edge]] = min(sums[source[edge]], cost + after[target[edge]])
     return steps
 
 
 @njit(cache=True)
-def _add_idle(sums, after, idle, transitions_from, state, limit):  # type: ignore[no-untyped-def]
+def _add_idle(sums, after, idle, edges_from, state, limit):  # type: ignore[no-untyped-def]
     """Lowers `sums[state]` by stages from there that end at the cut they begin at."""
-    first, variant, target = transitions_from
-    for move in range(first[state], first[state + 1]):
-        cost = idle[variant[move]]
+    first, variant, target = edges_from
+    for edge in range(first[state], first[state + 1]):
+        cost = idle[variant[edge]]
         if cost <= limit:
-            sums[state] = min(sums[state], cost + after[target[move]])
+            sums[state] = min(sums[state], cost + after[target[edge]])
 
 
 def _below(seconds: float) -> float:

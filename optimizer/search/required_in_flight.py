@@ -1,4 +1,4 @@
-"""How many minibatches a plan keeps in flight: so many that it keeps the pace that it promises."""
+"""How many minibatches a plan needs in flight to keep the pace it promises."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from pipedream.schedule.in_flight import StageTimes, useful_in_flight
 from pipedream.schedule.policy import Policy
 
 _LEEWAY = 1.05
-"""How much slower a pace may be that takes fewer in flight: where workers have equal shares of the
-work, a message of next to nothing would otherwise cost every stage one more."""
+"""Tolerated slowdown: between workers with equal work, a message of almost nothing would otherwise
+cost every stage one more minibatch in flight."""
 
 _MOST_PAIRS = 64
-"""Of the pairs of replicas that exchange messages, so many are looked at for each link."""
+"""Pairs of replicas examined for each link."""
 
 
 def required_in_flight(plan: Plan, workload: Workload, policy: Policy) -> tuple[int, ...]:
-    """For each stage, with the times of `workload`, messages and all-reduces that find the network
-    idle, and a minibatch done about as often as the cost model has it, or as the workers can.
+    """The minibatches in flight of each stage.
+
+    Assumes the times of `workload`, an idle network for every message and all-reduce, and a
+    minibatch about as often as the cost model predicts or the workers can.
     """
     works = [
         work.at(min(plan.cluster.device(rank).speed for rank in stage.ranks))
@@ -47,14 +49,14 @@ def required_in_flight(plan: Plan, workload: Workload, policy: Policy) -> tuple[
 
 
 def _update(plan: Plan, policy: Policy, stage: int, work: StageWork) -> float:
-    """Seconds of the all-reduce and the update, shared among a worker's minibatches of a round."""
+    """Seconds of all-reduce and update per minibatch of a worker."""
     ranks = plan.stages[stage].ranks
     reducing = Network(plan.cluster).all_reduce(0.0, ranks, work.parameter_bytes)
     return (reducing + work.update_seconds) * len(ranks) / policy.round_size(stage)
 
 
 def _message(plan: Plan, link: tuple[int, int], amount: float) -> float:
-    """Seconds of the slowest message of so many bytes on the link, either way."""
+    """Seconds of the slowest message of `amount` bytes on the link."""
     sources, targets = (plan.stages[stage].ranks for stage in link)
     count = min(lcm(len(sources), len(targets)), _MOST_PAIRS)
     pairs = {(sources[b % len(sources)], targets[b % len(targets)]) for b in range(count)}

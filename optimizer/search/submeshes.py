@@ -1,9 +1,10 @@
-"""The pieces of a cluster that a stage of one flat pipeline may have (Alpa; seeds/002, part 3).
+"""Submeshes: the parts of a cluster that a stage of a flat pipeline may use (Alpa, OSDI 2022,
+section 5; seeds/002, part 3).
 
 A submesh is some devices of one machine, or some whole machines of one component of the next level,
 and so on outwards: Alpa's (1, 1) to (1, M) and (2, M) to (N, M), for any number of levels. The
-stages of a pipeline fill the cluster in the order of its devices, so that a submesh is two numbers:
-where it begins, and its size. Machines of several kinds may be filled in any order (moves.py).
+stages of a pipeline fill the cluster in the order of its devices, so a submesh is two numbers:
+where it begins, and its size. Machines of several types may be filled in any order (fill_order.py).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pipedream.optimizer.search.stages import NestedStage, Share
 
 
 class Submesh(NamedTuple):
-    """`size` devices from number `begin` on; `boundary_level` as in `Mesh.boundary_level`."""
+    """`size` devices from number `begin` on; for `boundary_level` see `Mesh`."""
 
     begin: int
     size: int
@@ -24,7 +25,7 @@ class Submesh(NamedTuple):
 
 
 class Mesh:
-    """The devices of a cluster of so many `machines` at each level, innermost first."""
+    """The devices of a cluster with these counts of `machines` per level, innermost first."""
 
     def __init__(self, machines: Sequence[int]) -> None:
         self.machines = tuple(machines)
@@ -35,15 +36,14 @@ class Mesh:
         return self.within[-1]
 
     def boundary_level(self, begin: int) -> int:
-        """The level (1 innermost) that joins a stage from `begin` on to the stage before it.
-
-        0 for the stage that begins the pipeline.
+        """The level (1 innermost) whose link joins a stage from `begin` on to the stage before it;
+        0 for the first stage of the pipeline.
         """
         levels = range(1, len(self.within))
         return next((level for level in levels if begin % self.within[level]), 0)
 
     def submeshes(self, begin: int, straight: bool = False) -> Iterator[Submesh]:
-        """All that begin at this device; of one device only if `straight`."""
+        """All submeshes that begin at this device; with `straight` only that of one device."""
         boundary_level = self.boundary_level(begin)
         yield Submesh(begin, 1, boundary_level)
         for level, count in enumerate(self.machines):
@@ -54,14 +54,14 @@ class Mesh:
                 yield Submesh(begin, replicas * self.within[level], boundary_level)
 
     def shape(self, size: int) -> tuple[int, ...]:
-        """How many components of each level a submesh of this size spans, innermost first."""
+        """The number of components of each level in a submesh of this size, innermost first."""
         return tuple(
             max(1, min(size // self.within[level], count))
             for level, count in enumerate(self.machines)
         )
 
     def offset(self, begin: int, level: int) -> int:
-        """The number of the component of `level - 1` that the device is in, within its own."""
+        """The number, within its parent, of the component of `level - 1` that holds the device."""
         return begin // self.within[level - 1] % self.machines[level - 1]
 
     def spans(self, size: int) -> int:
@@ -73,10 +73,10 @@ class Mesh:
 def nested_stage(
     mesh: Mesh, start: int, end: int, submesh: Submesh, order: Sequence[int] = ()
 ) -> NestedStage:
-    """The stage between two cuts as shares of every level, each with the stage's own cuts.
+    """The stage between two cuts as a share of every level, each with the stage's own cuts.
 
-    `order`: which components of the outermost level are counted first, second and so on; as they
-    are numbered unless given.
+    `order` lists the components of the outermost level in the order in which they are filled
+    [default: by number].
     """
     shape, outermost = mesh.shape(submesh.size), len(mesh.machines)
     shares = []

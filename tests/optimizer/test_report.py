@@ -52,7 +52,7 @@ def test_the_kinds_of_devices_are_shown_where_there_are_several(make_graph):
 def test_what_does_not_fit_is_said_of_the_simple_plans(make_graph):
     graph = make_graph("a b", "a-b", a=(30, 10, 1e6), b=(30, 10, 1e6))
     lines = report(graph, (2,), memory=3.5e6)
-    remark = "this plan is 2.00 times as fast; that one does not fit, it needs 4 MB on each device"
+    remark = "this plan is 2.00 times as fast, but does not fit: it needs 4 MB on each device"
     assert f"one worker 60 ms {remark}" in lines
 
 

@@ -15,8 +15,9 @@ from pipedream.graph.plan import PlanningOptions, workers_by_rank
 from pipedream.graph.profile import Quartiles, TrainingOverheads, write_profile
 from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
 from pipedream.optimizer.calibrate.verdict import Verdict
-from pipedream.optimizer.cli.command import _task, main
+from pipedream.optimizer.cli.command import main
 from pipedream.optimizer.cli.options import Options
+from pipedream.optimizer.cli.task import make_task
 from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cost.price_plan import Price, price_plan
 from pipedream.optimizer.search.planner import optimize
@@ -193,7 +194,7 @@ def ended(capsys, *words):
 
 
 def test_cluster_and_options_are_those_of_the_run(folder):
-    task = _task(typed(folder / "graph.txt", "--calibrate", folder / "run"))
+    task = make_task(typed(folder / "graph.txt", "--calibrate", folder / "run"))
     request = task.request
     assert request.cluster == TWO
     assert (request.rules, request.memory, request.optimizer) == (STRAIGHT, 1e9, "sgd")
@@ -204,11 +205,11 @@ def test_cluster_and_options_are_those_of_the_run(folder):
 
 def test_what_is_typed_goes_first(folder):
     words = ("--machines", "3", "--bandwidth", "2GB", "--update-rate", "3GB", "--memory", "2GB")
-    request = _task(typed(folder / "graph.txt", "--calibrate", folder / "run", *words)).request
+    request = make_task(typed(folder / "graph.txt", "--calibrate", folder / "run", *words)).request
     assert request.cluster == Cluster(machines=(3,), bandwidth=(2e9,))
     assert (request.update_rate, request.memory) == (3e9, 2e9)
     fewer = typed(folder / "graph.txt", "--calibrate", folder / "run", "--workers", "1")
-    assert _task(fewer).request.cluster.machines == (1,)
+    assert make_task(fewer).request.cluster.machines == (1,)
 
 
 def test_the_new_plan_is_written_and_judged(folder, capsys):
@@ -235,7 +236,7 @@ def test_a_later_run_and_an_earlier_one_are_weighed_together(folder, chain, plan
     (folder / "later").mkdir()
     write_measured(measured(later, [(9, 0), (3, 0)]), folder / "later/measured.json")
     runs = ("--calibrate", folder / "run", "--calibrate", folder / "later")
-    graph = _task(typed(folder / "graph.txt", *runs)).request.graph
+    graph = make_task(typed(folder / "graph.txt", *runs)).request.graph
     assert forward(graph, "abcd") == pytest.approx(8e-3, rel=0.01)
     assert forward(graph, "e") == pytest.approx(1e-3, rel=0.1)
     assert forward(graph, "fgh") == pytest.approx(3e-3, rel=0.01)
@@ -285,9 +286,7 @@ MISTAKES = {
     "--calibrate RUN: is not the folder of a run: there is no measured.json": lambda folder: (
         folder / "run/measured.json"
     ).unlink(),
-    "--calibrate RUN: has no measured.json: pd-train writes it when a run has come to its end": (
-        unfinished
-    ),
+    "--calibrate RUN: has no measured.json: pd-train writes it at the end of a run": (unfinished),
     "--calibrate RUN: trained another graph than GRAPH: give the graph.txt": another_graph,
     "--calibrate RUN: trained on minibatches of 8, and PROFILE was measured with 16": (
         another_batch_size
@@ -315,7 +314,7 @@ def test_what_contradicts_itself_is_one_line(folder, capsys):
     words = (folder / "graph.txt", "--calibrate", folder / "run")
     code, _, err = ended(capsys, *words, "-o", folder)
     assert (code, err.count("\n")) == (2, 1)
-    assert "would be lost to the one with corrected times: name another folder" in err
+    assert "would be overwritten by the graph with corrected times: name another folder" in err
     assert ended(capsys, *words, "-o", folder / "new")[0] == 0
     code, _, err = ended(capsys, *words, "--like", folder / "new/plan.json")
     assert (code, err.count("\n")) == (2, 1)

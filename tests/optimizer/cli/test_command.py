@@ -201,14 +201,14 @@ WRONG = {
     "no bandwidth": (["--machines", "2"], "Missing option '--bandwidth'"),
     "model": ([*LEVELS, "--cost-model", "best"], "'--cost-model': 'best' is not one of"),
     "schedule": ([*LEVELS, "--schedule", "zigzag"], "'--schedule': 'zigzag' is not one of"),
-    "microbatches": ([*LEVELS, "--microbatches", "4"], "--microbatches is of --objective latency"),
+    "microbatches": ([*LEVELS, "--microbatches", "4"], "--microbatches needs --objective latency"),
     "few microbatches": (
         [*LEVELS, "--schedule", "2bw", "--microbatches", "2"],
         "--microbatches 2: with --schedule 2bw the best plan",
     ),
     "latency of another": (
         [*LEVELS, "--objective", "latency", "--microbatches", "4", "--schedule", "2bw"],
-        "of the flush schedule, or gpipe: leave out --schedule 2bw",
+        "for the schedules flush and gpipe: leave out --schedule 2bw",
     ),
     "compression": ([*LEVELS, "--activation-compression", "0"], "0.0 is not in the range"),
     "memory": ([*LEVELS, "--memory", "lots"], "--memory: 'lots' is not an amount of bytes"),
@@ -220,7 +220,7 @@ WRONG = {
         "--straight: 99 devices but only 7 nodes",
     ),
     "no batch": ([*LEVELS, "--objective", "latency"], "add --microbatches B"),
-    "no latency": ([*LEVELS, "--epsilon", "1"], "--epsilon is of --objective latency"),
+    "no latency": ([*LEVELS, "--epsilon", "1"], "--epsilon needs --objective latency"),
     "stashing": (
         [
             *LEVELS,
@@ -230,7 +230,7 @@ WRONG = {
             "2",
             *["--schedule", "weight-stashing"],
         ],
-        "--objective latency is of the flush schedule",
+        "--objective latency plans for the schedules flush and gpipe",
     ),
     "output": ([*LEVELS, "-o", "/dev/null/x"], "-o /dev/null/x: cannot be written"),
     "unknown": ([*LEVELS, "--fast"], "No such option"),

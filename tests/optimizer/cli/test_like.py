@@ -10,9 +10,10 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import format_graph
 from pipedream.graph.plan import read_plan
 from pipedream.optimizer.cli.cluster_options import cluster_of
-from pipedream.optimizer.cli.command import _task, main
-from pipedream.optimizer.cli.like import left
+from pipedream.optimizer.cli.command import main
+from pipedream.optimizer.cli.like import remaining
 from pipedream.optimizer.cli.options import Options
+from pipedream.optimizer.cli.task import make_task
 
 
 def typed(*words):
@@ -51,8 +52,8 @@ def test_the_same_is_asked_again(graph, options):
     cluster = ("--machines", "2,2", "--bandwidth", "1GB,500MB", "--latency", "1us,1ms")
     planned(graph, *cluster, *options)
     path = graph.parent / "plan" / "plan.json"
-    first = _task(typed(graph, *cluster, *options))
-    again = _task(typed(graph, "--like", path))
+    first = make_task(typed(graph, *cluster, *options))
+    again = make_task(typed(graph, "--like", path))
     # The model is a new object each time; and a plan names the number of microbatches it is for.
     for field in set(first.request.__dataclass_fields__) - {"model", "graph", "microbatches"}:
         assert getattr(again.request, field) == getattr(first.request, field), field
@@ -65,7 +66,7 @@ def test_the_same_is_asked_again(graph, options):
 def test_what_is_typed_goes_first(graph):
     planned(graph, "--machines", "4", "--bandwidth", "1GB", "--memory", "60MB", "--straight")
     plan = graph.parent / "plan" / "plan.json"
-    task = _task(typed(graph, "--like", plan, "--memory", "80MB", "--schedule", "2bw"))
+    task = make_task(typed(graph, "--like", plan, "--memory", "80MB", "--schedule", "2bw"))
     assert (task.request.memory, task.request.schedule) == (80e6, "2bw")
     assert task.request.rules.straight
 
@@ -90,7 +91,7 @@ def test_a_plan_that_remembers_nothing_will_do(graph):
     del data["asked"]
     path.write_text(json.dumps(data))
     assert read_plan(path).asked is None
-    assert _task(typed(graph, "--like", path)).request.schedule == "vertical-sync"
+    assert make_task(typed(graph, "--like", path)).request.schedule == "vertical-sync"
 
 
 # What is left of a cluster ---------------------------------------------------------------------
@@ -101,13 +102,13 @@ def test_whole_machines_are_machines_and_others_one_level():
     cluster = Cluster(
         machines=(4, 2), bandwidth=(10e9, 1e9), latency=(1e-6, 1e-3), send=(None, link)
     )
-    assert left(cluster, 8) == cluster
-    assert left(cluster, 4) == Cluster(
+    assert remaining(cluster, 8) == cluster
+    assert remaining(cluster, 4) == Cluster(
         machines=(4,), bandwidth=(10e9,), latency=(1e-6,), send=(None,)
     )
-    assert left(cluster, 3).machines == (3,)
-    assert left(cluster, 3).bandwidth == (10e9,)
-    assert left(cluster, 7) == Cluster(
+    assert remaining(cluster, 3).machines == (3,)
+    assert remaining(cluster, 3).bandwidth == (10e9,)
+    assert remaining(cluster, 7) == Cluster(
         machines=(7,), bandwidth=(1e9,), latency=(1e-3,), send=(link,)
     )
 
@@ -120,18 +121,18 @@ def test_kinds_are_those_of_the_first_devices():
         kinds=kinds,
         machine_kinds=("new", "old", "new"),
     )
-    assert left(cluster, 6) == cluster
-    assert left(cluster, 5).machine_kinds == ("new", "new", "old", "old", "new")
-    assert left(cluster, 4).machine_kinds == ("new", "old")
-    assert left(cluster, 2).machine_kinds == ("new", "new")
-    assert left(cluster, 1).machine_kinds == ("new",)
-    assert all(left(cluster, count).devices == count for count in range(1, 7))
+    assert remaining(cluster, 6) == cluster
+    assert remaining(cluster, 5).machine_kinds == ("new", "new", "old", "old", "new")
+    assert remaining(cluster, 4).machine_kinds == ("new", "old")
+    assert remaining(cluster, 2).machine_kinds == ("new", "new")
+    assert remaining(cluster, 1).machine_kinds == ("new",)
+    assert all(remaining(cluster, count).devices == count for count in range(1, 7))
 
 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (("--workers", "2"), "--workers is of --like PLAN"),
+        (("--workers", "2"), "--workers needs --like PLAN"),
         (("--like", "PLAN", "--workers", "5"), "--workers 5: the cluster of .* has 4 devices"),
         (("--like", "PLAN", "--machines", "2"), "--like .* and --machines both say"),
         (("--like", "PLAN", "--cluster", "c.yaml"), "--like .* and --cluster both say"),

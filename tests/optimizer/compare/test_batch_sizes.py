@@ -148,7 +148,7 @@ WRONG = {
     "one graph": (
         "curve/batch-2/graph.txt",
         ("--schedule", "flush", "--global-batch", "4"),
-        "is of one batch size: name a folder",
+        "has one batch size: name a folder",
     ),
     "an update of one": ("curve", ("--global-batch", "4"), "weight-stashing updates after every"),
     "another schedule": (
@@ -174,7 +174,11 @@ WRONG = {
         "there is a plan for no batch size; batch size 2: --memory 1 kB",
     ),
     "another model": ("other", (), "batch-4 is of another model than batch-2: a is Sort(a) at 2"),
-    "a name that lies": ("lying", (), "lying/batch-4/profile.json: batch_size: 2, and 4 by its"),
+    "a name that lies": (
+        "lying",
+        (),
+        "lying/batch-4/profile.json: batch_size is 2, but the folder's name says 4",
+    ),
 }
 
 

@@ -97,7 +97,7 @@ def test_ranks_that_no_cost_model_knows_are_refused(make_graph):
     plan = optimize(Request(graph, cluster, PaperCost())).plan
     stage = plan.stages[0].model_copy(update={"ranks": (0, 1, 2)})
     odd = plan.model_copy(update={"stages": (stage,)})
-    with pytest.raises(UserError, match="the ranks of stage 0 are no whole pieces"):
+    with pytest.raises(UserError, match="the ranks of stage 0 are not whole pieces"):
         price_plan(odd, Request(graph, cluster, PaperCost()))
 
 

@@ -13,8 +13,9 @@ from pipedream.optimizer.cuts.antichains import AntichainDag
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.cuts.pruning import PruningProblem, prune_cuts
-from pipedream.optimizer.search import planner as optimize
+from pipedream.optimizer.search import throughput_plan
 from pipedream.optimizer.search.hierarchical import Search
+from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.stages import Rules
 
@@ -78,7 +79,7 @@ def test_the_plan_is_as_good_as_over_all_cuts(
 
     def plan():
         try:
-            found = optimize.optimize(request, 10_000)
+            found = optimize(request, 10_000)
         except UserError:
             return None
         assert found.exact
@@ -86,8 +87,8 @@ def test_the_plan_is_as_good_as_over_all_cuts(
 
     over_all = plan()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimize, "_AT_ONCE", 10_000 // few)
-        patch.setattr(optimize, "_FEW", 1)
+        patch.setattr(throughput_plan, "_AT_ONCE", 10_000 // few)
+        patch.setattr(throughput_plan, "_FEW", 1)
         narrowed = plan()
     assert narrowed == (over_all and pytest.approx(over_all, rel=1e-9))
 
@@ -127,7 +128,7 @@ def test_two_hundred_thousand_cuts_are_planned_exactly(
 ):
     graph = profile("inception_v3")
     cluster = Cluster(machines=machines, bandwidth=(1e9,) if len(machines) == 1 else (1e10, 1e9))
-    found = optimize.optimize(Request(graph, cluster, model))
+    found = optimize(Request(graph, cluster, model))
     assert found.exact
     assert found.cuts == 221_565
     seconds = found.plan.predicted.seconds_per_minibatch

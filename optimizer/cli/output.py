@@ -1,0 +1,130 @@
+"""Writes the files of `pd-optimize`, and prints what goes with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from pipedream.graph.errors import UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipedream.graph.plan import Plan
+    from pipedream.optimizer.cli.task import Task
+    from pipedream.optimizer.compare.batch_sizes import Choices
+    from pipedream.optimizer.search.request import Request
+    from pipedream.optimizer.simulate.simulation import Simulation
+
+
+def write_plan_files(
+    plan: Plan, request: Request, folder: Path, simulation: Simulation | None
+) -> None:
+    """Writes plan.json, graph.txt and pictures, of the simulation too if there is one.
+
+    Raises UserError if the folder cannot be written.
+    """
+    from pipedream.graph.draw import draw, why_text
+    from pipedream.graph.model import format_graph
+    from pipedream.graph.plan import write_plan
+
+    staged = request.graph.with_stages(plan.stage_of)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_plan(plan, folder / "plan.json")
+        (folder / "graph.txt").write_text(format_graph(staged), encoding="utf-8")
+        picture = draw(staged, folder / "graph")
+        drawn = "" if simulation is None else _draw(simulation, plan, folder, request.memory)
+    except OSError as error:
+        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
+    why = why_text(staged, picture)
+    click.echo(
+        f"Written: {folder}/plan.json, graph.txt, {picture.name}"
+        + (f" ({why})" if why else "")
+        + drawn
+    )
+
+
+def _draw(simulation: Simulation, plan: Plan, folder: Path, memory: float | None) -> str:
+    """Writes the pictures of --timeline; returns their names for the user."""
+    from pipedream.graph.timeline import draw, draw_memory, write_chrome
+
+    draw(simulation.events, folder / "timeline.png", "simulated schedule")
+    write_chrome(simulation.events, folder / "timeline.json", {"memory": simulation.memory})
+    stages = [stage.ranks for stage in plan.stages]
+    title = "memory of each rank, simulated"
+    draw_memory(simulation.memory, stages, folder / "memory.png", title, memory)
+    return ", timeline.png, timeline.json, memory.png"
+
+
+def export_plan(framework: str, plan: Plan, task: Task, folder: Path) -> None:
+    """Writes export-FRAMEWORK.json and prints its notes. Raises UserError if not possible."""
+    from pipedream.optimizer.export.frameworks import export, write_export
+
+    assert task.profile is not None
+    exported = export(framework, plan, task.request.graph, task.profile)
+    path = folder / f"export-{framework}.json"
+    try:
+        write_export(exported, path)
+    except OSError as error:
+        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
+    click.echo(f"Exported: {path}")
+    for note in exported.notes:
+        click.echo(f"  {note}")
+
+
+def sweep_workers(request: Request, numbers: range, folder: Path) -> None:
+    """Prints the table of --sweep; writes it as CSV and as a picture."""
+    from pipedream.optimizer.compare.sweep import draw_sweep, sweep, sweep_frame, sweep_table
+    from pipedream.optimizer.report import make_console, print_table
+
+    frame = sweep_frame(list(sweep(request, numbers)))
+    print_table(make_console(), sweep_table(frame))
+    frame.to_csv(folder / "sweep.csv", index=False)
+    draw_sweep(frame, folder / "sweep.png")
+    click.echo(f"Written: {folder}/sweep.csv, sweep.png")
+
+
+def compare_plans(request: Request, microbatches: int, folder: Path) -> None:
+    """Prints the table of --compare; writes it as CSV and as timelines."""
+    from pipedream.optimizer.compare.comparison import (
+        compare,
+        comparison_frame,
+        comparison_table,
+        draw_comparison,
+    )
+    from pipedream.optimizer.report import make_console, print_table
+
+    contenders = compare(request, microbatches)
+    print_table(make_console(), comparison_table(contenders, microbatches))
+    for contender in contenders:
+        if contender.problem is not None:
+            click.echo(f"{contender.name}: {contender.problem}")
+    comparison_frame(contenders).to_csv(folder / "compare.csv", index=False)
+    draw_comparison(contenders, folder / "compare.png")
+    click.echo(f"Written: {folder}/compare.csv, compare.png")
+
+
+def write_choices(choices: Choices, folder: Path) -> None:
+    """Writes the table of batch sizes as CSV, and prints which size was chosen."""
+    from pipedream.graph.profile import BATCH_SIZES_TABLE
+    from pipedream.optimizer.compare.batch_sizes import choices_frame
+
+    try:
+        choices_frame(choices).to_csv(folder / BATCH_SIZES_TABLE, index=False)
+    except OSError as error:
+        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
+    click.echo(f"Written: {folder}/{BATCH_SIZES_TABLE}")
+    click.echo(choices.words)
+
+
+def judge(task: Task, plan: Plan) -> None:
+    """Prints the measurements of the runs, and compares the newest run's plan with this one."""
+    from pipedream.optimizer.calibrate.verdict import Verdict, print_runs, print_verdict
+    from pipedream.optimizer.cost.price_plan import price_plan
+
+    run, request = task.runs[-1], task.request
+    print_runs(task.runs, task.profiled, request.overheads)
+    now = price_plan(run.measured.plan, request)
+    print_verdict(Verdict(run, now, plan))

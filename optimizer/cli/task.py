@@ -1,0 +1,211 @@
+"""Turns the options of `pd-optimize` into a task, and checks them before planning starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pipedream.graph.errors import UserError
+from pipedream.optimizer.cli.cluster_options import bytes_of, cluster_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipedream.graph.cluster import Cluster
+    from pipedream.graph.model import Graph
+    from pipedream.graph.profile import Profile, TrainingOverheads
+    from pipedream.optimizer.calibrate.runs import CalibrationRun
+    from pipedream.optimizer.cli.options import Options
+    from pipedream.optimizer.search.latency import Latency
+    from pipedream.optimizer.search.request import Request
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the options ask for.
+
+    `numbers`: of workers to sweep over; `profile`: of the graph, if there is one; `runs`: by which
+    the graph was calibrated, newest last; `profiled`: the graph before that, and its `batch_size`,
+    None if no profile says it.
+    """
+
+    request: Request
+    numbers: range | None
+    profile: Profile | None
+    runs: Sequence[CalibrationRun]
+    profiled: Graph
+    batch_size: int | None
+
+
+def make_task(options: Options) -> Task:
+    """Reads the inputs. Raises UserError for everything that can be wrong before planning."""
+    cluster = cluster_of(options)
+    limit = None if options.memory is None else bytes_of("--memory", options.memory)
+    goal = _latency(options)
+    in_rounds = _in_rounds(options)
+    typed = options.update_rate
+    rate = None if typed is None else bytes_of("--update-rate", typed)
+    numbers = None if options.sweep is None else _numbers(options.sweep, cluster)
+    _check_folder(options)
+    _check_profile(options)
+
+    from pipedream.graph.model import read_graph
+    from pipedream.graph.profile import TrainingOverheads
+    from pipedream.optimizer.calibrate.runs import CalibrationRun
+    from pipedream.optimizer.cost.models import COST_MODELS, default_cost_model
+    from pipedream.optimizer.search.request import Request
+    from pipedream.optimizer.search.stages import Rules
+    from pipedream.optimizer.simulate.workload import UPDATE_RATE
+
+    profiled = read_graph(options.graph)
+    runs = [CalibrationRun.read(folder) for folder in options.calibrate]
+    profile = _profile(options, profiled)
+    footprints = None if profile is None else profile.footprints
+    overheads = profile.training_overheads if profile and footprints else None
+    graph = _calibrated(profiled, runs, options, profile, overheads)
+    schedule = options.schedule or ("weight-stashing" if goal is None else "flush")
+    if options.weight_prediction and schedule != "weight-stashing":
+        raise UserError(
+            f"--weight-prediction is for weight-stashing, and the schedule is {schedule}: leave one"
+            " of them out"
+        )
+    cost_model = options.cost_model or default_cost_model(cluster)
+    request = Request(
+        graph=graph,
+        cluster=cluster,
+        model=COST_MODELS[cost_model](options.activation_compression),
+        schedule=schedule,
+        memory=limit,
+        rules=Rules(options.straight, options.fewer_machines),
+        latency=goal,
+        optimizer=options.optimizer,
+        recompute=options.recompute,
+        in_flight=options.in_flight,
+        update_rate=rate
+        or (overheads or TrainingOverheads({})).update_rates.get(options.optimizer, UPDATE_RATE),
+        overheads=overheads,
+        footprints=footprints,
+        microbatches=options.microbatches if in_rounds else None,
+        weight_prediction=options.weight_prediction,
+    )
+    size = None if profile is None else profile.batch_size
+    return Task(request, numbers, profile, runs, profiled, size)
+
+
+def _calibrated(
+    graph: Graph,
+    runs: Sequence[CalibrationRun],
+    options: Options,
+    profile: Profile | None,
+    overheads: TrainingOverheads | None,
+) -> Graph:
+    """The graph with its times corrected by the runs. Raises UserError if a run does not fit."""
+    from pipedream.optimizer.calibrate.runs import calibrated
+
+    if not runs:
+        return graph
+    for run in runs:
+        run.check(graph, options.graph, options.profile_path, profile)
+    return calibrated(graph, runs, profile, overheads)
+
+
+def _in_rounds(options: Options) -> bool:
+    """Whether the chosen schedule makes one update per --microbatches.
+
+    Raises UserError if --microbatches was typed and nothing uses it.
+    """
+    from pipedream.schedule.policy import same_everywhere
+
+    in_rounds = options.schedule is not None and same_everywhere(options.schedule)
+    unused = not (in_rounds or options.compare or options.objective == "latency")
+    if unused and options.microbatches is not None:
+        raise UserError(
+            "--microbatches needs --objective latency, or --schedule flush, gpipe or 2bw: add one"
+            " of these, or leave it out"
+        )
+    return in_rounds
+
+
+def check_global_batch(options: Options) -> None:
+    """Raises UserError if --global-batch was typed and nothing uses it."""
+    if options.global_batch is None:
+        return
+    if not options.graph.is_dir():
+        raise UserError(
+            f"--global-batch: {options.graph} has one batch size: name a folder of pd-profile"
+            " --batch-sizes, or give --microbatches"
+        )
+    if options.objective != "latency" and not _in_rounds(replace(options, microbatches=None)):
+        raise UserError(
+            f"--global-batch: {options.schedule or 'weight-stashing'} updates after every"
+            " minibatch: add --schedule flush, gpipe or 2bw, or --objective latency"
+        )
+
+
+def _latency(options: Options) -> Latency | None:
+    """The goal of --objective latency, None for throughput. Raises UserError."""
+    typed = {"--epsilon": options.epsilon, "--layers": options.layers}
+    if options.objective == "throughput":
+        for option, value in typed.items():
+            if value is not None:
+                raise UserError(f"{option} needs --objective latency: add that, or leave it out")
+        return None
+    if options.microbatches is None:
+        raise UserError("--objective latency: add --microbatches B, the number in one batch")
+    if options.schedule not in (None, "flush", "gpipe"):
+        raise UserError(
+            "--objective latency plans for the schedules flush and gpipe: leave out"
+            f" --schedule {options.schedule}"
+        )
+    from pipedream.optimizer.search.latency import Latency
+
+    return Latency(options.microbatches, options.epsilon or 0.0, options.layers)
+
+
+def _profile(options: Options, graph: Graph) -> Profile | None:
+    """The profile that was asked for or that an export needs; else that beside the graph, if it
+    belongs to this graph. Raises UserError.
+    """
+    from pipedream.graph.profile import read_profile_of
+
+    if options.profile is None and not options.exports:
+        try:
+            return read_profile_of(options.profile_path, graph)
+        except UserError:
+            return None
+    profile = read_profile_of(options.profile_path, graph)
+    if options.profile is not None and profile.footprints is None:
+        raise UserError(f"--profile {options.profile}: has no memory figures: run pd-profile again")
+    return profile
+
+
+def _numbers(text: str, cluster: Cluster) -> range:
+    from pipedream.optimizer.compare.sweep import check_sweep, parse_range
+
+    numbers = parse_range(text)
+    check_sweep(cluster, numbers)
+    return numbers
+
+
+def _check_folder(options: Options) -> None:
+    """Raises UserError if the output folder clearly cannot be written."""
+    folder = options.folder
+    if options.calibrate and folder.resolve() == options.graph.resolve().parent:
+        raise UserError(
+            f"-o {folder}: {options.graph} would be overwritten by the graph with corrected"
+            " times: name another folder"
+        )
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"-o {folder}: cannot be written: {there} is a file; name another folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"-o {folder}: cannot be written: no permission to write in {there}")
+
+
+def _check_profile(options: Options) -> None:
+    if options.exports and not options.profile_path.exists():
+        raise UserError(
+            f"--export {options.exports[0]} needs {options.profile_path}: pd-profile writes it with"
+            " graph.txt"
+        )
