@@ -118,7 +118,7 @@ class Link(_ClusterPart):
 
 
 class DeviceType(_ClusterPart):
-    """A kind of device."""
+    """A type of device."""
 
     name: str = Field(min_length=1)
     speed: float = Field(default=1.0, gt=0, allow_inf_nan=False, strict=True)
