@@ -282,7 +282,7 @@ def other_ranks(folder):
 
 
 MISTAKES = {
-    "--calibrate RUN: there is no such folder": lambda folder: shutil.rmtree(folder / "run"),
+    "--calibrate RUN: no such folder": lambda folder: shutil.rmtree(folder / "run"),
     "--calibrate RUN: is not the folder of a run: there is no measured.json": lambda folder: (
         folder / "run/measured.json"
     ).unlink(),
