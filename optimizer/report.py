@@ -108,8 +108,8 @@ def _memory_table(outcome: Outcome) -> Table:
     """The peak memory of one worker of each stage, by item."""
     plan = outcome.plan
     measured = "as measured" if outcome.measured else "assumed to be the nodes' outputs"
-    again = [str(stage.stage) for stage in plan.stages if stage.recompute]
-    note = f" Forward pass recomputed: stage {', '.join(again)}." if again else ""
+    recomputing = [str(stage.stage) for stage in plan.stages if stage.recompute]
+    note = f" Forward pass recomputed: stage {', '.join(recomputing)}." if recomputing else ""
     table = Table(
         title=f"Memory of one worker, with {plan.optimizer}'s state",
         caption=f"At its peak. Activations: what the backward passes need, {measured}.{note}",

@@ -95,10 +95,10 @@ class CalibrationRun:
         """
         stages = self.measured.plan.stages
         overhead = (overheads or TrainingOverheads({})).of_stage(stage, len(stages))
-        again = stages[stage].recompute
+        recompute = stages[stage].recompute
         forward, backward = [], []
         for rank in self.measured.of_stage(stage):
-            speed, second = self._speed(rank), rank.forward.median if again else 0.0
+            speed, second = self._speed(rank), rank.forward.median if recompute else 0.0
             forward.append(_moved(rank.forward, -overhead[0] / speed, speed))
             backward.append(_moved(rank.backward, -second - overhead[1] / speed, speed))
         return forward, backward

@@ -77,10 +77,10 @@ def check_alike(graphs: Mapping[int, Graph], folder: Path) -> None:
     """Raises UserError unless these graphs, by batch size, are of one model."""
     least = min(graphs)
     for size, graph in graphs.items():
-        found = difference(graphs[least], least, graph, size)
-        if found is not None:
+        reason = difference(graphs[least], least, graph, size)
+        if reason is not None:
             raise UserError(
-                f"{folder}: batch-{size} is of another model than batch-{least}: {found}; profile"
+                f"{folder}: batch-{size} is of another model than batch-{least}: {reason}; profile"
                 " them together, with pd-profile --batch-sizes"
             )
 

@@ -110,11 +110,11 @@ def sweep(request: Request, numbers: range) -> Iterator[Point]:
     Raises UserError if none of the numbers makes a cluster.
     """
     check_sweep(request.cluster, numbers)
-    made = (shaped(request.cluster, workers) for workers in numbers)
-    for cluster in thinned([cluster for cluster in made if cluster is not None]):
-        asked = replace(request, cluster=cluster)
+    clusters = (shaped(request.cluster, workers) for workers in numbers)
+    for cluster in thinned([cluster for cluster in clusters if cluster is not None]):
+        resized = replace(request, cluster=cluster)
         try:
-            outcome = optimize(asked)
+            outcome = optimize(resized)
         except UserError:
             yield Point(cluster.machines, None)
             continue

@@ -29,7 +29,7 @@ MOMENTS = 24
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """What determines a worker's memory beside the model.
+    """What determines a worker's memory besides the model.
 
     `microbatches` make one update, for schedules that make one per several minibatches. With
     `weight_prediction` (weight stashing only) the older versions of a stage that is not the last

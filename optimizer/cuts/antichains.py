@@ -30,18 +30,18 @@ class AntichainDag:
     @staticmethod
     def of(graph: PlanningGraph, limit: int) -> AntichainDag | None:
         """Walks the DAG from the empty set, over all sources; None if it has more than `limit`."""
-        found: list[int] = []
+        downsets: list[int] = []
         generation = {0: ready(graph, 0)}
         while generation:
-            found += sorted(generation)
-            if len(found) > limit:
+            downsets += sorted(generation)
+            if len(downsets) > limit:
                 return None
             generation = dict(
                 following
                 for downset, nodes in generation.items()
                 for following in _following(graph, downset, nodes)
             )
-        return AntichainDag(graph, tuple(found))
+        return AntichainDag(graph, tuple(downsets))
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:

@@ -42,7 +42,7 @@ class Cuts:
         return self.sum(self.graph.work_seconds)
 
     def stage_overhead(self, start: int) -> Floats:
-        """Seconds of a stage from `start` to each state beside its nodes."""
+        """Seconds of a stage from `start` to each state besides its nodes."""
         return self._first_stage_overhead if start == 0 else self._later_stage_overhead
 
     @cached_property
@@ -79,14 +79,14 @@ class Cuts:
         """[state, word]: the nodes, as bits, that some node after the cut reads."""
         masks = self.graph.producer_masks
         width = self.words.shape[1] * 8
-        found = np.zeros_like(self.words)
+        read_after = np.zeros_like(self.words)
         for place, column in enumerate(self._bytes.T):
             eight = b"".join(mask.to_bytes(width, "little") for mask in masks[8 * place :][:8])
             read = np.frombuffer(eight, dtype="<u8").reshape(-1, width // 8)
             words = np.flatnonzero(read.any(axis=0))
             if len(words):
-                found[:, words] |= _by_byte(np.bitwise_or, read[:, words])[~column]
-        return found
+                read_after[:, words] |= _by_byte(np.bitwise_or, read[:, words])[~column]
+        return read_after
 
     @cached_property
     def _holds(self) -> NDArray[np.bool_]:

@@ -353,10 +353,10 @@ def _decided(codes, read, slot, cleared):  # type: ignore[no-untyped-def]
         without = code
         for k in range(len(slots)):
             place = np.uint64(2 * slots[k])
-            found = (code >> place) & three
-            if found == 0:
+            status = (code >> place) & three
+            if status == 0:
                 live[2 * state + 1] = False
-            elif found == one:
+            elif status == one:
                 without = (without & ~(three << place)) | (two << place)
                 charges[2 * state] += slot_bytes[k]
         within = code & ~cleared

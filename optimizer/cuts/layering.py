@@ -100,11 +100,11 @@ def layer_cuts(
     graph: PlanningGraph, orders: Sequence[Sequence[int]], count: int
 ) -> tuple[int, ...]:
     """The downsets between the layers, `count` for each order, sorted as in AntichainDag."""
-    found = {0}
+    downsets = {0}
     for order in orders:
         downset, ends = 0, set(layers(graph, order, count))
         for position, node in enumerate(order, start=1):
             downset |= 1 << node
             if position in ends:
-                found.add(downset)
-    return tuple(sorted(found, key=lambda downset: (downset.bit_count(), downset)))
+                downsets.add(downset)
+    return tuple(sorted(downsets, key=lambda downset: (downset.bit_count(), downset)))

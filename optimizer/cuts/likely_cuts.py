@@ -18,12 +18,14 @@ def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
     A plan over these is valid, but a better one may cut elsewhere. If there are more than `limit`,
     the lightest is kept in each of `limit` equal shares of the compute time.
     """
-    found = dict(prefix for order in orders(graph) for prefix in _walk(graph, order))
-    if len(found) > limit:
-        seconds, live = np.array(list(found.values())).T
-        chosen = list(found)
-        found = {chosen[index]: found[chosen[index]] for index in _lightest(seconds, live, limit)}
-    return in_order({0, (1 << len(graph)) - 1, *found})
+    by_downset = dict(prefix for order in orders(graph) for prefix in _walk(graph, order))
+    if len(by_downset) > limit:
+        seconds, live = np.array(list(by_downset.values())).T
+        chosen = list(by_downset)
+        by_downset = {
+            chosen[index]: by_downset[chosen[index]] for index in _lightest(seconds, live, limit)
+        }
+    return in_order({0, (1 << len(graph)) - 1, *by_downset})
 
 
 def _walk(graph: PlanningGraph, order: Sequence[int]) -> Iterator[tuple[int, tuple[float, float]]]:

@@ -127,7 +127,7 @@ class PlanningGraph:
 
     @cached_property
     def workspace_bytes(self) -> Floats:
-        """Bytes that each node's backward pass needs beside that, at least its gradients."""
+        """Bytes that each node's backward pass needs besides that, at least its gradients."""
         if self.footprints is None:
             return self.parameter_bytes
         return np.array([self.footprints[name].workspace for name in self.names])
@@ -143,10 +143,10 @@ class PlanningGraph:
 
     def stage_of(self, stages: Sequence[Sequence[int]]) -> dict[str, int]:
         """The stage of every node of the graph, given the working nodes of each stage."""
-        found = {self.names[node]: stage for stage, nodes in enumerate(stages) for node in nodes}
+        stage_of = {self.names[node]: stage for stage, nodes in enumerate(stages) for node in nodes}
         for name, leader in self.follows.items():
-            found[name] = 0 if leader is None else found[leader]
-        return found
+            stage_of[name] = 0 if leader is None else stage_of[leader]
+        return stage_of
 
 
 def _is_getitem(node: Node) -> bool:

@@ -97,8 +97,8 @@ def _passed(cuts: Cuts, table: _ReachabilityTable) -> Ints:
     passed &= seconds - cuts.seconds[span.starts].max() <= time
     passed &= cuts.seconds[span.ends].min() - seconds <= time[::-1]
     inner = slice(len(span.starts), len(order) - len(span.ends))
-    found: Ints = np.sort(order[inner][passed[:, inner].any(axis=0)])
-    return found
+    states: Ints = np.sort(order[inner][passed[:, inner].any(axis=0)])
+    return states
 
 
 def _between(cuts: Cuts, span: _CutRange) -> Ints:
@@ -153,19 +153,19 @@ class _CutGroups:
 
     def members(self, groups: Bools) -> Ints:
         """The states of these groups, in order and each once."""
-        found = [states for states, chosen in zip(self.states, groups, strict=True) if chosen]
-        return np.unique(np.concatenate(found)) if found else np.empty(0, np.intp)
+        of_groups = [states for states, chosen in zip(self.states, groups, strict=True) if chosen]
+        return np.unique(np.concatenate(of_groups)) if of_groups else np.empty(0, np.intp)
 
     @cached_property
     def nested(self) -> Bools:
         """[start, end]: whether a cut of one group may be nested in a cut of the other."""
-        found = self.seconds[0][:, None] <= self.seconds[1]
-        found &= self.parameters[0][:, None] <= self.parameters[1]
+        nested = self.seconds[0][:, None] <= self.seconds[1]
+        nested &= self.parameters[0][:, None] <= self.parameters[1]
         for inside, outside in zip(self.held_by_all.T, ~self.held_by_any.T, strict=True):
-            found &= (inside[:, None] & outside) == 0
-        np.fill_diagonal(found, [len(states) > 1 for states in self.states])
-        found[:, 0] = found[-1] = False
-        return found
+            nested &= (inside[:, None] & outside) == 0
+        np.fill_diagonal(nested, [len(states) > 1 for states in self.states])
+        nested[:, 0] = nested[-1] = False
+        return nested
 
 
 def _alike(figures: Floats, states: Ints, most: int) -> Iterator[Ints]:
@@ -214,8 +214,8 @@ class _ReachabilityTable:
         """[replicas - 1, end]: whether such a stage may be within the time."""
         seconds = np.maximum(self.groups.seconds[0] - self.groups.seconds[1][start], 0.0)
         costs = self._costs(seconds[None] / self.share, start)
-        found: Bools = (costs < self.span.within) & self.groups.nested[start]
-        return found
+        feasible: Bools = (costs < self.span.within) & self.groups.nested[start]
+        return feasible
 
     def _costs(self, inner: Floats, start: int) -> Floats:
         """[replicas - 1, end]: the least seconds of the stages from one group."""
@@ -233,22 +233,22 @@ class _ReachabilityTable:
     @cached_property
     def _before(self) -> Bools:
         """[m, group]: whether m components may make a pipeline that ends there."""
-        found = np.zeros((self.components + 1, len(self.groups)), np.bool_)
-        found[0, 0] = True
+        reachable = np.zeros((self.components + 1, len(self.groups)), np.bool_)
+        reachable[0, 0] = True
         for m in range(1, self.components + 1):
             for replicas, stages in enumerate(self.stages[:m], start=1):
-                found[m] |= stages[found[m - replicas]].any(axis=0)
-        return found
+                reachable[m] |= stages[reachable[m - replicas]].any(axis=0)
+        return reachable
 
     @cached_property
     def _after(self) -> Bools:
         """[m, group]: whether m components may make the rest of one."""
-        found = np.zeros((self.components + 1, len(self.groups)), np.bool_)
-        found[slice(None) if self.fewer else 0, -1] = True
+        reachable = np.zeros((self.components + 1, len(self.groups)), np.bool_)
+        reachable[slice(None) if self.fewer else 0, -1] = True
         for m in range(1, self.components + 1):
             for replicas, stages in enumerate(self.stages[:m], start=1):
-                found[m] |= stages[:, found[m - replicas]].any(axis=1)
-        return found
+                reachable[m] |= stages[:, reachable[m - replicas]].any(axis=1)
+        return reachable
 
     def inside(self) -> Iterator[_CutRange]:
         """The ranges of the pipelines inside the stages: one for all stages with the same number of

@@ -114,8 +114,8 @@ def _megatron(plan: Plan, graph: Graph, profile: Profile) -> Export:
 def _letters(layering: Layering) -> Mapping[str, str]:
     """A name for each module: E, L, or t and its own name."""
     if len(layering.lists) != 1:
-        found = ", ".join(layering.lists) or "none"
-        raise UserError(f"it lays out one list of transformer layers; this model's lists: {found}")
+        names = ", ".join(layering.lists) or "none"
+        raise UserError(f"it lays out one list of transformer layers; this model's lists: {names}")
     inside = f"{layering.lists[0]}." if layering.lists[0] else ""
     units = layering.units
     layers = [

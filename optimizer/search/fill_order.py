@@ -24,7 +24,7 @@ _NONE = -1
 
 
 class StageVariant(NamedTuple):
-    """All that the cost of a stage depends on beside its cuts."""
+    """All that the cost of a stage depends on besides its cuts."""
 
     boundary_level: int  # see `Mesh.boundary_level`
     spans: int  # the outermost level of which it has several components; 0 for one device

@@ -385,14 +385,14 @@ class Search:
         """The first stage of this piece, what it leaves to those behind, and its end."""
         after = self.cuts.after(*piece)
         stops = np.arange(len(self.cuts))[after]
-        found = []
+        candidates = []
         for allocation, stages in self._options(subproblem, piece[0], after, first, within):
             behind = allocation.leaves(left)
             if behind is not None:
                 rest = later[behind.components, behind.devices, after, 0]
                 total = stages[allocation.at(behind)] + rest
-                found.append((total.min(), allocation, behind, int(stops[total.argmin()])))
-        fewest, allocation, behind, stop = min(found, key=lambda choice: choice[0])
+                candidates.append((total.min(), allocation, behind, int(stops[total.argmin()])))
+        fewest, allocation, behind, stop = min(candidates, key=lambda choice: choice[0])
         assert fewest < inf
         return allocation, behind, stop
 

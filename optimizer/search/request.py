@@ -32,7 +32,7 @@ class Request:
     - `footprints`: memory of the graph's nodes; without them each node keeps its outputs;
     - `in_flight`: as few minibatches as fill the pipeline, or as many as keep its pace and fit;
     - `update_rate`: bytes of parameters that the optimizer updates per second;
-    - `overheads`: measured costs of training beside the nodes, where the profile has them.
+    - `overheads`: measured costs of training besides its nodes, where the profile has them.
     """
 
     graph: Graph

@@ -29,7 +29,7 @@ _OF_A_ROUND = (Kind.ALL_REDUCE, Kind.UPDATE)
 def rounds_to_play(replicas: Sequence[int], microbatches: int) -> Iterator[int]:
     """Lengths of rounds to simulate instead of one of `microbatches`, which comes last.
 
-    They differ from it by whole periods, and hold one period beside filling and draining.
+    They differ from it by whole periods, and hold one period besides filling and draining.
     """
     period = _period(replicas)
     count = period * (1 + ceil(8 * sum(replicas) / period)) + microbatches % period

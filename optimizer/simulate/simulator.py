@@ -296,8 +296,8 @@ class _Simulator:
         """Records what the worker's rank holds from now on; `backward`: during such a pass."""
         state = self.states[worker]
         older = len(state.versions.alive) - 1
-        held = self.works[worker].held
-        state.held = held.at(older, state.in_flight, backward, state.gradients)
+        bytes_held = self.works[worker].held
+        state.held = bytes_held.at(older, state.in_flight, backward, state.gradients)
         states = state.place.states
         total = sum(each.held for each in states) if len(states) > 1 else state.held
         state.place.memory.append((now, total))

@@ -61,7 +61,7 @@ class Workload:
         """The work of `plan` with the times and sizes of `graph` under the schedule's `policy`.
 
         `update_rate`: bytes of parameters that the optimizer updates per second; `overheads`:
-        seconds of a pass beside its nodes. A tensor is sent once to each stage that reads it; each
+        seconds of a pass besides its nodes. A tensor is sent once to each stage that reads it; each
         stage reads the model's inputs itself. A gradient of the same size comes back if anything
         before the tensor learns.
         """
