@@ -53,8 +53,8 @@ def seconds(plan: Plan) -> float:
 def test_a_plan_with_replicas_keeps_the_pace_it_promises() -> None:
     """By PipeDream's number two replicas between single ones wait half of the time."""
     useful, least = planned(), planned(in_flight="least")
-    assert least.room == (5, 2, 2, 1)
-    assert useful.room == (8, 3, 2, 1)
+    assert least.max_in_flight == (5, 2, 2, 1)
+    assert useful.max_in_flight == (8, 3, 2, 1)
     assert seconds(useful) == pytest.approx(0.03, rel=0.01)
     assert seconds(least) > 1.4 * 0.03
 
@@ -62,12 +62,12 @@ def test_a_plan_with_replicas_keeps_the_pace_it_promises() -> None:
 def test_slow_messages_take_more_in_flight() -> None:
     """A megabyte in 20 ms each way, a third of what the slowest stage takes."""
     slow, chain = 1e6 / 0.02, (1, 1, 1, 1)
-    assert planned(sizes=chain).room == (4, 3, 2, 1)
+    assert planned(sizes=chain).max_in_flight == (4, 3, 2, 1)
     useful = planned(sizes=chain, bandwidth=slow)
     least = planned(sizes=chain, bandwidth=slow, in_flight="least")
-    assert useful.room == (6, 4, 2, 1)
+    assert useful.max_in_flight == (6, 4, 2, 1)
     assert seconds(useful) == pytest.approx(0.06, rel=0.01)
-    assert least.room == (4, 3, 2, 1)
+    assert least.max_in_flight == (4, 3, 2, 1)
     assert seconds(least) == pytest.approx(0.07, rel=0.01)
 
 
@@ -76,11 +76,11 @@ def test_memory_keeps_them_fewer() -> None:
     useful, least = planned(), planned(in_flight="least")
     most = max(stage.memory_bytes for stage in useful.stages)
     fewest = max(stage.memory_bytes for stage in least.stages)
-    rooms = []
+    limits = []
     for memory in (most, (most + fewest) / 2, fewest):
         plan = planned(memory=memory)
         assert max(stage.memory_bytes for stage in plan.stages) <= memory
-        rooms.append(plan.room or ())
-    assert rooms[0] == useful.room
-    assert rooms[0] > rooms[1] > rooms[2]
-    assert rooms[2][0] == 5
+        limits.append(plan.max_in_flight or ())
+    assert limits[0] == useful.max_in_flight
+    assert limits[0] > limits[1] > limits[2]
+    assert limits[2][0] == 5
