@@ -71,7 +71,7 @@ class Bins:
         first = np.unique(group, return_index=True)[1]
         return Bins(
             column=self.column[first],
-            row=self.row[first],
+            row=self.row[first] * _rows(count) // (self.row[-1] + 1),
             least_seconds=_grouped(np.minimum, self.least_seconds, group),
             most_seconds=_grouped(np.maximum, self.most_seconds, group),
             least_parameters=_grouped(np.minimum, self.least_parameters, group),
@@ -82,12 +82,16 @@ class Bins:
 
     def _cells(self, count: int) -> Numbers:
         """For each bin the number of its cell in a grid of `count` columns and fewer rows."""
-        rows = max(1, min(_BY_PARAMETERS, count // 8))
+        rows = _rows(count)
         column = self.column * count // (self.column[-1] + 1)
         row = self.row * rows // (self.row[-1] + 1)
         cells: Numbers = column * rows + row + 1
         cells[0], cells[-1] = 0, (count + 1) * rows
         return cells
+
+
+def _rows(columns: int) -> int:
+    return max(1, min(_BY_PARAMETERS, columns // 8))
 
 
 def _grouped(join: np.ufunc, values: Floats, group: Numbers) -> Floats:

@@ -4,7 +4,7 @@ import math
 from itertools import groupby, permutations
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from pipedream.graph.cluster import Cluster, DeviceType
@@ -240,6 +240,13 @@ def test_plans_on_two_kinds_equal_brute_force(
 
 
 @pytest.mark.slow
+@example(
+    graph=make([(0, 0, 0), (0, 0, 1), (2, 0, 0), (1, 0, 0), (1, 0, 0), (1, 0, 0)], set()),
+    speeds=(0.3, 0.3, 0.3),
+    inner=(2,),
+    model="measured",
+    straight=True,
+)
 @settings(max_examples=50, deadline=None)
 @given(
     graph=graphs(9),
