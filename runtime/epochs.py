@@ -148,7 +148,7 @@ class _Training:
             weights=context.weights[stage.stage],
             stepping=context.stepping,
             groups=context.groups[stage.stage],
-            on_loss=self._tell,
+            on_loss=self._on_loss,
             rng=local.rng,
             per_update=self._per_update(),
             recompute=local.job.plan.stages[stage.stage].recompute,
@@ -180,8 +180,8 @@ class _Training:
         with lowered(self.local.job.config.autocast, self.local.device):
             return self.local.loss(output, target)
 
-    def _tell(self, minibatch: int, loss: torch.Tensor) -> None:
-        self.losses.tell(minibatch, loss)
+    def _on_loss(self, minibatch: int, loss: torch.Tensor) -> None:
+        self.losses.send(minibatch, loss)
         self.context.stepping.note(loss)
 
     def _before(self, action: Action) -> None:

@@ -13,7 +13,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import workers_by_rank
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.engine.training_segment import whole_updates
+from pipedream.runtime.engine.training_segment import training_segments, whole_updates
 from pipedream.runtime.job import Job
 from pipedream.runtime.local_stage import LocalStage
 from pipedream.runtime.optim.stepping import check_joint_updates
@@ -45,7 +45,10 @@ class LocalModel:
         self.tied = tied(captures.whole, self.layouts)
         self._check_tied()
         if job.order != DEFAULT_ORDER:
-            self._check_order()
+            most = whole_updates(_MOST_CHECKED, job.policy)
+            segments = training_segments(self.examples.minibatches, self.every)
+            for minibatches in {min(len(segment), most) for segment in segments}:
+                self._check_order(minibatches)
         self.stages = tuple(
             LocalStage(job, worker, captures, self.layouts[worker[0]], self.rng)
             for worker in self.workers
@@ -78,9 +81,8 @@ class LocalModel:
                     "the weights"
                 )
 
-    def _check_order(self) -> None:
-        """Raises UserError where the ranks would wait for one another, or learn something else."""
-        minibatches = min(self.segment_minibatches, whole_updates(_MOST_CHECKED, self.job.policy))
+    def _check_order(self, minibatches: int) -> None:
+        """Raises UserError if the ranks would wait for one another, or learn something else."""
         schedule, assignment = self.schedule(minibatches), self.job.plan.rank_assignment
         workers = workers_by_rank(assignment)
         try:

@@ -77,9 +77,9 @@ class RankProgress:
         return [astuple(self.position), segment, self.touched]
 
     @staticmethod
-    def of(as_json: Sequence[Any]) -> RankProgress:
-        """What was `as_json`."""
-        position, segment, touched = as_json
+    def of(fields: Sequence[Any]) -> RankProgress:
+        """Returns the progress of which `fields` is `as_json`."""
+        position, segment, touched = fields
         return RankProgress(Position(*position), segment and TrainingSegment(*segment), touched)
 
 

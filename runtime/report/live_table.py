@@ -72,7 +72,7 @@ class Display:
             "training", total=minibatches, loss=float("nan"), rate=0.0
         )
         self.live = Live(self.progress, console=self.console, refresh_per_second=2)
-        self.begin = self.line_told = self.asked = time.perf_counter()
+        self.begin = self.line_printed = self.asked = time.perf_counter()
         self.done = self.samples = 0
         self.last_loss: float | None = None
         self.loss_sum, self.losses = 0.0, 0
@@ -154,7 +154,7 @@ class Display:
         mean = self.loss_sum / self.losses
         self.loss_sum, self.losses = 0.0, 0
         if not self.console.is_terminal:
-            self._line(f"{_told(losses)}: mean loss {mean:.4f}, {self.rate:.0f} samples/s")
+            self._line(f"{_described(losses)}: mean loss {mean:.4f}, {self.rate:.0f} samples/s")
 
     def held_out(self, epoch: int, step: int, found: Mapping[str, float]) -> None:
         """Writes down how the held-out data went after an epoch; `step` counts its minibatches."""
@@ -170,7 +170,7 @@ class Display:
 
     def _look(self, losses: Losses) -> None:
         now = time.perf_counter()
-        for minibatch, loss in losses.heard():
+        for minibatch, loss in losses.received():
             self.done += 1
             self.samples += self.sizes.of(minibatch)
             self.last_loss = loss
@@ -209,21 +209,21 @@ class Display:
         if self.console.is_terminal:
             most = max(1, self.console.height - 8)
             self.live.update(Group(table(self.statuses, self.workers, most), self.progress))
-        elif time.perf_counter() - self.line_told > SECONDS_BETWEEN_LINES and self.done:
+        elif time.perf_counter() - self.line_printed > SECONDS_BETWEEN_LINES and self.done:
             self._line(
                 f"epoch {losses.epoch}: {losses.next} of {losses.minibatches} minibatches, "
                 f"loss {self.last_loss:.4f}, {self.rate:.0f} samples/s{in_words(self.statuses)}"
             )
 
     def _line(self, text: str) -> None:
-        self.line_told = time.perf_counter()
+        self.line_printed = time.perf_counter()
         if self.console.is_terminal:
             self.live.console.print(text, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
 
 
-def _told(losses: Losses) -> str:
+def _described(losses: Losses) -> str:
     """Which losses have come: of an epoch, or a part of one where a run goes on or has stopped."""
     whole = (losses.first, losses.next) == (0, losses.minibatches)
     part = "" if whole else f", minibatches {losses.first} to {losses.next - 1}"

@@ -13,7 +13,7 @@ from pipedream.runtime.report.trace import write_trace
 from pipedream.runtime.report.utilisation import in_flight, versions
 from pipedream.schedule.action import parse_action
 
-Told: TypeAlias = list[tuple[int, list[tuple[str, float, float]]]]
+SentEvents: TypeAlias = list[tuple[int, list[tuple[str, float, float]]]]
 """For each epoch its number, and of each action its text, begin and end."""
 
 
@@ -54,7 +54,7 @@ class Recorder:
         first = self.first(minibatches)
         self.epochs[epoch] = [event for event in events if event.action.minibatch >= first]
 
-    def told(self) -> Told:
+    def sent(self) -> SentEvents:
         """All of it, by the clock of rank 0; the clocks have been read for the last time."""
         common = self.clock.common
         return [
@@ -70,12 +70,12 @@ class Recording:
     epochs: Mapping[int, Timeline]
 
     @staticmethod
-    def of(told: Sequence[Told]) -> Recording:
+    def of(sent: Sequence[SentEvents]) -> Recording:
         """From what the ranks told, in their order."""
-        begins = (begin for epochs in told for _, events in epochs for _, begin, _ in events[:1])
+        begins = (begin for epochs in sent for _, events in epochs for _, begin, _ in events[:1])
         origin = min(begins, default=0.0)
         timelines: dict[int, dict[int, Sequence[Event]]] = {}
-        for rank, epochs in enumerate(told):
+        for rank, epochs in enumerate(sent):
             for epoch, events in epochs:
                 timelines.setdefault(epoch, {})[rank] = [
                     Event(parse_action(text), begin - origin, end - origin)

@@ -34,12 +34,12 @@ def finish(context: RankContext) -> None:
     broadcast(context.store, place, "saved", True)  # its last save may take long
     context.clock.read()
     send_message(
-        context.store, f"report/{place.rank}", [_reports(context), context.recorder.told()]
+        context.store, f"report/{place.rank}", [_reports(context), context.recorder.sent()]
     )
     if place.rank == 0:
         messages = [receive_message(context.store, f"report/{r}") for r in range(place.world_size)]
         reports = [report for of_rank, _ in messages for report in of_rank]
-        recording = Recording.of([told for _, told in messages])
+        recording = Recording.of([sent for _, sent in messages])
         spent = _utilisation(context, recording, reports)
         also = ""
         if recording.epochs:  # else there was nothing left to train

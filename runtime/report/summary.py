@@ -36,31 +36,31 @@ class Losses:
         self.first = self.next = first
         self.failure: BaseException | None = None
         self.waiting: SimpleQueue[tuple[int, torch.Tensor] | None] = SimpleQueue()
-        self.thread = threading.Thread(target=self._tell_all, name="losses", daemon=True)
+        self.thread = threading.Thread(target=self._send_all, name="losses", daemon=True)
         self.thread.start()
 
-    def tell(self, minibatch: int, loss: torch.Tensor) -> None:
+    def send(self, minibatch: int, loss: torch.Tensor) -> None:
         """Raises UserError if an earlier loss was not finite: no later one would be."""
         if self.failure is not None:
             raise self.failure
         self.waiting.put((minibatch, loss))
 
     def end(self) -> None:
-        """Waits until all losses are in the store. Raises as `tell` does."""
+        """Waits until all losses are in the store. Raises as `send` does."""
         self.waiting.put(None)
         self.thread.join()
         if self.failure is not None:
             raise self.failure
 
-    def _tell_all(self) -> None:
-        while (told := self.waiting.get()) is not None:
+    def _send_all(self) -> None:
+        while (waiting := self.waiting.get()) is not None:
             try:
-                self._tell(*told)
+                self._send(*waiting)
             except Exception as error:
                 self.failure = error
                 return
 
-    def _tell(self, minibatch: int, loss: torch.Tensor) -> None:
+    def _send(self, minibatch: int, loss: torch.Tensor) -> None:
         value = loss.item()
         if not math.isfinite(value) and self.refuse_nan:
             raise UserError(
@@ -69,7 +69,7 @@ class Losses:
             )
         self.store.set(self._key(minibatch), repr(value))
 
-    def heard(self) -> list[tuple[int, float]]:
+    def received(self) -> list[tuple[int, float]]:
         """Returns the losses that have arrived since the last call, in the order of the
         minibatches.
         """

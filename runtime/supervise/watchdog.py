@@ -68,7 +68,9 @@ class Watchdog:
         self.most = self.timeout - _EARLIER * self.seconds
         self.neighbour = (self.rank - 1) % self.ranks
         self.words, self.silence, self.announced = "", 0.0, False
-        self.heard: dict[int, str] = {}  # what others do, in words; empty before and after training
+        self.activities: dict[
+            int, str
+        ] = {}  # what others do, in words; empty before and after training
         self.ended = threading.Event()
         self.talking = threading.Thread(target=self._talk, name="watchdog", daemon=True)
         self.talking.start()
@@ -98,7 +100,7 @@ class Watchdog:
         if error.peer is not None:
             with suppress(RuntimeError):  # the store may be gone, too
                 self._ask(error.peer)
-            words = self.heard.get(error.peer)
+            words = self.activities.get(error.peer)
         return f"{error}; rank {error.peer} was last heard of {words}" if words else str(error)
 
     def _talk(self) -> None:
@@ -112,11 +114,11 @@ class Watchdog:
                     self._ask(self.host)
                 latest = self._ask(self.neighbour)
                 own = next(passed)
-                still = still + own if latest == before and self.heard[self.neighbour] else 0.0
+                still = still + own if latest == before and self.activities[self.neighbour] else 0.0
                 if still > self.most:
                     self.store.set(_LOST, self._line(self.neighbour))
                 if self.store.check([_LOST]) and not last:
-                    self._tell(self.store.get(_LOST).decode())
+                    self._announce(self.store.get(_LOST).decode())
             except RuntimeError:  # the store is gone; who needs it will say so
                 return
             before, self.silence = latest, 0.0
@@ -134,7 +136,7 @@ class Watchdog:
 
     def _ask(self, rank: int) -> bytes:
         latest = self.store.get(_key(rank)) if self.store.check([_key(rank)]) else b'[0, ""]'
-        self.heard[rank] = json.loads(latest)[1]
+        self.activities[rank] = json.loads(latest)[1]
         return latest
 
     def _listen(self) -> None:
@@ -144,14 +146,14 @@ class Watchdog:
         while self.talking.is_alive() and not self.ended.wait(self.seconds):
             self.silence += next(passed)
             if self.silence > self.most:
-                self._tell(self._line(self.host))
+                self._announce(self._line(self.host))
 
-    def _tell(self, line: str) -> None:
+    def _announce(self, line: str) -> None:
         self.announced = True
         self.lost(line)
 
     def _line(self, rank: int) -> str:
-        words = self.heard.get(rank, "")
+        words = self.activities.get(rank, "")
         return f"rank {rank} has not stirred for {self.timeout:g} s {words}".strip()
 
 

@@ -63,8 +63,8 @@ def plan_of(model: str, order: str | None, ranks: Sequence[Sequence[int]], in_fl
     return Plan.model_validate(data)
 
 
-def train(folder: Path, *options: str, plan: str = "plan.json") -> None:
-    command = ["pd-train", plan, "--config", "run.yaml", "-o", "run", *options]
+def train(folder: Path, *options: str, plan: str = "plan.json", run: str = "run") -> None:
+    command = ["pd-train", plan, "--config", "run.yaml", "-o", run, *options]
     done = typed(folder, command)
     assert done.code == 0, done.error
 
@@ -150,6 +150,25 @@ def test_backward_passes_in_two_halves(tmp_path: Path, stages: int) -> None:
     config = prepare(tmp_path, "Chain", "zero-bubble", ranks, **changes)
     train(tmp_path)
     assert_as_plain(tmp_path, config)
+
+
+@pytest.mark.parametrize("schedule", ["2bw", "weight-stashing"])
+def test_stages_that_share_a_rank_learn_what_they_do_on_ranks_of_their_own(
+    tmp_path: Path, schedule: str
+) -> None:
+    """The last stage comes to its update when the first, on its rank, is yet to go backward, and
+    goes on with minibatches of the next round. 2bw has one norm for all stages.
+    """
+    own = [[0], [1], [2], [3]]
+    changes = {"optimizer": MOMENTUM, "clip_norm": 0.05, "evaluate_every": None}
+    prepare(tmp_path, "Chain", "merged", [[0], [1], [1], [0]], **changes)
+    write_plan(plan_of("Chain", None, own, 4), tmp_path / "own.json")
+    train(tmp_path, "--schedule", schedule, "--no-evaluate")
+    train(tmp_path, "--schedule", schedule, "--no-evaluate", plan="own.json", run="other")
+    one, other = (load_all(tmp_path / run / "checkpoints/latest") for run in ("run", "other"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, other[name], rtol=1e-12, atol=1e-12)
 
 
 def test_a_run_goes_on_under_a_plan_of_another_order(tmp_path: Path) -> None:

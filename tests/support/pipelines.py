@@ -81,11 +81,18 @@ def halved_passes(schedule: Schedule, workers: Sequence[Worker]) -> Iterator[tup
             yield worker, step._replace(kind=kind)
 
 
+def merged_passes(schedule: Schedule, workers: Sequence[Worker]) -> Passes:
+    """What the list scheduler has each worker do, in the order of time, on any ranks."""
+    passes = [(step, worker) for worker in workers for step in schedule.steps[worker]]
+    return ((worker, step) for step, worker in sorted(passes, key=lambda each: each[0].time))
+
+
 def register() -> None:
     """Makes the orders known in this process."""
     ORDERS["interleaved"] = interleaved_passes
     ORDERS["zero-bubble"] = zero_bubble_passes
     ORDERS["halved"] = halved_passes
+    ORDERS["merged"] = merged_passes
 
 
 register()

@@ -35,6 +35,11 @@ def assigned(ranks: Sequence[Sequence[int]]) -> RankAssignment:
 
 
 def policy(
-    name: ScheduleName, replicas: Sequence[int], microbatches: int = 1, accumulate: int = 1
+    name: ScheduleName,
+    replicas: Sequence[int],
+    microbatches: int = 1,
+    accumulate: int = 1,
+    max_in_flight: Sequence[int] | None = None,
 ) -> Policy:
-    return policies.policy(PipelineSpec(name, tuple(replicas), (), microbatches, accumulate))
+    most = None if max_in_flight is None else tuple(max_in_flight)
+    return policies.policy(PipelineSpec(name, tuple(replicas), (), microbatches, accumulate, most))

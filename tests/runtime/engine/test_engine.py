@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 OPTIMIZER = OptimizerConfig(name="SGD", args={"lr": 0.2, "momentum": 0.9, "weight_decay": 0.01})
 EPOCHS = 2
 
-Told = tuple[dict[int, float], dict[str, list[Any]], dict[int, int]]
+Trained = tuple[dict[int, float], dict[str, list[Any]], dict[int, int]]
 """Losses by minibatch (of all epochs), weights by name, versions held at most by stage."""
 
 
@@ -85,7 +85,7 @@ class Data:
         return self.batches[minibatch].target
 
 
-def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again: bool) -> Told:
+def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again: bool) -> Trained:
     """What this rank has of the model after some epochs; `again`: its stages recompute.
 
     Those runs take the ways that NCCL has, groups of two ranks, and not gloo's tags and threads.
@@ -147,13 +147,13 @@ def executor(
     )
 
 
-def run(name: str, orders: Orders, again: bool = False) -> list[Told]:
+def run(name: str, orders: Orders, again: bool = False) -> list[Trained]:
     """What each rank tells. The orders are proved before."""
     check_ranks(orders.schedule, orders.actions, orders.assignment)
     return run_processes(trained, len(orders.actions), free_port(), name, orders, again)
 
 
-def assert_as_plain(name: str, orders: Orders, told: Sequence[Told]) -> None:
+def assert_as_plain(name: str, orders: Orders, results: Sequence[Trained]) -> None:
     """The plain model, one step of the optimizer for the mean of each round."""
     model = plain_model(name)
     optimizer = torch.optim.SGD(model.parameters(), **OPTIMIZER.args)
@@ -168,14 +168,16 @@ def assert_as_plain(name: str, orders: Orders, told: Sequence[Told]) -> None:
             optimizer.zero_grad()
             expected += [loss.item() for loss in found]
     assert_same(
-        told, dict(enumerate(expected)), {n: p.tolist() for n, p in model.named_parameters()}
+        results, dict(enumerate(expected)), {n: p.tolist() for n, p in model.named_parameters()}
     )
 
 
-def assert_same(told: Sequence[Told], losses: dict[int, float], weights: dict[str, Any]) -> None:
-    found = {b: loss for rank in told for b, loss in rank[0].items()}
+def assert_same(
+    results: Sequence[Trained], losses: dict[int, float], weights: dict[str, Any]
+) -> None:
+    found = {b: loss for rank in results for b, loss in rank[0].items()}
     assert found == pytest.approx(losses, rel=1e-12)
-    held = {name: tensor for rank in told for name, tensor in rank[1].items()}
+    held = {name: tensor for rank in results for name, tensor in rank[1].items()}
     assert held.keys() == weights.keys()
     for name, values in weights.items():
         one, other = (torch.tensor(each, dtype=torch.float64) for each in (held[name], values))
@@ -190,9 +192,9 @@ def test_two_stages_on_each_rank_learn_what_the_plain_model_does(name: str, agai
     every = links_of(name, 4)
     assert ((1, 3) in every) == (name == "Skips")
     orders = interleaved(2, 4, 8, 4, every)
-    told = run(name, orders, again)
-    assert [sorted(rank[2]) for rank in told] == [[0, 2], [1, 3]]
-    assert_as_plain(name, orders, told)
+    results = run(name, orders, again)
+    assert [sorted(rank[2]) for rank in results] == [[0, 2], [1, 3]]
+    assert_as_plain(name, orders, results)
 
 
 @pytest.mark.slow
@@ -221,7 +223,7 @@ def test_a_version_of_the_weights_stays_until_the_second_half(schedule_name: str
     whole = Orders(
         made, halves.ranks, {halves.ranks[s][r]: made.actions((s, r)) for s, r in made.workers}
     )
-    reference, told = run("Chain", whole), run("Chain", halves)
-    assert [rank[2] for rank in told] == [rank[2] for rank in reference]
+    reference, results = run("Chain", whole), run("Chain", halves)
+    assert [rank[2] for rank in results] == [rank[2] for rank in reference]
     losses = {b: loss for rank in reference for b, loss in rank[0].items()}
-    assert_same(told, losses, {n: t for rank in reference for n, t in rank[1].items()})
+    assert_same(results, losses, {n: t for rank in reference for n, t in rank[1].items()})

@@ -69,7 +69,7 @@ def test_ranks_that_stand_a_window_before_the_place_have_done_nothing_else(
     name: ScheduleName,
     replicas: list[int],
     size: int,
-    room: list[int] | None,
+    max_in_flight: list[int] | None,
     updates: int,
     longer: int,
     skips: bool,
@@ -79,7 +79,7 @@ def test_ranks_that_stand_a_window_before_the_place_have_done_nothing_else(
     """
     stages = len(replicas)
     links = [(s, s + 1) for s in range(stages - 1)] + [(0, stages - 1)] * (skips and stages > 2)
-    numbers = {"microbatches": size, "room": room[:stages] if room else None}
+    numbers = {"microbatches": size, "max_in_flight": max_in_flight and max_in_flight[:stages]}
     if name in ("weight-stashing", "vertical-sync"):
         numbers |= {"microbatches": 1, "accumulate": size}
     rules = policy(name, replicas, **numbers)

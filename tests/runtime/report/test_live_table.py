@@ -29,8 +29,8 @@ def test_a_full_disk_is_told_by_all_that_wait_for_the_records(tmp_path: Path) ->
         display.file.close()
         display.file = Path("/dev/full").open("a")  # noqa: SIM115 - closed with the display
         with display.watching(losses):
-            losses.tell(0, torch.tensor(1.0))
-            losses.tell(1, torch.tensor(2.0))
+            losses.send(0, torch.tensor(1.0))
+            losses.send(1, torch.tensor(2.0))
             losses.end()
         problem = "metrics.jsonl: cannot be written: No space left on device"
         with pytest.raises(UserError, match=problem):
@@ -49,7 +49,7 @@ def test_a_part_of_an_epoch_is_not_told_as_all_of_it(
     losses = Losses(HashStore(), 1, 4, first=1)
     with display:
         for minibatch in (1, 2):
-            losses.tell(minibatch, torch.tensor(float(minibatch)))
+            losses.send(minibatch, torch.tensor(float(minibatch)))
         losses.end()
         display.end_epoch(losses)
     assert "epoch 1, minibatches 1 to 2: mean loss 1.5000, " in capsys.readouterr().err

@@ -89,10 +89,10 @@ def test_a_stopped_run_is_one_whose_leg_ended_there(tmp_path: Path) -> None:
     """
     jobs = [job_for(*case, tmp_path / f"{number}") for number, case in enumerate(CASES)]
     ports = [free_port() for _ in jobs]
-    told = run_processes(interrupted, 3, jobs, ports, seconds=200)
-    assert told[0] == told[1] == told[2]
+    results = run_processes(interrupted, 3, jobs, ports, seconds=200)
+    assert results[0] == results[1] == results[2]
     references = []
-    for job, words in zip(jobs, told[0], strict=True):
+    for job, words in zip(jobs, results[0], strict=True):
         assert job.saved is not None
         assert job.saved.epoch == 0, f"{job.schedule}: not at once"
         assert 10 <= job.saved.minibatch < 50, f"{job.schedule}: not at once"
@@ -133,9 +133,9 @@ def test_asked_while_held_out_data_are_tried_it_stops_before_the_next_epoch(tmp_
     )
     config = job.config.model_copy(update={"data": data, "evaluate_every": 1})
     job = replace(job, config=config, evaluate=True)
-    told = run_processes(interrupted, 3, [job], [free_port()])
+    results = run_processes(interrupted, 3, [job], [free_port()])
     assert job.saved == Position(1)
-    assert told[0] == [f"saved {job.checkpoints / 'epoch-0001'}; go on with --resume"]
+    assert results[0] == [f"saved {job.checkpoints / 'epoch-0001'}; go on with --resume"]
     assert len(losses(job)) == MINIBATCHES
     held_out = (job.run / "held_out.jsonl").read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in held_out] == [1]
@@ -157,8 +157,8 @@ def left_with(rank: int, workers: int, job: Job, port: int) -> Position | None:
 def test_nobody_leaves_before_all_is_saved(tmp_path: Path) -> None:
     """mpirun ends all other ranks when one leaves with an exit code that is not 0."""
     job = job_for("weight-stashing", False, tmp_path / "run")
-    told = run_processes(left_with, 3, job, free_port())
-    assert told == [job.saved] * 3
+    results = run_processes(left_with, 3, job, free_port())
+    assert results == [job.saved] * 3
 
 
 def whole_segment(segment: TrainingSegment) -> ActionStream:
@@ -194,8 +194,8 @@ def test_it_says_which_signal_came(tmp_path: Path, capsys: pytest.CaptureFixture
     graceful_stop.begin_segment(0, TrainingSegment(0, 10), whole_segment)
     os.kill(os.getpid(), signal.SIGUSR1)
     graceful_stop.thread.join(20)
-    told = "got SIGUSR1; draining the pipeline and saving; once more to leave at once"
-    assert capsys.readouterr().err == f"pd-train: {told}\n"
+    results = "got SIGUSR1; draining the pipeline and saving; once more to leave at once"
+    assert capsys.readouterr().err == f"pd-train: {results}\n"
 
 
 class Gone:
