@@ -17,25 +17,27 @@ MEASURED = "measured.json"
 
 
 class MeasuredRank(ArtifactModel):
-    """Times of one rank in the steady state of the run, over `minibatches` and `updates`.
-
-    `forward` and `backward`: seconds per minibatch, in the last stage with the loss; `backward`
-    includes the second forward pass if the stage recomputes. `update`: one step of the optimizer.
-    `all_reduce`: waiting for the sum of one round of gradients. `sending`, `waiting`: handing over
-    and waiting for the messages of one minibatch. None if there were none.
-    """
+    """Times of one stage of a rank in the steady state of the run. None if there were none."""
 
     rank: int = Field(ge=0)
     stage: int = Field(ge=0)
     replica: int = Field(ge=0)
     minibatches: int = Field(ge=1)
+    """How many were counted."""
     forward: Quartiles
+    """Seconds per minibatch; in the last stage with the loss."""
     backward: Quartiles
+    """Seconds per minibatch; with the second forward pass if the stage recomputes."""
     updates: int = Field(ge=0)
+    """How many were counted."""
     update: Quartiles | None = None
+    """One step of the optimizer."""
     all_reduce: Quartiles | None = None
+    """Waiting for the sum of one round of gradients."""
     sending: Quartiles | None = None
+    """Handing over the messages of one minibatch."""
     waiting: Quartiles | None = None
+    """Waiting for the messages of one minibatch."""
 
     @property
     def busy_seconds(self) -> float:
@@ -46,21 +48,23 @@ class MeasuredRank(ArtifactModel):
 
 
 class MeasuredRun(ArtifactModel):
-    """The measured times of a run, with its plan.
-
-    On a GPU, times are those of launching a pass, not of executing it. `threads`: CPU threads of
-    one operator. `seconds_per_minibatch`: of the whole pipeline in the steady state. Paths in
-    `plan` are relative to the folder of the run.
-    """
+    """The measured times of a run, with its plan."""
 
     format: Literal["pipedream-measured/1"] = "pipedream-measured/1"
     device: str
+    """With `cuda`, times are those of launching a pass, not of executing it."""
     threads: int = Field(ge=1)
+    """CPU threads of one operator."""
     batch_size: int = Field(ge=1)
+    """Examples in a minibatch."""
     schedule: ScheduleName
+    """The one that was trained."""
     seconds_per_minibatch: Amount
+    """Of the whole pipeline in the steady state."""
     ranks: tuple[MeasuredRank, ...] = Field(min_length=1)
+    """One entry for each stage of each rank."""
     plan: Plan
+    """Its paths are relative to the folder of the run."""
 
     @model_validator(mode="after")
     def _check(self) -> MeasuredRun:

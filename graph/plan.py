@@ -56,12 +56,14 @@ class PlannedNode(ArtifactModel):
     id: str
     description: str
     inputs: tuple[str, ...]
+    """Ids of the nodes it reads from."""
 
 
 class PlannedGraph(ArtifactModel):
     """The structure of the graph the plan was made from, in topological order."""
 
     fingerprint: str
+    """`Graph.fingerprint`: a hash of the structure."""
     nodes: tuple[PlannedNode, ...]
 
     @model_validator(mode="after")
@@ -203,26 +205,30 @@ class PlanningOptions(ArtifactModel):
 
 
 class Plan(ArtifactModel):
-    """Everything pd-train needs to know of a plan; `pipedream-plan/1`.
-
-    `optimizer` is the one whose state the memory of the stages counts, `weight_prediction` whether
-    it counts predicted weights. `batch_size`: examples of the minibatch that times and memory are
-    of, where the profile says so. `asked`: what else pd-optimize was asked for. `order`: who goes
-    first on a rank, by its name in `pipedream.schedule.orders`, unless it is 1f1b; a rank may then
-    be in several stages.
-    """
+    """Everything that pd-train needs to know of a plan."""
 
     format: Literal["pipedream-plan/1"] = "pipedream-plan/1"
     graph: PlannedGraph
+    """The graph the plan was made from; pd-train refuses another one."""
     cluster: Cluster
+    """The cluster it was made for."""
     schedule: ScheduleName = "weight-stashing"
+    """When weights are updated, and which version a minibatch uses."""
     optimizer: OptimizerName | None = None
+    """The optimizer whose state the memory of the stages includes."""
     weight_prediction: bool | None = None
+    """Whether that memory includes predicted weights."""
     batch_size: int | None = Field(default=None, ge=1)
+    """Examples of the minibatch that times and memory are for, if the profile says so."""
     stages: tuple[Stage, ...] = Field(min_length=1)
+    """In their order."""
     predicted: Predicted
     asked: PlanningOptions | None = None
+    """The other options of pd-optimize."""
     order: str | None = None
+    """The order of passes on a rank, by its name in `pipedream.schedule.orders`; by default 1f1b.
+    With another order a rank may be in several stages.
+    """
 
     @model_validator(mode="after")
     def _check(self) -> Plan:
