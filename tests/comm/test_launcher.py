@@ -55,7 +55,10 @@ def test_place_under_mpich_and_slurm():
 @pytest.mark.parametrize(
     ("variables", "problem"),
     [
-        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK=one: expected a number"),
+        (
+            {"RANK": "one", "WORLD_SIZE": "2"},
+            "RANK=one: this environment variable must be a number",
+        ),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2, but WORLD_SIZE=2"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "-1"}, "MASTER_PORT=-1"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "set MASTER_ADDR"),
