@@ -1,4 +1,4 @@
-"""The click command class of the three tools: one-line errors, and --help under headings."""
+"""The click commands of the three tools: options under headings, and one-line errors."""
 
 from __future__ import annotations
 
@@ -8,12 +8,25 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
+COUNT = click.IntRange(min=1)
+PATH = click.Path(path_type=Path)
+
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Failed writes with these codes carry no file name."""
+
+
+class UserError(click.ClickException):
+    """A mistake that the user can fix: printed as one line without traceback, exit code 2.
+
+    The message names the file and line, or the option; what is wrong; and what to do.
+    """
+
+    exit_code = 2
 
 
 class FiniteRange(click.FloatRange):
@@ -28,38 +41,56 @@ class FiniteRange(click.FloatRange):
         return number
 
 
+def option(
+    declaration: str, text: str, kind: click.ParamType[Any] | None = None, **settings: Any
+) -> click.Option:
+    """An option for `Command`: `option("-n --count N", "How often.", click.IntRange(min=1))`.
+
+    `declaration`: the names of the option, its METAVAR in upper case, and the name of the Python
+    parameter if that differs: "--arg NAME=VALUE arguments". Without METAVAR and `kind` it is a
+    flag. `text`: what --help says; a `default` among the other settings of click.Option is added.
+    """
+    words = declaration.split()
+    names = [word for word in words if word.startswith("-") or word.islower()]
+    metavar = " ".join(word for word in words if word not in names) or None
+    settings = {
+        "is_flag": not metavar and kind is None,
+        "show_default": "default" in settings,
+    } | settings
+    return click.Option(names, help=text, type=kind, metavar=metavar, **settings)
+
+
 class Command(click.Command):
     """A click command that reports every error in one line: `pd-optimize: what is wrong`.
 
-    `groups`: options, by their Python names, that --help lists under headings of their own.
+    `groups`: its options under the headings of --help. Those that decorators declare, and --help
+    itself, come last, under Options.
     `examples`: command lines that --help shows before the options, as they are typed.
     """
 
     def __init__(
         self,
         *args: Any,
-        groups: Mapping[str, Sequence[str]] | None = None,
+        groups: Mapping[str, Sequence[click.Option]] | None = None,
         examples: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self.groups, self.examples = groups or {}, examples
+        self.params += [each for options in self.groups.values() for each in options]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         if self.examples:
             with formatter.section("Examples"):
                 for line in "\n".join(self.examples).splitlines():
                     formatter.write(f"{'':{formatter.current_indent}}{line}\n")
-        heading_of = {name: head for head, names in self.groups.items() for name in names}
-        rows: dict[str, list[tuple[str, str]]] = {head: [] for head in (*self.groups, "Options")}
-        for parameter in self.get_params(ctx):
-            row = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
-            if row is not None:
-                rows[heading_of.get(parameter.name or "", "Options")].append(row)
-        for heading, listed in rows.items():
-            if listed:
-                with formatter.section(heading):
-                    formatter.write_dl(listed)
+        options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
+        grouped = {each for group in self.groups.values() for each in group}
+        others = [each for each in options if each not in grouped]
+        for heading, group in {**self.groups, "Options": others}.items():
+            with formatter.section(heading):
+                records = (each.get_help_record(ctx) for each in group)
+                formatter.write_dl([record for record in records if record is not None])
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         kwargs["standalone_mode"] = False

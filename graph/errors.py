@@ -10,23 +10,15 @@ from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any, TypeVar, get_args
 
-import click
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+from pipedream.graph.command import UserError as UserError
+
 Model = TypeVar("Model", bound=BaseModel)
 
 _TEXT = "tag:yaml.org,2002:str"
-
-
-class UserError(click.ClickException):
-    """A mistake that the user can fix: printed as one line without traceback, exit code 2.
-
-    The message names the file and line, or the option; what is wrong; and what to do.
-    """
-
-    exit_code = 2
 
 
 class ArtifactModel(BaseModel):

@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipedream.graph.command import Command
-from pipedream.graph.errors import UserError
-from pipedream.profiler.network.options import (
-    NETWORK_OPTIONS,
-    check_no_network_options,
-    with_network_options,
-)
-from pipedream.profiler.report.batch_sizes import check_folder, parse_batch_sizes, profile_sizes
-from pipedream.profiler.report.view import VIEW_OPTIONS, view_profiles, with_view_options
+from pipedream.graph.command import COUNT, PATH, Command, UserError, option
+from pipedream.profiler.network.options import NETWORK_OPTIONS, check_no_network_options
+from pipedream.profiler.report.view import VIEW_OPTIONS, view_profiles
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +24,79 @@ if TYPE_CHECKING:
     from pipedream.graph.profile import Profile
 
 _BATCH_SIZE = 32
+_CORES = click.IntRange(min=1, max=os.cpu_count())
 _GROUPS = {
-    "Model and inputs": ("arguments", "inputs", "batch_size", "batch_sizes", "meta"),
-    "Measuring": ("device", "threads", "workers", "warmup", "repeats", "seconds"),
+    "Model and inputs": (
+        option(
+            "--arg NAME=VALUE arguments",
+            "Argument for the model's factory, such as num_classes=10; repeat for more.  [default:"
+            " the factory's own]",
+            multiple=True,
+        ),
+        option(
+            "--input SHAPE[:DTYPE[:BOUND]] inputs",
+            "An example input without the batch dimension: 3x32x32 or 128:int64:50257; repeat for"
+            " more.  [default: the model's own]",
+            multiple=True,
+        ),
+        option(
+            "--batch-size N",
+            f"Examples in a minibatch.  [default: the run config's, else {_BATCH_SIZE}]",
+            COUNT,
+        ),
+        option(
+            "--batch-sizes N,N,...",
+            "Profile at each of these batch sizes, such as 1,2,4,8: a folder for each, and a"
+            " comparison. pd-optimize then chooses one.  [default: one batch size]",
+        ),
+        option(
+            "--meta",
+            "For a model larger than memory: create it without data and measure one node at a"
+            " time.  [default: measure whole passes]",
+        ),
+    ),
+    "Measuring": (
+        option("--device DEVICE", "cpu, cuda or cuda:1.", default="cpu"),
+        option(
+            "--threads N",
+            "CPU threads of one operator; a worker of pd-train uses 1.",
+            _CORES,
+            default=1,
+        ),
+        option(
+            "--workers N",
+            "Processes that run the model at the same time: as many as one machine will have"
+            " workers.",
+            _CORES,
+            default=1,
+        ),
+        option(
+            "--warmup N",
+            "Passes before the first one that counts.  [default: until they get no faster]",
+            COUNT,
+        ),
+        option(
+            "--repeats N",
+            "Passes to take the median of.  [default: until it is known within 1%]",
+            COUNT,
+        ),
+        option(
+            "--seconds SECONDS",
+            "Without --repeats, the most seconds to spend on them.",
+            click.FloatRange(min=0.0),
+            default=30.0,
+        ),
+    ),
     "Comparing and viewing": VIEW_OPTIONS,
     "Network": NETWORK_OPTIONS,
-    "Output": ("output",),
+    "Output": (
+        option(
+            "-o --output",
+            "Folder for the results, created if missing; with --diff, a CSV file.  [required"
+            " unless --show or --diff is given]",
+            PATH,
+        ),
+    ),
 }
 _EXAMPLES = (
     "pd-profile torchvision:resnet50 --batch-size 64 -o profiles/resnet50",
@@ -46,88 +107,6 @@ _EXAMPLES = (
 
 @click.command("pd-profile", cls=Command, groups=_GROUPS, examples=_EXAMPLES)
 @click.argument("model", metavar="[MODEL]", required=False)
-@click.option(
-    "--arg",
-    "arguments",
-    multiple=True,
-    metavar="NAME=VALUE",
-    help="Argument for the model's factory, such as num_classes=10; repeat for more."
-    "  [default: the factory's own]",
-)
-@click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="SHAPE[:DTYPE[:BOUND]]",
-    help="An example input without the batch dimension: 3x32x32 or 128:int64:50257; repeat for"
-    " more.  [default: the model's own]",
-)
-@click.option(
-    "--batch-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help=f"Examples in a minibatch.  [default: the run config's, else {_BATCH_SIZE}]",
-)
-@click.option(
-    "--batch-sizes",
-    metavar="N,N,...",
-    help="Profile at each of these batch sizes, such as 1,2,4,8: a folder for each, and a"
-    " comparison. pd-optimize then chooses one.  [default: one batch size]",
-)
-@click.option(
-    "--meta",
-    is_flag=True,
-    help="For a model larger than memory: create it without data and measure one node at a time."
-    "  [default: measure whole passes]",
-)
-@click.option(
-    "--device", default="cpu", show_default=True, metavar="DEVICE", help="cpu, cuda or cuda:1."
-)
-@click.option(
-    "--threads",
-    default=1,
-    show_default=True,
-    type=click.IntRange(min=1, max=os.cpu_count()),
-    metavar="N",
-    help="CPU threads of one operator; a worker of pd-train uses 1.",
-)
-@click.option(
-    "--workers",
-    default=1,
-    show_default=True,
-    type=click.IntRange(min=1, max=os.cpu_count()),
-    metavar="N",
-    help="Processes that run the model at the same time: as many as one machine will have workers.",
-)
-@click.option(
-    "--warmup",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Passes before the first one that counts.  [default: until they get no faster]",
-)
-@click.option(
-    "--repeats",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Passes to take the median of.  [default: until it is known within 1%]",
-)
-@click.option(
-    "--seconds",
-    default=30.0,
-    show_default=True,
-    type=click.FloatRange(min=0.0),
-    metavar="SECONDS",
-    help="Without --repeats, the most seconds to spend on them.",
-)
-@with_view_options
-@with_network_options
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Folder for the results, created if missing; with --diff, a CSV file.  [required unless"
-    " --show or --diff is given]",
-)
 def main(**parameters: Any) -> int:
     """Measures the time and memory of each layer of MODEL: torchvision:NAME, timm:NAME,
     transformers:NAME, package.module:factory, or the path of a run config.
@@ -179,6 +158,8 @@ class _ModelOptions:
 
 def _profile_model(options: _ModelOptions) -> None:
     """Measures at one batch size or at several, then prints and writes the results."""
+    from pipedream.profiler.report.batch_sizes import check_folder, parse_batch_sizes, profile_sizes
+
     output = options.output
     sizes = None if options.batch_sizes is None else parse_batch_sizes(options.batch_sizes)
     if sizes is not None and options.batch_size is not None:
@@ -322,9 +303,9 @@ def _load(
             )
         size = batch_size or _BATCH_SIZE
         return load(model, args, size, inputs, meta), args, size
-    for option, values in (("--arg", args), ("--input", inputs)):
+    for name, values in (("--arg", args), ("--input", inputs)):
         if values:
-            raise UserError(f"{option} does not go with a run config: set it in {model}")
+            raise UserError(f"{name} does not go with a run config: set it in {model}")
     path = Path(model)
     config = read_config(path)
     size = batch_size or config.batch_size

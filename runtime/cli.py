@@ -11,8 +11,7 @@ import click
 
 from pipedream.comm.launcher import environment, restarts
 from pipedream.graph.choices import SCHEDULES
-from pipedream.graph.command import Command, FiniteRange
-from pipedream.graph.errors import UserError
+from pipedream.graph.command import COUNT, PATH, Command, FiniteRange, UserError, option
 
 if TYPE_CHECKING:
     from pipedream.comm.launcher import Place
@@ -40,133 +39,115 @@ class TrainOptions(TypedDict):
     tensorboard: bool
 
 
-@click.command(
-    "pd-train",
-    cls=Command,
-    examples=[
-        "pd-train plan/plan.json --config run.yaml --epochs 10",
-        "torchrun --no-python --nproc-per-node 4 pd-train plan/plan.json --config run.yaml",
-    ],
-    groups={
-        "What to train": ["config", "schedule", "epochs"],
-        "Where it runs": ["workers", "device", "timeout", "replan"],
-        "Checkpoints and restarts": [
-            "output",
-            "resume",
-            "save_every",
-            "keep",
-            "export",
-            "max_restarts",
-        ],
-        "What is reported": ["evaluate", "trace", "tensorboard"],
-    },
-)
-@click.argument("plan", type=click.Path(path_type=Path))
-@click.option(
-    "--config",
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="The run config (YAML): model, data, loss and optimizer.",
-)
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Folder for checkpoints, metrics and pictures.  [default: runs/NAME OF CONFIG]",
-)
-@click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Processes to start on this machine.  [default: as many as the plan has workers]",
-)
-@click.option(
-    "--device",
-    type=click.Choice(["cpu", "cuda"]),
-    default="cpu",
-    show_default=True,
-    help="Where each worker computes.",
-)
-@click.option(
-    "--schedule",
-    type=click.Choice(SCHEDULES),
-    help="When weights are updated, and which version a minibatch uses.  [default: the plan's]",
-)
-@click.option(
-    "--epochs",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Passes over the training data, those of earlier runs included.  [default: the config's]",
-)
-@click.option(
-    "--resume",
-    is_flag=True,
-    help="Continue from the newest checkpoint in the output folder; the plan may be another one.  "
-    "[default: start afresh]",
-)
-@click.option(
-    "--save-every",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Also save a checkpoint every N minibatches, rounded up to whole updates of all stages. "
-    "The pipeline drains at each.  [default: at the end of each epoch only]",
-)
-@click.option(
-    "--keep",
-    type=click.IntRange(min=1),
-    metavar="K",
-    help="Keep only the newest K checkpoints.  [default: all]",
-)
-@click.option(
-    "--export",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="FILE",
-    help="Write the trained model to one safetensors FILE for the plain model's load_state_dict. "
-    "With --resume on a finished run, only that is done.  [default: checkpoints only]",
-)
-@click.option(
-    "--timeout",
-    type=FiniteRange(min=1, max=1e6),
-    default=300.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long a worker may be silent before it counts as lost.",
-)
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    metavar="N",
-    help="How often to start all workers again, from the newest checkpoint, when one is lost. "
-    "Under torchrun, give this option to torchrun.",
-)
-@click.option(
-    "--replan",
-    is_flag=True,
-    help="If there are fewer workers than the plan has, run pd-optimize for those (on graph.txt "
-    "beside PLAN) and train that plan: with --workers, when fewer processes are started, or when a "
-    "worker is lost and no restarts are left.  [default: refuse]",
-)
-@click.option(
-    "--evaluate/--no-evaluate",
-    default=True,
-    show_default=True,
-    help="Try the trained model on the held-out data, if the data source gives any.",
-)
-@click.option(
-    "--trace",
-    is_flag=True,
-    help="Record every action of every epoch in trace.json (for ui.perfetto.dev), and print how "
-    "each rank spent its time beside what the plan predicts.  [default: the last epoch only]",
-)
-@click.option(
-    "--tensorboard",
-    is_flag=True,
-    help="Log loss, samples per second, learning rate, and each rank's busy share and bytes of "
-    "memory to the folder tensorboard of the output.  [default: off]",
-)
+_GROUPS = {
+    "What to train": (
+        option(
+            "--config FILE",
+            "The run config (YAML): model, data, loss and optimizer.",
+            PATH,
+            required=True,
+        ),
+        option(
+            "--schedule",
+            "When weights are updated, and which version a minibatch uses.  [default: the plan's]",
+            click.Choice(SCHEDULES),
+        ),
+        option(
+            "--epochs N",
+            "Passes over the training data, those of earlier runs included.  [default: the"
+            " config's]",
+            COUNT,
+        ),
+    ),
+    "Where it runs": (
+        option(
+            "--workers N",
+            "Processes to start on this machine.  [default: as many as the plan has workers]",
+            COUNT,
+        ),
+        option(
+            "--device",
+            "Where each worker computes.",
+            click.Choice(["cpu", "cuda"]),
+            default="cpu",
+        ),
+        option(
+            "--timeout SECONDS",
+            "How long a worker may be silent before it counts as lost.",
+            FiniteRange(min=1, max=1e6),
+            default=300.0,
+        ),
+        option(
+            "--replan",
+            "If there are fewer workers than the plan has, run pd-optimize for those (on graph.txt"
+            " beside PLAN) and train that plan: with --workers, when fewer processes are started,"
+            " or when a worker is lost and no restarts are left.  [default: refuse]",
+        ),
+    ),
+    "Checkpoints and restarts": (
+        option(
+            "-o --output",
+            "Folder for checkpoints, metrics and pictures.  [default: runs/NAME OF CONFIG]",
+            click.Path(path_type=Path, file_okay=False),
+        ),
+        option(
+            "--resume",
+            "Continue from the newest checkpoint in the output folder; the plan may be another"
+            " one.  [default: start afresh]",
+        ),
+        option(
+            "--save-every N",
+            "Also save a checkpoint every N minibatches, rounded up to whole updates of all"
+            " stages. The pipeline drains at each.  [default: at the end of each epoch only]",
+            COUNT,
+        ),
+        option(
+            "--keep K",
+            "Keep only the newest K checkpoints.  [default: all]",
+            COUNT,
+        ),
+        option(
+            "--export FILE",
+            "Write the trained model to one safetensors FILE for the plain model's"
+            " load_state_dict. With --resume on a finished run, only that is done.  [default:"
+            " checkpoints only]",
+            click.Path(path_type=Path, dir_okay=False),
+        ),
+        option(
+            "--max-restarts N",
+            "How often to start all workers again, from the newest checkpoint, when one is lost."
+            " Under torchrun, give this option to torchrun.",
+            click.IntRange(min=0),
+            default=0,
+        ),
+    ),
+    "What is reported": (
+        option(
+            "--evaluate/--no-evaluate",
+            "Try the trained model on the held-out data, if the data source gives any.",
+            default=True,
+        ),
+        option(
+            "--trace",
+            "Record every action of every epoch in trace.json (for ui.perfetto.dev), and print how"
+            " each rank spent its time beside what the plan predicts.  [default: the last epoch"
+            " only]",
+        ),
+        option(
+            "--tensorboard",
+            "Log loss, samples per second, learning rate, and each rank's busy share and bytes of"
+            " memory to the folder tensorboard of the output.  [default: off]",
+        ),
+    ),
+}
+_EXAMPLES = [
+    "pd-train plan/plan.json --config run.yaml --epochs 10",
+    "torchrun --no-python --nproc-per-node 4 pd-train plan/plan.json --config run.yaml",
+]
+
+
+@click.command("pd-train", cls=Command, groups=_GROUPS, examples=_EXAMPLES)
+@click.argument("plan", type=PATH)
 def main(plan: Path, config: Path, **options: Unpack[TrainOptions]) -> int:
     """Train the model of a run config as the pipeline that PLAN (a plan.json) describes.
 

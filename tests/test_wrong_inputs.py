@@ -148,7 +148,7 @@ WRONG = [
     (f"pd-optimize negative.txt {OPTIMIZE}", r"negative.txt:2: .*forward_compute_time.*-1"),
     (f"pd-optimize nan.txt {OPTIMIZE}", r"nan.txt:2: .*activation_size.*nan"),
     (f"pd-optimize missing.txt {OPTIMIZE}", r"missing.txt:2: .*parameter_size is missing"),
-    (f"pd-optimize empty.txt {OPTIMIZE}", r"empty.txt:1: no node"),
+    (f"pd-optimize empty.txt {OPTIMIZE}", r"empty.txt:1: there is no node"),
     (f"pd-optimize binary.txt {OPTIMIZE}", r"binary.txt"),
     (f"pd-optimize nowhere.txt {OPTIMIZE}", r"nowhere.txt: .*No such file"),
     ("pd-optimize good.txt --machines 2,2 --bandwidth 1GB", r"2 levels.* 1 bandwidth"),

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipedream.graph.command import Calculation
-from pipedream.graph.errors import UserError
-from pipedream.optimizer.cli.arguments import EXAMPLES, GROUPS, PARAMETERS
+from pipedream.graph.command import PATH, Calculation, UserError
+from pipedream.optimizer.cli.arguments import EXAMPLES, GROUPS
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.cli.output import (
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
     from pipedream.optimizer.simulate.simulation import Simulation
 
 
-@click.command("pd-optimize", cls=Calculation, params=PARAMETERS, groups=GROUPS, examples=EXAMPLES)
+@click.command("pd-optimize", cls=Calculation, groups=GROUPS, examples=EXAMPLES)
+@click.argument("graph", type=PATH)
 def main(**values: Any) -> None:
     """Plan the model of GRAPH, a graph.txt of pd-profile, for a cluster.
 

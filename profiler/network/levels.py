@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
-from pipedream.graph.errors import UserError
+from pipedream.graph.command import UserError
 
 _NAMES = ("device", "machine")
 _MOST_PAIRS = 8

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import click
-
-from pipedream.comm.launcher import Place
-from pipedream.graph.errors import UserError
+from pipedream.graph.command import UserError, option
 from pipedream.graph.units import parse_bytes
 from pipedream.profiler.network.levels import parse_machines
+
+if TYPE_CHECKING:
+    from pipedream.comm.launcher import Place
 
 LARGEST = "64MB"
 _SMALLEST = 900  # bytes
@@ -25,7 +25,19 @@ _MODEL_OPTIONS = {
     "inputs": "--input",
 }
 _ONLY_NETWORK = {"machines": "--machines", "largest": "--largest"}
-NETWORK_OPTIONS = ("network", *_ONLY_NETWORK)
+NETWORK_OPTIONS = (
+    option(
+        "--network",
+        "Measure messages and all-reduces between the ranks that torchrun or mpirun started, and"
+        " write cluster.yaml for pd-optimize.",
+    ),
+    option(
+        "--machines N,N,...",
+        "Components of each level, innermost first: 4,2 is 2 machines of 4 devices.  [default: the"
+        " ranks of a host, then the hosts]",
+    ),
+    option("--largest BYTES", f"The largest message, such as 16MB.  [default: {LARGEST}]"),
+)
 
 _WARMUP, _REPEATS = 3, 10
 """Defaults for each message size."""
@@ -61,38 +73,12 @@ class NetworkOptions:
     effort: Effort
 
 
-def with_network_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of `NETWORK_OPTIONS`."""
-    options = (
-        click.option(
-            "--network",
-            is_flag=True,
-            help="Measure messages and all-reduces between the ranks that torchrun or mpirun"
-            " started, and write cluster.yaml for pd-optimize.",
-        ),
-        click.option(
-            "--machines",
-            metavar="N,N,...",
-            help="Components of each level, innermost first: 4,2 is 2 machines of 4 devices."
-            "  [default: the ranks of a host, then the hosts]",
-        ),
-        click.option(
-            "--largest",
-            metavar="BYTES",
-            help=f"The largest message, such as 16MB.  [default: {LARGEST}]",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
 def check_no_network_options(parameters: Mapping[str, Any]) -> None:
     """Raises UserError for options that need --network."""
-    for name, option in _ONLY_NETWORK.items():
+    for name, flag in _ONLY_NETWORK.items():
         if parameters[name] is not None:
             raise UserError(
-                f"{option} goes with --network, which takes no MODEL: leave one of them out"
+                f"{flag} goes with --network, which takes no MODEL: leave one of them out"
             )
 
 
@@ -106,9 +92,9 @@ def network_options(parameters: Mapping[str, Any], place: Place | None) -> Netwo
             f"--network measures no model: leave MODEL {parameters['model']!r} out; the folder for "
             "the results is given by -o"
         )
-    for name, option in _MODEL_OPTIONS.items():
+    for name, flag in _MODEL_OPTIONS.items():
         if parameters[name]:
-            raise UserError(f"{option} is for a MODEL, and --network measures none: leave it out")
+            raise UserError(f"{flag} is for a MODEL, and --network measures none: leave it out")
     device, machines = parameters["device"], parameters["machines"]
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device {device}: with --network write cpu, or cuda for a GPU each")

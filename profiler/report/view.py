@@ -2,53 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
-from pipedream.graph.errors import UserError
+from pipedream.graph.command import PATH, UserError, option
 from pipedream.profiler.report.quantity import ORDERS
 
-VIEW_OPTIONS = ("show", "diff", "sort", "top")
+VIEW_OPTIONS = (
+    option(
+        "--show PROFILE",
+        "Print the table of a profile, given its folder or its profile.json.",
+        PATH,
+    ),
+    option(
+        "--diff A B",
+        "Print the differences between two profiles; -o FILE.csv also writes them.",
+        PATH,
+        nargs=2,
+    ),
+    option(
+        "--sort QUANTITY",
+        f"Sort the table by {', '.join(ORDERS[:-1])} or by order of execution (order).",
+        click.Choice(ORDERS),
+        default="time",
+    ),
+    option(
+        "--top N",
+        "Rows of the table; 0 for all.  [default: 10; all for --sort order]",
+        click.IntRange(min=0),
+    ),
+)
 _ALLOWED = {"show": ("show", "sort", "top"), "diff": ("diff", "sort", "top", "output")}
-
-
-def with_view_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options of `VIEW_OPTIONS`."""
-    options = (
-        click.option(
-            "--show",
-            type=click.Path(path_type=Path),
-            metavar="PROFILE",
-            help="Print the table of a profile, given its folder or its profile.json.",
-        ),
-        click.option(
-            "--diff",
-            nargs=2,
-            type=click.Path(path_type=Path),
-            metavar="A B",
-            help="Print the differences between two profiles; -o FILE.csv also writes them.",
-        ),
-        click.option(
-            "--sort",
-            type=click.Choice(ORDERS),
-            metavar="QUANTITY",
-            default="time",
-            show_default=True,
-            help=f"Sort the table by {', '.join(ORDERS[:-1])} or by order of execution (order).",
-        ),
-        click.option(
-            "--top",
-            type=click.IntRange(min=0),
-            metavar="N",
-            help="Rows of the table; 0 for all.  [default: 10; all for --sort order]",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 def view_profiles(context: click.Context) -> bool:

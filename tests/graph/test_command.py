@@ -7,8 +7,7 @@ from pathlib import Path
 import click
 import pytest
 
-from pipedream.graph.command import Command
-from pipedream.graph.errors import UserError
+from pipedream.graph.command import Command, UserError, option
 
 
 @click.command("pd-try", cls=Command)
@@ -76,11 +75,10 @@ def test_help_lists_examples_before_the_options_and_each_option_under_its_headin
     @click.command(
         "pd-try",
         cls=Command,
-        groups={"Output": ["out"]},
+        groups={"Output": [option("-o --out FILE out", "Where to.", default="here")]},
         examples=["pd-try here", "pd-try there \\\n  --out FILE"],
     )
     @click.option("--count", help="How often.")
-    @click.option("--out", help="Where to.")
     def grouped(count: str, out: str) -> None:
         """Does what it is told."""
 
@@ -94,8 +92,26 @@ def test_help_lists_examples_before_the_options_and_each_option_under_its_headin
         "  pd-try there \\",
         "    --out FILE",
         "Output:",
-        "  --out TEXT  Where to.",
+        "  -o, --out FILE  Where to.  [default: here]",
         "Options:",
         "  --count TEXT  How often.",
         "  --help        Show this message and exit.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("declared", "args", "values"),
+    [
+        (option("-n --count N", "", click.IntRange(min=1)), ["-n", "3"], {"count": 3}),
+        (option("--arg NAME=VALUE arguments", ""), ["--arg", "a=1"], {"arguments": "a=1"}),
+        (option("--diff A B", "", nargs=2), ["--diff", "x", "y"], {"diff": ("x", "y")}),
+        (option("--all", ""), ["--all"], {"all": True}),
+        (option("--all", ""), [], {"all": False}),
+        (option("--color/--no-color", "", default=True), ["--no-color"], {"color": False}),
+        (option("--kind", "", click.Choice(["a", "b"])), ["--kind", "b"], {"kind": "b"}),
+    ],
+)
+def test_an_option_is_declared_by_its_names_and_metavar(
+    declared: click.Option, args: list[str], values: dict[str, object]
+) -> None:
+    assert Command("pd-try", groups={"Output": [declared]}).make_context("", args).params == values
