@@ -53,10 +53,9 @@ def option(
     words = declaration.split()
     names = [word for word in words if word.startswith("-") or word.islower()]
     metavar = " ".join(word for word in words if word not in names) or None
-    settings = {
-        "is_flag": not metavar and kind is None,
-        "show_default": "default" in settings,
-    } | settings
+    if not metavar and kind is None:
+        settings["is_flag"] = True
+    settings.setdefault("show_default", "default" in settings)
     return click.Option(names, help=text, type=kind, metavar=metavar, **settings)
 
 

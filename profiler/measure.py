@@ -12,22 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream.capture.allocator import keep_freed_memory
+from pipedream.capture.compute_settings import keep_freed_memory, lowered
 from pipedream.capture.export import Captured, Value, capture, flatten_inputs, rebuild
 from pipedream.capture.fake_tensors import capture_fake
-from pipedream.capture.precision import lowered
 from pipedream.capture.sources.load import Loaded
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.profile import (
-    DirectionFit,
     Footprint,
     Machine,
-    Passes,
     Profile,
     ProfiledLoss,
     ProfiledNode,
-    ProfiledStretch,
     ProfiledTensor,
     ProfiledUpdate,
     Totals,
@@ -39,14 +35,12 @@ from pipedream.profiler.timing.contention import (
     is_contending_process,
     run_contending_passes,
 )
-from pipedream.profiler.timing.data_reading import reading_seconds
-from pipedream.profiler.timing.fit import Compared, StretchFit
 from pipedream.profiler.timing.full_pass import passes, time_in_training
-from pipedream.profiler.timing.optimizer_step import UpdateCost, updates
 from pipedream.profiler.timing.per_node import time_per_node
 from pipedream.profiler.timing.per_node_fake import footprints_fake, time_per_node_fake
 from pipedream.profiler.timing.stopping_rule import StoppingRule
-from pipedream.profiler.timing.times import Times, Timing
+from pipedream.profiler.timing.times import Times
+from pipedream.profiler.timing.training_overheads import UpdateCost, reading_seconds, updates
 
 _MODEL_LIBRARIES = ("torchvision", "transformers", "timm")
 
@@ -193,19 +187,12 @@ def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profi
             parameter_bytes=sum(node.parameter_bytes for node in nodes),
             activation_bytes=sum(node.output_bytes for node in nodes),
         ),
-        forward=_fitted(times.forward) if times.stretches else None,
-        backward=_fitted(times.backward) if times.stretches else None,
-        stretches=tuple(
-            ProfiledStretch(
-                first=each.nodes[0],
-                last=each.nodes[-1],
-                nodes=len(each.nodes),
-                forward=_passes(each.forward),
-                backward=_passes(each.backward),
-            )
-            for each in times.stretches
-        ),
-        loss=None if times.loss is None else _loss(times.loss),
+        forward=times.forward,
+        backward=times.backward,
+        stretches=tuple(times.stretches),
+        loss=None
+        if times.loss is None
+        else ProfiledLoss(forward_seconds=times.loss.forward, backward_seconds=times.loss.backward),
         updates={
             name: ProfiledUpdate(bytes_per_second=update.bytes_per_second)
             for name, update in measured.updates.items()
@@ -215,23 +202,6 @@ def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profi
             for name, owned in _owned(graph, measured.captured)
         ),
     )
-
-
-def _passes(compared: Compared) -> Passes:
-    return Passes(summed=compared.summed, measured=compared.measured)
-
-
-def _fitted(fit: StretchFit) -> DirectionFit:
-    return DirectionFit(
-        call_seconds=fit.call,
-        factor=fit.factor,
-        typical_error=fit.typical,
-        worst_error=fit.worst,
-    )
-
-
-def _loss(timing: Timing) -> ProfiledLoss:
-    return ProfiledLoss(forward_seconds=timing.forward, backward_seconds=timing.backward)
 
 
 def _owned(graph: Graph, captured: Captured) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from pipedream.capture.precision import lowered
+from pipedream.capture.compute_settings import lowered
 from pipedream.comm.store_messages import broadcast
 from pipedream.graph.timeline import Event
 from pipedream.runtime.checkpoint.savepoint import save

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import torch.distributed as dist
 
-from pipedream.capture.allocator import keep_freed_memory
+from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.comm.launcher import Place
 from pipedream.comm.rendezvous import NotMet, meet
 from pipedream.comm.transport import PeerLost

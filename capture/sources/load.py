@@ -14,31 +14,17 @@ from torch.utils.data import IterableDataset
 from pipedream.capture.fake_tensors import check_on_meta, on_meta_device, with_memory
 from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.datasets import huggingface
-from pipedream.capture.sources.example_inputs import examples
 from pipedream.capture.sources.image_folder import image_folder
-from pipedream.capture.sources.minibatch import Dataset, minibatch
-from pipedream.capture.sources.timm import load_timm, timm_shape
-from pipedream.capture.sources.torchvision import image_shape, load_torchvision
+from pipedream.capture.sources.minibatch import Dataset, examples, minibatch
 from pipedream.capture.sources.transformers import (
     load_transformers,
     take_labels,
     transformers_inputs,
 )
 from pipedream.capture.sources.user_code import accepts, blaming, call, load_function
+from pipedream.capture.sources.vision import image_shape, load_timm, load_torchvision, timm_shape
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
-
-__all__ = [
-    "Loaded",
-    "accepts",
-    "blaming",
-    "call",
-    "load",
-    "load_config",
-    "load_config_model",
-    "load_data",
-    "load_function",
-]
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipedream.capture.sources.example_inputs import example
-from pipedream.capture.sources.torchvision import import_torchvision
+from pipedream.capture.sources.minibatch import example
 from pipedream.capture.sources.user_code import accepts, blame, close_matches
+from pipedream.capture.sources.vision import import_torchvision
 from pipedream.graph.errors import UserError
 
 _LONGEST = 128

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from pipedream.capture.allocator import keep_freed_memory
+from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.comm.launcher import Place
 from pipedream.comm.rendezvous import NotMet, choose_device, join, meet
 from pipedream.comm.transport import PeerLost

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from pipedream.graph.profile import Profile
-from pipedream.profiler.report.layers import layers_frame
-from pipedream.profiler.report.quantity import QUANTITIES
+from pipedream.profiler.report.layers import QUANTITIES, layers_frame
 
 if TYPE_CHECKING:
     from typing import TypeAlias

@@ -10,8 +10,7 @@ from rich.table import Table
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Profile
 from pipedream.profiler.report.diff import Diff, differing_settings
-from pipedream.profiler.report.layers import layer_names
-from pipedream.profiler.report.quantity import QUANTITIES, Quantity
+from pipedream.profiler.report.layers import QUANTITIES, Quantity, layer_names
 from pipedream.profiler.report.table import how_many, make_console, make_table
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ _SPARE = ("workspace", "saved", "activations", "parameters", "backward", "forwar
 def print_diff(diff: Diff, sort: str = "time", top: int | None = None) -> None:
     """Prints the nodes with the largest changes of `sort`, then the totals; `top`: see `how_many`.
 
-    `sort` is one of `quantity.ORDERS`. Raises UserError if one of the profiles lacks it.
+    `sort` is one of `layers.ORDERS`. Raises UserError if one of the profiles lacks it.
     """
     known = [name for name in QUANTITIES if diff.change(name).notna().all()]
     if sort not in (*known, "order"):

@@ -1,14 +1,18 @@
-"""A profile as a table with a row for each node, in order of execution."""
+"""The table of a profile, a row for each node in order of execution, and its quantities."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
+from pipedream.graph.units import show_bytes, show_seconds
 
-from pipedream.graph.profile import Profile, ProfiledNode
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from pipedream.graph.profile import Profile, ProfiledNode
 
 COLUMNS: Mapping[str, Callable[[ProfiledNode], Any]] = {
     "id": lambda node: node.id,
@@ -30,11 +34,42 @@ COLUMNS: Mapping[str, Callable[[ProfiledNode], Any]] = {
 """Seconds and bytes per minibatch, as in profile.json; lower and upper are quartiles."""
 
 
+@dataclass(frozen=True)
+class Quantity:
+    """A number for each node, in `column` of layers.csv; `grows`: with the batch size.
+
+    `heading`: of its column in a terminal. A time is the sum over its `passes`, whose quartiles are
+    in layers.csv, such as `forward_lower_seconds`.
+    """
+
+    column: str
+    heading: str
+    show: Callable[[float], str]
+    grows: bool = True
+    passes: tuple[str, ...] = ()
+
+
+QUANTITIES: Mapping[str, Quantity] = {
+    "time": Quantity("seconds", "time", show_seconds, passes=("forward", "backward")),
+    "forward": Quantity("forward_seconds", "forward", show_seconds, passes=("forward",)),
+    "backward": Quantity("backward_seconds", "backward", show_seconds, passes=("backward",)),
+    "activations": Quantity("output_bytes", "activa-\ntions", show_bytes),
+    "saved": Quantity("saved_bytes", "saved", show_bytes),
+    "parameters": Quantity("parameter_bytes", "para-\nmeters", show_bytes, grows=False),
+    "workspace": Quantity("workspace_bytes", "work-\nspace", show_bytes),
+}
+
+ORDERS = (*QUANTITIES, "order")
+"""The choices of --sort: a quantity, or the order of execution."""
+
+
 def layers_frame(profile: Profile) -> pd.DataFrame:
     """The columns of `COLUMNS`, and `share`: of the forward plus backward time of all nodes.
 
     Values that were not measured are NaN.
     """
+    import pandas as pd
+
     frame = pd.DataFrame(
         {name: [value(node) for node in profile.nodes] for name, value in COLUMNS.items()}
     )

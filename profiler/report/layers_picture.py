@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from pipedream.graph.profile import Profile
-from pipedream.profiler.report.layers import layer_names, layers_frame
-from pipedream.profiler.report.quantity import QUANTITIES
+from pipedream.profiler.report.layers import QUANTITIES, layer_names, layers_frame
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -7,8 +7,7 @@ from rich.table import Table
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import DirectionFit, Profile, Quartiles
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.profiler.report.layers import layer_names, layers_frame
-from pipedream.profiler.report.quantity import QUANTITIES
+from pipedream.profiler.report.layers import QUANTITIES, layer_names, layers_frame
 from pipedream.profiler.report.table import how_many, make_console, make_table
 
 _SPARE = ("workspace", "time", "saved", "parameters", "activations", "backward", "forward")
@@ -18,7 +17,7 @@ _SPARE = ("workspace", "time", "saved", "parameters", "activations", "backward",
 def print_report(profile: Profile, sort: str = "time", top: int | None = None) -> None:
     """Prints the nodes with the largest `sort`, then the totals; `top`: see `how_many`.
 
-    `sort` is one of `quantity.ORDERS`. Raises UserError if the profile lacks it.
+    `sort` is one of `layers.ORDERS`. Raises UserError if the profile lacks it.
     """
     console = make_console()
     console.print(_table(profile, sort, how_many(sort, top), console.width))

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from pipedream.graph.command import PATH, UserError, option
-from pipedream.profiler.report.quantity import ORDERS
+from pipedream.profiler.report.layers import ORDERS
 
 VIEW_OPTIONS = (
     option(

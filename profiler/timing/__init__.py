@@ -2,6 +2,6 @@
 
 `full_pass`: in whole passes, as in training. `per_node`: one by one, if memory is short;
 `per_node_fake`: one by one, if the model itself does not fit. `passes` and `stopwatch` time one
-pass, `stopping_rule` decides when to stop, `fit` compares nodes with stretches of them.
-`contention`, `data_reading` and `optimizer_step` measure what else training costs.
+pass, `stopping_rule` decides when to stop, `stretches` compares nodes with stretches of them.
+`contention` and `training_overheads` measure what else training costs.
 """

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from pipedream.capture.export import Captured
 from pipedream.capture.node_modules import preserve_model_state
-from pipedream.graph.profile import Quartiles
-from pipedream.profiler.timing.fit import Compared, StretchFit
+from pipedream.graph.profile import Passes, ProfiledStretch, Quartiles
 from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
-from pipedream.profiler.timing.stretches import stretches
-from pipedream.profiler.timing.times import StretchTimes, Times, Timing
+from pipedream.profiler.timing.stretches import Compared, fit_stretches, stretches
+from pipedream.profiler.timing.times import Times, Timing
 
 NodeSeconds: TypeAlias = Mapping[str, float]
 """Seconds of each node and of the loss."""
@@ -82,6 +81,19 @@ class _TimedStretch:
     def medians(self) -> tuple[Compared, Compared]:
         forward, backward = zip(*self.compared, strict=True)
         return Compared.median(forward), Compared.median(backward)
+
+    @property
+    def profiled(self) -> ProfiledStretch:
+        forward, backward = (
+            Passes(summed=each.summed, measured=each.measured) for each in self.medians
+        )
+        return ProfiledStretch(
+            first=self.nodes[0],
+            last=self.nodes[-1],
+            nodes=len(self.nodes),
+            forward=forward,
+            backward=backward,
+        )
 
 
 class _Bench:
@@ -168,9 +180,8 @@ class _Bench:
 
     def times(self, repeats: Repeats) -> Times:
         measured = [each for division in self.divisions for each in division if each.compared]
-        forward = StretchFit.of([each.medians[0] for each in measured])
-        backward = StretchFit.of([each.medians[1] for each in measured])
-
+        forward = fit_stretches([each.medians[0] for each in measured])
+        backward = fit_stretches([each.medians[1] for each in measured])
         there, back = (_scaled_to_median(passes) for passes in zip(*self.turns, strict=True))
         again = _scaled_to_median(self.recomputed)
 
@@ -185,12 +196,12 @@ class _Bench:
         nothing = Timing.nothing()
         return Times(
             {name: nodes.get(name, nothing) for name in self.captured.graph.nodes},
-            timing(LOSS) if self.loss is not None else None,
-            tuple(StretchTimes(each.nodes, *each.medians) for each in measured),
-            forward,
-            backward,
             len(repeats.warming),
             len(repeats.noted),
+            timing(LOSS) if self.loss is not None else None,
+            [each.profiled for each in measured],
+            forward,
+            backward,
             repeats.noted,
         )
 

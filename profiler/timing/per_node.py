@@ -18,7 +18,6 @@ from pipedream.capture.node_modules import (
 )
 from pipedream.capture.segment import Segment
 from pipedream.graph.profile import Quartiles
-from pipedream.profiler.timing.fit import StretchFit
 from pipedream.profiler.timing.passes import RandomGradients
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
@@ -58,8 +57,7 @@ def time_per_node(
         )
         for node in captured.graph.nodes
     }
-    fit = StretchFit()
-    return Times(nodes, None, (), fit, fit, len(repeats.warming), len(repeats.noted))
+    return Times(nodes, len(repeats.warming), len(repeats.noted))
 
 
 def _sum(turn: Mapping[str, tuple[float, float]]) -> float:

@@ -16,7 +16,6 @@ from pipedream.capture.fake_tensors import random_tensor, real_node_module
 from pipedream.capture.node_modules import NodeModule
 from pipedream.graph.profile import Footprint, Quartiles
 from pipedream.profiler.memory import Meter, address, metered, run_backward
-from pipedream.profiler.timing.fit import StretchFit
 from pipedream.profiler.timing.passes import RandomGradients
 from pipedream.profiler.timing.per_node import seconds_of, step
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
@@ -65,8 +64,7 @@ def time_per_node_fake(
             )
             counts.append(repeats)
             progress(part)
-    fewest = min(len(each.noted) for each in counts)
-    return Times(nodes, None, (), StretchFit(), StretchFit(), len(counts[0].warming), fewest)
+    return Times(nodes, len(counts[0].warming), min(len(each.noted) for each in counts))
 
 
 def footprints_fake(

@@ -1,12 +1,11 @@
-"""The measured times of a model, of its nodes and of its stretches."""
+"""The measured times of a model and of its nodes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipedream.graph.profile import Quartiles
-from pipedream.profiler.timing.fit import Compared, StretchFit
+from pipedream.graph.profile import DirectionFit, ProfiledStretch, Quartiles
 
 
 @dataclass(frozen=True)
@@ -28,27 +27,18 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class StretchTimes:
-    """Medians of a stretch: the sum over its nodes before the fit, and measured as a whole."""
-
-    nodes: Sequence[str]
-    forward: Compared
-    backward: Compared
-
-
-@dataclass(frozen=True)
 class Times:
     """Timings of all nodes, and of the loss if there is one, with the factors of the fits applied.
 
     `warmup`, `repeats`: numbers of passes. `pass_seconds`: each repeat of the whole model. Without
-    `stretches`, nodes were timed one by one.
+    `stretches` and their fits, nodes were timed one by one.
     """
 
     nodes: Mapping[str, Timing]
-    loss: Timing | None
-    stretches: Sequence[StretchTimes]
-    forward: StretchFit
-    backward: StretchFit
     warmup: int
     repeats: int
+    loss: Timing | None = None
+    stretches: Sequence[ProfiledStretch] = ()
+    forward: DirectionFit | None = None
+    backward: DirectionFit | None = None
     pass_seconds: Sequence[float] = ()

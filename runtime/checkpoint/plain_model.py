@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pipedream.capture.loss import Loss, accuracy
-from pipedream.capture.sources.load import blaming
 from pipedream.capture.sources.minibatch import Dataset
+from pipedream.capture.sources.user_code import blaming
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.checkpoint.files import load_all

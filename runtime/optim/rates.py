@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipedream.capture.sources.load import blaming, load_function
+from pipedream.capture.sources.user_code import blaming, load_function
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import SchedulerConfig
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from pipedream.capture.compute_settings import lowered
 from pipedream.capture.export import Captured, capture
-from pipedream.capture.precision import lowered
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.launcher import Place
 from pipedream.graph.errors import UserError

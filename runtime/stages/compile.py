@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from pipedream.capture.precision import lowered
+from pipedream.capture.compute_settings import lowered
 from pipedream.capture.segment import Segment
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from pipedream.capture.export import Captured, capture, flatten_inputs
 from pipedream.capture.segment import segment
 from pipedream.capture.sources.load import load
-from pipedream.capture.sources.torchvision import import_torchvision
+from pipedream.capture.sources.vision import import_torchvision
 from pipedream.graph.errors import UserError
 
 TABLE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from bench_runtime import MODELS, Same, Still, engine_of, plain_loop, prepare, rank_of
 
-from pipedream.capture.allocator import keep_freed_memory
+from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.comm.launcher import Place
 
 TURNS = 9

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.allocator import keep_freed_memory
+from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.capture.export import capture, flatten_inputs
 from pipedream.capture.sources.load import Loaded, load, load_config
 from pipedream.graph.cluster import Cluster

@@ -36,7 +36,7 @@ import torch.multiprocessing as mp
 import yaml
 from torch.distributed.pipelining import Schedule1F1B, pipeline
 
-from pipedream.capture.allocator import keep_freed_memory
+from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.capture.export import Value
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.launcher import Place

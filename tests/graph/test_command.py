@@ -105,6 +105,7 @@ def test_help_lists_examples_before_the_options_and_each_option_under_its_headin
         (option("-n --count N", "", click.IntRange(min=1)), ["-n", "3"], {"count": 3}),
         (option("--arg NAME=VALUE arguments", ""), ["--arg", "a=1"], {"arguments": "a=1"}),
         (option("--diff A B", "", nargs=2), ["--diff", "x", "y"], {"diff": ("x", "y")}),
+        (option("--largest BYTES", ""), ["--largest", "-1"], {"largest": "-1"}),
         (option("--all", ""), ["--all"], {"all": True}),
         (option("--all", ""), [], {"all": False}),
         (option("--color/--no-color", "", default=True), ["--no-color"], {"color": False}),

@@ -11,7 +11,7 @@ from torch import nn
 
 import pipedream.runtime.trainer  # noqa: F401
 from pipedream.capture.export import capture
-from pipedream.capture.sources.torchvision import load_torchvision
+from pipedream.capture.sources.vision import load_torchvision
 
 torch.set_num_threads(1)
 load_torchvision("squeezenet1_1", {})

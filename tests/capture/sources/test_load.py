@@ -10,16 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipedream.capture.sources.example_inputs import example
-from pipedream.capture.sources.load import (
-    load,
-    load_config,
-    load_config_model,
-    load_data,
-    load_function,
-)
-from pipedream.capture.sources.minibatch import minibatch
-from pipedream.capture.sources.torchvision import import_torchvision
+from pipedream.capture.sources.load import load, load_config, load_config_model, load_data
+from pipedream.capture.sources.minibatch import example, minibatch
+from pipedream.capture.sources.user_code import load_function
+from pipedream.capture.sources.vision import import_torchvision
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
 

@@ -7,7 +7,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Profile, ProfiledNode
 from pipedream.profiler.report.diff import Diff, differing_settings
 from pipedream.profiler.report.diff_report import print_diff
-from pipedream.profiler.report.quantity import QUANTITIES
+from pipedream.profiler.report.layers import QUANTITIES
 
 NODES = (layer("one"), layer("two", forward=4), layer("act", "ReLU", 0.2, 0.1, parameter_bytes=0))
 NET = profile(*NODES)

@@ -116,7 +116,7 @@ def test_in_training_stretches_and_some_forward_passes_again_are_timed_with_the_
     times = time_in_training(captured, [torch.ones(1, 3)], StoppingRule(2, 4), CPU)
     assert calls == {"forward": 2 + 2 * 4 + 2, "backward": 2 + 2 * 4}
     assert (times.warmup, times.repeats) == (2, 4)
-    ends = [(each.nodes[0], each.nodes[-1]) for each in times.stretches]
+    ends = [(each.first, each.last) for each in times.stretches]
     assert ends[-1] == ("node2", "node4"), "the last is the whole model"
     asleep = next(t for n, t in times.nodes.items() if captured.graph.nodes[n].description == "Nap")
     assert asleep.recomputed is not None
@@ -127,7 +127,9 @@ def test_the_nodes_add_up_to_stretches_but_for_the_factor_of_the_fit() -> None:
     captured = capture(Napping(), (torch.ones(1, 3),))
     times = time_in_training(captured, [torch.ones(1, 3)], StoppingRule(1, 1), CPU)
     nodes, both = times.nodes.values(), times.stretches
-    assert sum(len(each.nodes) for each in both) == 3, "one repeat: in two stretches"
+    assert sum(each.nodes for each in both) == 3, "one repeat: in two stretches"
+    assert times.forward is not None
+    assert times.backward is not None
     forward = times.forward.factor * sum(each.forward.summed for each in both)
     backward = times.backward.factor * sum(each.backward.summed for each in both)
     assert sum(timing.forward.median for timing in nodes) == pytest.approx(forward)

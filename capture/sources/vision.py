@@ -1,8 +1,9 @@
-"""`torchvision:NAME`: a model of torchvision with random weights, and the shape of its inputs."""
+"""`torchvision:NAME` and `timm:NAME`: models with random weights, and their input shapes."""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -91,3 +92,36 @@ def _task(name: str) -> str:
             + close_matches(name, known)
         )
     return known[name]
+
+
+def load_timm(name: str, args: Mapping[str, Any]) -> nn.Module:
+    """Creates the model `name`, with random weights unless `args` has `pretrained`.
+
+    With a tag of weights (`resnet50.a1_in1k`) the image size is that of the tag. Raises UserError.
+    """
+    timm = _import_timm()
+    architecture = name.partition(".")[0]
+    if not timm.is_model(architecture):
+        raise UserError(
+            f"timm:{name}: timm has no model of this name"
+            + close_matches(architecture, timm.list_models())
+        )
+    model = call(f"timm:{name}", timm.create_model, {"model_name": name, **args})
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def timm_shape(model: nn.Module, args: Mapping[str, Any]) -> str:
+    """The shape of an example for the model, in the format of `--input`."""
+    config: Any = model.default_cfg
+    channels, height, width = config["input_size"]
+    side = args.get("img_size", (height, width))
+    height, width = side if isinstance(side, (list, tuple)) else (side, side)
+    return f"{args.get('in_chans', channels)}x{height}x{width}"
+
+
+def _import_timm() -> Any:
+    if importlib.util.find_spec("timm") is None:
+        raise UserError("timm is not installed: pip install 'pipedream[models]'")
+    import_torchvision()  # timm imports it too, and fails if it is broken
+    return importlib.import_module("timm")

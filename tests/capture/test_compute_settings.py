@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="anoth
 
 SCRIPT = """
 import resource
-from pipedream.capture.allocator import keep_freed_memory
+from pipedream.capture.compute_settings import keep_freed_memory
 
 keep_freed_memory()
 

@@ -1,10 +1,13 @@
-"""A setting of the CPU's memory allocator for profiling and training."""
+"""Settings under which a model is profiled and trained: precision and the memory allocator."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt, from malloc.h."""
@@ -31,3 +34,10 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_TRIM_THRESHOLD, _NEVER)
         mallopt(_MMAP_THRESHOLD, _LARGEST)
+
+
+def lowered(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which operators compute in the type `autocast` if torch considers that safe."""
+    if autocast is None:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=getattr(torch, autocast))

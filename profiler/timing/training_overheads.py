@@ -1,9 +1,11 @@
-"""The time of an optimizer step, and the state that the optimizer keeps."""
+"""What training takes beside the passes: steps of the optimizer, its state, reading of data."""
 
 from __future__ import annotations
 
+import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pipedream.capture.export import Captured
+from pipedream.capture.sources.load import Loaded
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 
 OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], Optimizer]] = {
@@ -24,6 +27,7 @@ OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], Optimizer]] = {
 _MOST_BYTES = 1 << 28
 """The most bytes of parameters to time: more than caches hold."""
 _REPEATS = 5
+_FEWEST_READS, _MOST_READS, _READING_SECONDS = 3, 20, 2.0
 
 State: TypeAlias = Mapping[str, int]
 """Bytes of state by parameter name."""
@@ -69,9 +73,9 @@ def _update(
     spare = [torch.empty_like(value.data) for value in parameters]
     optimizer.step()
     seconds = [_seconds(optimizer, parameters, spare, watch) for _ in range(_REPEATS)]
-    kept = [sum(_bytes([v]) for v in optimizer.state[p].values() if v.dim()) for p in parameters]
+    kept = [sum(v.nbytes for v in optimizer.state[p].values() if v.dim()) for p in parameters]
     each = sum(kept) / _bytes(parameters)
-    state = {name: round(each * _bytes([value])) for name, value in trainable.items()}
+    state = {name: round(each * value.nbytes) for name, value in trainable.items()}
     return UpdateCost(_bytes(parameters) / statistics.median(seconds), state)
 
 
@@ -90,5 +94,25 @@ def _seconds(
     return watch.seconds(start, watch.mark())
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def reading_seconds(loaded: Loaded, batch_size: int, device: torch.device) -> float | None:
+    """CPU seconds of reading a minibatch of random examples: the median over several.
+
+    A run reads in a thread that shares the interpreter and the core with the passes, which take
+    longer by this time. None without data and for passes on another device. Raises UserError if the
+    data cannot be read.
+    """
+    if loaded.read is None or device.type != "cpu":
+        return None
+    draw = random.Random(0)
+    seconds: list[float] = []
+    end = time.monotonic() + _READING_SECONDS
+    while len(seconds) < _FEWEST_READS or (len(seconds) < _MOST_READS and time.monotonic() < end):
+        chosen = draw.sample(range(loaded.examples), batch_size)
+        begin = time.thread_time()
+        loaded.read(chosen)
+        seconds.append(time.thread_time() - begin)
+    return statistics.median(seconds)
