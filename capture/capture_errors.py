@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +55,10 @@ def capture_error(error: BaseException, model: nn.Module) -> UserError:
     reason = next((means for sign, means in _KNOWN if re.search(sign, known)), None)
     if isinstance(error, UserError):
         reason = error.message
-    elif any("torch/distributed/" in frame.filename for frame in _frames(error)):
+    elif any(
+        "torch/distributed/" in frame.filename
+        for frame in traceback.extract_tb(error.__traceback__)
+    ):
         reason = (
             "it calls torch.distributed; leave communication to pd-train, which adds it between "
             "stages and replicas"
@@ -122,16 +124,12 @@ def _hooked(what: str) -> str:
     )
 
 
-def _frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
-    yield from traceback.extract_tb(error.__traceback__)
-
-
 def _place_in_library(error: BaseException) -> str:
     """`FILE:LINE: ` of the last line in a library other than torch and this package, or empty."""
     own = (str(Path(torch.__file__).parent), *package_folders())
     theirs = [
         frame
-        for frame in _frames(error)
+        for frame in traceback.extract_tb(error.__traceback__)
         if "site-packages" in frame.filename and not frame.filename.startswith(own)
     ]
     if not theirs:

@@ -6,7 +6,7 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
@@ -121,15 +121,14 @@ def capture(
     Raises UserError with the reason if torch.export cannot capture the model, or if the model is
     not a fixed sequence of operators on tensors of fixed shapes.
     """
-    count = len(args) + len(kwargs or {})
-    check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs or {})
+    kwargs = dict(kwargs or {})
+    count = len(args) + len(kwargs)
+    check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs)
     model.train(training)
     check_model(model)
-    check_inputs(model, args, dict(kwargs or {}))
+    check_inputs(model, args, kwargs)
     program = export_deterministic(
-        model,
-        lambda: _export(model, args, dict(kwargs or {})),
-        lambda: model(*args, **(kwargs or {})),
+        model, lambda: _export(model, args, kwargs), lambda: model(*args, **kwargs)
     )
     module, outputs, out_spec = _unlift(program, model)
     _check_data_dependence(module, model)
@@ -318,7 +317,15 @@ def _assemble(
     }
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     parameters = {
-        name: _unique(_parameters_read(known, group.nodes)) for name, group in named.items()
+        name: tuple(
+            dict.fromkeys(
+                str(source.target)
+                for node in group.nodes
+                for source in node.all_input_nodes
+                if source.op == "get_attr" and source.target in known
+            )
+        )
+        for name, group in named.items()
     }
     return Captured(
         graph=_graph(module, named, owner, values, parameters, frozenset(outputs)),
@@ -356,7 +363,7 @@ def _graph(
             id=name,
             description=group.description,
             activation_bytes=tuple(sizes) or (0.0,),
-            parameter_bytes=float(sum(_bytes(module.get_parameter(p)) for p in fresh)),
+            parameter_bytes=float(sum(module.get_parameter(p).nbytes for p in fresh)),
             several_outputs=len(sizes) > 1,
         )
         for node in group.nodes:
@@ -371,19 +378,3 @@ def _leaves(node: fx.Node, owner: Mapping[str, str], returned: frozenset[str]) -
     return node.name in returned or any(
         owner.get(user.name, owner[node.name]) != owner[node.name] for user in node.users
     )
-
-
-def _parameters_read(known: Set[str], nodes: Iterable[fx.Node]) -> Iterable[str]:
-    """The names among `known` of the parameters that these operators read."""
-    for node in nodes:
-        for source in node.all_input_nodes:
-            if source.op == "get_attr" and source.target in known:
-                yield str(source.target)
-
-
-def _unique(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -10,15 +10,14 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
 
+from pipedream.graph.errors import ArtifactModel
 from pipedream.graph.units import parse_bytes, parse_seconds
 
 
@@ -40,10 +39,8 @@ SomeBytes = Annotated[float, BeforeValidator(_text), _Positive]
 Seconds = Annotated[float, BeforeValidator(_duration), _Amount]
 
 
-class _ClusterPart(BaseModel):
-    """Frozen, and written without the fields that are as they are by default."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _ClusterPart(ArtifactModel):
+    """Written without the fields that have their default values."""
 
     @model_serializer(mode="wrap")
     def _short(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -168,9 +165,9 @@ class Cluster(_ClusterPart):
                 f"{len(self.machines)} levels of machines but {len(self.latency)} latencies"
             )
         for field in ("names", "send", "all_reduce"):
-            found = len(getattr(self, field))
-            if found not in (0, len(self.machines)):
-                raise ValueError(f"{len(self.machines)} levels of machines but {found} of {field}")
+            count = len(getattr(self, field))
+            if count not in (0, len(self.machines)):
+                raise ValueError(f"{len(self.machines)} levels of machines but {count} of {field}")
         for count, ring in zip(self.machines, self.all_reduce, strict=False):
             if ring is not None and count < 2:
                 raise ValueError("an all-reduce was measured at a level of one component")

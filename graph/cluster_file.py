@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from pipedream.graph.cluster import (
     Cluster,
@@ -17,14 +17,12 @@ from pipedream.graph.cluster import (
     SomeBytes,
     check_kinds,
 )
-from pipedream.graph.errors import read_artifact
+from pipedream.graph.errors import ArtifactModel, read_artifact
 from pipedream.graph.units import show_bytes, show_seconds
 
 
-class _LevelEntry(BaseModel):
+class _LevelEntry(ArtifactModel):
     """One level of the cluster: equal components, and the links between any two of them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1)
     count: int = Field(ge=1, strict=True)
@@ -46,10 +44,8 @@ class _LevelEntry(BaseModel):
         return ring
 
 
-class _ClusterFile(BaseModel):
+class _ClusterFile(ArtifactModel):
     """A cluster."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["pipedream-cluster/1"]
     """Always `pipedream-cluster/1`."""

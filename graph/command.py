@@ -7,7 +7,8 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +28,16 @@ class UserError(click.ClickException):
     """
 
     exit_code = 2
+
+
+@contextmanager
+def writing(output: Path) -> Iterator[None]:
+    """Turns an OSError inside into the UserError `-o OUTPUT: cannot be written: why`."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error  # pandas gives an error without a code for a missing folder
+        raise UserError(f"-o {output}: cannot be written: {why}") from error
 
 
 class FiniteRange(click.FloatRange):

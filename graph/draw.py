@@ -16,16 +16,9 @@ from pipedream.graph.units import show_bytes, show_seconds
 # Paul Tol's "light" scheme: colour-blind readers can tell the colours apart, and black text is
 # readable on all of them. Ordered so that neighbours differ most; the tenth stage starts over.
 STAGE_COLOURS = (
-    "#77AADD",
-    "#EEDD88",
-    "#44BB99",
-    "#FFAABB",
-    "#99DDFF",
-    "#EE8866",
-    "#BBCC33",
-    "#DDDDDD",
-    "#AAAA00",
-)
+    "#77AADD", "#EEDD88", "#44BB99", "#FFAABB", "#99DDFF",
+    "#EE8866", "#BBCC33", "#DDDDDD", "#AAAA00",
+)  # fmt: skip
 
 # The colour from each share of the total time on: one hue, light to dark, so that it also reads in
 # grey. Each step is about three times the last, since few nodes take much of the time.

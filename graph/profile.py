@@ -252,13 +252,13 @@ class Footprint:
 
     `saved`: memory that this node allocates and any backward pass needs, each tensor counted once,
     without parameters and buffers. `workspace`: the most that the node's backward pass allocates on
-    top of that: gradients of outputs, inputs and parameters, and scratch memory. `given`: the size
-    of an input of the model.
+    top of that: gradients of outputs, inputs and parameters, and scratch memory. `input_bytes`: the
+    size of an input of the model.
     """
 
     saved: float
     workspace: float
-    given: float = 0.0
+    input_bytes: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_Item = TypeVar("_Item")
 
 _WIDTH = 14.0  # inches
 _DPI = 110
@@ -75,7 +77,7 @@ class Panel:
 
     @property
     def shown(self) -> Timeline:
-        return {rank: self.ranks[rank] for rank in _evenly(sorted(self.ranks), self.most_rows)}
+        return {rank: self.ranks[rank] for rank in evenly(sorted(self.ranks), self.most_rows)}
 
 
 class _Style(NamedTuple):
@@ -184,25 +186,18 @@ def _row_label(rank: int, events: Sequence[Event]) -> str:
 
 def _which(panel: Panel) -> str:
     """Which minibatches are shown, as text."""
-    numbers = [
-        event.action.minibatch
-        for events in panel.ranks.values()
-        for event in events
-        if event.action.kind in _PASSES
-    ]
-    total = max(numbers, default=-1) + 1
+    total = max((event.action.minibatch for event in _passes(panel.ranks)), default=-1) + 1
     if panel.first == 0 and panel.count >= total:
         return f"all {total} minibatches"
     return f"minibatches {panel.first} to {min(panel.first + panel.count, total) - 1} of {total}"
 
 
+def _passes(ranks: Timeline) -> Iterator[Event]:
+    return (event for events in ranks.values() for event in events if event.action.kind in _PASSES)
+
+
 def _window(ranks: Timeline, minibatches: range) -> tuple[float, float]:
-    passes = [
-        event
-        for events in ranks.values()
-        for event in events
-        if event.action.kind in _PASSES and event.action.minibatch in minibatches
-    ]
+    passes = [event for event in _passes(ranks) if event.action.minibatch in minibatches]
     if not passes:
         return 0.0, 1.0
     return min(event.begin for event in passes), max(event.end for event in passes)
@@ -240,7 +235,7 @@ def draw_memory(
     most = max((amount for steps in memory.values() for _, amount in steps), default=0.0)
     end = max((time for steps in memory.values() for time, _ in steps), default=1.0)
     (factor, size), (scale, unit) = _size(max(most, limit or 0.0)), _unit(end)
-    shown = _evenly(sorted(rank for rank in memory if memory[rank]), _MOST_ROWS)
+    shown = evenly(sorted(rank for rank in memory if memory[rank]), _MOST_ROWS)
     stage_of = {rank: stage for stage, ranks in enumerate(stages) for rank in ranks}
     colours = _stage_colours(len(stages))
     for rank in shown:
@@ -348,11 +343,11 @@ def _microseconds(seconds: float) -> float:
 # What the pictures share
 
 
-def _evenly(ranks: Sequence[int], most: int) -> list[int]:
-    """All ranks, or `most` of them, evenly spaced."""
-    if len(ranks) <= most:
-        return list(ranks)
-    return [ranks[round(index * (len(ranks) - 1) / (most - 1))] for index in range(most)]
+def evenly(items: Sequence[_Item], most: int) -> list[_Item]:
+    """All items, or `most` of them, evenly spaced from the first to the last."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
 
 
 def _left_out(shown: int, total: int) -> str:

@@ -6,13 +6,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipedream.graph.command import COUNT, PATH, Command, UserError, option
+from pipedream.graph.command import COUNT, PATH, Command, UserError, option, writing
 from pipedream.profiler.network.options import NETWORK_OPTIONS, check_no_network_options
 from pipedream.profiler.report.view import VIEW_OPTIONS, view_profiles
 
@@ -130,55 +129,35 @@ def main(**parameters: Any) -> int:
         raise UserError("-o is missing: name a folder for the results, such as -o profile")
     if parameters["network"]:
         return _measure_network(parameters)
-    options = {each.name: parameters[each.name] for each in fields(_ModelOptions)}
-    _profile_model(_ModelOptions(**options))
+    _profile_model(parameters)
     return 0
 
 
-@dataclass(frozen=True)
-class _ModelOptions:
-    """The options for measuring a model, as click gives them."""
-
-    model: str
-    output: Path
-    batch_size: int | None
-    batch_sizes: str | None
-    device: str
-    warmup: int | None
-    repeats: int | None
-    seconds: float
-    arguments: tuple[str, ...]
-    inputs: tuple[str, ...]
-    threads: int
-    workers: int
-    meta: bool
-    sort: str
-    top: int | None
-
-
-def _profile_model(options: _ModelOptions) -> None:
+def _profile_model(options: Mapping[str, Any]) -> None:
     """Measures at one batch size or at several, then prints and writes the results."""
     from pipedream.profiler.report.batch_sizes import check_folder, parse_batch_sizes, profile_sizes
+    from pipedream.profiler.report.summary import print_report
 
-    output = options.output
-    sizes = None if options.batch_sizes is None else parse_batch_sizes(options.batch_sizes)
-    if sizes is not None and options.batch_size is not None:
+    output = options["output"]
+    sizes = None if options["batch_sizes"] is None else parse_batch_sizes(options["batch_sizes"])
+    if sizes is not None and options["batch_size"] is not None:
         raise UserError("--batch-size and --batch-sizes both set the number of examples: give one")
-    args = dict(_argument(text) for text in options.arguments)
+    args = dict(_argument(text) for text in options["arguments"])
     _make_folder(output)
     if sizes is not None:
         check_folder(output, sizes)
-    measure = _measurement(options, args)
-    if sizes is not None:
-        profile_sizes(sizes, output, measure, _write)
+        profile_sizes(sizes, output, _measurement(options, args), _write)
     else:
-        _profile_one(*measure(options.batch_size), output, options.sort, options.top)
+        graph, profile = _measurement(options, args)(options["batch_size"])
+        written = _write(graph, profile, output)
+        print_report(profile, options["sort"], options["top"])
+        click.echo(f"Written: {written}")
     planned = output if sizes is not None else output / "graph.txt"
     click.echo(f"Next: pd-optimize {planned} --machines 2 --bandwidth 1GB")
 
 
 def _measurement(
-    options: _ModelOptions, args: Mapping[str, Any]
+    options: Mapping[str, Any], args: Mapping[str, Any]
 ) -> Callable[[int | None], tuple[Graph, Profile]]:
     """What measures the model at a batch size, or at the model's own for None."""
     import torch
@@ -186,32 +165,20 @@ def _measurement(
     from pipedream.profiler.measure import Settings, measure
     from pipedream.profiler.timing.stopping_rule import StoppingRule
 
-    device = _device(options.device)
-    rule = StoppingRule(options.warmup, options.repeats, options.seconds)
+    model, meta, device = options["model"], options["meta"], _device(options["device"])
+    rule = StoppingRule(options["warmup"], options["repeats"], options["seconds"])
 
     def measure_at(batch_size: int | None) -> tuple[Graph, Profile]:
         torch.manual_seed(0)
-        with _enough_memory(options.device), _progress() as step:
+        with _enough_memory(options["device"]), _progress() as step:
             step("loading", 0.0, 0.0)
-            loaded, used, size = _load(
-                options.model, dict(args), batch_size, options.inputs, options.meta
-            )
+            loaded, used, size = _load(model, dict(args), batch_size, options["inputs"], meta)
             step("capturing", 0.0, 0.0)
-            settings = Settings(
-                options.model, used, size, device, rule, options.threads, options.meta,
-                options.workers,
-            )  # fmt: skip
+            threads, workers = options["threads"], options["workers"]
+            settings = Settings(model, used, size, device, rule, threads, meta, workers)
             return measure(loaded, settings, lambda part: step("timing", part, 1.0))
 
     return measure_at
-
-
-def _profile_one(graph: Graph, profile: Profile, output: Path, sort: str, top: int | None) -> None:
-    from pipedream.profiler.report.summary import print_report
-
-    written = _write(graph, profile, output)
-    print_report(profile, sort, top)
-    click.echo(f"Written: {written}")
 
 
 def _measure_network(parameters: Mapping[str, Any]) -> int:
@@ -348,15 +315,13 @@ def _write(graph: Graph, profile: Profile, output: Path) -> str:
     from pipedream.profiler.report.layers import layers_frame, write_layers
     from pipedream.profiler.report.layers_picture import draw_layers
 
-    try:
+    with writing(output):
         output.mkdir(exist_ok=True)
         (output / "graph.txt").write_text(format_graph(graph), encoding="utf-8")
         write_profile(profile, output / "profile.json")
         write_layers(layers_frame(profile), output / "layers.csv")
         draw_layers(profile, output / "layers.png")
         picture = draw(graph, output / "graph", f"{profile.model}, batch {profile.batch_size}")
-    except OSError as error:
-        raise UserError(f"-o {output}: cannot be written: {error.strerror}") from error
     why = why_text(graph, picture)
     files = f"{output}/graph.txt, profile.json, layers.csv, layers.png, {picture.name}"
     return files + (f" ({why})" if why else "")

@@ -179,7 +179,15 @@ def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profi
         repeats=times.repeats,
         pass_seconds=tuple(times.pass_seconds),
         reading_seconds=measured.reading,
-        machine=_machine(settings),
+        machine=Machine(
+            device=str(settings.device),
+            device_name=device_name(settings.device),
+            threads=settings.threads,
+            workers=settings.workers,
+            python=platform.python_version(),
+            torch=str(torch.__version__),
+            libraries=_libraries(),
+        ),
         graph_fingerprint=graph.fingerprint,
         totals=Totals(
             forward_seconds=sum(node.forward_seconds for node in nodes),
@@ -254,23 +262,11 @@ def _node(
         saved_bytes=int(kept.saved),
         workspace_bytes=int(kept.workspace),
         parameter_bytes=int(node.parameter_bytes),
-        gradient_bytes=sum(p.numel() * p.element_size() for p in learned),
+        gradient_bytes=sum(p.nbytes for p in learned),
         optimizer_bytes={
             kind: sum(update.state.get(p, 0) for p in owned)
             for kind, update in measured.updates.items()
         },
-    )
-
-
-def _machine(settings: Settings) -> Machine:
-    return Machine(
-        device=str(settings.device),
-        device_name=device_name(settings.device),
-        threads=settings.threads,
-        workers=settings.workers,
-        python=platform.python_version(),
-        torch=str(torch.__version__),
-        libraries=_libraries(),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipedream.capture.sources.minibatch import example
+from pipedream.capture.sources.minibatch import examples
 from pipedream.capture.sources.user_code import accepts, blame, close_matches
 from pipedream.capture.sources.vision import import_torchvision
 from pipedream.graph.errors import UserError
@@ -80,24 +80,20 @@ def transformers_inputs(
         inputs = (_shape(model, config, source),)
     if both and len(inputs) == 1:
         inputs = (*inputs, _tokens(config))
-    examples = tuple(example(text, batch_size, vocabulary) for text in inputs)
-    return (
-        ((examples[0], *examples[2:]), {"decoder_input_ids": examples[1]})
-        if both
-        else (examples, {})
-    )
+    tensors = examples(inputs, batch_size, vocabulary)
+    if not both:
+        return tensors, {}
+    return (tensors[0], *tensors[2:]), {"decoder_input_ids": tensors[1]}
 
 
 def _shape(model: nn.Module, config: Any, source: str) -> str:
     takes = getattr(model, "main_input_name", "input_ids")
     if takes == "input_ids":
         return _tokens(config)
-    side = getattr(config, "image_size", None)
-    if takes == "pixel_values" and side is not None:
+    if takes == "pixel_values":
+        side = getattr(config, "image_size", None) or 224
         height, width = side if isinstance(side, (list, tuple)) else (side, side)
         return f"{getattr(config, 'num_channels', 3)}x{height}x{width}"
-    if takes == "pixel_values":
-        return f"{getattr(config, 'num_channels', 3)}x224x224"
     raise UserError(f"{source} takes {takes}: give their shape, such as --input 80x3000")
 
 

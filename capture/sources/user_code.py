@@ -34,8 +34,9 @@ def load_function(source: str, directory: Path | None = None) -> Callable[..., A
     function: Any = module
     for part in name.split("."):
         if not hasattr(function, part):
+            file = getattr(module, "__file__", None) or "built in"
             raise UserError(
-                f"{source}: {module_name} ({_file(module)}) has no {name!r}"
+                f"{source}: {module_name} ({file}) has no {name!r}"
                 + close_matches(name, (key for key in vars(module) if not key.startswith("_")))
             )
         function = getattr(function, part)
@@ -125,10 +126,6 @@ def _import(name: str, source: str, directory: Path | None) -> ModuleType:
             ) from error
 
 
-def _file(module: ModuleType) -> str:
-    return getattr(module, "__file__", None) or "built in"
-
-
 def _signature(function: Callable[..., Any]) -> str:
     name = getattr(function, "__name__", "function")
     parameters = inspect.signature(function).parameters.values()
@@ -140,15 +137,10 @@ def is_the_users(file: str) -> bool:
 
     Packages of an environment that this one builds on count as installed.
     """
-    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
-    return not installed and not file.startswith(_not_the_users())
-
-
-def _not_the_users() -> tuple[str, ...]:
-    """Folders of Python, installed packages and this package."""
     paths = sysconfig.get_paths()
-    installed = (paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return (*installed, *package_folders(), "<")
+    libraries = (paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return not installed and not file.startswith((*libraries, *package_folders(), "<"))
 
 
 def package_folders() -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipedream.graph.errors import UserError
+from pipedream.graph.command import writing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,14 +30,12 @@ def write_plan_files(
     from pipedream.graph.plan import write_plan
 
     staged = request.graph.with_stages(plan.stage_of)
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_plan(plan, folder / "plan.json")
         (folder / "graph.txt").write_text(format_graph(staged), encoding="utf-8")
         picture = draw(staged, folder / "graph")
         drawn = "" if simulation is None else _draw(simulation, plan, folder, request.memory)
-    except OSError as error:
-        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
     why = why_text(staged, picture)
     click.echo(
         f"Written: {folder}/plan.json, graph.txt, {picture.name}"
@@ -65,10 +63,8 @@ def export_plan(framework: str, plan: Plan, task: Task, folder: Path) -> None:
     assert task.profile is not None
     exported = export(framework, plan, task.request.graph, task.profile)
     path = folder / f"export-{framework}.json"
-    try:
+    with writing(folder):
         write_export(exported, path)
-    except OSError as error:
-        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
     click.echo(f"Exported: {path}")
     for note in exported.notes:
         click.echo(f"  {note}")
@@ -111,10 +107,8 @@ def write_choices(choices: Choices, folder: Path) -> None:
     from pipedream.graph.profile import BATCH_SIZES_TABLE
     from pipedream.optimizer.compare.batch_sizes import choices_frame
 
-    try:
+    with writing(folder):
         choices_frame(choices).to_csv(folder / BATCH_SIZES_TABLE, index=False)
-    except OSError as error:
-        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
     click.echo(f"Written: {folder}/{BATCH_SIZES_TABLE}")
     click.echo(choices.words)
 

@@ -136,9 +136,9 @@ class PlanningGraph:
     def given(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
         """For each input of the model: its bytes, and the nodes that read it."""
         return tuple(
-            (footprint.given, self._neighbours(self.graph.successors[name]))
+            (footprint.input_bytes, self._neighbours(self.graph.successors[name]))
             for name, footprint in (self.footprints or {}).items()
-            if footprint.given and name in self.follows
+            if footprint.input_bytes and name in self.follows
         )
 
     def stage_of(self, stages: Sequence[Sequence[int]]) -> dict[str, int]:

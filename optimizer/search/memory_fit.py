@@ -226,7 +226,7 @@ def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
         name: Footprint(
             saved=kept.saved / part,
             workspace=max(kept.workspace / part, nodes[name].parameter_bytes),
-            given=kept.given / part,
+            input_bytes=kept.input_bytes / part,
         )
         for name, kept in graph.footprints.items()
     }

@@ -18,10 +18,10 @@ from pipedream.comm.rendezvous import NotMet, choose_device, join, meet
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
 from pipedream.profiler.device import device_name
-from pipedream.profiler.network.levels import NetworkLevel, levels, levels_of
-from pipedream.profiler.network.measure import MeasuredLevel, measure
+from pipedream.profiler.network.levels import levels, levels_of
+from pipedream.profiler.network.measure import measure
 from pipedream.profiler.network.options import Effort, NetworkOptions
-from pipedream.profiler.network.report import Provenance, report
+from pipedream.profiler.network.report import report
 from pipedream.profiler.network.wire import Wire, peer_errors
 
 _TIMEOUT = 300.0  # seconds
@@ -41,7 +41,11 @@ def measure_network(options: NetworkOptions, place: Place, step: Callable[[str],
         store = join(place, meet(place, _TIMEOUT), backend, device, _TIMEOUT)
         hosts = _hosts(store, place)
         measured_levels = levels_of(hosts) if options.machines is None else levels(options.machines)
-        measured = _measure(measured_levels, device, backend, options.effort, step)
+        pairs = [pair for level in measured_levels for pair in level.pairs]
+        groups = [group for level in measured_levels for group in level.groups]
+        wire = Wire(device, backend, pairs, groups)
+        measured = [measure(level, wire, options.effort, step) for level in measured_levels]
+        wire.transport.drain()
         if place.rank == 0:
             report(measured, _provenance(device, backend, hosts, options.effort), options.output)
         with peer_errors():
@@ -53,21 +57,6 @@ def measure_network(options: NetworkOptions, place: Place, step: Callable[[str],
         _leave(place, f"another rank does not answer any more: {error}")
 
 
-def _measure(
-    measured_levels: Sequence[NetworkLevel],
-    device: torch.device,
-    backend: str,
-    effort: Effort,
-    step: Callable[[str], None],
-) -> list[MeasuredLevel]:
-    pairs = [pair for level in measured_levels for pair in level.pairs]
-    groups = [group for level in measured_levels for group in level.groups]
-    wire = Wire(device, backend, pairs, groups)
-    measured = [measure(level, wire, effort, step) for level in measured_levels]
-    wire.transport.drain()
-    return measured
-
-
 def _hosts(store: Store, place: Place) -> list[str]:
     """The host name of each rank."""
     with peer_errors():
@@ -75,12 +64,13 @@ def _hosts(store: Store, place: Place) -> list[str]:
         return [store.get(f"host/{rank}").decode() for rank in range(place.world_size)]
 
 
-def _provenance(
-    device: torch.device, backend: str, hosts: Sequence[str], effort: Effort
-) -> Provenance:
+def _provenance(device: torch.device, backend: str, hosts: Sequence[str], effort: Effort) -> str:
     different = len(set(hosts))
-    version = str(torch.__version__)
-    return Provenance(len(hosts), different, backend, device_name(device), version, effort)
+    on = "1 host" if different == 1 else f"{different} hosts"
+    return (
+        f"{len(hosts)} ranks on {on}, {backend}, {device_name(device)}, torch {torch.__version__}: "
+        f"median of {effort.repeats} after {effort.warmup} of warm-up"
+    )
 
 
 def _leave(place: Place, line: str) -> None:

@@ -6,16 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeVar
 
 from pipedream.graph.command import UserError
+from pipedream.graph.timeline import evenly
 
 _NAMES = ("device", "machine")
 _MOST_PAIRS = 8
 _MOST_GROUPS = 4
 
 Ranks = tuple[int, ...]
-_Item = TypeVar("_Item")
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,13 @@ class NetworkLevel:
     @property
     def groups(self) -> list[Ranks]:
         """Groups of ranks that differ only at this level: a sample from the whole cluster."""
-        return _spread(self._all_groups(), _MOST_GROUPS)
+        return evenly(self._all_groups(), _MOST_GROUPS)
 
     @property
     def pairs(self) -> list[Ranks]:
         """Neighbouring ranks of such groups: a sample from the whole cluster."""
         pairs = [pair for group in self._all_groups() for pair in pairwise(group)]
-        return _spread(pairs, _MOST_PAIRS)
+        return evenly(pairs, _MOST_PAIRS)
 
     def _all_groups(self) -> list[Ranks]:
         firsts = [rank for rank in range(self.size) if rank // self.stride % self.count == 0]
@@ -96,10 +95,3 @@ def parse_machines(text: str, ranks: int) -> tuple[int, ...]:
 
 def _name(index: int) -> str:
     return _NAMES[index] if index < len(_NAMES) else f"level{index + 1}"
-
-
-def _spread(items: Sequence[_Item], most: int) -> list[_Item]:
-    """At most `most` of the items, evenly spaced from the first to the last."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]

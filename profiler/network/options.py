@@ -24,7 +24,6 @@ _MODEL_OPTIONS = {
     "arguments": "--arg",
     "inputs": "--input",
 }
-_ONLY_NETWORK = {"machines": "--machines", "largest": "--largest"}
 NETWORK_OPTIONS = (
     option(
         "--network",
@@ -75,10 +74,10 @@ class NetworkOptions:
 
 def check_no_network_options(parameters: Mapping[str, Any]) -> None:
     """Raises UserError for options that need --network."""
-    for name, flag in _ONLY_NETWORK.items():
-        if parameters[name] is not None:
+    for each in NETWORK_OPTIONS[1:]:
+        if parameters[each.name or ""] is not None:
             raise UserError(
-                f"{flag} goes with --network, which takes no MODEL: leave one of them out"
+                f"{each.opts[0]} goes with --network, which takes no MODEL: leave one of them out"
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedream.graph.cluster_file import write_cluster
-from pipedream.graph.errors import UserError
+from pipedream.graph.command import writing
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.network.link_fit import MOST_MISS
 from pipedream.profiler.network.measure import MeasuredLevel, Timed, cluster
-from pipedream.profiler.network.options import Effort
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,38 +24,20 @@ if TYPE_CHECKING:
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Where and how the network was measured."""
+def report(measured: Sequence[MeasuredLevel], provenance: str, folder: Path) -> None:
+    """Prints the tables and writes the files. Raises UserError if they cannot be written.
 
-    ranks: int
-    hosts: int
-    backend: str
-    device: str
-    torch: str
-    effort: Effort
-
-    def __str__(self) -> str:
-        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
-        return (
-            f"{self.ranks} ranks on {hosts}, {self.backend}, {self.device}, torch {self.torch}: "
-            f"median of {self.effort.repeats} after {self.effort.warmup} of warm-up"
-        )
-
-
-def report(measured: Sequence[MeasuredLevel], provenance: Provenance, folder: Path) -> None:
-    """Prints the tables and writes the files. Raises UserError if they cannot be written."""
+    `provenance`: where and how the network was measured.
+    """
     console = Console(highlight=False, markup=False, emoji=False)
     console.print(sizes_table(measured))
     console.print(links_table(measured))
-    console.print(f"MeasuredLevel on {provenance}.", soft_wrap=True)
-    try:
-        notes = [f"MeasuredLevel by pd-profile --network on {provenance}."]
+    console.print(f"Measured on {provenance}.", soft_wrap=True)
+    with writing(folder):
+        notes = [f"Measured by pd-profile --network on {provenance}."]
         write_cluster(cluster(measured), folder / "cluster.yaml", notes)
         _write_numbers(measured, folder / "network.csv")
         draw(measured, folder / "network.png")
-    except OSError as error:
-        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
     print(f"Written: {folder}/cluster.yaml, network.csv, network.png")
     print(f"Next: pd-optimize GRAPH.txt --cluster {folder}/cluster.yaml")
 

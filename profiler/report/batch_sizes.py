@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipedream.graph.errors import UserError
+from pipedream.graph.command import UserError, writing
 from pipedream.graph.profile import BATCH_SIZES_TABLE, difference, folder_of, sizes_in
 from pipedream.graph.units import show_bytes, show_seconds
 
@@ -74,11 +74,9 @@ def profile_sizes(
     profiles = [profile for _, profile in results]
     frame = batch_sizes_frame(profiles)
     title = f"{profiles[0].model} at {len(sizes)} batch sizes"
-    try:
+    with writing(folder):
         frame.to_csv(folder / BATCH_SIZES_TABLE, index=False)
         draw_batch_sizes(frame, title, folder / PICTURE)
-    except OSError as error:
-        raise UserError(f"-o {folder}: cannot be written: {error.strerror}") from error
     _print(batch_sizes_table(frame, title))
     click.echo(f"Written: {folder}/{BATCH_SIZES_TABLE}, {PICTURE}")
 

@@ -51,7 +51,7 @@ def print_diff(diff: Diff, sort: str = "time", top: int | None = None) -> None:
 
 
 def _settings(diff: Diff) -> str:
-    lines = [f"{name}: {_made(profile)}" for name, profile in (("A", diff.a), ("B", diff.b))]
+    lines = [f"{name}: {_measured_on(profile)}" for name, profile in (("A", diff.a), ("B", diff.b))]
     different = "; ".join(
         f"{name.replace('_', ' ')} {here} and {there}"
         for name, (here, there) in differing_settings(diff.a, diff.b).items()
@@ -59,7 +59,7 @@ def _settings(diff: Diff) -> str:
     return "\n".join([*lines, f"Different: {different}." if different else _ALIKE])
 
 
-def _made(profile: Profile) -> str:
+def _measured_on(profile: Profile) -> str:
     machine = profile.machine
     threads = f", threads {machine.threads}" if machine.device == "cpu" else ""
     return (

@@ -72,7 +72,12 @@ def draw_layers(profile: Profile, path: Path) -> None:
     from matplotlib.figure import Figure
 
     frame = layers_frame(profile)
-    panels = {name: known for name, bars in _PANELS.items() if (known := _known(frame, bars))}
+    measured = frame.columns[frame.notna().all()]
+    panels = {
+        name: known
+        for name, bars in _PANELS.items()
+        if (known := [bar for bar in bars if QUANTITIES[bar.quantity].column in measured])
+    }
     width = min(max(_MARGIN + _PER_NODE * len(frame), _NARROWEST), _WIDEST)
     runs = _runs(frame, slots=int((width - _MARGIN) / _PER_LABEL))
     labels = _PER_CHARACTER * max(len(run.label) for run in runs)
@@ -84,10 +89,6 @@ def draw_layers(profile: Profile, path: Path) -> None:
         _draw_panel(axes, name, frame, bars)
     _label_layers(rows, runs, len(frame), _PER_LABEL * len(frame) / (width - _MARGIN))
     figure.savefig(path, dpi=_DPI)
-
-
-def _known(frame: pd.DataFrame, bars: Sequence[_Bars]) -> list[_Bars]:
-    return [bar for bar in bars if frame[QUANTITIES[bar.quantity].column].notna().all()]
 
 
 def _draw_panel(axes: Axes, name: str, frame: pd.DataFrame, bars: Sequence[_Bars]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pipedream.graph.command import PATH, UserError, option
+from pipedream.graph.command import PATH, UserError, option, writing
 from pipedream.profiler.report.layers import ORDERS
 
 VIEW_OPTIONS = (
@@ -78,11 +78,8 @@ def _diff(a: Path, b: Path, output: Path | None, sort: str, top: int | None) -> 
     diff = Diff(read_profile(_file(a)), read_profile(_file(b)))
     print_diff(diff, sort, top)
     if output is not None:
-        try:
+        with writing(output):
             diff.table().to_csv(output, index=False)
-        except OSError as error:
-            why = error.strerror or error  # pandas raises one without a code for a missing folder
-            raise UserError(f"-o {output}: cannot be written: {why}") from error
         click.echo(f"Written: {output}")
 
 

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from pipedream.capture.node_modules import preserve_model_state
 from pipedream.graph.profile import Passes, ProfiledStretch, Quartiles
 from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
-from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
+from pipedream.profiler.timing.stopwatch import stopwatch
 from pipedream.profiler.timing.stretches import Compared, fit_stretches, stretches
 from pipedream.profiler.timing.times import Times, Timing
 
@@ -111,7 +111,7 @@ class _Bench:
             name: value.to(device) for name, value in zip(captured.inputs, inputs, strict=True)
         }
         self.nodes = captured.working
-        self.watch: Stopwatch[Any] = stopwatch(device)
+        self.watch = stopwatch(device)
         self.whole = self._stretch(self.nodes, marked=True)
         self.read_shares = _shares(captured, self.nodes, lambda parameter: True)
         self.learned_shares = _shares(

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipedream.capture.export import Captured
 from pipedream.capture.segment import Segment, freeze_constants, segment
-from pipedream.profiler.timing.stopwatch import Mark, Stopwatch
+from pipedream.profiler.timing.stopwatch import Stopwatch
 
 LOSS = "loss"
 """Stands for the loss where a node is named."""
@@ -57,14 +57,14 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class _Record(Generic[Mark]):
+class _Record:
     """The marks of one pass: its start, its end, and the nodes that begin in between."""
 
-    start: Mark
-    noted: Sequence[tuple[str, Mark]]
-    end: Mark
+    start: Any
+    noted: Sequence[tuple[str, Any]]
+    end: Any
 
-    def read(self, watch: Stopwatch[Mark]) -> Pass:
+    def read(self, watch: Stopwatch) -> Pass:
         """The seconds by node: from its mark to the next one."""
         if not self.noted:
             return Pass({}, watch.seconds(self.start, self.end))
@@ -99,7 +99,7 @@ class Stretch:
         self,
         captured: Captured,
         nodes: Sequence[str],
-        watch: Stopwatch[Any],
+        watch: Stopwatch,
         device: torch.device,
         marked: bool,
     ) -> None:
@@ -144,7 +144,7 @@ class Stretch:
         self._note(_AFTER, value)
         return value
 
-    def _backward(self, ends: Sequence[Tensor], wanted: Sequence[Tensor]) -> _Record[Any]:
+    def _backward(self, ends: Sequence[Tensor], wanted: Sequence[Tensor]) -> _Record:
         scalar = len(ends) == 1 and ends[0].dim() == 0
         gradients = None if scalar else [self.random_gradients.like(value) for value in ends]
         self.noted = []

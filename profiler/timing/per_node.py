@@ -73,7 +73,7 @@ class _NodeTimer:
 
     def __init__(self, captured: Captured, inputs: Sequence[Tensor], device: torch.device) -> None:
         self.captured = captured
-        self.watch: Stopwatch[Any] = stopwatch(device)
+        self.watch = stopwatch(device)
         self.inputs = [value.to(device) for value in inputs]
         self.modules = node_modules(captured, device)
         self.gradients = RandomGradients(device)
@@ -111,7 +111,7 @@ class _NodeTimer:
 def step(
     node: NodeModule,
     values: Mapping[str, Tensor],
-    watch: Stopwatch[Any],
+    watch: Stopwatch,
     random: RandomGradients,
 ) -> tuple[list[Tensor], Marks]:
     """Runs a node forward on its inputs among `values`, then backward: its outputs and marks."""
@@ -129,7 +129,7 @@ def step(
     return [value.detach() for value in outputs], (forward, backward)
 
 
-def seconds_of(marks: Marks, watch: Stopwatch[Any]) -> tuple[float, float]:
+def seconds_of(marks: Marks, watch: Stopwatch) -> tuple[float, float]:
     forward, backward = marks
     return watch.seconds(*forward), watch.seconds(*backward)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +17,7 @@ from pipedream.profiler.memory import Meter, address, metered, run_backward
 from pipedream.profiler.timing.passes import RandomGradients
 from pipedream.profiler.timing.per_node import seconds_of, step
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
-from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
+from pipedream.profiler.timing.stopwatch import stopwatch
 from pipedream.profiler.timing.times import Times, Timing
 
 _REPEATS = 10
@@ -37,7 +35,7 @@ def time_per_node_fake(
 
     Nodes read random values, except for `inputs` (in the order of `captured.inputs`).
     """
-    watch: Stopwatch[Any] = stopwatch(device)
+    watch = stopwatch(device)
     random = RandomGradients(device)
     rule = StoppingRule(
         stopping_rule.warmup, stopping_rule.repeats, min(stopping_rule.seconds, _SECONDS)
@@ -123,24 +121,14 @@ def _real(
 ) -> Iterator[tuple[float, NodeModule, Mapping[str, Tensor]]]:
     """(fraction done, node, its inputs) for each node while it has memory."""
     own = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
-    working = captured.working
-    for index, name in enumerate(working, start=1):
-        with _with_inputs(captured, name, device, own) as (node, values):
-            yield index / len(working), node, values
+    known = captured.values
 
+    def value(name: str) -> Tensor:
+        if name in own:
+            return own[name]
+        return random_tensor(known[name].shape, known[name].dtype, device)
 
-@contextmanager
-def _with_inputs(
-    captured: Captured, name: str, device: torch.device, own: Mapping[str, Tensor]
-) -> Iterator[tuple[NodeModule, Mapping[str, Tensor]]]:
-    with real_node_module(captured, name, device) as node:
-        known = captured.values
-        yield (
-            node,
-            {
-                name: own[name]
-                if name in own
-                else random_tensor(known[name].shape, known[name].dtype, device)
-                for name in node.segment.inputs
-            },
-        )
+    for index, name in enumerate(captured.working, start=1):
+        with real_node_module(captured, name, device) as node:
+            part = index / len(captured.working)
+            yield part, node, {name: value(name) for name in node.segment.inputs}

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol, TypeVar
+from typing import Any
 
 import torch
 
-Mark = TypeVar("Mark")
 
+class Stopwatch:
+    """Reads the clock: work on the CPU is done when its call returns.
 
-class Stopwatch(Protocol[Mark]):
-    """Call `clear()` before a timed pass, `mark()` in it, and `seconds` once all work is queued."""
-
-    def clear(self) -> None: ...
-    def mark(self) -> Mark: ...
-    def seconds(self, start: Mark, end: Mark) -> float: ...
-
-
-class CpuStopwatch:
-    """Reads the clock: work on the CPU is done when its call returns."""
+    Call `clear()` before a timed pass, `mark()` in it, and `seconds` once all work is queued.
+    """
 
     def clear(self) -> None:
         pass
 
-    def mark(self) -> float:
+    def mark(self) -> Any:
         return time.perf_counter()
 
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(end - start)
 
 
-class CudaStopwatch:
+class CudaStopwatch(Stopwatch):
     """Events in the current stream of `device`, so that times are those of the GPU.
 
     `clear` empties the level-2 cache: in training, other minibatches and the optimizer run between
@@ -56,5 +49,5 @@ class CudaStopwatch:
         return float(start.elapsed_time(end)) / 1e3
 
 
-def stopwatch(device: torch.device) -> CpuStopwatch | CudaStopwatch:
-    return CudaStopwatch(device) if device.type == "cuda" else CpuStopwatch()
+def stopwatch(device: torch.device) -> Stopwatch:
+    return CudaStopwatch(device) if device.type == "cuda" else Stopwatch()

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,7 +52,7 @@ def updates(captured: Captured, device: torch.device) -> dict[str, UpdateCost]:
     for name, parameter in trainable.items():
         if not timed or _bytes([*timed.values(), parameter]) <= _MOST_BYTES:
             timed[name] = parameter
-    watch: Stopwatch[Any] = stopwatch(device)
+    watch = stopwatch(device)
     return {kind: _update(kind, timed, trainable, watch, device) for kind in OPTIMIZERS if timed}
 
 
@@ -60,7 +60,7 @@ def _update(
     kind: str,
     timed: Mapping[str, Tensor],
     trainable: Mapping[str, Tensor],
-    watch: Stopwatch[Any],
+    watch: Stopwatch,
     device: torch.device,
 ) -> UpdateCost:
     parameters = [
@@ -83,7 +83,7 @@ def _seconds(
     optimizer: Optimizer,
     parameters: Sequence[Tensor],
     spare: Sequence[Tensor],
-    watch: Stopwatch[Any],
+    watch: Stopwatch,
 ) -> float:
     """Times one update with weight stashing: a copy of the old version, then the step."""
     watch.clear()
