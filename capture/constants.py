@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from pipedream.capture.functionalize import writes_shared_memory, written
+from pipedream.capture.functionalize import reachable, writes_shared_memory, written
 
 
 def constants(module: fx.GraphModule) -> frozenset[fx.Node]:
@@ -32,7 +32,7 @@ def constants(module: fx.GraphModule) -> frozenset[fx.Node]:
             fixed.add(node)
     (output,) = module.graph.find_nodes(op="output")
     for node in fixed.intersection(output.all_input_nodes):
-        fixed -= _ancestors(node)
+        fixed -= reachable(node, lambda each: each.all_input_nodes)
     return frozenset(node for node in fixed if node.op == "call_function")
 
 
@@ -40,13 +40,3 @@ def _random_or_writing(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     return written(node) is not None or torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """The node and everything that it is computed from."""
-    seen, waiting = {node}, [node]
-    while waiting:
-        sources = set(waiting.pop().all_input_nodes) - seen
-        seen |= sources
-        waiting += sources
-    return seen

@@ -53,10 +53,9 @@ def with_memory(inputs: _Tree) -> _Tree:
     """Replaces inputs on the meta device by those of `random_tensor` on the CPU."""
 
     def real(tensor: Tensor) -> Tensor:
-        device = torch.device("cpu") if tensor.device == META else tensor.device
-        return (
-            random_tensor(tensor.shape, tensor.dtype, device) if tensor.device != device else tensor
-        )
+        if tensor.device != META:
+            return tensor
+        return random_tensor(tensor.shape, tensor.dtype, torch.device("cpu"))
 
     mapped: _Tree = pytree.tree_map_only(Tensor, real, inputs)
     return mapped

@@ -10,7 +10,7 @@ read the copy, and no later minibatch writes into what the backward pass of an e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import fx, nn
@@ -162,14 +162,21 @@ def _shares(write: fx.Node, target: fx.Node) -> bool:
 
 def _aliases(value: fx.Node) -> set[fx.Node]:
     """All values that may share memory with `value`: views of it, what it views, and so on."""
-    aliases, waiting = {value}, [value]
+
+    def sharing(node: fx.Node) -> list[fx.Node]:
+        return _viewed(node) + [user for user in node.users if node in _viewed(user)]
+
+    return reachable(value, sharing)
+
+
+def reachable(start: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+    """`start`, its neighbours, their neighbours, and so on."""
+    seen, waiting = {start}, [start]
     while waiting:
-        node = waiting.pop()
-        views = [user for user in node.users if node in _viewed(user)]
-        fresh = {*_viewed(node), *views} - aliases
-        aliases |= fresh
+        fresh = set(neighbours(waiting.pop())) - seen
+        seen |= fresh
         waiting += fresh
-    return aliases
+    return seen
 
 
 def _viewed(node: fx.Node) -> list[fx.Node]:

@@ -51,7 +51,8 @@ def checked(function: Callable[..., Any], name: str) -> Loss:
 
 
 def _own_loss(output: Any, target: Any) -> Tensor:
-    first = output if isinstance(output, Tensor) else next(iter(_values(output)))
+    outputs = output.values() if isinstance(output, dict) else output
+    first = output if isinstance(output, Tensor) else next(iter(outputs))
     return _scalar(first, "loss output: the model returns first")
 
 
@@ -64,10 +65,6 @@ def _scalar(value: Any, what: str) -> Tensor:
     if torch.is_grad_enabled() and not value.requires_grad:
         raise UserError(f"{what} a value that depends on no parameter: there is nothing to learn")
     return value
-
-
-def _values(output: Any) -> Any:
-    return output.values() if isinstance(output, dict) else output
 
 
 def accuracy(output: Any, target: Any) -> tuple[int, int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import repr as shortened
@@ -152,13 +152,10 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     return [model for inner in get_args(annotation) for model in _models(inner)]
 
 
-_FIXED_TEXT = {
+_TEXTS = {
     "missing": "is missing",
     "extra_forbidden": "unknown field",
     "string_too_short": "is empty",
-}
-
-_TEXT_WITH_INPUT = {
     "literal_error": "{value} is not one of the choices: write {expected}",
     "greater_than": "{value} is too small: give more than {gt}",
     "greater_than_equal": "{value} is too small: give {ge} or more",
@@ -184,15 +181,12 @@ _TEXT_WITH_INPUT = {
 
 def worded(error: ErrorDetails) -> str:
     """The text of one error of a ValidationError, without the name of the field."""
-    kind = error["type"]
-    if kind in _FIXED_TEXT:
-        return _FIXED_TEXT[kind]
-    if kind not in _TEXT_WITH_INPUT:
+    text = _TEXTS.get(error["type"])
+    if text is None:
         return error["msg"].removeprefix("Value error, ")
-    if error["input"] is None:
+    if error["input"] is None and "{value}" in text:
         return "is empty"
-    limits: Mapping[str, Any] = error.get("ctx", {})
-    return _TEXT_WITH_INPUT[kind].format(value=_shown(error["input"]), **limits)
+    return text.format(value=_shown(error["input"]), **error.get("ctx", {}))
 
 
 def _shown(value: Any) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -118,6 +119,7 @@ def draw(ranks: Timeline, path: Path, title: str, first: int = 0, count: int = 1
 def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     """Like `draw`, with several timelines one below the other, on the same scale."""
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     rows = [len(panel.shown) for panel in panels]
     windows = [_window(p.ranks, range(p.first, p.first + p.count)) for p in panels]
@@ -129,7 +131,9 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     for axes, panel, (begin, _) in zip(all_axes, panels, windows, strict=True):
         _draw_panel(axes, panel, begin, begin + length)
     visible = (e for p in panels for events in p.ranks.values() for e in events if e.end > e.begin)
-    _legend(figure, {event.action.kind for event in visible})
+    kinds = {event.action.kind for event in visible}
+    colours = {style.name: style.colour for kind, style in _STYLES.items() if kind in kinds}
+    _legend(figure, [Patch(facecolor=colour, label=name) for name, colour in colours.items()])
     figure.savefig(path, dpi=_DPI)
 
 
@@ -203,15 +207,10 @@ def _window(ranks: Timeline, minibatches: range) -> tuple[float, float]:
     return min(event.begin for event in passes), max(event.end for event in passes)
 
 
-def _legend(figure: Figure, kinds: set[str]) -> None:
-    from matplotlib.patches import Patch
-
-    colours = {style.name: style.colour for kind, style in _STYLES.items() if kind in kinds}
-    handles = [Patch(facecolor=colour, label=name) for name, colour in colours.items()]
+def _legend(figure: Figure, handles: Sequence[Artist]) -> None:
     if handles:
-        figure.legend(
-            handles=handles, ncols=len(handles), frameon=False, loc="outside lower center"
-        )
+        columns = min(len(handles), 8)
+        figure.legend(handles=handles, ncols=columns, frameon=False, loc="outside lower center")
 
 
 # Memory
@@ -282,9 +281,7 @@ def _stage_legend(
     if limited:
         label = "memory of each rank"
         handles.append(Line2D([], [], color="black", linestyle="--", label=label))
-    if handles:
-        columns = min(len(handles), 8)
-        figure.legend(handles=handles, ncols=columns, frameon=False, loc="outside lower center")
+    _legend(figure, handles)
 
 
 # Chrome traces

@@ -66,10 +66,7 @@ _GROUPS = {
             COUNT,
         ),
         option(
-            "--device",
-            "Where each worker computes.",
-            click.Choice(["cpu", "cuda"]),
-            default="cpu",
+            "--device", "Where each worker computes.", click.Choice(["cpu", "cuda"]), default="cpu"
         ),
         option(
             "--timeout SECONDS",
@@ -101,11 +98,7 @@ _GROUPS = {
             " stages. The pipeline drains at each.  [default: at the end of each epoch only]",
             COUNT,
         ),
-        option(
-            "--keep K",
-            "Keep only the newest K checkpoints.  [default: all]",
-            COUNT,
-        ),
+        option("--keep K", "Keep only the newest K checkpoints.  [default: all]", COUNT),
         option(
             "--export FILE",
             "Write the trained model to one safetensors FILE for the plain model's"

@@ -49,8 +49,9 @@ class NetworkLevel:
 def levels(machines: Sequence[int]) -> list[NetworkLevel]:
     """The levels, innermost first, with the given numbers of components (`--machines`)."""
     size = math.prod(machines)
+    names = [*_NAMES, *(f"level{index + 1}" for index in range(len(_NAMES), len(machines)))]
     return [
-        NetworkLevel(_name(index), count, math.prod(machines[:index]), size)
+        NetworkLevel(names[index], count, math.prod(machines[:index]), size)
         for index, count in enumerate(machines)
     ]
 
@@ -91,7 +92,3 @@ def parse_machines(text: str, ranks: int) -> tuple[int, ...]:
             "started: start one rank per device"
         )
     return counts
-
-
-def _name(index: int) -> str:
-    return _NAMES[index] if index < len(_NAMES) else f"level{index + 1}"

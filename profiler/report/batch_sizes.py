@@ -152,9 +152,8 @@ def batch_sizes_table(frame: pd.DataFrame, title: str) -> Table:
         show_edge=False,
         pad_edge=False,
     )
-    for heading in ("batch\nsize", "forward", "backward", "per\nexample", "examples\nper second"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("saved", "saved per\nexample", "speed-up"):
+    times = ("forward", "backward", "per\nexample", "examples\nper second")
+    for heading in ("batch\nsize", *times, "saved", "saved per\nexample", "speed-up"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in frame.to_dict("records"):
         saved = (row["saved_bytes"], row["saved_bytes_per_example"])

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from pipedream.graph.command import PATH, UserError, option, writing
 from pipedream.profiler.report.layers import ORDERS
+
+if TYPE_CHECKING:
+    from pipedream.graph.profile import Profile
 
 VIEW_OPTIONS = (
     option(
@@ -44,7 +48,9 @@ def view_profiles(context: click.Context) -> bool:
         return False
     _check_options(context, views[0])
     if parameters["show"] is not None:
-        _show(parameters["show"], parameters["sort"], parameters["top"])
+        from pipedream.profiler.report.summary import print_report
+
+        print_report(_read(parameters["show"]), parameters["sort"], parameters["top"])
     else:
         a, b = parameters["diff"]
         _diff(a, b, parameters["output"], parameters["sort"], parameters["top"])
@@ -61,21 +67,13 @@ def _check_options(context: click.Context, view: str) -> None:
             raise UserError(f"--{view} measures nothing: leave {other} out")
 
 
-def _show(path: Path, sort: str, top: int | None) -> None:
-    from pipedream.graph.profile import read_profile
-    from pipedream.profiler.report.summary import print_report
-
-    print_report(read_profile(_file(path)), sort, top)
-
-
 def _diff(a: Path, b: Path, output: Path | None, sort: str, top: int | None) -> None:
-    from pipedream.graph.profile import read_profile
     from pipedream.profiler.report.diff import Diff
     from pipedream.profiler.report.diff_report import print_diff
 
     if output is not None and (output.is_dir() or output.suffix != ".csv"):
         raise UserError(f"-o {output}: with --diff this is a file: write {output / 'diff.csv'}")
-    diff = Diff(read_profile(_file(a)), read_profile(_file(b)))
+    diff = Diff(_read(a), _read(b))
     print_diff(diff, sort, top)
     if output is not None:
         with writing(output):
@@ -83,9 +81,9 @@ def _diff(a: Path, b: Path, output: Path | None, sort: str, top: int | None) -> 
         click.echo(f"Written: {output}")
 
 
-def _file(path: Path) -> Path:
-    if path.is_dir():
-        return path / "profile.json"
-    if path.exists() and path.suffix != ".json":
+def _read(path: Path) -> Profile:
+    from pipedream.graph.profile import read_profile
+
+    if path.exists() and not path.is_dir() and path.suffix != ".json":
         raise UserError(f"{path}: name a folder that pd-profile wrote, or the profile.json in it")
-    return path
+    return read_profile(path / "profile.json" if path.is_dir() else path)

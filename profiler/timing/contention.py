@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pipedream.graph.errors import UserError
@@ -25,7 +25,17 @@ def contention(count: int) -> Iterator[None]:
     Raises UserError if one of them fails to start its passes.
     """
     environment = {**os.environ, _PARENT: str(os.getpid())}
-    started = [_start_process(environment) for _ in range(count)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "pipedream.profiler.cli", *sys.argv[1:]],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for _ in range(count)
+    ]
     try:
         for process in started:
             assert process.stdout is not None
@@ -39,17 +49,6 @@ def contention(count: int) -> Iterator[None]:
         for process in started:
             process.kill()
             process.communicate()
-
-
-def _start_process(environment: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "pipedream.profiler.cli", *sys.argv[1:]],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
 
 
 def is_contending_process() -> bool:

@@ -170,12 +170,8 @@ class _Bench:
             values.update(alone.values)
             names = [*timed.nodes, *([LOSS] if loss else [])]
             forward, backward = (sum(seconds[n] for n in names) for seconds in both)
-            timed.compared.append(
-                (
-                    Compared(forward, alone.forward.seconds),
-                    Compared(backward, alone.backward.seconds),
-                )
-            )
+            compared = Compared(forward, alone.forward.seconds)
+            timed.compared.append((compared, Compared(backward, alone.backward.seconds)))
         return turn.forward.seconds + turn.backward.seconds
 
     def times(self, repeats: Repeats) -> Times:
