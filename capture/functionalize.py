@@ -10,6 +10,7 @@ read the copy, and no later minibatch writes into what the backward pass of an e
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 
 import torch
@@ -71,9 +72,7 @@ def _copy_state(state: fx.Node) -> None:
 
 def _attribute(state: fx.Node) -> object:
     """The attribute that a get_attr node reads."""
-    value: object = state.graph.owning_module
-    for part in str(state.target).split("."):
-        value = getattr(value, part)
+    value: object = operator.attrgetter(str(state.target))(state.graph.owning_module)
     return value
 
 

@@ -63,10 +63,11 @@ def segment(captured: Captured, nodes: Collection[str], keep: Collection[str] = 
             copies[source] = graph.node_copy(source)
     for node in inside:
         copies[node] = graph.node_copy(node, copies.__getitem__)
+    outside = {user for node in inside for user in node.users if user.op != "output"} - members
     outputs = [
         node
         for node in inside
-        if node.name in captured.owner and (node.name in keep or _leaves(node, members))
+        if node.name in captured.owner and (node.name in keep or outside.intersection(node.users))
     ]
     graph.output(tuple(copies[node] for node in outputs))
     module = fx.GraphModule(captured.module, graph)
@@ -83,10 +84,6 @@ def _members(captured: Captured, nodes: Collection[str]) -> set[fx.Node]:
         if node.name not in captured.owner and not members.isdisjoint(node.users):
             members.add(node)
     return members
-
-
-def _leaves(node: fx.Node, members: set[fx.Node]) -> bool:
-    return any(user not in members and user.op != "output" for user in node.users)
 
 
 def _changed(node: fx.Node) -> Iterator[fx.Node]:
@@ -124,14 +121,10 @@ def freeze_constants(part: Segment, owned: Collection[str]) -> Segment:
             values[node] = node.target(*args, **kwargs)
     for node in fixed:
         if isinstance(values[node], Tensor):
-            _replace(part.module, node, values[node])
+            name = f"constant_{node.name}"
+            part.module.register_buffer(name, values[node], persistent=False)
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(graph.get_attr(name))
     graph.eliminate_dead_code()
     part.module.recompile()
     return part
-
-
-def _replace(module: fx.GraphModule, node: fx.Node, value: Tensor) -> None:
-    name = f"constant_{node.name}"
-    module.register_buffer(name, value, persistent=False)
-    with module.graph.inserting_before(node):
-        node.replace_all_uses_with(module.graph.get_attr(name))

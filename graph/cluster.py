@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Annotated, Any
 
@@ -21,12 +21,9 @@ from pipedream.graph.errors import ArtifactModel
 from pipedream.graph.units import parse_bytes, parse_seconds
 
 
-def _text(value: Any) -> Any:
-    return parse_bytes(value) if isinstance(value, str) else value
-
-
-def _duration(value: Any) -> Any:
-    return parse_seconds(value) if isinstance(value, str) else value
+def _parsed_by(parse: Callable[[str], float]) -> BeforeValidator:
+    """Turns text with a unit into a number."""
+    return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
 
 
 _Amount = Field(ge=0, allow_inf_nan=False, strict=True)
@@ -34,9 +31,9 @@ _Positive = Field(gt=0, allow_inf_nan=False, strict=True)
 
 _NO_LINK = "give either latency and bandwidth, or points of bytes and seconds"
 
-Bytes = Annotated[float, BeforeValidator(_text), _Amount]
-SomeBytes = Annotated[float, BeforeValidator(_text), _Positive]
-Seconds = Annotated[float, BeforeValidator(_duration), _Amount]
+Bytes = Annotated[float, _parsed_by(parse_bytes), _Amount]
+SomeBytes = Annotated[float, _parsed_by(parse_bytes), _Positive]
+Seconds = Annotated[float, _parsed_by(parse_seconds), _Amount]
 
 
 class _ClusterPart(ArtifactModel):

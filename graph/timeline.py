@@ -31,19 +31,14 @@ class DrawnAction(Protocol):
 
     @property
     def kind(self) -> str: ...
-
     @property
     def stage(self) -> int: ...
-
     @property
     def minibatch(self) -> int: ...
-
     @property
     def version(self) -> int: ...
-
     @property
     def peer(self) -> tuple[int, int] | None: ...
-
     @property
     def worker(self) -> str: ...
 

@@ -312,14 +312,14 @@ def _write(graph: Graph, profile: Profile, output: Path) -> str:
     from pipedream.graph.draw import draw, why_text
     from pipedream.graph.model import format_graph
     from pipedream.graph.profile import write_profile
-    from pipedream.profiler.report.layers import layers_frame, write_layers
+    from pipedream.profiler.report.layers import layers_frame
     from pipedream.profiler.report.layers_picture import draw_layers
 
     with writing(output):
         output.mkdir(exist_ok=True)
         (output / "graph.txt").write_text(format_graph(graph), encoding="utf-8")
         write_profile(profile, output / "profile.json")
-        write_layers(layers_frame(profile), output / "layers.csv")
+        layers_frame(profile).to_csv(output / "layers.csv", index=False)
         draw_layers(profile, output / "layers.png")
         picture = draw(graph, output / "graph", f"{profile.model}, batch {profile.batch_size}")
     why = why_text(graph, picture)

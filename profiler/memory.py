@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -32,123 +32,110 @@ def footprints(
     """
     with preserve_model_state(captured), torch.enable_grad(), metered(device) as meter:
         values = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
-        memory = _SavedMemory(captured, values, meter)
+        memory = SavedMemory(captured, values, meter)
         run_in_order(node_modules(captured, device), values, memory.run_node)
-    peaks = meter.peaks()
-    return {
-        node: Footprint(memory.saved[node], peaks.get(node, 0)) for node in captured.graph.nodes
-    }
+    return memory.footprints()
 
 
-class _SavedMemory:
-    """Counts every saved storage once, in the node that allocated it.
+class SavedMemory:
+    """Counts saved bytes, each value once, in the node that computes it.
 
-    A storage is identified by its address as long as a value in it is still to be read; after that
-    its memory may be reused.
+    `first` maps a value to the one whose memory it shares.
     """
 
     def __init__(self, captured: Captured, inputs: Mapping[str, Tensor], meter: Meter) -> None:
+        self.captured, self.meter = captured, meter
         self.saved: Counter[str] = Counter()
-        self.owner = {address(value): captured.values[n].node for n, value in inputs.items()}
-        self.counted: set[int] = set()
-        self.meter = meter
+        self.counted: set[str] = set()
+        owner = {_address(value): name for name, value in inputs.items()}
+        self.first = {name: owner[_address(value)] for name, value in inputs.items()}
 
     def run_node(self, node: NodeModule, values: Mapping[str, Tensor]) -> list[Tensor]:
-        self._forget_freed(values.values())
-        own = {address(tensor) for tensor in node.parameters_and_buffers}
-        packed: dict[int, Tensor] = {}
+        """Runs a node on its inputs among `values` and returns its outputs."""
+        packed: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            packed.setdefault(address(tensor), tensor.detach())
+            packed[_address(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
         inputs = node.inputs(values)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = node.segment.module(*inputs)
-        for place, tensor in packed.items():
-            if place not in own and place not in self.counted:
-                self.saved[self.owner.get(place, node.name)] += tensor.untyped_storage().nbytes()
-                self.counted.add(place)
-        for output in outputs:
-            self.owner.setdefault(address(output), node.name)
-        packed.clear()
-        run_backward(node, inputs, outputs, self.meter)
+        own = {_address(tensor) for tensor in node.parameters_and_buffers}
+        names: dict[int, str] = {}
+        for name, tensor in zip(node.segment.inputs, inputs, strict=True):
+            names.setdefault(_address(tensor), self.first.get(name, name))
+        for name, tensor in zip(node.segment.outputs, outputs, strict=True):
+            self.first[name] = names.setdefault(_address(tensor), name)
+        for place, size in packed.items():
+            known = names.get(place)
+            if place not in own and known not in self.counted:
+                self.saved[self.captured.values[known].node if known else node.name] += size
+                self.counted |= {known} if known else set()
+        self._run_backward(node, inputs, outputs)
         return [value.detach() for value in outputs]
 
-    def _forget_freed(self, alive: Iterable[Tensor]) -> None:
-        addresses = {address(value) for value in alive}
-        self.owner = {a: node for a, node in self.owner.items() if a in addresses}
-        self.counted &= addresses
+    def _run_backward(
+        self, node: NodeModule, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        ends, wanted = node.ends(inputs, outputs)
+        if ends and wanted:
+            with self.meter.over(node.name):
+                gradients = [torch.ones_like(value) for value in ends]
+                torch.autograd.grad(ends, wanted, gradients, allow_unused=True)
 
-
-def run_backward(
-    node: NodeModule, inputs: Sequence[Tensor], outputs: Sequence[Tensor], meter: Meter
-) -> None:
-    """Runs the backward pass of a node under the meter, if it has one."""
-    ends, wanted = node.ends(inputs, outputs)
-    if ends and wanted:
-        with meter.over(node.name):
-            gradients = [torch.ones_like(value) for value in ends]
-            torch.autograd.grad(ends, wanted, gradients, allow_unused=True)
-
-
-def address(tensor: Tensor) -> int:
-    """The address of the storage of a tensor or view."""
-    return tensor.untyped_storage().data_ptr()
+    def footprints(self) -> dict[str, Footprint]:
+        """By node; call it after leaving the context of `metered`."""
+        peaks = self.meter.peaks()
+        nodes = self.captured.graph.nodes
+        return {node: Footprint(self.saved[node], peaks.get(node, 0)) for node in nodes}
 
 
 class Meter:
-    """The peak of allocated memory during the backward pass of each node, above its start."""
+    """The peak of allocated memory during the backward pass of each node, above its start.
+
+    Uses torch's profiler, since the CPU allocator has no statistics.
+    """
 
     def __init__(self) -> None:
-        self._peaks: dict[str, int] = {}
+        self.trace = torch.autograd.profiler.profile(profile_memory=True)
 
     @contextmanager
     def over(self, node: str) -> Iterator[None]:
-        raise NotImplementedError
+        """Measures what runs inside, the backward pass of `node`."""
+        with torch.autograd.profiler.record_function(_MARK + node):
+            yield
 
     def peaks(self) -> Mapping[str, int]:
-        return self._peaks
+        """Bytes by node; call it after leaving the context of `metered`."""
+        result = self.trace.kineto_results
+        assert result is not None
+        peaks: dict[str, int] = {}
+        node, end, allocated = "", -1, 0
+        for event in sorted(result.events(), key=lambda event: event.start_ns()):
+            if event.name().startswith(_MARK):
+                node, end, allocated = event.name().removeprefix(_MARK), event.end_ns(), 0
+                peaks[node] = 0
+            elif event.name() == "[memory]" and event.start_ns() <= end:
+                allocated += event.nbytes()  # type: ignore[attr-defined]
+                peaks[node] = max(peaks[node], allocated)
+        return peaks
 
 
 class _CudaMeter(Meter):
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
         self.device = device
+        self.measured: dict[str, int] = {}
 
     @contextmanager
     def over(self, node: str) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         yield
-        self._peaks[node] = torch.cuda.max_memory_allocated(self.device) - before
-
-
-class _CpuMeter(Meter):
-    """Uses torch's profiler, since the CPU allocator has no statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trace = torch.autograd.profiler.profile(profile_memory=True)
-
-    @contextmanager
-    def over(self, node: str) -> Iterator[None]:
-        with torch.autograd.profiler.record_function(_MARK + node):
-            yield
+        self.measured[node] = torch.cuda.max_memory_allocated(self.device) - before
 
     def peaks(self) -> Mapping[str, int]:
-        result = self.trace.kineto_results
-        assert result is not None
-        events = sorted(result.events(), key=lambda event: event.start_ns())
-        node, end, allocated = "", -1, 0
-        for event in events:
-            if event.name().startswith(_MARK):
-                node, end, allocated = event.name().removeprefix(_MARK), event.end_ns(), 0
-                self._peaks[node] = 0
-            elif event.name() == "[memory]" and event.start_ns() <= end:
-                allocated += event.nbytes()  # type: ignore[attr-defined]
-                self._peaks[node] = max(self._peaks[node], allocated)
-        return self._peaks
+        return self.measured
 
 
 @contextmanager
@@ -156,7 +143,7 @@ def metered(device: torch.device) -> Iterator[Meter]:
     if device.type == "cuda":
         yield _CudaMeter(device)
         return
-    meter = _CpuMeter()
+    meter = Meter()
     with _discard_stderr(), meter.trace:
         yield meter
 
@@ -173,3 +160,8 @@ def _discard_stderr() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(null)
+
+
+def _address(tensor: Tensor) -> int:
+    """The address of the storage of a tensor or view."""
+    return tensor.untyped_storage().data_ptr()

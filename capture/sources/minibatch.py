@@ -55,22 +55,18 @@ def _together(dataset: Any, indices: Sequence[int], source: str) -> Any:
         # Reading one by one would hold the GIL, which the passes of other threads need.
         if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
             return dataset[torch.as_tensor(indices)]
-        examples = _examples(dataset, indices)
-    first = examples[0]
+        # All at once if the dataset supports that, like torch's DataLoader.
+        at_once = getattr(dataset, "__getitems__", None)
+        read = list(at_once(indices)) if at_once else [dataset[index] for index in indices]
+    first = read[0]
     if not isinstance(first, (tuple, list)) or len(first) != 2:
         raise UserError(
             f"{source}: an example is {type(first).__name__}, not a pair (input, target)"
         )
     try:
-        return default_collate(examples)
+        return default_collate(read)
     except (RuntimeError, TypeError) as error:
         raise UserError(f"{source}: examples do not form a batch: {error}") from error
-
-
-def _examples(dataset: Any, indices: Sequence[int]) -> list[Any]:
-    """The examples, read all at once if the dataset supports that, like torch's DataLoader."""
-    at_once = getattr(dataset, "__getitems__", None)
-    return list(at_once(indices)) if at_once else [dataset[index] for index in indices]
 
 
 def example(text: str, batch_size: int, bound: int = 2) -> Tensor:

@@ -96,7 +96,8 @@ def measure(
         send.append(_messages(wire, pair, effort))
     for group in level.groups:
         step(f"{level.name}: sums over ranks {', '.join(map(str, group))}")
-        sums.append(_sums(wire, group, effort))
+        once = [_adding(wire, group, size) for size in effort.sizes]
+        sums.append(_repeated(wire, group, effort, once))
     step(f"{level.name}: compute during messages and sums")
     return MeasuredLevel(
         level,
@@ -149,11 +150,6 @@ def _messages(wire: Wire, pair: Ranks, effort: Effort) -> list[list[float]]:
     ]
     latency = max(0.0, one_way - float(np.median(each[0])))
     return [[latency + seconds for seconds in repeats] for repeats in each]
-
-
-def _sums(wire: Wire, group: Ranks, effort: Effort) -> list[list[float]]:
-    """Seconds of an all-reduce, [size][repeat]."""
-    return _repeated(wire, group, effort, [_adding(wire, group, size) for size in effort.sizes])
 
 
 def _repeated(

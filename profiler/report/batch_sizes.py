@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from pipedream.graph.command import UserError, writing
 from pipedream.graph.profile import BATCH_SIZES_TABLE, difference, folder_of, sizes_in
 from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.profiler.report.table import make_console
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
-    from rich.table import Table
 
     from pipedream.graph.model import Graph
     from pipedream.graph.profile import Profile
@@ -77,7 +79,9 @@ def profile_sizes(
     with writing(folder):
         frame.to_csv(folder / BATCH_SIZES_TABLE, index=False)
         draw_batch_sizes(frame, title, folder / PICTURE)
-    _print(batch_sizes_table(frame, title))
+    console = make_console()
+    for part in ("", batch_sizes_table(frame, title), ""):
+        console.print(part)
     click.echo(f"Written: {folder}/{BATCH_SIZES_TABLE}, {PICTURE}")
 
 
@@ -139,9 +143,6 @@ def _row(profile: Profile) -> dict[str, float | None]:
 
 def batch_sizes_table(frame: pd.DataFrame, title: str) -> Table:
     """The frame as a table for the terminal."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     table = Table(
         title=title,
         caption="Saved: memory for the backward pass. Speed-up: examples per second relative to the"
@@ -166,15 +167,6 @@ def batch_sizes_table(frame: pd.DataFrame, title: str) -> Table:
             f"{row['speedup']:.2f}",
         )
     return table
-
-
-def _print(table: Table) -> None:
-    from pipedream.profiler.report.table import make_console
-
-    console = make_console()
-    console.print()
-    console.print(table)
-    console.print()
 
 
 def draw_batch_sizes(frame: pd.DataFrame, title: str, path: Path) -> None:

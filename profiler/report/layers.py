@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipedream.graph.units import show_bytes, show_seconds
@@ -85,7 +84,3 @@ def layer_names(frame: pd.DataFrame) -> list[str]:
         f"{module}: {op}" if module else op
         for module, op in zip(frame["module"], frame["op"], strict=True)
     ]
-
-
-def write_layers(frame: pd.DataFrame, path: Path) -> None:
-    frame.to_csv(path, index=False)

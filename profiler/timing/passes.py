@@ -204,14 +204,11 @@ def _with_marks(
         graph.call_function(note, (name, *ends))
         for node in inside[name]:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        ends = [copies[node] for node in inside[name] if _is_tensor(node) and _leaves(node, owner)]
+        tensors = [n for n in inside[name] if isinstance(n.meta.get("val"), Tensor)]
+        ends = [copies[node] for node in tensors if _leaves(node, owner)]
     graph.call_function(note, (_AFTER, *ends))
     graph.output(fx.map_arg(output.args[0], copies.__getitem__))
     return Segment(fx.GraphModule(part.module, graph), part.inputs, part.outputs)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
 
 
 def _leaves(node: fx.Node, owner: Mapping[str, str]) -> bool:

@@ -17,7 +17,6 @@ from pipedream.capture.node_modules import (
     run_in_order,
 )
 from pipedream.capture.segment import Segment
-from pipedream.graph.profile import Quartiles
 from pipedream.profiler.timing.passes import RandomGradients
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
@@ -49,12 +48,8 @@ def time_per_node(
             turns.append(timer.run())
             more = repeats.go_on(_sum(turns[-1]))
             progress(repeats.part)
-    none = (0.0, 0.0)
     nodes = {
-        node: Timing(
-            Quartiles.of([turn.get(node, none)[0] for turn in turns]),
-            Quartiles.of([turn.get(node, none)[1] for turn in turns]),
-        )
+        node: Timing.of([turn.get(node, (0.0, 0.0)) for turn in turns])
         for node in captured.graph.nodes
     }
     return Times(nodes, len(repeats.warming), len(repeats.noted))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from pipedream.capture.export import Captured
 from pipedream.capture.fake_tensors import random_tensor, real_node_module
 from pipedream.capture.node_modules import NodeModule
-from pipedream.graph.profile import Footprint, Quartiles
-from pipedream.profiler.memory import Meter, address, metered, run_backward
+from pipedream.graph.profile import Footprint
+from pipedream.profiler.memory import SavedMemory, metered
 from pipedream.profiler.timing.passes import RandomGradients
 from pipedream.profiler.timing.per_node import seconds_of, step
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
@@ -40,26 +38,24 @@ def time_per_node_fake(
     rule = StoppingRule(
         stopping_rule.warmup, stopping_rule.repeats, min(stopping_rule.seconds, _SECONDS)
     )
+
+    def turn(node: NodeModule, values: Mapping[str, Tensor]) -> tuple[float, float]:
+        return seconds_of(step(node, values, watch, random)[1], watch)
+
     nodes = dict.fromkeys(captured.graph.nodes, Timing.nothing())
     counts: list[Repeats] = []
     with no_garbage_collection(), torch.enable_grad():
         for part, node, values in _real(captured, inputs, device):
-            repeats, turns = Repeats(rule), []
-
-            def turn(node: NodeModule = node, values: Mapping[str, Tensor] = values) -> list[float]:
-                _, marks = step(node, values, watch, random)
-                return list(seconds_of(marks, watch))
-
-            while repeats.warm(sum(turn())):
+            repeats = Repeats(rule)
+            turns: list[tuple[float, float]] = []
+            while repeats.warm(sum(turn(node, values))):
                 pass
             more = True
             while more:
-                turns.append(turn())
+                turns.append(turn(node, values))
                 enough = rule.repeats is None and len(turns) >= _REPEATS
                 more = repeats.go_on(sum(turns[-1])) and not enough
-            nodes[node.name] = Timing(
-                *(Quartiles.of([each[way] for each in turns]) for way in (0, 1))
-            )
+            nodes[node.name] = Timing.of(turns)
             counts.append(repeats)
             progress(part)
     return Times(nodes, len(counts[0].warming), min(len(each.noted) for each in counts))
@@ -69,51 +65,11 @@ def footprints_fake(
     captured: Captured, inputs: Sequence[Tensor], device: torch.device
 ) -> dict[str, Footprint]:
     """Like `pipedream.profiler.memory.footprints`."""
-    memory = _FakeMemory(captured)
     with torch.enable_grad(), metered(device) as meter:
+        memory = SavedMemory(captured, {}, meter)
         for _, node, values in _real(captured, inputs, device):
-            memory.enter(node, values, meter)
-    peaks = meter.peaks()
-    return {
-        node: Footprint(memory.saved[node], peaks.get(node, 0)) for node in captured.graph.nodes
-    }
-
-
-class _FakeMemory:
-    """Counts saved bytes, each value once, in the node that computes it.
-
-    `first` maps a view to the value whose memory it shares.
-    """
-
-    def __init__(self, captured: Captured) -> None:
-        self.captured = captured
-        self.saved: Counter[str] = Counter()
-        self.counted: set[str] = set()
-        self.first: dict[str, str] = {}
-
-    def enter(self, node: NodeModule, values: Mapping[str, Tensor], meter: Meter) -> None:
-        packed: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            packed[address(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        inputs = node.inputs(values)
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = node.segment.module(*inputs)
-        own = {address(tensor) for tensor in node.parameters_and_buffers}
-        names: dict[int, str] = {}
-        for name, tensor in zip(node.segment.inputs, inputs, strict=True):
-            names.setdefault(address(tensor), self.first.get(name, name))
-        for name, tensor in zip(node.segment.outputs, outputs, strict=True):
-            self.first[name] = names.setdefault(address(tensor), name)
-        for place, size in packed.items():
-            known = names.get(place)
-            if place not in own and known not in self.counted:
-                maker = self.captured.values[known].node if known else node.name
-                self.saved[maker] += size
-                self.counted |= {known} if known else set()
-        run_backward(node, inputs, outputs, meter)
+            memory.run_node(node, values)
+    return memory.footprints()
 
 
 def _real(

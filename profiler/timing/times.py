@@ -20,9 +20,15 @@ class Timing:
     recomputed: Quartiles | None = None
 
     @staticmethod
+    def of(repeats: Sequence[tuple[float, float]]) -> Timing:
+        """The quartiles over repeats of (forward, backward)."""
+        forward, backward = zip(*repeats, strict=True)
+        return Timing(Quartiles.of(forward), Quartiles.of(backward))
+
+    @staticmethod
     def nothing() -> Timing:
         """The timing of an input: zero."""
-        none = Quartiles(median=0.0, lower=0.0, upper=0.0)
+        none = Quartiles.of([0.0])
         return Timing(none, none, none)
 
 

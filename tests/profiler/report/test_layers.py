@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from profiled import layer, profile
 
 from pipedream.graph.profile import Profile, write_profile
-from pipedream.profiler.report.layers import layer_names, layers_frame, write_layers
+from pipedream.profiler.report.layers import layer_names, layers_frame
 from pipedream.profiler.report.layers_picture import draw_layers
 
 NET = profile(
@@ -22,7 +22,7 @@ NET = profile(
 
 def test_csv_has_what_profile_json_has(tmp_path: Path) -> None:
     write_profile(NET, tmp_path / "profile.json")
-    write_layers(layers_frame(NET), tmp_path / "layers.csv")
+    layers_frame(NET).to_csv(tmp_path / "layers.csv", index=False)
     with (tmp_path / "layers.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     nodes = json.loads((tmp_path / "profile.json").read_text())["nodes"]
@@ -43,7 +43,7 @@ def test_csv_has_what_profile_json_has(tmp_path: Path) -> None:
 
 def test_what_an_older_profile_does_not_know_is_empty(tmp_path: Path) -> None:
     old = profile(layer("a", saved_bytes=None), layer("b", saved_bytes=None))
-    write_layers(layers_frame(old), tmp_path / "layers.csv")
+    layers_frame(old).to_csv(tmp_path / "layers.csv", index=False)
     with (tmp_path / "layers.csv").open(newline="") as file:
         assert [row["saved_bytes"] for row in csv.DictReader(file)] == ["", ""]
 
