@@ -95,8 +95,7 @@ def check_model(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise cannot_capture(
-                model,
-                f"{name} has no shape yet; call the model once on an example in its factory",
+                model, f"{name} has no shape yet; call the model once on an example in its factory"
             )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise cannot_capture(model, _hooked(name))

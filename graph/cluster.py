@@ -103,9 +103,7 @@ class Link(_ClusterPart):
         """The link that takes `time` times as long for messages `size` times as large."""
         if self.bandwidth is not None:
             return Link(
-                latency=self.latency * time,
-                bandwidth=self.bandwidth * size / time,
-                busy=self.busy,
+                latency=self.latency * time, bandwidth=self.bandwidth * size / time, busy=self.busy
             )
         points = tuple((b * size, s * time) for b, s in self.points)
         return Link(points=points, busy=self.busy)

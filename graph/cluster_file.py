@@ -9,14 +9,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from pipedream.graph.cluster import (
-    Cluster,
-    DeviceType,
-    Link,
-    Seconds,
-    SomeBytes,
-    check_kinds,
-)
+from pipedream.graph.cluster import Cluster, DeviceType, Link, Seconds, SomeBytes, check_kinds
 from pipedream.graph.errors import ArtifactModel, read_artifact
 from pipedream.graph.units import show_bytes, show_seconds
 

@@ -252,11 +252,7 @@ def _device(text: str) -> torch.device:
 
 
 def _load(
-    model: str,
-    args: dict[str, Any],
-    batch_size: int | None,
-    inputs: tuple[str, ...],
-    meta: bool,
+    model: str, args: dict[str, Any], batch_size: int | None, inputs: tuple[str, ...], meta: bool
 ) -> tuple[Loaded, dict[str, Any], int]:
     """The model with its inputs, the arguments of its factory, and its batch size."""
     from pipedream.capture.sources.load import load, load_config

@@ -100,11 +100,7 @@ class _Bench:
     """The model as one stretch and as several, and their times so far."""
 
     def __init__(
-        self,
-        captured: Captured,
-        inputs: Sequence[Tensor],
-        device: torch.device,
-        loss: Loss | None,
+        self, captured: Captured, inputs: Sequence[Tensor], device: torch.device, loss: Loss | None
     ) -> None:
         self.captured, self.device, self.loss = captured, device, loss
         self.inputs = {

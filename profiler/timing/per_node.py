@@ -104,10 +104,7 @@ class _NodeTimer:
 
 
 def step(
-    node: NodeModule,
-    values: Mapping[str, Tensor],
-    watch: Stopwatch,
-    random: RandomGradients,
+    node: NodeModule, values: Mapping[str, Tensor], watch: Stopwatch, random: RandomGradients
 ) -> tuple[list[Tensor], Marks]:
     """Runs a node forward on its inputs among `values`, then backward: its outputs and marks."""
     inputs = node.inputs(values)

@@ -80,10 +80,7 @@ def _update(
 
 
 def _seconds(
-    optimizer: Optimizer,
-    parameters: Sequence[Tensor],
-    spare: Sequence[Tensor],
-    watch: Stopwatch,
+    optimizer: Optimizer, parameters: Sequence[Tensor], spare: Sequence[Tensor], watch: Stopwatch
 ) -> float:
     """Times one update with weight stashing: a copy of the old version, then the step."""
     watch.clear()
