@@ -19,9 +19,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from pipedream.optimizer.cuts.antichains import bits
+from pipedream.optimizer.cuts.antichains import bits, depth_first, fewest_bytes
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
-from pipedream.optimizer.cuts.topological_orders import depth_first, fewest_bytes
 
 _SLOTS = 31  # places of the frontier: two bits each of a state's code
 _MOST_STATES = 4_096

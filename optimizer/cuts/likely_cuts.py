@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
+from pipedream.optimizer.cuts.antichains import depth_first, fewest_bytes, growth
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.frontier import Bins
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints, PlanningGraph
-from pipedream.optimizer.cuts.topological_orders import depth_first, fewest_bytes, growth
 
 
 def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, PlannedGraph, Predicted, Stage
-from pipedream.optimizer.cost.expected_time import in_a_run
 from pipedream.optimizer.cost.memory import MemoryModel
-from pipedream.optimizer.cost.rank_assignment import (
+from pipedream.optimizer.cost.stage_cost import Replication
+from pipedream.optimizer.cost.stage_time import (
     compute_seconds,
     data_parallel_time,
+    in_a_run,
     ranks,
     stage_time,
 )
-from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.memory_fit import (
