@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,7 +17,7 @@ from pipedream.graph.profile import Quartiles, TrainingOverheads
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.calibrate.runs import CalibrationRun
 from pipedream.optimizer.cost.price_plan import Price
-from pipedream.optimizer.report import make_console, print_table
+from pipedream.optimizer.report import make_console, make_grid, make_table, print_table
 
 ALIKE = 0.01
 """Plans whose times differ by less count as equal: so much do two runs of one plan differ."""
@@ -102,17 +101,12 @@ def _stages(run: CalibrationRun, profiled: Graph, overheads: TrainingOverheads) 
     measured = run.measured
     folder = escape(str(run.folder))
     threads = f"{measured.threads} thread{'s' * (measured.threads > 1)}"
-    table = Table(
-        title=f"{folder}: minibatches of {measured.batch_size}, {threads} on each rank",
-        caption="Medians of one minibatch on one worker. The last stage has the loss in both.",
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
+    table = make_table(
+        f"{folder}: minibatches of {measured.batch_size}, {threads} on each rank",
+        "Medians of one minibatch on one worker. The last stage has the loss in both.",
+        *("stage", "replicas", "minibatches", "forward,\nprofiled", "measured", "times"),
+        *("backward,\nprofiled", "measured", "times"),
     )
-    for heading in ("stage", "replicas", "minibatches", "forward,\nprofiled", "measured", "times"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("backward,\nprofiled", "measured", "times"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for stage in measured.plan.stages:
         nodes = [profiled.nodes[n] for n in stage.nodes if not profiled.nodes[n].is_input]
         overhead = overheads.of_stage(stage.stage, len(measured.plan.stages))
@@ -138,10 +132,7 @@ def _times(verdict: Verdict) -> Table:
     """Seconds per minibatch: predicted before, predicted now, measured."""
     measured = verdict.run.measured
     before = Price.recorded_in(measured.plan)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
+    table = make_grid()
     for name, price in (("predicted before", before), ("predicted now", verdict.now)):
         others = {"expected in a run": price.expected, "simulated": price.simulated}
         remarks = [f"{what} {show_seconds(s)}" for what, s in others.items() if s is not None]

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from pipedream.optimizer.compare.batch_sizes import Choices
     from pipedream.optimizer.search.outcome import Outcome
-    from pipedream.optimizer.simulate.simulation import Simulation
+    from pipedream.optimizer.simulate.workload import Simulation
 
 
 @click.command("pd-optimize", cls=Calculation, params=PARAMETERS, groups=GROUPS, examples=EXAMPLES)
@@ -113,12 +113,12 @@ def _choose(options: Options) -> tuple[Choices, Options, Task, Outcome, Simulati
 
     def choice(size: int) -> Choice:
         if size not in tasks:
-            return Choice(size, None, f"does not divide {options.global_batch}")
+            return Choice(None, None, size, f"does not divide {options.global_batch}")
         try:
             planned[size] = _plan(tasks[size][1], tasks[size][0])
         except UserError as error:
-            return Choice.without_plan(size, error.message)
-        return Choice(size, planned[size][0].plan)
+            return Choice(None, error.message, size)
+        return Choice(planned[size][0].plan, None, size)
 
     choices = Choices(tuple(map(choice, by_size)), options.global_batch)
     print_choices(choices)

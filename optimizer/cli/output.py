@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipedream.optimizer.cli.task import Task
     from pipedream.optimizer.compare.batch_sizes import Choices
     from pipedream.optimizer.search.request import Request
-    from pipedream.optimizer.simulate.simulation import Simulation
+    from pipedream.optimizer.simulate.workload import Simulation
 
 
 def write_plan_files(

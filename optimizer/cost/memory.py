@@ -150,10 +150,8 @@ def _moments(graph: PlanningGraph) -> NDArray[np.intp]:
     if len(graph) <= MOMENTS:
         return np.arange(len(graph))
     weight = np.cumsum(graph.saved_bytes + graph.parameter_bytes + 1.0)
-    moment: NDArray[np.intp] = np.minimum(weight / weight[-1] * MOMENTS, MOMENTS - 1).astype(
-        np.intp
-    )
-    return np.unique(moment, return_inverse=True)[1]
+    moment = np.minimum(weight / weight[-1] * MOMENTS, MOMENTS - 1).astype(np.intp)
+    return np.asarray(np.unique(moment, return_inverse=True)[1])
 
 
 @dataclass(frozen=True)

@@ -266,14 +266,10 @@ class _FrontierSweep:
         )
 
     def _lightest(self, bins: Numbers) -> tuple[int | None, ...]:
-        back = _BackPointers(
-            *(np.concatenate(parts) for parts in zip(*self.back_pointers, strict=True))
-        )
-        offsets = np.cumsum(
-            [[0] * 3]
-            + [[len(part.base), len(part.origins), len(part.came)] for part in self.back_pointers],
-            axis=0,
-        )
+        steps = self.back_pointers
+        back = _BackPointers(*map(np.concatenate, zip(*steps, strict=True)))
+        sizes = [[len(step.base), len(step.origins), len(step.came)] for step in steps]
+        offsets = np.cumsum([[0] * 3, *sizes], axis=0)
         order = np.array(self.order)
         taken = np.zeros((len(bins), len(order)), dtype=np.bool_)
         _trace(bins, self.final_from, self.shift[order], offsets, back, taken)

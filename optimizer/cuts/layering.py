@@ -17,6 +17,7 @@ from math import inf
 
 import numpy as np
 
+from pipedream.optimizer.cuts.likely_cuts import in_order
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
 
 SPREAD = 0.5
@@ -107,4 +108,4 @@ def layer_cuts(
             downset |= 1 << node
             if position in ends:
                 downsets.add(downset)
-    return tuple(sorted(downsets, key=lambda downset: (downset.bit_count(), downset)))
+    return in_order(downsets)

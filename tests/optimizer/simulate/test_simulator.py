@@ -17,7 +17,7 @@ from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.outcome import given_plan
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.simulate.simulator import simulate, simulate_plan, simulate_ranks
+from pipedream.optimizer.simulate.simulator import simulate, simulate_plan
 from pipedream.optimizer.simulate.workload import StageWork, Workload
 from pipedream.schedule.action import Kind
 from pipedream.schedule.checker import check
@@ -229,7 +229,7 @@ def run_orders(orders, workload):
     made, ranks = orders.schedule, len(orders.actions)
     cluster = Cluster(machines=(ranks,), bandwidth=(FREE,))
     span = SteadySpan(made.minibatches, made.spec.microbatches, made.minibatches)
-    return simulate_ranks(made, orders.actions, workload, cluster, orders.ranks, span)
+    return simulate(made, workload, cluster, orders.ranks, span, orders.actions)
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro"), [(2, 2, 4), (2, 3, 2), (4, 2, 8)])
