@@ -122,9 +122,8 @@ def _stage_table(outcome: Outcome, graph: Graph, narrow: bool) -> Table:
 def _kinds(cluster: Cluster, ranks: Iterable[int]) -> str:
     """The number of devices of each type, in words."""
     count = Counter(cluster.device(rank).name for rank in ranks)
-    return ", ".join(
-        f"{count[kind.name]} {kind.name}" for kind in cluster.kinds if count[kind.name]
-    )
+    names = (kind.name for kind in cluster.kinds)
+    return ", ".join(f"{count[name]} {name}" for name in names if count[name])
 
 
 def _memory_table(outcome: Outcome) -> Table:

@@ -48,29 +48,22 @@ class Verdict:
         named = f"plan of {self.run.folder}"
         if self.stays:
             return f"The {named} stays the best."
-        before, after = self.now.goal, Price.recorded_in(self.best).goal
-        times = f"{show_seconds(after)} in place of {show_seconds(before)} per {self._unit}"
+        best = Price.recorded_in(self.best)
+        unit = "minibatch" if self.now.latency is None else "batch"
+        times = f"{_change(self.now.goal, best.goal)} per {unit}"
         if abs(self.gain) < ALIKE:
             return (
                 f"The best plan now is as fast as the {named}: {times}. There is no need to change."
             )
         if self.gain < 0:
             return f"The {named} is faster than the best that was asked for now: {times}."
-        return (
-            f"The best plan now is {self.gain:.1%} faster than the {named}:"
-            f" {times}{self._simulated_times}."
-        )
+        if self.now.simulated and best.simulated:
+            times += f" (simulated: {_change(self.now.simulated, best.simulated)})"
+        return f"The best plan now is {self.gain:.1%} faster than the {named}: {times}."
 
-    @property
-    def _unit(self) -> str:
-        return "minibatch" if self.now.latency is None else "batch"
 
-    @property
-    def _simulated_times(self) -> str:
-        before, after = self.now.simulated, Price.recorded_in(self.best).simulated
-        if not before or not after:
-            return ""
-        return f" (simulated: {show_seconds(after)} in place of {show_seconds(before)})"
+def _change(before: float, after: float) -> str:
+    return f"{show_seconds(after)} in place of {show_seconds(before)}"
 
 
 def _split(plan: Plan) -> list[tuple[frozenset[str], int, bool]]:

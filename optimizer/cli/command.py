@@ -14,14 +14,6 @@ from pipedream.graph.errors import UserError
 from pipedream.optimizer.cli.arguments import EXAMPLES, GROUPS, PARAMETERS
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.options import Options
-from pipedream.optimizer.cli.output import (
-    compare_plans,
-    export_plan,
-    judge,
-    sweep_workers,
-    write_choices,
-    write_plan_files,
-)
 from pipedream.optimizer.cli.task import Task, check_global_batch, make_task
 
 if TYPE_CHECKING:
@@ -55,21 +47,22 @@ def main(**values: Any) -> None:
         task = make_task(options)
         outcome, simulation = _plan(task, options)
 
+    from pipedream.optimizer.cli import output
     from pipedream.optimizer.report import print_report
 
     print_report(outcome, task.request.graph)
     if task.runs:
-        judge(task, outcome.plan)
-    write_plan_files(outcome.plan, task.request, options.folder, simulation)
+        output.judge(task, outcome.plan)
+    output.write_plan_files(outcome.plan, task.request, options.folder, simulation)
     for framework in options.exports:
-        export_plan(framework, outcome.plan, task, options.folder)
+        output.export_plan(framework, outcome.plan, task, options.folder)
     if task.numbers is not None:
-        sweep_workers(task.request, task.numbers, options.folder)
+        output.sweep_workers(task.request, task.numbers, options.folder)
     if options.compare:
         microbatches = options.microbatches or 4 * task.request.cluster.devices
-        compare_plans(task.request, microbatches, options.folder)
+        output.compare_plans(task.request, microbatches, options.folder)
     if choices is not None:
-        write_choices(choices, options.folder)
+        output.write_choices(choices, options.folder)
 
 
 def _plan(task: Task, options: Options) -> tuple[Outcome, Simulation | None]:

@@ -73,12 +73,8 @@ def shaped(cluster: Cluster, workers: int) -> Cluster | None:
         machines.append(count)
         left //= count
     levels = len(machines)
-    rings = [
-        ring if count == measured else None
-        for ring, count, measured in zip(
-            cluster.all_reduce, machines, cluster.machines, strict=False
-        )
-    ]
+    measured = zip(cluster.all_reduce, machines, cluster.machines, strict=False)
+    rings = [ring if count == measured_on else None for ring, count, measured_on in measured]
     return Cluster(
         machines=tuple(machines),
         bandwidth=cluster.bandwidth[:levels],
@@ -144,14 +140,11 @@ def sweep_frame(points: list[Point]) -> pd.DataFrame:
 
 
 def _row(point: Point) -> dict[str, object]:
-    row: dict[str, object] = {
-        "workers": point.workers,
-        "machines": ",".join(map(str, point.machines)),
-    }
+    machines = ",".join(map(str, point.machines))
+    row: dict[str, object] = {"workers": point.workers, "machines": machines}
     if point.outcome is None:
         return row
-    plan = point.outcome.plan
-    predicted = plan.predicted
+    plan, predicted = point.outcome.plan, point.outcome.plan.predicted
     simulated = predicted.simulated
     return row | {
         "stages": len(plan.stages),

@@ -111,7 +111,7 @@ class MemoryModel:
         """The items that do not change during the backward pass."""
         parameters = self._parameters[-1, ends] - self._parameters[-1, start]
         saved = self._saved[-1, ends] - self._saved[-1, start]
-        received = self.cuts.bytes_read(start)[ends] + self.cuts.model_input_bytes(start)[ends]
+        received = self.cuts.bytes_received(start)[ends]
         predicting = self.settings.weight_prediction and peak.in_flight > 1
         older = peak.in_flight if predicting else peak.versions - 1
         return {

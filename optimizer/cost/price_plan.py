@@ -44,14 +44,10 @@ class Price:
     @staticmethod
     def recorded_in(plan: Plan) -> Price:
         """The price recorded in the plan."""
-        predicted, simulated = plan.predicted, plan.predicted.simulated
+        said, simulated = plan.predicted, plan.predicted.simulated
         seconds = None if simulated is None else simulated.seconds_per_minibatch
-        return Price(
-            predicted.seconds_per_minibatch,
-            seconds,
-            predicted.latency_seconds,
-            predicted.expected_seconds_per_minibatch,
-        )
+        expected = said.expected_seconds_per_minibatch
+        return Price(said.seconds_per_minibatch, seconds, said.latency_seconds, expected)
 
 
 def price_plan(plan: Plan, request: Request) -> Price:

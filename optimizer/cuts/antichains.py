@@ -14,60 +14,28 @@ Sets of nodes are bits of an int, node 0 lowest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
 
-@dataclass(frozen=True)
-class AntichainDag:
-    """All downsets of a graph by number of nodes: the empty one first, the whole graph last, and
-    each before all that contain it.
+def all_downsets(graph: PlanningGraph, limit: int) -> tuple[int, ...] | None:
+    """All downsets by number of nodes: the empty one first, the whole graph last, and each before
+    all that contain it. None if there are more than `limit`.
+
+    Walks the DAG from the empty set, over all sources.
     """
-
-    graph: PlanningGraph
-    downsets: tuple[int, ...]
-
-    @staticmethod
-    def of(graph: PlanningGraph, limit: int) -> AntichainDag | None:
-        """Walks the DAG from the empty set, over all sources; None if it has more than `limit`."""
-        downsets: list[int] = []
-        generation = {0: ready(graph, 0)}
-        while generation:
-            downsets += sorted(generation)
-            if len(downsets) > limit:
-                return None
-            generation = dict(
-                following
-                for downset, nodes in generation.items()
-                for following in _following(graph, downset, nodes)
-            )
-        return AntichainDag(graph, tuple(downsets))
-
-    @cached_property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        """(state, next state), as positions in `downsets`."""
-        position = {downset: index for index, downset in enumerate(self.downsets)}
-        return tuple(
-            (index, position[downset | 1 << node])
-            for index, downset in enumerate(self.downsets)
-            for node in bits(ready(self.graph, downset))
-        )
-
-    def antichain(self, state: int) -> tuple[str, ...]:
-        """The frontier: nodes of the downset with no consumer in it."""
-        downset, readers = self.downsets[state], self.graph.consumer_masks
-        return tuple(self.graph.names[n] for n in bits(downset) if not readers[n] & downset)
-
-    def augmented_antichain(self, state: int) -> tuple[str, ...]:
-        """The frontier and the earlier nodes that some consumer outside the downset still reads."""
-        downset, readers = self.downsets[state], self.graph.consumer_masks
-        return tuple(
-            self.graph.names[n]
-            for n in bits(downset)
-            if not readers[n] & downset or readers[n] & ~downset
-        )
+    downsets: list[int] = []
+    generation = {0: ready(graph, 0)}
+    while generation:
+        downsets += sorted(generation)
+        if len(downsets) > limit:
+            return None
+        generation = {
+            downset | 1 << node: ready_after(graph, downset, nodes, node)
+            for downset, nodes in generation.items()
+            for node in bits(nodes)
+        }
+    return tuple(downsets)
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -92,11 +60,6 @@ def ready_after(graph: PlanningGraph, downset: int, nodes: int, node: int) -> in
         if not graph.producer_masks[reader] & outside:
             nodes |= 1 << reader
     return nodes
-
-
-def _following(graph: PlanningGraph, downset: int, nodes: int) -> Iterator[tuple[int, int]]:
-    for node in bits(nodes):
-        yield downset | 1 << node, ready_after(graph, downset, nodes, node)
 
 
 def growth(graph: PlanningGraph, downset: int, node: int) -> float:

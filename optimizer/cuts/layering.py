@@ -100,7 +100,7 @@ def _chain(
 def layer_cuts(
     graph: PlanningGraph, orders: Sequence[Sequence[int]], count: int
 ) -> tuple[int, ...]:
-    """The downsets between the layers, `count` for each order, sorted as in AntichainDag."""
+    """The downsets between the layers, `count` for each order, sorted as in `in_order`."""
     downsets = {0}
     for order in orders:
         downset, ends = 0, set(layers(graph, order, count))

@@ -76,10 +76,6 @@ class FillOrder:
     skips: Ints
     counter: MixedRadixCounter
 
-    @property
-    def whole_capacity(self) -> float:
-        return float(self.capacity[-1])
-
     def begun(self, state: FillState) -> tuple[int, ...]:
         """The machines of each type that are full or begun."""
         taken = list(self.counter.decode(state.full))

@@ -190,7 +190,7 @@ class LatencySearch:
         if best is None:
             return None
         cost = goal.seconds(best.total, best.slowest)
-        floor = self.done.whole / self.fill_order.whole_capacity
+        floor = self.done.whole / float(self.fill_order.capacity[-1])
         ranges = [_Range(floor * (1 - TIE), _below(best.slowest), best.total)] if rest else []
         while ranges:
             low, high, total = ranges.pop()

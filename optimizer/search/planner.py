@@ -16,7 +16,7 @@ from pipedream.graph.errors import UserError
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel
 from pipedream.optimizer.cost.stage_cost import Replication
-from pipedream.optimizer.cuts.antichains import AntichainDag
+from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.frontier import Bins, bins_of
 from pipedream.optimizer.cuts.layering import layer_cuts
@@ -93,10 +93,10 @@ def plan_throughput(graph: PlanningGraph, request: Request, most_cuts: int | Non
         int((_WORDS * 64 / len(graph)) ** 0.5),
     )
     listed = most_cuts or max(limit, int(min(_MOST_LISTED, _LISTED / len(graph))))
-    dag = AntichainDag.of(graph, listed)
+    downsets = all_downsets(graph, listed)
     cuts, best = None, None
-    if dag is not None:
-        cuts = Cuts(graph, dag.downsets)
+    if downsets is not None:
+        cuts = Cuts(graph, downsets)
         best = _among_all(cuts, request, limit)
         if best is not None and best.proven:
             return _best_of_all(cuts, request, best)
@@ -252,13 +252,17 @@ def plan_latency(
         trial = narrowed(Cuts(graph, prefixes(graph, _FEW)), fill_order, cost_of, goal)
         trial.best()
         limit = max(trial.affordable(), 4 * request.cluster.devices * straight)
-    dag = AntichainDag.of(graph, limit) if goal.layers is None else None
+    downsets = all_downsets(graph, limit) if goal.layers is None else None
     bins = None
-    if dag is None:
+    if downsets is None:
         bins = bins_of(graph)
-        cuts = Cuts(graph, _some_cuts(graph, bins, goal, limit))
+        if goal.layers is None:
+            cuts = Cuts(graph, likely_cuts(graph, bins, limit))
+        else:
+            distinct = list(dict.fromkeys(map(tuple, orders(graph))))
+            cuts = Cuts(graph, layer_cuts(graph, distinct, goal.layers))
     else:
-        cuts = Cuts(graph, dag.downsets)
+        cuts = Cuts(graph, downsets)
     memory = request.memory_model(cuts)
     solution = narrowed(cuts, fill_order, cost_of, goal).best()
     if solution is None:
@@ -285,11 +289,4 @@ def plan_latency(
         }
     )
     plan = outcome.plan.model_copy(update={"predicted": predicted})
-    return replace(outcome, plan=plan, exact=dag is not None and not goal.epsilon)
-
-
-def _some_cuts(graph: PlanningGraph, bins: Bins, goal: Latency, limit: int) -> tuple[int, ...]:
-    """The cuts between layers if these are asked for, else about `limit` likely ones."""
-    if goal.layers is None:
-        return likely_cuts(graph, bins, limit)
-    return layer_cuts(graph, list(dict.fromkeys(map(tuple, orders(graph)))), goal.layers)
+    return replace(outcome, plan=plan, exact=downsets is not None and not goal.epsilon)

@@ -117,13 +117,13 @@ class _RankState:
 
 @dataclass
 class _WorkerState:
-    """What one worker holds, `held` bytes in all; `gradients`: any not yet used by an update."""
+    """What one worker holds, `bytes_held` in all; `gradients`: any not yet used by an update."""
 
     place: _RankState
     versions: Versions
     in_flight: int = 0
     gradients: bool = False
-    held: float = 0.0
+    bytes_held: float = 0.0
 
 
 class _Simulator:
@@ -188,7 +188,7 @@ class _Simulator:
                 action = place.actions[place.position]
                 self.perform[action.kind](now, (action.stage, action.replica))
             else:
-                place.memory.append((now, sum(state.held for state in place.states)))
+                place.memory.append((now, sum(state.bytes_held for state in place.states)))
         assert all(p.position == len(p.actions) for p in self.places.values()), "deadlock"
 
     @property
@@ -274,8 +274,8 @@ class _Simulator:
         """Records what the worker's rank holds from now on; `backward`: during such a pass."""
         state = self.states[worker]
         older = len(state.versions.alive) - 1
-        bytes_held = self.works[worker].held
-        state.held = bytes_held.at(older, state.in_flight, backward, state.gradients)
+        memory = self.works[worker].memory
+        state.bytes_held = memory.at(older, state.in_flight, backward, state.gradients)
         states = state.place.states
-        total = sum(each.held for each in states) if len(states) > 1 else state.held
+        total = sum(each.bytes_held for each in states) if len(states) > 1 else state.bytes_held
         state.place.memory.append((now, total))

@@ -29,7 +29,7 @@ class StageWork:
     backward_seconds: float
     update_seconds: float = 0.0
     parameter_bytes: float = 0.0
-    held: HeldBytes = field(default_factory=HeldBytes)
+    memory: HeldBytes = field(default_factory=HeldBytes)
 
     def at(self, speed: float) -> StageWork:
         """The same work on a device of relative `speed`."""
@@ -92,7 +92,7 @@ class Workload:
                 + (forward_seconds if stage.recompute else 0.0),
                 update_seconds=parameters / update_rate,
                 parameter_bytes=parameters,
-                held=HeldBytes.of(stage.memory, policy.peak(stage.stage), stage.recompute),
+                memory=HeldBytes.of(stage.memory, policy.peak(stage.stage), stage.recompute),
             )
             stages.append(work)
         return Workload(tuple(stages), dict(forward), dict(backward))

@@ -9,7 +9,7 @@ from pipedream.graph.errors import UserError
 from pipedream.optimizer.cost.models import COST_MODELS, PaperCost, ReleasedCost
 from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.cuts import pruning as elimination
-from pipedream.optimizer.cuts.antichains import AntichainDag
+from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.cuts.pruning import PruningProblem, prune_cuts
@@ -30,7 +30,7 @@ def cluster_of(machines):
 
 def every_cut(graph):
     planning = PlanningGraph.of(graph)
-    return Cuts(planning, AntichainDag.of(planning, 10_000).downsets)
+    return Cuts(planning, all_downsets(planning, 10_000))
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ works = st.builds(
     *[st.floats(0.1, 5)] * 2,
     update_seconds=st.floats(0, 1),
     parameter_bytes=st.floats(0, 50),
-    held=st.builds(HeldBytes, *[st.floats(0, 50)] * 5),
+    memory=st.builds(HeldBytes, *[st.floats(0, 50)] * 5),
 )
 
 
@@ -178,7 +178,7 @@ def test_any_pipeline(stages, message, name):
         assert [event.action for event in events] == made.actions(worker)
         times = [time for event in events for time in (event.begin, event.end)]
         assert times == sorted(times)
-        held, peak = work.held, peaks[worker]
+        held, peak = work.memory, peaks[worker]
         bound = held.always + (peak.versions - 1) * held.version + peak.in_flight * held.minibatch
         bound += max(held.backward, held.gradients)
         assert max(held for _, held in found.memory[rank]) <= bound * (1 + 1e-9)
