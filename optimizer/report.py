@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.optimizer.search.outcome import Outcome, StageFigures
+from pipedream.optimizer.search.outcome import Outcome
 
 _PIPED_WIDTH = 120
 _WIDEST_NAME = 24
@@ -47,61 +47,83 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
 
 
-def _stage_table(outcome: Outcome, graph: Graph, narrow: bool) -> Table:
-    """A row per stage; a narrow page leaves out the number of nodes."""
-    plan = outcome.plan
-    machines = " x ".join(str(count) for count in plan.cluster.machines)
-    mixed = len(plan.cluster.kinds) > 1
-    if mixed:
-        machines += f": {_kinds(plan.cluster, range(plan.cluster.devices))}"
-    table = Table(
-        title=f"{_count(len(plan.stages), 'stage')} on {plan.workers} of {plan.cluster.devices}"
-        f" devices ({machines}), {plan.schedule}, cost model {plan.predicted.cost_model}",
-        caption="Time: of a minibatch on one worker; per minibatch over all replicas, the slowest"
-        " stage in bold.",
+def make_table(title: str, caption: str, *columns: str | Column) -> Table:
+    """An empty table; columns given by their headings are right-aligned and not wrapped."""
+    return Table(
+        *(Column(c, justify="right", no_wrap=True) if isinstance(c, str) else c for c in columns),
+        title=title,
+        caption=caption,
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,
     )
-    for heading in ("stage",) if narrow else ("stage", "nodes"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("first and last")
-    for heading in ("time", "replicas", "per\nminibatch", "limited\nby", "in\nflight", "memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
-        if heading == "replicas" and mixed:
-            table.add_column("kinds")
-    for stage, figures in zip(plan.stages, outcome.figures, strict=True):
-        slowest = figures.seconds == plan.predicted.seconds_per_minibatch
-        kinds = (_kinds(plan.cluster, stage.ranks),) if mixed else ()
-        row = _row(stage, figures, graph, kinds)
-        row = row[:1] + row[2:] if narrow else row
-        table.add_row(*row, style="bold" if slowest else None)
+
+
+def table_of(
+    title: str,
+    caption: str,
+    rows: Sequence[Mapping[str, str]],
+    bold: Collection[int] = (),
+    wrapped: Collection[str] = (),
+) -> Table:
+    """A table whose `rows` map headings to cells, some in `bold`; a column without heading comes
+    last. The columns `wrapped`, and that without heading, are left-aligned and may be wrapped.
+    """
+    headings = sorted(dict.fromkeys(h for row in rows for h in row), key=lambda h: not h)
+    columns = (Column(h) if h in wrapped or not h else h for h in headings)
+    table = make_table(title, caption, *columns)
+    for number, row in enumerate(rows):
+        cells = (row.get(heading, "") for heading in headings)
+        table.add_row(*cells, style="bold" if number in bold else None)
     return table
+
+
+def make_grid() -> Table:
+    """An empty table of three columns without headings; the second holds figures."""
+    columns = Column(), Column(justify="right"), Column()
+    return Table(*columns, box=None, show_header=False, pad_edge=False)
+
+
+def _stage_table(outcome: Outcome, graph: Graph, narrow: bool) -> Table:
+    """A row per stage; a narrow page leaves out the number of nodes."""
+    plan, seconds = outcome.plan, outcome.plan.predicted.seconds_per_minibatch
+    machines = " x ".join(str(count) for count in plan.cluster.machines)
+    left_out = {"nodes"} if narrow else set()
+    if len(plan.cluster.kinds) > 1:
+        machines += f": {_kinds(plan.cluster, range(plan.cluster.devices))}"
+    else:
+        left_out.add("kinds")
+    rows = [
+        {
+            "stage": str(stage.stage),
+            "nodes": str(len(stage.nodes)),
+            "first and last": _span(stage, graph),
+            "time": show_seconds(stage.compute_seconds),
+            "replicas": str(stage.replicas),
+            "kinds": _kinds(plan.cluster, stage.ranks),
+            "per\nminibatch": show_seconds(figures.seconds),
+            "limited\nby": figures.limit,
+            "in\nflight": str(figures.in_flight),
+            "memory": show_bytes(stage.memory_bytes),
+        }
+        for stage, figures in zip(plan.stages, outcome.figures, strict=True)
+    ]
+    return table_of(
+        f"{_count(len(plan.stages), 'stage')} on {plan.workers} of {plan.cluster.devices}"
+        f" devices ({machines}), {plan.schedule}, cost model {plan.predicted.cost_model}",
+        "Time: of a minibatch on one worker; per minibatch over all replicas, the slowest stage in"
+        " bold.",
+        [{name: row[name] for name in row if name not in left_out} for row in rows],
+        bold=[n for n, figures in enumerate(outcome.figures) if figures.seconds == seconds],
+        wrapped=("first and last", "kinds"),
+    )
 
 
 def _kinds(cluster: Cluster, ranks: Iterable[int]) -> str:
     """The number of devices of each type, in words."""
     count = Counter(cluster.device(rank).name for rank in ranks)
-    return ", ".join(
-        f"{count[kind.name]} {kind.name}" for kind in cluster.kinds if count[kind.name]
-    )
-
-
-def _row(
-    stage: Stage, figures: StageFigures, graph: Graph, kinds: tuple[str, ...]
-) -> tuple[str, ...]:
-    return (
-        str(stage.stage),
-        str(len(stage.nodes)),
-        _span(stage, graph),
-        show_seconds(stage.compute_seconds),
-        str(stage.replicas),
-        *kinds,
-        show_seconds(figures.seconds),
-        figures.limit,
-        str(figures.in_flight),
-        show_bytes(stage.memory_bytes),
-    )
+    names = (kind.name for kind in cluster.kinds)
+    return ", ".join(f"{count[name]} {name}" for name in names if count[name])
 
 
 def _memory_table(outcome: Outcome) -> Table:
@@ -110,17 +132,12 @@ def _memory_table(outcome: Outcome) -> Table:
     measured = "as measured" if outcome.measured else "assumed to be the nodes' outputs"
     recomputing = [str(stage.stage) for stage in plan.stages if stage.recompute]
     note = f" Forward pass recomputed: stage {', '.join(recomputing)}." if recomputing else ""
-    table = Table(
-        title=f"Memory of one worker, with {plan.optimizer}'s state",
-        caption=f"At its peak. Activations: what the backward passes need, {measured}.{note}",
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
+    table = make_table(
+        f"Memory of one worker, with {plan.optimizer}'s state",
+        f"At its peak. Activations: what the backward passes need, {measured}.{note}",
+        *("stage", "para-\nmeters", "older\nversions", "optimizer\nstate", "gradients"),
+        *("activations", "received", "work-\nspace", "in all"),
     )
-    for heading in ("stage", "para-\nmeters", "older\nversions", "optimizer\nstate", "gradients"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("activations", "received", "work-\nspace", "in all"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for stage in plan.stages:
         if stage.memory is not None:
             items = [show_bytes(size) for size in stage.memory.model_dump().values()]
@@ -144,10 +161,7 @@ def _count(number: int, what: str, ending: str = "s") -> str:
 def _comparison(outcome: Outcome) -> Table:
     predicted = outcome.plan.predicted
     seconds = predicted.seconds_per_minibatch
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
+    table = make_grid()
     table.add_row("this plan, per minibatch", show_seconds(seconds))
     if predicted.expected_seconds_per_minibatch is not None:
         expected = show_seconds(predicted.expected_seconds_per_minibatch)

@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 
@@ -104,6 +103,8 @@ class _Problem:
 
     def solve(self) -> Floats:
         """u, the logarithm of the factor of each piece."""
+        from scipy.optimize import least_squares
+
         solution: Floats = least_squares(
             self._residuals,
             self.centre,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -131,29 +133,21 @@ def calibrated(
         for stage in run.measured.plan.stages
     ]
 
-    def corrected(way: int, seconds: list[float], spreads: list[float] | None) -> Floats:
+    def corrected(direction: int, of_node: Callable[[Any], Any]) -> Floats:
         observations = []
         for run, stage, nodes in stages:
             counted = min(rank.minibatches for rank in run.measured.of_stage(stage))
-            observations.append(_observation(nodes, run.passes(stage, overheads)[way], counted))
-        apart = None if spreads is None else np.array(spreads)
-        return calibrate(np.array(seconds), observations, apart)
+            replicas = run.passes(stage, overheads)[direction]
+            observations.append(_observation(nodes, replicas, counted))
+        measured = profile and [of_node(profile.node[name]).spread for name in graph.nodes]
+        spreads = np.array(measured) if measured else None
+        return calibrate(np.array(list(map(of_node, graph.nodes.values()))), observations, spreads)
 
-    nodes = graph.nodes.values()
-    measured = None if profile is None else [profile.node[name] for name in graph.nodes]
-    forward = corrected(
-        0,
-        [node.forward_seconds for node in nodes],
-        None if measured is None else [node.forward_seconds.spread for node in measured],
-    )
-    backward = corrected(
-        1,
-        [node.backward_seconds for node in nodes],
-        None if measured is None else [node.backward_seconds.spread for node in measured],
-    )
+    forward = corrected(0, attrgetter("forward_seconds"))
+    backward = corrected(1, attrgetter("backward_seconds"))
     return graph.with_nodes(
         replace(node, forward_seconds=float(f), backward_seconds=float(b))
-        for node, f, b in zip(nodes, forward, backward, strict=True)
+        for node, f, b in zip(graph.nodes.values(), forward, backward, strict=True)
     )
 
 

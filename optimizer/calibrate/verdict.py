@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -18,7 +17,7 @@ from pipedream.graph.profile import Quartiles, TrainingOverheads
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.calibrate.runs import CalibrationRun
 from pipedream.optimizer.cost.price_plan import Price
-from pipedream.optimizer.report import make_console, print_table
+from pipedream.optimizer.report import make_console, make_grid, make_table, print_table
 
 ALIKE = 0.01
 """Plans whose times differ by less count as equal: so much do two runs of one plan differ."""
@@ -49,29 +48,22 @@ class Verdict:
         named = f"plan of {self.run.folder}"
         if self.stays:
             return f"The {named} stays the best."
-        before, after = self.now.goal, Price.recorded_in(self.best).goal
-        times = f"{show_seconds(after)} in place of {show_seconds(before)} per {self._unit}"
+        best = Price.recorded_in(self.best)
+        unit = "minibatch" if self.now.latency is None else "batch"
+        times = f"{_change(self.now.goal, best.goal)} per {unit}"
         if abs(self.gain) < ALIKE:
             return (
                 f"The best plan now is as fast as the {named}: {times}. There is no need to change."
             )
         if self.gain < 0:
             return f"The {named} is faster than the best that was asked for now: {times}."
-        return (
-            f"The best plan now is {self.gain:.1%} faster than the {named}:"
-            f" {times}{self._simulated_times}."
-        )
+        if self.now.simulated and best.simulated:
+            times += f" (simulated: {_change(self.now.simulated, best.simulated)})"
+        return f"The best plan now is {self.gain:.1%} faster than the {named}: {times}."
 
-    @property
-    def _unit(self) -> str:
-        return "minibatch" if self.now.latency is None else "batch"
 
-    @property
-    def _simulated_times(self) -> str:
-        before, after = self.now.simulated, Price.recorded_in(self.best).simulated
-        if not before or not after:
-            return ""
-        return f" (simulated: {show_seconds(after)} in place of {show_seconds(before)})"
+def _change(before: float, after: float) -> str:
+    return f"{show_seconds(after)} in place of {show_seconds(before)}"
 
 
 def _split(plan: Plan) -> list[tuple[frozenset[str], int, bool]]:
@@ -102,17 +94,12 @@ def _stages(run: CalibrationRun, profiled: Graph, overheads: TrainingOverheads) 
     measured = run.measured
     folder = escape(str(run.folder))
     threads = f"{measured.threads} thread{'s' * (measured.threads > 1)}"
-    table = Table(
-        title=f"{folder}: minibatches of {measured.batch_size}, {threads} on each rank",
-        caption="Medians of one minibatch on one worker. The last stage has the loss in both.",
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
+    table = make_table(
+        f"{folder}: minibatches of {measured.batch_size}, {threads} on each rank",
+        "Medians of one minibatch on one worker. The last stage has the loss in both.",
+        *("stage", "replicas", "minibatches", "forward,\nprofiled", "measured", "times"),
+        *("backward,\nprofiled", "measured", "times"),
     )
-    for heading in ("stage", "replicas", "minibatches", "forward,\nprofiled", "measured", "times"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for heading in ("backward,\nprofiled", "measured", "times"):
-        table.add_column(heading, justify="right", no_wrap=True)
     for stage in measured.plan.stages:
         nodes = [profiled.nodes[n] for n in stage.nodes if not profiled.nodes[n].is_input]
         overhead = overheads.of_stage(stage.stage, len(measured.plan.stages))
@@ -138,10 +125,7 @@ def _times(verdict: Verdict) -> Table:
     """Seconds per minibatch: predicted before, predicted now, measured."""
     measured = verdict.run.measured
     before = Price.recorded_in(measured.plan)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column()
-    table.add_column(justify="right")
-    table.add_column()
+    table = make_grid()
     for name, price in (("predicted before", before), ("predicted now", verdict.now)):
         others = {"expected in a run": price.expected, "simulated": price.simulated}
         remarks = [f"{what} {show_seconds(s)}" for what, s in others.items() if s is not None]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipedream.graph.errors import UserError
+from pipedream.graph.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from pipedream.graph.cluster import Cluster
@@ -20,13 +21,8 @@ _MOST_DEVICES = 100_000
 
 def cluster_of(options: Options) -> Cluster:
     """The cluster to plan for. Raises UserError."""
-    file, machines, bandwidth, latency = (
-        options.cluster,
-        options.machines,
-        options.bandwidth,
-        options.latency,
-    )
-    short = {"--machines": machines, "--bandwidth": bandwidth, "--latency": latency}
+    file, machines, bandwidth = options.cluster, options.machines, options.bandwidth
+    short = {"--machines": machines, "--bandwidth": bandwidth, "--latency": options.latency}
     from_run = bool(options.calibrate) and not any((file, *short.values()))
     if options.workers is not None and options.like is None and not from_run:
         raise UserError(
@@ -55,7 +51,7 @@ def cluster_of(options: Options) -> Cluster:
             f"Missing option '{missing}': give --machines and --bandwidth, or --cluster FILE"
         )
     else:
-        cluster = _short_cluster(machines, bandwidth, latency)
+        cluster = _short_cluster(machines, bandwidth, options.latency)
     if cluster.devices > _MOST_DEVICES:
         raise UserError(f"{named(options)}: give at most {_MOST_DEVICES:,} devices in all")
     return cluster
@@ -100,7 +96,8 @@ def _short_cluster(machines: str, bandwidth: str, latency: str | None) -> Cluste
     except ValueError:
         raise UserError(f"--machines {machines}: give whole numbers, such as 4,2") from None
     speeds = tuple(bytes_of("--bandwidth", speed) for speed in bandwidth.split(","))
-    delays = tuple(_seconds("--latency", delay) for delay in latency.split(",")) if latency else ()
+    typed = latency.split(",") if latency else ()
+    delays = tuple(_parsed("--latency", delay, parse_seconds) for delay in typed)
     try:
         return Cluster(machines=counts, bandwidth=speeds, latency=delays)
     except ValidationError as error:
@@ -111,18 +108,11 @@ def _short_cluster(machines: str, bandwidth: str, latency: str | None) -> Cluste
 
 def bytes_of(option: str, text: str) -> float:
     """The bytes typed for the option. Raises UserError."""
-    from pipedream.graph.units import parse_bytes
+    return _parsed(option, text, parse_bytes)
 
+
+def _parsed(option: str, text: str, parse: Callable[[str], float]) -> float:
     try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise UserError(f"{option}: {error}") from None
-
-
-def _seconds(option: str, text: str) -> float:
-    from pipedream.graph.units import parse_seconds
-
-    try:
-        return parse_seconds(text)
+        return parse(text)
     except ValueError as error:
         raise UserError(f"{option}: {error}") from None

@@ -13,14 +13,6 @@ from pipedream.graph.command import PATH, Calculation, UserError
 from pipedream.optimizer.cli.arguments import EXAMPLES, GROUPS
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.options import Options
-from pipedream.optimizer.cli.output import (
-    compare_plans,
-    export_plan,
-    judge,
-    sweep_workers,
-    write_choices,
-    write_plan_files,
-)
 from pipedream.optimizer.cli.task import Task, check_global_batch, make_task
 
 if TYPE_CHECKING:
@@ -29,7 +21,7 @@ if TYPE_CHECKING:
 
     from pipedream.optimizer.compare.batch_sizes import Choices
     from pipedream.optimizer.search.outcome import Outcome
-    from pipedream.optimizer.simulate.simulation import Simulation
+    from pipedream.optimizer.simulate.workload import Simulation
 
 
 @click.command("pd-optimize", cls=Calculation, groups=GROUPS, examples=EXAMPLES)
@@ -55,21 +47,22 @@ def main(**values: Any) -> None:
         task = make_task(options)
         outcome, simulation = _plan(task, options)
 
+    from pipedream.optimizer.cli import output
     from pipedream.optimizer.report import print_report
 
     print_report(outcome, task.request.graph)
     if task.runs:
-        judge(task, outcome.plan)
-    write_plan_files(outcome.plan, task.request, options.folder, simulation)
+        output.judge(task, outcome.plan)
+    output.write_plan_files(outcome.plan, task.request, options.folder, simulation)
     for framework in options.exports:
-        export_plan(framework, outcome.plan, task, options.folder)
+        output.export_plan(framework, outcome.plan, task, options.folder)
     if task.numbers is not None:
-        sweep_workers(task.request, task.numbers, options.folder)
+        output.sweep_workers(task.request, task.numbers, options.folder)
     if options.compare:
         microbatches = options.microbatches or 4 * task.request.cluster.devices
-        compare_plans(task.request, microbatches, options.folder)
+        output.compare_plans(task.request, microbatches, options.folder)
     if choices is not None:
-        write_choices(choices, options.folder)
+        output.write_choices(choices, options.folder)
 
 
 def _plan(task: Task, options: Options) -> tuple[Outcome, Simulation | None]:
@@ -113,12 +106,12 @@ def _choose(options: Options) -> tuple[Choices, Options, Task, Outcome, Simulati
 
     def choice(size: int) -> Choice:
         if size not in tasks:
-            return Choice(size, None, f"does not divide {options.global_batch}")
+            return Choice(None, None, size, f"does not divide {options.global_batch}")
         try:
             planned[size] = _plan(tasks[size][1], tasks[size][0])
         except UserError as error:
-            return Choice.without_plan(size, error.message)
-        return Choice(size, planned[size][0].plan)
+            return Choice(None, error.message, size)
+        return Choice(planned[size][0].plan, None, size)
 
     choices = Choices(tuple(map(choice, by_size)), options.global_batch)
     print_choices(choices)

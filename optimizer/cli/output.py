@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import click
 
+from pipedream.graph import timeline
 from pipedream.graph.command import writing
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from pipedream.graph.plan import Plan
-    from pipedream.optimizer.cli.task import Task
-    from pipedream.optimizer.compare.batch_sizes import Choices
-    from pipedream.optimizer.search.request import Request
-    from pipedream.optimizer.simulate.simulation import Simulation
+from pipedream.graph.draw import draw, why_text
+from pipedream.graph.model import format_graph
+from pipedream.graph.plan import Plan, write_plan
+from pipedream.graph.profile import BATCH_SIZES_TABLE
+from pipedream.optimizer.calibrate.verdict import Verdict, print_runs, print_verdict
+from pipedream.optimizer.cli.task import Task
+from pipedream.optimizer.compare.batch_sizes import Choices, choices_frame
+from pipedream.optimizer.compare.comparison import (
+    compare,
+    comparison_frame,
+    comparison_table,
+    draw_comparison,
+)
+from pipedream.optimizer.compare.sweep import draw_sweep, sweep, sweep_frame, sweep_table
+from pipedream.optimizer.cost.price_plan import price_plan
+from pipedream.optimizer.export.frameworks import export, write_export
+from pipedream.optimizer.report import make_console, print_table
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.simulate.workload import Simulation
 
 
 def write_plan_files(
@@ -25,10 +36,6 @@ def write_plan_files(
 
     Raises UserError if the folder cannot be written.
     """
-    from pipedream.graph.draw import draw, why_text
-    from pipedream.graph.model import format_graph
-    from pipedream.graph.plan import write_plan
-
     staged = request.graph.with_stages(plan.stage_of)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,20 +53,18 @@ def write_plan_files(
 
 def _draw(simulation: Simulation, plan: Plan, folder: Path, memory: float | None) -> str:
     """Writes the pictures of --timeline; returns their names for the user."""
-    from pipedream.graph.timeline import draw, draw_memory, write_chrome
-
-    draw(simulation.events, folder / "timeline.png", "simulated schedule")
-    write_chrome(simulation.events, folder / "timeline.json", {"memory": simulation.memory})
+    timeline.draw(simulation.events, folder / "timeline.png", "simulated schedule")
+    timeline.write_chrome(
+        simulation.events, folder / "timeline.json", {"memory": simulation.memory}
+    )
     stages = [stage.ranks for stage in plan.stages]
     title = "memory of each rank, simulated"
-    draw_memory(simulation.memory, stages, folder / "memory.png", title, memory)
+    timeline.draw_memory(simulation.memory, stages, folder / "memory.png", title, memory)
     return ", timeline.png, timeline.json, memory.png"
 
 
 def export_plan(framework: str, plan: Plan, task: Task, folder: Path) -> None:
     """Writes export-FRAMEWORK.json and prints its notes. Raises UserError if not possible."""
-    from pipedream.optimizer.export.frameworks import export, write_export
-
     assert task.profile is not None
     exported = export(framework, plan, task.request.graph, task.profile)
     path = folder / f"export-{framework}.json"
@@ -72,9 +77,6 @@ def export_plan(framework: str, plan: Plan, task: Task, folder: Path) -> None:
 
 def sweep_workers(request: Request, numbers: range, folder: Path) -> None:
     """Prints the table of --sweep; writes it as CSV and as a picture."""
-    from pipedream.optimizer.compare.sweep import draw_sweep, sweep, sweep_frame, sweep_table
-    from pipedream.optimizer.report import make_console, print_table
-
     frame = sweep_frame(list(sweep(request, numbers)))
     print_table(make_console(), sweep_table(frame))
     frame.to_csv(folder / "sweep.csv", index=False)
@@ -84,14 +86,6 @@ def sweep_workers(request: Request, numbers: range, folder: Path) -> None:
 
 def compare_plans(request: Request, microbatches: int, folder: Path) -> None:
     """Prints the table of --compare; writes it as CSV and as timelines."""
-    from pipedream.optimizer.compare.comparison import (
-        compare,
-        comparison_frame,
-        comparison_table,
-        draw_comparison,
-    )
-    from pipedream.optimizer.report import make_console, print_table
-
     contenders = compare(request, microbatches)
     print_table(make_console(), comparison_table(contenders, microbatches))
     for contender in contenders:
@@ -104,9 +98,6 @@ def compare_plans(request: Request, microbatches: int, folder: Path) -> None:
 
 def write_choices(choices: Choices, folder: Path) -> None:
     """Writes the table of batch sizes as CSV, and prints which size was chosen."""
-    from pipedream.graph.profile import BATCH_SIZES_TABLE
-    from pipedream.optimizer.compare.batch_sizes import choices_frame
-
     with writing(folder):
         choices_frame(choices).to_csv(folder / BATCH_SIZES_TABLE, index=False)
     click.echo(f"Written: {folder}/{BATCH_SIZES_TABLE}")
@@ -115,9 +106,6 @@ def write_choices(choices: Choices, folder: Path) -> None:
 
 def judge(task: Task, plan: Plan) -> None:
     """Prints the measurements of the runs, and compares the newest run's plan with this one."""
-    from pipedream.optimizer.calibrate.verdict import Verdict, print_runs, print_verdict
-    from pipedream.optimizer.cost.price_plan import price_plan
-
     run, request = task.runs[-1], task.request
     print_runs(task.runs, task.profiled, request.overheads)
     now = price_plan(run.measured.plan, request)

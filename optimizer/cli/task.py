@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pipedream.graph.cluster import Cluster
     from pipedream.graph.model import Graph
-    from pipedream.graph.profile import Profile, TrainingOverheads
+    from pipedream.graph.profile import Profile
     from pipedream.optimizer.calibrate.runs import CalibrationRun
     from pipedream.optimizer.cli.options import Options
     from pipedream.optimizer.search.latency import Latency
@@ -48,11 +48,15 @@ def make_task(options: Options) -> Task:
     rate = None if typed is None else bytes_of("--update-rate", typed)
     numbers = None if options.sweep is None else _numbers(options.sweep, cluster)
     _check_folder(options)
-    _check_profile(options)
+    if options.exports and not options.profile_path.exists():
+        raise UserError(
+            f"--export {options.exports[0]} needs {options.profile_path}: pd-profile writes it with"
+            " graph.txt"
+        )
 
     from pipedream.graph.model import read_graph
     from pipedream.graph.profile import TrainingOverheads
-    from pipedream.optimizer.calibrate.runs import CalibrationRun
+    from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
     from pipedream.optimizer.cost.models import COST_MODELS, default_cost_model
     from pipedream.optimizer.search.request import Request
     from pipedream.optimizer.search.stages import Rules
@@ -63,7 +67,9 @@ def make_task(options: Options) -> Task:
     profile = _profile(options, profiled)
     footprints = None if profile is None else profile.footprints
     overheads = profile.training_overheads if profile and footprints else None
-    graph = _calibrated(profiled, runs, options, profile, overheads)
+    for run in runs:
+        run.check(profiled, options.graph, options.profile_path, profile)
+    graph = calibrated(profiled, runs, profile, overheads) if runs else profiled
     schedule = options.schedule or ("weight-stashing" if goal is None else "flush")
     if options.weight_prediction and schedule != "weight-stashing":
         raise UserError(
@@ -91,23 +97,6 @@ def make_task(options: Options) -> Task:
     )
     size = None if profile is None else profile.batch_size
     return Task(request, numbers, profile, runs, profiled, size)
-
-
-def _calibrated(
-    graph: Graph,
-    runs: Sequence[CalibrationRun],
-    options: Options,
-    profile: Profile | None,
-    overheads: TrainingOverheads | None,
-) -> Graph:
-    """The graph with its times corrected by the runs. Raises UserError if a run does not fit."""
-    from pipedream.optimizer.calibrate.runs import calibrated
-
-    if not runs:
-        return graph
-    for run in runs:
-        run.check(graph, options.graph, options.profile_path, profile)
-    return calibrated(graph, runs, profile, overheads)
 
 
 def _in_rounds(options: Options) -> bool:
@@ -201,11 +190,3 @@ def _check_folder(options: Options) -> None:
         raise UserError(f"-o {folder}: cannot be written: {there} is a file; name another folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"-o {folder}: cannot be written: no permission to write in {there}")
-
-
-def _check_profile(options: Options) -> None:
-    if options.exports and not options.profile_path.exists():
-        raise UserError(
-            f"--export {options.exports[0]} needs {options.profile_path}: pd-profile writes it with"
-            " graph.txt"
-        )

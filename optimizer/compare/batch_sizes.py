@@ -13,16 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
-from pipedream.graph.plan import Plan
 from pipedream.graph.profile import difference, folder_of, sizes_in
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.optimizer.compare.comparison import no_plan, show_replicas
-from pipedream.optimizer.report import make_console, print_table
+from pipedream.optimizer.compare.comparison import Candidate, no_plan, show_replicas
+from pipedream.optimizer.report import make_console, print_table, table_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -86,38 +84,16 @@ def check_alike(graphs: Mapping[int, Graph], folder: Path) -> None:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A batch size and its plan, or why it has none: briefly, and in one line."""
+class Choice(Candidate):
+    """A batch size and its plan, or a `remark` why it has none."""
 
     batch_size: int
-    plan: Plan | None
     remark: str = ""
-    problem: str | None = None
-
-    @staticmethod
-    def without_plan(batch_size: int, problem: str) -> Choice:
-        return Choice(batch_size, None, no_plan(problem), problem)
 
     @property
     def microbatches(self) -> int | None:
         """Microbatches of one update, if it has several."""
         return self.plan.predicted.microbatches if self.plan else None
-
-    @property
-    def per_minibatch(self) -> float | None:
-        """Seconds per minibatch by the cost model."""
-        return self.plan.predicted.seconds_shared_out if self.plan else None
-
-    @property
-    def simulated(self) -> float | None:
-        """Seconds per minibatch as simulated; None if that takes too long."""
-        noted = self.plan.predicted.simulated if self.plan else None
-        return noted.seconds_per_minibatch if noted else None
-
-    @property
-    def memory(self) -> float | None:
-        """Bytes that the fullest worker needs."""
-        return max(stage.memory_bytes for stage in self.plan.stages) if self.plan else None
 
 
 @dataclass(frozen=True)
@@ -138,7 +114,7 @@ class Choices:
 
     def per_example(self, choice: Choice) -> float:
         """Seconds per example of a choice that has a plan."""
-        seconds = choice.simulated if self.all_simulated else choice.per_minibatch
+        seconds = choice.simulated if self.all_simulated else choice.seconds
         assert seconds is not None
         return seconds / choice.batch_size
 
@@ -173,11 +149,8 @@ class Choices:
 
 def print_choices(choices: Choices) -> None:
     """Prints the table, and why sizes have no plan. Raises UserError if none has one."""
-    lines = [
-        f"batch size {choice.batch_size}: {choice.problem}"
-        for choice in choices.of
-        if choice.problem is not None
-    ]
+    without = [choice for choice in choices.of if choice.problem]
+    lines = [f"batch size {choice.batch_size}: {choice.problem}" for choice in without]
     if not choices.planned:
         raise UserError(f"there is a plan for no batch size; {lines[0]}")
     print_table(make_console(), choices_table(choices))
@@ -188,43 +161,31 @@ def print_choices(choices: Choices) -> None:
 def choices_table(choices: Choices) -> Table:
     """A row per batch size; the chosen one is bold."""
     by = "as simulated" if choices.all_simulated else "by the cost model"
-    table = Table(
-        title="A plan for each batch size",
-        caption=f"In bold the size whose examples take the least time, {by}. Memory: of the"
-        " fullest worker.",
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
+    return table_of(
+        "A plan for each batch size",
+        f"In bold the size whose examples take the least time, {by}. Memory: of the fullest"
+        " worker.",
+        [_cells(choice, choices) for choice in choices.of],
+        bold=[choices.of.index(choices.best)],
     )
-    headings = list(_cells(choices.best, choices))
-    if choices.planned != choices.of:
-        headings.append("")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=bool(heading))
-    for choice in choices.of:
-        cells = _cells(choice, choices)
-        row = [cells.get(heading, "") for heading in headings]
-        table.add_row(*row, style="bold" if choice is choices.best else None)
-    return table
 
 
 def _cells(choice: Choice, choices: Choices) -> dict[str, str]:
     """The cells of a row, by heading."""
     cells = {"batch\nsize": str(choice.batch_size)}
     if choice.plan is None:
-        return cells | {"": choice.remark}
+        return cells | {"": choice.remark or no_plan(choice.problem or "")}
     if choice.microbatches is not None:
         cells["micro-\nbatches"] = str(choice.microbatches)
-    seconds, simulated = choices.per_example(choice), choice.simulated
-    cells["replicas\nof stages"] = show_replicas(choice.plan.replicas)
-    cells["per\nminibatch"] = show_seconds(choice.per_minibatch or 0.0)
-    cells["simulated"] = "-" if simulated is None else show_seconds(simulated)
-    if choices.global_batch is None:
-        cells["per\nexample"] = show_seconds(seconds)
-    else:
-        cells["per\nupdate"] = show_seconds(seconds * choices.global_batch)
-    cells["examples\nper second"] = f"{1 / seconds:.4g}" if seconds else "-"
-    return cells | {"memory": show_bytes(choice.memory or 0.0)}
+    seconds, simulated, whole = choices.per_example(choice), choice.simulated, choices.global_batch
+    return cells | {
+        "replicas\nof stages": show_replicas(choice.plan.replicas),
+        "per\nminibatch": show_seconds(choice.seconds or 0.0),
+        "simulated": "-" if simulated is None else show_seconds(simulated),
+        f"per\n{'update' if whole else 'example'}": show_seconds(seconds * (whole or 1)),
+        "examples\nper second": f"{1 / seconds:.4g}" if seconds else "-",
+        "memory": show_bytes(choice.memory or 0.0),
+    }
 
 
 def choices_frame(choices: Choices) -> pd.DataFrame:
@@ -235,10 +196,7 @@ def choices_frame(choices: Choices) -> pd.DataFrame:
         {
             "batch_size": choice.batch_size,
             "microbatches": choice.microbatches,
-            "stages": choice.plan and len(choice.plan.stages),
-            "replicas": choice.plan and " ".join(map(str, choice.plan.replicas)),
-            "seconds_per_minibatch": choice.per_minibatch,
-            "simulated_seconds_per_minibatch": choice.simulated,
+            **choice.figures,
             "seconds_per_example": choices.per_example(choice) if choice.plan else None,
             "memory_bytes": choice.memory,
             "chosen": choice is choices.best,

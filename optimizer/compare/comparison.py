@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
@@ -17,13 +16,14 @@ from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.compare.baselines import data_parallel, equal_layers, equal_parameters
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
+from pipedream.optimizer.report import table_of
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.stages import Rules
-from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.simulator import simulate_plan
+from pipedream.optimizer.simulate.workload import Simulation
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,24 +35,46 @@ _MOST_COUNTS = 6
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A named plan, or why there is none; `simulation` is None if that takes too long."""
+class Candidate:
+    """A plan to compare, or why there is none."""
 
-    name: str
     plan: Plan | None
     problem: str | None
-    simulation: Simulation | None
-    fits: bool = True
 
     @property
     def seconds(self) -> float | None:
-        """Seconds per minibatch by the closed form: a batch's time divided by its minibatches."""
+        """Seconds per minibatch by the cost model: a batch's time divided by its minibatches."""
         return self.plan.predicted.seconds_shared_out if self.plan else None
+
+    @property
+    def simulated(self) -> float | None:
+        """Seconds per minibatch as simulated; None if that takes too long."""
+        recorded = self.plan.predicted.simulated if self.plan else None
+        return recorded.seconds_per_minibatch if recorded else None
 
     @property
     def memory(self) -> float | None:
         """Bytes that the fullest worker needs."""
         return max(stage.memory_bytes for stage in self.plan.stages) if self.plan else None
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """The columns that every table of plans has as data."""
+        return {
+            "stages": self.plan and len(self.plan.stages),
+            "replicas": self.plan and " ".join(map(str, self.plan.replicas)),
+            "seconds_per_minibatch": self.seconds,
+            "simulated_seconds_per_minibatch": self.simulated,
+        }
+
+
+@dataclass(frozen=True)
+class Contender(Candidate):
+    """A named plan; `simulation` is None if that takes too long."""
+
+    name: str
+    simulation: Simulation | None = None
+    fits: bool = False
 
 
 def compare(request: Request, microbatches: int) -> list[Contender]:
@@ -76,13 +98,13 @@ def _contender(name: str, make: Callable[[], Outcome], request: Request) -> Cont
     try:
         plan = make().plan
     except UserError as error:
-        return Contender(name, None, error.format_message(), None, fits=False)
+        return Contender(None, error.format_message(), name)
     simulation = simulate_plan(
         plan, request.graph, update_rate=request.update_rate, overheads=request.overheads
     )
     if simulation is not None:
         plan = simulation.noted_in(plan)
-    return Contender(name, plan, None, simulation, _fits(plan, request.device_types))
+    return Contender(plan, None, name, simulation, _fits(plan, request.device_types))
 
 
 def _fits(plan: Plan, device_types: DeviceTypes) -> bool:
@@ -94,46 +116,34 @@ def _fits(plan: Plan, device_types: DeviceTypes) -> bool:
 
 def comparison_table(contenders: list[Contender], microbatches: int) -> Table:
     """A row per plan; the best simulated time among those that fit is bold."""
-    table = Table(
-        title="Other plans for the same graph and cluster",
-        caption=f"Per minibatch; with flush, of batches of {microbatches}. Closed form: by the cost"
-        " model; simulated: the schedule, action by action, the best that fits in bold. Waiting:"
-        " the share of the workers' time that is not computing. Memory: of the fullest worker.",
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
+    simulated = [c.simulated if c.fits else None for c in contenders]
+    best = min((seconds for seconds in simulated if seconds is not None), default=None)
+    return table_of(
+        "Other plans for the same graph and cluster",
+        f"Per minibatch; with flush, of batches of {microbatches}. Closed form: by the cost model;"
+        " simulated: the schedule, action by action, the best that fits in bold. Waiting: the share"
+        " of the workers' time that is not computing. Memory: of the fullest worker.",
+        [_cells(contender) for contender in contenders],
+        bold=[n for n, seconds in enumerate(simulated) if seconds is not None and seconds == best],
+        wrapped=("plan", "schedule"),
     )
-    table.add_column("plan")
-    table.add_column("schedule", no_wrap=True)
-    table.add_column("replicas\nof stages", justify="right")
-    for heading in ("closed\nform", "simulated", "waiting", "memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    if not all(contender.fits for contender in contenders):
-        table.add_column("")
-    simulated = [c.simulation.seconds_per_minibatch for c in contenders if c.simulation and c.fits]
-    best = min(simulated, default=None)
-    for contender in contenders:
-        simulation = contender.simulation
-        winner = simulation and contender.fits and simulation.seconds_per_minibatch == best
-        row = _row(contender)[: len(table.columns)]
-        table.add_row(*row, style="bold" if winner else None)
-    return table
 
 
-def _row(contender: Contender) -> tuple[str, ...]:
+def _cells(contender: Contender) -> dict[str, str]:
+    """The cells of a row, by heading."""
     plan, simulation = contender.plan, contender.simulation
     if plan is None:
-        return (contender.name, "", "", "", "", "", "", no_plan(contender.problem or ""))
-    return (
-        contender.name,
-        plan.schedule,
-        show_replicas(plan.replicas),
-        show_seconds(contender.seconds or 0.0),
-        "-" if simulation is None else show_seconds(simulation.seconds_per_minibatch),
-        "-" if simulation is None else f"{simulation.bubble:.1%}",
-        show_bytes(contender.memory or 0.0),
-        "" if contender.fits else "does not fit",
-    )
+        return {"plan": contender.name, "": no_plan(contender.problem or "")}
+    cells = {
+        "plan": contender.name,
+        "schedule": plan.schedule,
+        "replicas\nof stages": show_replicas(plan.replicas),
+        "closed\nform": show_seconds(contender.seconds or 0.0),
+        "simulated": "-" if simulation is None else show_seconds(simulation.seconds_per_minibatch),
+        "waiting": "-" if simulation is None else f"{simulation.bubble:.1%}",
+        "memory": show_bytes(contender.memory or 0.0),
+    }
+    return cells if contender.fits else cells | {"": "does not fit"}
 
 
 def no_plan(problem: str) -> str:
@@ -163,17 +173,13 @@ def comparison_frame(contenders: list[Contender]) -> pd.DataFrame:
         {
             "plan": contender.name,
             "schedule": contender.plan and contender.plan.schedule,
-            "stages": contender.plan and len(contender.plan.stages),
-            "replicas": contender.plan and " ".join(map(str, contender.plan.replicas)),
-            "seconds_per_minibatch": contender.seconds,
-            "simulated_seconds_per_minibatch": simulation and simulation.seconds_per_minibatch,
-            "bubble": simulation and simulation.bubble,
+            **contender.figures,
+            "bubble": contender.simulation and contender.simulation.bubble,
             "memory_bytes": contender.memory,
             "fits": contender.fits,
             "problem": contender.problem,
         }
         for contender in contenders
-        for simulation in [contender.simulation]
     )
 
 

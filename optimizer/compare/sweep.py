@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from math import isnan, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_seconds
+from pipedream.optimizer.report import table_of
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
@@ -38,10 +39,7 @@ class Point(NamedTuple):
 
     @property
     def workers(self) -> int:
-        count = 1
-        for machines in self.machines:
-            count *= machines
-        return count
+        return prod(self.machines)
 
 
 def parse_range(text: str) -> range:
@@ -75,12 +73,8 @@ def shaped(cluster: Cluster, workers: int) -> Cluster | None:
         machines.append(count)
         left //= count
     levels = len(machines)
-    rings = [
-        ring if count == measured else None
-        for ring, count, measured in zip(
-            cluster.all_reduce, machines, cluster.machines, strict=False
-        )
-    ]
+    measured = zip(cluster.all_reduce, machines, cluster.machines, strict=False)
+    rings = [ring if count == measured_on else None for ring, count, measured_on in measured]
     return Cluster(
         machines=tuple(machines),
         bandwidth=cluster.bandwidth[:levels],
@@ -146,14 +140,11 @@ def sweep_frame(points: list[Point]) -> pd.DataFrame:
 
 
 def _row(point: Point) -> dict[str, object]:
-    row: dict[str, object] = {
-        "workers": point.workers,
-        "machines": ",".join(map(str, point.machines)),
-    }
+    machines = ",".join(map(str, point.machines))
+    row: dict[str, object] = {"workers": point.workers, "machines": machines}
     if point.outcome is None:
         return row
-    plan = point.outcome.plan
-    predicted = plan.predicted
+    plan, predicted = point.outcome.plan, point.outcome.plan.predicted
     simulated = predicted.simulated
     return row | {
         "stages": len(plan.stages),
@@ -168,32 +159,26 @@ def _row(point: Point) -> dict[str, object]:
 
 def sweep_table(frame: pd.DataFrame) -> Table:
     """The frame for printing, as speedups over one worker."""
-    table = Table(
-        title="Plans for other numbers of workers",
-        caption="Times as fast as one worker.",
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-    )
-    for heading in ("workers", "machines", "stages", "per\nminibatch"):
-        table.add_column(heading, justify="right")
-    for heading in ("plan", "simulated", "data\nparallel"):
-        table.add_column(heading, justify="right")
-    for row in frame.to_dict("records"):
-        if not row.get("stages", 0) > 0:
-            table.add_row(str(row["workers"]), row["machines"], "no plan fits")
-            continue
-        alone = row["workers"] / row["ideal"]
-        speeds = [row[name] * alone for name in ("plan", "plan_simulated", "data_parallel")]
-        shown = [f"{speed:.2f}" if speed == speed else "-" for speed in speeds]
-        table.add_row(
-            str(row["workers"]),
-            row["machines"],
-            f"{row['stages']:.0f}",
-            show_seconds(row["seconds_per_minibatch"]),
-            *shown,
-        )
-    return table
+    rows = [_cells(row) for row in frame.to_dict("records")]
+    return table_of("Plans for other numbers of workers", "Times as fast as one worker.", rows)
+
+
+def _cells(row: dict[Any, Any]) -> dict[str, str]:
+    """The cells of a row of the table, by heading."""
+    cells = {"workers": str(row["workers"]), "machines": row["machines"]}
+    if not row.get("stages", 0) > 0:
+        return cells | {"": "no plan fits"}
+    alone = row["workers"] / row["ideal"]
+    headings = {"plan": "plan", "plan_simulated": "simulated", "data_parallel": "data\nparallel"}
+    return {
+        **cells,
+        "stages": f"{row['stages']:.0f}",
+        "per\nminibatch": show_seconds(row["seconds_per_minibatch"]),
+        **{
+            heading: "-" if isnan(row[name]) else f"{row[name] * alone:.2f}"
+            for name, heading in headings.items()
+        },
+    }
 
 
 def draw_sweep(frame: pd.DataFrame, path: Path) -> None:

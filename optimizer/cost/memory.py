@@ -111,7 +111,7 @@ class MemoryModel:
         """The items that do not change during the backward pass."""
         parameters = self._parameters[-1, ends] - self._parameters[-1, start]
         saved = self._saved[-1, ends] - self._saved[-1, start]
-        received = self.cuts.bytes_read(start)[ends] + self.cuts.model_input_bytes(start)[ends]
+        received = self.cuts.bytes_received(start)[ends]
         predicting = self.settings.weight_prediction and peak.in_flight > 1
         older = peak.in_flight if predicting else peak.versions - 1
         return {
@@ -150,10 +150,8 @@ def _moments(graph: PlanningGraph) -> NDArray[np.intp]:
     if len(graph) <= MOMENTS:
         return np.arange(len(graph))
     weight = np.cumsum(graph.saved_bytes + graph.parameter_bytes + 1.0)
-    moment: NDArray[np.intp] = np.minimum(weight / weight[-1] * MOMENTS, MOMENTS - 1).astype(
-        np.intp
-    )
-    return np.unique(moment, return_inverse=True)[1]
+    moment = np.minimum(weight / weight[-1] * MOMENTS, MOMENTS - 1).astype(np.intp)
+    return np.asarray(np.unique(moment, return_inverse=True)[1])
 
 
 @dataclass(frozen=True)

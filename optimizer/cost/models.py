@@ -66,22 +66,18 @@ class CostModel(Protocol):
     @property
     def name(self) -> str:
         """The name in --cost-model."""
-        ...
 
     @property
     def counts_overheads(self) -> bool:
         """Whether measured overheads of training count: updates, calls, reading, spread."""
-        ...
 
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms: ...
 
     def seconds(self, terms: Terms) -> Floats:
         """Seconds per minibatch of all terms together."""
-        ...
 
     def limit(self, terms: Terms) -> str:
         """The term that sets the time of a single stage: compute, all-reduce or boundary."""
-        ...
 
 
 def overhead(

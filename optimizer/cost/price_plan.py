@@ -10,10 +10,9 @@ from typing import TypeAlias
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.cost.device_types import DeviceTypes
-from pipedream.optimizer.cost.expected_time import in_a_run
 from pipedream.optimizer.cost.models import CostModel
-from pipedream.optimizer.cost.rank_assignment import stage_time
 from pipedream.optimizer.cost.stage_cost import Replication
+from pipedream.optimizer.cost.stage_time import in_a_run, stage_time
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
@@ -45,14 +44,10 @@ class Price:
     @staticmethod
     def recorded_in(plan: Plan) -> Price:
         """The price recorded in the plan."""
-        predicted, simulated = plan.predicted, plan.predicted.simulated
+        said, simulated = plan.predicted, plan.predicted.simulated
         seconds = None if simulated is None else simulated.seconds_per_minibatch
-        return Price(
-            predicted.seconds_per_minibatch,
-            seconds,
-            predicted.latency_seconds,
-            predicted.expected_seconds_per_minibatch,
-        )
+        expected = said.expected_seconds_per_minibatch
+        return Price(said.seconds_per_minibatch, seconds, said.latency_seconds, expected)
 
 
 def price_plan(plan: Plan, request: Request) -> Price:

@@ -49,23 +49,19 @@ class StageCost(Protocol):
 
     def on(self, device: WorstDevice) -> StageCost:
         """The same question for stages whose worst device is `device`."""
-        ...
 
     def on_device(self, start: int, ends: States, downstream_workers: int) -> Floats:
         """[end]: the cost on one device."""
-        ...
 
     def price(self, inner: Floats, shares: Iterable[LevelShare]) -> Floats:
         """[case, end]: the cost once the stages are spread over these levels, innermost first,
         given the cost on one component below the first of them, `inner[case, end]`.
         """
-        ...
 
     def overhead(self, start: int, ends: States, level: int, replicas: Ints) -> Floats:
         """[case, end]: the cost of a level with nothing to compute and nothing to send over a
         boundary; never less for a stage than for a part of it.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,6 @@
 
 - `planning_graph.py`, `downsets.py`: the nodes to divide, and sums over cuts; begin here
 - `antichains.py`: all cuts; `pruning.py`: those that a better plan may have
-- `frontier.py`, `likely_cuts.py`, `topological_orders.py`: the likely ones, if there are too many
+- `frontier.py`, `likely_cuts.py`: the likely ones, if there are too many
 - `layering.py`: cuts between layers
 """

@@ -6,66 +6,36 @@ first k stages can compute it. Its frontier, the nodes that no other of its node
 *antichain* and determines it. The *augmented* antichain adds the earlier nodes still to be read:
 together they are all that crosses the cut. An edge of the DAG adds one node.
 
+A topological order is one path through the DAG; the states on the path are its prefixes.
+
 Sets of nodes are bits of an int, node 0 lowest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator
 
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
 
-@dataclass(frozen=True)
-class AntichainDag:
-    """All downsets of a graph by number of nodes: the empty one first, the whole graph last, and
-    each before all that contain it.
+def all_downsets(graph: PlanningGraph, limit: int) -> tuple[int, ...] | None:
+    """All downsets by number of nodes: the empty one first, the whole graph last, and each before
+    all that contain it. None if there are more than `limit`.
+
+    Walks the DAG from the empty set, over all sources.
     """
-
-    graph: PlanningGraph
-    downsets: tuple[int, ...]
-
-    @staticmethod
-    def of(graph: PlanningGraph, limit: int) -> AntichainDag | None:
-        """Walks the DAG from the empty set, over all sources; None if it has more than `limit`."""
-        downsets: list[int] = []
-        generation = {0: ready(graph, 0)}
-        while generation:
-            downsets += sorted(generation)
-            if len(downsets) > limit:
-                return None
-            generation = dict(
-                following
-                for downset, nodes in generation.items()
-                for following in _following(graph, downset, nodes)
-            )
-        return AntichainDag(graph, tuple(downsets))
-
-    @cached_property
-    def edges(self) -> tuple[tuple[int, int], ...]:
-        """(state, next state), as positions in `downsets`."""
-        position = {downset: index for index, downset in enumerate(self.downsets)}
-        return tuple(
-            (index, position[downset | 1 << node])
-            for index, downset in enumerate(self.downsets)
-            for node in bits(ready(self.graph, downset))
-        )
-
-    def antichain(self, state: int) -> tuple[str, ...]:
-        """The frontier: nodes of the downset with no consumer in it."""
-        downset, readers = self.downsets[state], self.graph.consumer_masks
-        return tuple(self.graph.names[n] for n in bits(downset) if not readers[n] & downset)
-
-    def augmented_antichain(self, state: int) -> tuple[str, ...]:
-        """The frontier and the earlier nodes that some consumer outside the downset still reads."""
-        downset, readers = self.downsets[state], self.graph.consumer_masks
-        return tuple(
-            self.graph.names[n]
-            for n in bits(downset)
-            if not readers[n] & downset or readers[n] & ~downset
-        )
+    downsets: list[int] = []
+    generation = {0: ready(graph, 0)}
+    while generation:
+        downsets += sorted(generation)
+        if len(downsets) > limit:
+            return None
+        generation = {
+            downset | 1 << node: ready_after(graph, downset, nodes, node)
+            for downset, nodes in generation.items()
+            for node in bits(nodes)
+        }
+    return tuple(downsets)
 
 
 def bits(mask: int) -> Iterator[int]:
@@ -92,6 +62,39 @@ def ready_after(graph: PlanningGraph, downset: int, nodes: int, node: int) -> in
     return nodes
 
 
-def _following(graph: PlanningGraph, downset: int, nodes: int) -> Iterator[tuple[int, int]]:
-    for node in bits(nodes):
-        yield downset | 1 << node, ready_after(graph, downset, nodes, node)
+def growth(graph: PlanningGraph, downset: int, node: int) -> float:
+    """The growth of the bytes still to be read when `node` joins the downset."""
+    awaited = ~(downset | 1 << node)
+    freed = sum(
+        float(graph.output_bytes[producer])
+        for producer in graph.producers[node]
+        if not graph.consumer_masks[producer] & awaited
+    )
+    return (float(graph.output_bytes[node]) if graph.consumers[node] else 0.0) - freed
+
+
+def depth_first(graph: PlanningGraph) -> list[int]:
+    """Always takes the node whose producers came last: finishes a branch before the next."""
+    came: dict[int, int] = {}
+
+    def age(downset: int, node: int) -> float:
+        return -max((came[producer] for producer in graph.producers[node]), default=-1)
+
+    for node in _greedy(graph, age):
+        came[node] = len(came)
+    return list(came)
+
+
+def fewest_bytes(graph: PlanningGraph) -> list[int]:
+    """Always takes the node that adds least to the bytes still to be read."""
+    return list(_greedy(graph, lambda downset, node: growth(graph, downset, node)))
+
+
+def _greedy(graph: PlanningGraph, key: Callable[[int, int], float]) -> Iterator[int]:
+    """The order that always takes the ready node with the smallest key; ties by number."""
+    downset, nodes = 0, ready(graph, 0)
+    while nodes:
+        node = min(bits(nodes), key=lambda ready: key(downset, ready))
+        yield node
+        nodes = ready_after(graph, downset, nodes, node)
+        downset |= 1 << node

@@ -30,8 +30,7 @@ class Cuts:
         packed = b"".join(downset.to_bytes(width, "little") for downset in downsets)
         self._bytes = np.frombuffer(packed, dtype=np.uint8).reshape(len(downsets), width)
         self.words: NDArray[np.uint64] = self._bytes.view("<u8")
-        self._last_read: tuple[int, Floats] = (-1, np.empty(0))
-        self._last_model_inputs: tuple[int, Floats] = (-1, np.empty(0))
+        self._last_received: tuple[int, Floats] = (-1, np.empty(0))
 
     def __len__(self) -> int:
         return len(self.downsets)
@@ -43,17 +42,15 @@ class Cuts:
 
     def stage_overhead(self, start: int) -> Floats:
         """Seconds of a stage from `start` to each state besides its nodes."""
-        return self._first_stage_overhead if start == 0 else self._later_stage_overhead
+        return self._overheads[min(start, 1)]
 
     @cached_property
-    def _first_stage_overhead(self) -> Floats:
-        return np.full(len(self), self.graph.call + self.graph.reading)
-
-    @cached_property
-    def _later_stage_overhead(self) -> Floats:
-        stage_overhead = np.full(len(self), self.graph.call)
-        stage_overhead[-1] += self.graph.reading
-        return stage_overhead
+    def _overheads(self) -> tuple[Floats, Floats]:
+        """Those of the first stage, and of later ones."""
+        first = np.full(len(self), self.graph.call + self.graph.reading)
+        later = np.full(len(self), self.graph.call)
+        later[-1] += self.graph.reading
+        return first, later
 
     @cached_property
     def working(self) -> Floats:
@@ -109,13 +106,16 @@ class Cuts:
         """The nodes of a stage, in topological order."""
         return tuple(np.flatnonzero(self._holds[:, end] & ~self._holds[:, start]).tolist())
 
+    def bytes_received(self, start: int) -> Floats:
+        """[state]: bytes that the stage from `start` to the state reads: from earlier stages, and
+        of the model's inputs.
+        """
+        if self._last_received[0] != start:  # a search asks many times in a row
+            self._last_received = start, self.bytes_read(start) + self.model_input_bytes(start)
+        return self._last_received[1]
+
     def bytes_read(self, start: int) -> Floats:
         """[state]: bytes that the stage from `start` to the state reads from earlier stages."""
-        if self._last_read[0] != start:  # a search asks many times in a row
-            self._last_read = (start, self._bytes_read(start))
-        return self._last_read[1]
-
-    def _bytes_read(self, start: int) -> Floats:
         total = np.zeros(len(self))
         after = self._read_after[start].view(np.uint8)
         live = np.unpackbits(after, count=len(self.graph), bitorder="little")
@@ -126,11 +126,6 @@ class Cuts:
 
     def model_input_bytes(self, start: int) -> Floats:
         """[state]: bytes of the model's inputs that the stage from `start` to the state reads."""
-        if self._last_model_inputs[0] != start:
-            self._last_model_inputs = (start, self._model_input_bytes(start))
-        return self._last_model_inputs[1]
-
-    def _model_input_bytes(self, start: int) -> Floats:
         total = np.zeros(len(self))
         for size, consumers in self.graph.given:
             readers = [n for n in consumers if not self._holds[n, start]]

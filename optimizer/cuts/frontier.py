@@ -19,9 +19,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from pipedream.optimizer.cuts.antichains import bits
+from pipedream.optimizer.cuts.antichains import bits, depth_first, fewest_bytes
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
-from pipedream.optimizer.cuts.topological_orders import depth_first, fewest_bytes
 
 _SLOTS = 31  # places of the frontier: two bits each of a state's code
 _MOST_STATES = 4_096
@@ -267,14 +266,10 @@ class _FrontierSweep:
         )
 
     def _lightest(self, bins: Numbers) -> tuple[int | None, ...]:
-        back = _BackPointers(
-            *(np.concatenate(parts) for parts in zip(*self.back_pointers, strict=True))
-        )
-        offsets = np.cumsum(
-            [[0] * 3]
-            + [[len(part.base), len(part.origins), len(part.came)] for part in self.back_pointers],
-            axis=0,
-        )
+        steps = self.back_pointers
+        back = _BackPointers(*map(np.concatenate, zip(*steps, strict=True)))
+        sizes = [[len(step.base), len(step.origins), len(step.came)] for step in steps]
+        offsets = np.cumsum([[0] * 3, *sizes], axis=0)
         order = np.array(self.order)
         taken = np.zeros((len(bins), len(order)), dtype=np.bool_)
         _trace(bins, self.final_from, self.shift[order], offsets, back, taken)

@@ -17,6 +17,7 @@ from math import inf
 
 import numpy as np
 
+from pipedream.optimizer.cuts.likely_cuts import in_order
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
 
 SPREAD = 0.5
@@ -99,7 +100,7 @@ def _chain(
 def layer_cuts(
     graph: PlanningGraph, orders: Sequence[Sequence[int]], count: int
 ) -> tuple[int, ...]:
-    """The downsets between the layers, `count` for each order, sorted as in AntichainDag."""
+    """The downsets between the layers, `count` for each order, sorted as in `in_order`."""
     downsets = {0}
     for order in orders:
         downset, ends = 0, set(layers(graph, order, count))
@@ -107,4 +108,4 @@ def layer_cuts(
             downset |= 1 << node
             if position in ends:
                 downsets.add(downset)
-    return tuple(sorted(downsets, key=lambda downset: (downset.bit_count(), downset)))
+    return in_order(downsets)

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
+from pipedream.optimizer.cuts.antichains import depth_first, fewest_bytes, growth
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.frontier import Bins
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints, PlanningGraph
-from pipedream.optimizer.cuts.topological_orders import depth_first, fewest_bytes, growth
 
 
 def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
@@ -18,7 +18,7 @@ def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
     A plan over these is valid, but a better one may cut elsewhere. If there are more than `limit`,
     the lightest is kept in each of `limit` equal shares of the compute time.
     """
-    by_downset = dict(prefix for order in orders(graph) for prefix in _walk(graph, order))
+    by_downset = dict(prefix for order in orders(graph) for prefix in _weigh(graph, order))
     if len(by_downset) > limit:
         seconds, live = np.array(list(by_downset.values())).T
         chosen = list(by_downset)
@@ -28,7 +28,7 @@ def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
     return in_order({0, (1 << len(graph)) - 1, *by_downset})
 
 
-def _walk(graph: PlanningGraph, order: Sequence[int]) -> Iterator[tuple[int, tuple[float, float]]]:
+def _weigh(graph: PlanningGraph, order: Sequence[int]) -> Iterator[tuple[int, tuple[float, float]]]:
     """Every prefix of the order, with its compute seconds and the output bytes still to be read."""
     downset, seconds, live = 0, 0.0, 0.0
     for node in order:

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -51,15 +52,8 @@ def write_export(export: Export, path: Path) -> None:
 def _torch(plan: Plan, graph: Graph, profile: Profile) -> Export:
     """Can express every plan: operators are put in the order of the stages."""
     calls = profile.node
-    stages = [
-        [
-            tensor.name
-            for name in stage.nodes
-            if not graph.nodes[name].is_input
-            for tensor in calls[name].outputs
-        ]
-        for stage in plan.stages
-    ]
+    working = [[n for n in stage.nodes if not graph.nodes[n].is_input] for stage in plan.stages]
+    stages = [[tensor.name for n in nodes for tensor in calls[n].outputs] for nodes in working]
     content = {
         "format": "pipedream-torch-split/1",
         "model": profile.model,
@@ -118,11 +112,8 @@ def _letters(layering: Layering) -> Mapping[str, str]:
         raise UserError(f"it lays out one list of transformer layers; this model's lists: {names}")
     inside = f"{layering.lists[0]}." if layering.lists[0] else ""
     units = layering.units
-    layers = [
-        place
-        for place, unit in enumerate(units)
-        if unit.startswith(inside) and unit.removeprefix(inside).isdigit()
-    ]
+    numbered = re.compile(re.escape(inside) + r"\d+")
+    layers = [place for place, unit in enumerate(units) if numbered.fullmatch(unit)]
     first, last = layers[0], layers[-1]
     if len(layers) != last - first + 1:
         raise UserError("other modules stand between the layers of the list")

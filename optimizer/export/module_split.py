@@ -91,9 +91,7 @@ def _outermost_lists(paths: Iterable[str]) -> tuple[str, ...]:
             if part.isdigit():
                 children[".".join(parts[:depth])].add(part)
     lists = {path for path, numbers in children.items() if len(numbers) > 1}
-    return tuple(
-        sorted(path for path in lists if not any(p in lists for p in _prefixes(path)[:-1]))
-    )
+    return tuple(sorted(path for path in lists if lists.isdisjoint(_prefixes(path)[:-1])))
 
 
 def _prefixes(path: str) -> list[str]:
@@ -171,11 +169,8 @@ def _loss(plan: Plan, graph: Graph, stage_of: Mapping[str, int]) -> Iterable[str
 
 
 def _glue(graph: Graph, layering: Layering) -> Iterable[str]:
-    loose = [
-        name
-        for name, unit in layering.unit_of.items()
-        if unit is None and not graph.nodes[name].is_input
-    ]
+    undivided = (name for name, unit in layering.unit_of.items() if unit is None)
+    loose = [name for name in undivided if not graph.nodes[name].is_input]
     if loose:
         names = ", ".join(_name(graph, name) for name in loose[:3])
         yield (

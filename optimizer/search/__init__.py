@@ -1,7 +1,7 @@
 """The searches for the best plan.
 
 - `planner.py`: the entry point, with `request.py` in and `outcome.py` out; begin here
-- `throughput_plan.py`, `hierarchical.py`: PipeDream's nested pipelines
-- `latency_plan.py`, `latency.py`, `fill_order.py`, `submeshes.py`: Alpa's flat pipelines
+- `hierarchical.py`: PipeDream's nested pipelines
+- `latency.py`, `fill_order.py`, `submeshes.py`: Alpa's flat pipelines
 - `bounds.py`: certificates; `memory_fit.py`, `required_in_flight.py`: memory and minibatches
 """

@@ -7,7 +7,6 @@ flat pipeline. Each is the larger of a closed form and of the best plan over bin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from operator import mul
 
 import numpy as np
@@ -76,17 +75,17 @@ def latency_bound(
     nodes = _on_best_submesh(seconds, graph.parameter_bytes, cluster, model, straight)
     slowest = float(nodes.max())
     slowest_speed = min(device.speed for device in types.worst)
-    power = _total_speed(cluster) / slowest_speed
+    total_speed = _total_speed(cluster) / slowest_speed
     work = float(seconds.sum()) / slowest_speed
     if straight:
         total = float(seconds.sum()) / types.fastest
-        return total + (microbatches - 1) * max(slowest, work / power)
+        return total + (microbatches - 1) * max(slowest, work / total_speed)
     whole, parameters = np.array([seconds.sum()]), np.array([graph.parameter_bytes.sum()])
     alone = _on_best_submesh(whole, parameters, cluster, model, straight)
     one = microbatches * float(alone[0])
     if cluster.devices == 1:
         return one
-    several = min(microbatches * work / (power - 1), (microbatches + 1) * work / power)
+    several = min(microbatches * work / (total_speed - 1), (microbatches + 1) * work / total_speed)
     return min(one, max(several, microbatches * slowest))
 
 
@@ -130,13 +129,12 @@ def _on_best_submesh(
     cost = _PieceCost(cluster, model, parameters)
     for submesh in mesh.submeshes(0, straight):
         inner = seconds[None] / speeds[-(-submesh.size // mesh.within[-2]) - 1]
-        best = np.minimum(best, cost.price(inner, _shares(mesh.shape(submesh.size)))[0])
+        shares = (
+            LevelShare(level, 0, slice(None), np.array([[count]]), True)
+            for level, count in enumerate(mesh.shape(submesh.size), start=1)
+        )
+        best = np.minimum(best, cost.price(inner, shares)[0])
     return best
-
-
-def _shares(shape: Iterable[int]) -> Iterable[LevelShare]:
-    for level, count in enumerate(shape, start=1):
-        yield LevelShare(level, 0, slice(None), np.array([[count]]), True)
 
 
 class _PieceCost(Priced):

@@ -76,10 +76,6 @@ class FillOrder:
     skips: Ints
     counter: MixedRadixCounter
 
-    @property
-    def whole_capacity(self) -> float:
-        return float(self.capacity[-1])
-
     def begun(self, state: FillState) -> tuple[int, ...]:
         """The machines of each type that are full or begun."""
         taken = list(self.counter.decode(state.full))
@@ -110,12 +106,8 @@ def _position(mesh: Mesh, counter: MixedRadixCounter, state: FillState) -> int:
 
 class _FillOrderBuilder:
     def __init__(self, mesh: Mesh, types: DeviceTypes, rules: Rules, with_downstream: bool) -> None:
-        self.mesh, self.types, self.rules, self.with_downstream = (
-            mesh,
-            types,
-            rules,
-            with_downstream,
-        )
+        self.mesh, self.types, self.rules = mesh, types, rules
+        self.with_downstream = with_downstream
         self.counted = with_downstream and rules.fewer_machines
         self.counter = MixedRadixCounter(types.counts)
         self.inner = mesh.within[-2]
@@ -133,14 +125,12 @@ class _FillOrderBuilder:
             for variant, target in self._from(state):
                 pairs_of.setdefault(variant, []).append((source, target))
         variants = tuple(sorted(pairs_of))
-        pairs = np.array(
-            [
-                pair
-                for variant in variants
-                for pair in sorted(pairs_of[variant], key=lambda pair: (capacity[pair[0]], pair))
-            ],
-            dtype=np.intp,
-        ).reshape(-1, 2)
+        by_capacity = (
+            pair
+            for variant in variants
+            for pair in sorted(pairs_of[variant], key=lambda pair: (capacity[pair[0]], pair))
+        )
+        pairs = np.array(list(by_capacity), dtype=np.intp).reshape(-1, 2)
         first = np.cumsum([0, *(len(pairs_of[variant]) for variant in variants)], dtype=np.intp)
         of_variant = np.repeat(np.arange(len(variants)), np.diff(first))
         by_source = np.argsort(pairs[:, 0], kind="stable")
@@ -172,9 +162,8 @@ class _FillOrderBuilder:
     def _capacity(self, state: FillState) -> float:
         full_machines = zip(self.counter.decode(state.full), self.types.worst, strict=True)
         full: float = sum(count * device.speed for count, device in full_machines) * self.inner
-        return full + (
-            self.types.worst[state.device_type].speed * state.inside if state.inside else 0.0
-        )
+        begun = self.types.worst[state.device_type].speed if state.inside else 0.0
+        return full + begun * state.inside
 
     def _all_states(self) -> Iterator[FillState]:
         for full in range(self.counter.size):
@@ -205,19 +194,15 @@ class _FillOrderBuilder:
             downstream_workers = ceil(behind / submesh.size) if self.with_downstream else 0
             spans = self.mesh.spans(submesh.size)
             for device, target in self._taking(state, submesh.size):
-                variant = StageVariant(
-                    submesh.boundary_level, spans, submesh.size, downstream_workers, device
-                )
-                yield variant, self.number[target._replace(workers=workers)]
+                shape = submesh.boundary_level, spans, submesh.size, downstream_workers
+                yield StageVariant(*shape, device), self.number[target._replace(workers=workers)]
 
     def _taking(self, state: FillState, size: int) -> Iterator[tuple[WorstDevice, FillState]]:
         """Every choice of machines for a stage of `size` devices."""
         if size < self.inner:
             for device_type in [state.device_type] if state.inside else self._left(state.full):
-                yield (
-                    self.types.worst[device_type],
-                    self._further(state._replace(device_type=device_type), size),
-                )
+                further = self._further(state._replace(device_type=device_type), size)
+                yield self.types.worst[device_type], further
             return
         filled = self.counter.decode(state.full)
         for taken in self.counter.choices():
@@ -229,9 +214,7 @@ class _FillOrderBuilder:
         """The state `devices` further on, within the machine of type `state.device_type`."""
         inside = state.inside + devices
         if inside == self.inner:
-            return state._replace(
-                full=state.full + self.one[state.device_type], device_type=_NONE, inside=0
-            )
+            return FillState(state.full + self.one[state.device_type], workers=state.workers)
         return state._replace(inside=inside)
 
     def _skips(self, state: FillState) -> Iterator[int]:

@@ -33,14 +33,7 @@ from pipedream.optimizer.cost.device_types import DeviceTypes, MixedRadixCounter
 from pipedream.optimizer.cost.stage_cost import LevelShare, StageCost
 from pipedream.optimizer.cuts.downsets import States
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
-from pipedream.optimizer.search.stages import (
-    TIE,
-    CutFamily,
-    NestedStage,
-    Rules,
-    Share,
-    Solution,
-)
+from pipedream.optimizer.search.stages import TIE, CutFamily, NestedStage, Rules, Share, Solution
 
 # Elementary steps of the outermost and of the inner levels in about half a minute.
 _OUTER_BUDGET, _INNER_BUDGET = 4e9, 3e11
@@ -146,11 +139,9 @@ class Search:
         costs = self._costs()
         used = int(costs.argmin())
         cost, subproblem, piece = float(costs[used]), self._outermost, (0, len(self.cuts) - 1)
-        return (
-            None
-            if cost == inf
-            else Solution(cost, tuple(self._unfold(subproblem, piece, used, cost)))
-        )
+        if cost == inf:
+            return None
+        return Solution(cost, tuple(self._unfold(subproblem, piece, used, cost)))
 
     def bottleneck(self) -> float:
         """The cost of the best pipeline; infinite if there is none."""
@@ -168,9 +159,8 @@ class Search:
     def _inside(self, subproblem: _Subproblem, start: int, ends: States) -> Floats:
         """[used, end]: the best cost in this subproblem of the pieces that begin at `start`."""
         if subproblem.level == 0:
-            return self._on[subproblem.device].on_device(
-                start, ends, subproblem.downstream_workers
-            )[None]
+            cost = self._on[subproblem.device]
+            return cost.on_device(start, ends, subproblem.downstream_workers)[None]
         if subproblem not in self._tables:
             self._tables[subproblem] = self._by_devices(subproblem, self._pipelines(subproblem)[1])
         return self._tables[subproblem][:, start, ends]
@@ -344,22 +334,17 @@ class Search:
             allocation, behind, stop = self._next_stage(
                 subproblem, (start, end), left, later, within, first=not offset
             )
-            chosen = tuple(
-                next(machines)
-                for machines, count in zip(free, allocation.taken, strict=True)
-                for _ in range(count)
-            )
-            share = Share(
-                subproblem.level, start, stop, offset, allocation.replicas, not offset, chosen
-            )
+            taken = zip(free, allocation.taken, strict=True)
+            chosen = tuple(next(machines) for machines, count in taken for _ in range(count))
+            replicas = allocation.replicas
+            share = Share(subproblem.level, start, stop, offset, replicas, not offset, chosen)
             m, w = allocation.at(behind)
-            inner = _Subproblem(
-                subproblem.level - 1, allocation.downstream[m][w], allocation.device
-            )
+            downstream = allocation.downstream[m][w]
+            inner = _Subproblem(subproblem.level - 1, downstream, allocation.device)
             inside = float(self._inside(inner, start, slice(stop, stop + 1))[allocation.used, 0])
             for stage in self._unfold(inner, (start, stop), allocation.used, inside):
                 yield NestedStage((*stage.shares, share))
-            start, left, offset = stop, behind, offset + allocation.replicas
+            start, left, offset = stop, behind, offset + replicas
 
     def _free(self, subproblem: _Subproblem) -> list[Iterator[int]]:
         """The components of each type, to be taken in turn."""

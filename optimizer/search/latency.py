@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from math import inf, nextafter
 from typing import NamedTuple
 
@@ -177,12 +177,8 @@ class LatencySearch:
 
     def affordable(self) -> int:
         """How many cuts take about ten seconds and a gigabyte, judging by this search."""
-        used = (
-            self.steps / _STEPS,
-            len(self._stages.end) / _STAGES,
-            self._batches.answers / _ANSWERS,
-        )
-        by_square = max(*used, 1e-9) ** (-1 / 2)
+        stages, answers = len(self._stages.end) / _STAGES, self._batches.answers / _ANSWERS
+        by_square = max(self.steps / _STEPS, stages, answers, 1e-9) ** (-1 / 2)
         cuts = len(self.cuts) * min(by_square, _QUESTIONS / max(self._batches.questions, 1))
         return int(min(_MOST_CUTS, cuts))
 
@@ -194,7 +190,7 @@ class LatencySearch:
         if best is None:
             return None
         cost = goal.seconds(best.total, best.slowest)
-        floor = self.done.whole / self.fill_order.whole_capacity
+        floor = self.done.whole / float(self.fill_order.capacity[-1])
         ranges = [_Range(floor * (1 - TIE), _below(best.slowest), best.total)] if rest else []
         while ranges:
             low, high, total = ranges.pop()
@@ -214,23 +210,18 @@ class LatencySearch:
     def _within(self, limit: float) -> _Pipeline | None:
         """The pipeline of least sum whose stages each take at most `limit`."""
         self.tried += 1
-        fill_order, done = self.fill_order, self.done
+        order, capacity = self.fill_order, self.fill_order.capacity
         least, onward, steps = _least(
             self._stages,
             self._idle,
-            (fill_order.first, fill_order.source, fill_order.target),
-            (fill_order.first_from, fill_order.variant_from, fill_order.target_from),
-            (
-                fill_order.capacity,
-                fill_order.capacity[fill_order.source],
-                fill_order.skips,
-                fill_order.may_end,
-            ),
-            (done.least, done.most),
+            (order.first, order.source, order.target),
+            (order.first_from, order.variant_from, order.target_from),
+            (capacity, capacity[order.source], order.skips, order.may_end),
+            (self.done.least, self.done.most),
             limit,
         )
         self.steps += steps
-        total = self._opening(least)
+        total = float(least[0, self._begins()].min())
         if total == inf:
             return None
         traced = tuple(self._trace(least, onward, limit))
@@ -239,9 +230,6 @@ class LatencySearch:
 
     def _begins(self) -> Ints:
         return np.flatnonzero(self.fill_order.capacity == 0.0)
-
-    def _opening(self, least: Floats) -> float:
-        return float(least[0, self._begins()].min())
 
     def _trace(
         self, least: Floats, onward: Floats, limit: float
@@ -285,8 +273,8 @@ class LatencySearch:
         free = [iter(machines) for machines in self.fill_order.machines]
         order: list[int] = []
         for start, end, submesh, begun in pipeline.stages:
-            for variant, count in enumerate(begun):
-                order += [next(free[variant]) for _ in range(count)]
+            for machines, count in zip(free, begun, strict=True):
+                order += islice(machines, count)
             yield nested_stage(self.fill_order.mesh, start, end, submesh, order)
 
 
@@ -358,9 +346,8 @@ class _BatchedCosts:
         self.parts = []
         self.questions, self.answers = 0, 0
         position = 0
-        for (boundary_level, _), group in groupby(
-            variants, key=lambda variant: (variant.boundary_level, variant.spans)
-        ):
+        by_level = groupby(variants, key=lambda variant: (variant.boundary_level, variant.spans))
+        for (boundary_level, _), group in by_level:
             members = list(group)
             high = position + len(members)
             shapes = np.array([self.mesh.shape(variant.size) for variant in members])
@@ -395,10 +382,8 @@ class _BatchedCosts:
         alone: list[tuple[WorstDevice, int]],
     ) -> Floats:
         known = {
-            (device, downstream_workers): self.cost[device].on_device(
-                start, ends, downstream_workers
-            )
-            for device, downstream_workers in set(alone)
+            (device, downstream): self.cost[device].on_device(start, ends, downstream)
+            for device, downstream in set(alone)
         }
         any_cost = next(iter(self.cost.values()))
         self.questions += len(known)

@@ -131,8 +131,7 @@ def nothing_fits(memory: MemoryModel, request: Request) -> UserError:
     # The least memory: as much recomputation as the user allows.
     limit = MemoryLimit(0.0, memory, "always" if allowed else "never")
     workers = worker_memory(memory, limit, closest, request.device_types)
-    position = max(range(len(workers)), key=lambda stage: workers[stage].share)
-    worker = workers[position]
+    position, worker = max(enumerate(workers), key=lambda at: at[1].share)
     needed = worker.memory.total
     if worker.device.memory == request.memory:
         lacking, remedies = "--memory", [f"give at least --memory {_round_up(needed)}"]
@@ -151,8 +150,7 @@ def too_many_versions(memory: MemoryModel, request: Request, solution: Solution)
     """The error for vertical sync, whose versions in later stages the search does not count."""
     types = request.device_types
     workers = worker_memory(memory, request.limit(memory, types), solution, types)
-    position = max(range(len(workers)), key=lambda stage: workers[stage].share)
-    worker = workers[position]
+    position, worker = max(enumerate(workers), key=lambda at: at[1].share)
     return UserError(
         f"--memory {show_bytes(worker.device.memory)}: with --schedule {request.schedule} stage"
         f" {position} of {len(workers)} keeps {worker.peak.versions} versions of its weights and"

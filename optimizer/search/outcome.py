@@ -7,22 +7,18 @@ from dataclasses import dataclass
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, PlannedGraph, Predicted, Stage
-from pipedream.optimizer.cost.expected_time import in_a_run
 from pipedream.optimizer.cost.memory import MemoryModel
-from pipedream.optimizer.cost.rank_assignment import (
+from pipedream.optimizer.cost.stage_cost import Replication
+from pipedream.optimizer.cost.stage_time import (
     compute_seconds,
     data_parallel_time,
+    in_a_run,
     ranks,
     stage_time,
 )
-from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.memory_fit import (
-    WorkerMemory,
-    with_more_in_flight,
-    worker_memory,
-)
+from pipedream.optimizer.search.memory_fit import WorkerMemory, with_more_in_flight, worker_memory
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.required_in_flight import required_in_flight
 from pipedream.optimizer.search.stages import Solution
@@ -70,9 +66,8 @@ def make_outcome(
     Raises UserError if --microbatches is too small for the schedule.
     """
     cuts, types = memory.cuts, request.device_types
-    workers: Sequence[WorkerMemory] = worker_memory(
-        memory, request.limit(memory, types), solution, types
-    )
+    limit = request.limit(memory, types)
+    workers: Sequence[WorkerMemory] = worker_memory(memory, limit, solution, types)
     cost = Replication(cuts, request.cluster, request.model)
     times = [
         stage_time(cost.on(worker.device), stage, worker.recompute)

@@ -1,13 +1,61 @@
-"""Graph and cluster in, plan out: the entry point of planning."""
+"""Graph and cluster in, plan out: the entry point of planning.
+
+Picks the cuts to search and bounds the result; the searches: hierarchical.py for throughput and
+latency.py for latency. All cuts are searched where there are few enough. For throughput, else those
+that cannot be part of a plan better than the best found so far are pruned (cuts/pruning.py). If too
+many are left, likely ones are searched and the result is bounded (bounds.py).
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+from typing import NamedTuple
+
 from pipedream.graph.errors import UserError
+from pipedream.optimizer.cost.device_types import DeviceTypes
+from pipedream.optimizer.cost.memory import MemoryModel
+from pipedream.optimizer.cost.stage_cost import Replication
+from pipedream.optimizer.cuts.antichains import all_downsets
+from pipedream.optimizer.cuts.downsets import Cuts
+from pipedream.optimizer.cuts.frontier import Bins, bins_of
+from pipedream.optimizer.cuts.layering import layer_cuts
+from pipedream.optimizer.cuts.likely_cuts import in_order, lightest, likely_cuts, orders, prefixes
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.latency_plan import plan_latency
-from pipedream.optimizer.search.outcome import Outcome
+from pipedream.optimizer.cuts.pruning import PruningProblem, prune_cuts
+from pipedream.optimizer.search.bounds import (
+    bound_over_bins,
+    latency_bound,
+    latency_bound_over_bins,
+    lower_bound,
+)
+from pipedream.optimizer.search.fill_order import build_fill_order
+from pipedream.optimizer.search.hierarchical import Search, affordable
+from pipedream.optimizer.search.latency import Latency, narrowed
+from pipedream.optimizer.search.memory_fit import fits, nothing_fits, too_many_versions
+from pipedream.optimizer.search.outcome import Outcome, make_outcome
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.throughput_plan import plan_throughput
+from pipedream.optimizer.search.stages import TIE, Solution
+
+# Cuts for a first plan; cuts and search steps when there are too many cuts to try them all.
+_FEW, _MANY, _STEPS = 200, 3_000, 1e9
+
+_AT_ONCE = 2
+"""Only this fraction of the affordable cuts is searched at once; pruning is worth the rest."""
+
+# So many downsets, or so many divided by the number of nodes, are listed in about two seconds.
+_MOST_LISTED, _LISTED = 300_000, 1e8
+
+_WORDS = 3e9
+"""Words of memory, at most, for knowing which cuts are nested."""
+
+
+class _Best(NamedTuple):
+    """The best plan so far, the cuts it is over, and whether it is the best over all cuts."""
+
+    memory: MemoryModel
+    solution: Solution
+    proven: bool
 
 
 def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
@@ -32,3 +80,213 @@ def _check(graph: PlanningGraph, request: Request) -> None:
             f"--straight: {devices} devices but only {len(graph)} nodes, and each stage needs at"
             " least one; give fewer --machines, or add --fewer-machines"
         )
+
+
+def plan_throughput(graph: PlanningGraph, request: Request, most_cuts: int | None) -> Outcome:
+    """The best plan over all nested downsets, or over some, with a bound.
+
+    Raises UserError if no plan fits the memory.
+    """
+    types = request.device_types
+    limit = most_cuts or min(
+        affordable(request.cluster.machines, types.memory_limited, device_types=types),
+        int((_WORDS * 64 / len(graph)) ** 0.5),
+    )
+    listed = most_cuts or max(limit, int(min(_MOST_LISTED, _LISTED / len(graph))))
+    downsets = all_downsets(graph, listed)
+    cuts, best = None, None
+    if downsets is not None:
+        cuts = Cuts(graph, downsets)
+        best = _among_all(cuts, request, limit)
+        if best is not None and best.proven:
+            return _best_of_all(cuts, request, best)
+    bins = bins_of(graph)
+    many = most_cuts or _many(graph, bins, request)
+    likely = request.memory_model(Cuts(graph, likely_cuts(graph, bins, many)))
+    solution = _planned(likely, request)
+    if best is None or solution.cost < best.solution.cost * (1 - TIE):
+        best = _Best(likely, solution, proven=False)
+        if cuts is not None:
+            best = _narrowed(cuts, request, limit // _AT_ONCE, best)
+            if best.proven:
+                return _best_of_all(cuts, request, best)
+    memory, solution, _ = best
+    _check_versions(memory, request, solution)
+    cluster, model, straight = request.cluster, request.model, request.rules.straight
+    simple = lower_bound(graph, cluster, model, straight)
+    over_bins = bound_over_bins(bins.merged(many), cluster, model, straight, solution.cost)
+    return make_outcome(memory, request, solution, max(simple, over_bins), exact=False)
+
+
+def _best_of_all(cuts: Cuts, request: Request, best: _Best) -> Outcome:
+    memory, solution, _ = best
+    _check_versions(memory, request, solution)
+    outcome = make_outcome(memory, request, solution, solution.cost, exact=True)
+    return replace(outcome, cuts=len(cuts))
+
+
+def _check_versions(memory: MemoryModel, request: Request, solution: Solution) -> None:
+    if not fits(memory, request, request.device_types, solution):
+        raise too_many_versions(memory, request, solution)
+
+
+def _among_all(cuts: Cuts, request: Request, limit: int) -> _Best | None:
+    """The best plan over all cuts, or the best found if more than `limit` must be searched; None if
+    there is none yet.
+    """
+    few, best = limit // _AT_ONCE, None
+    if len(cuts) > few:
+        likely = {*prefixes(cuts.graph, 2 * _FEW)}
+        likely |= {cuts.downsets[index] for index in lightest(cuts, _FEW)}
+        memory = request.memory_model(Cuts(cuts.graph, in_order(likely)))
+        solution = _solve(memory, request)
+        if solution is not None:
+            best = _narrowed(cuts, request, few, _Best(memory, solution, proven=False))
+    if len(cuts) <= limit and not (best and best.proven):
+        memory = request.memory_model(cuts)
+        best = _Best(memory, _planned(memory, request), proven=True)
+    return best
+
+
+def _narrowed(cuts: Cuts, request: Request, enough: int, best: _Best) -> _Best:
+    """The best plan over the cuts that can be part of a better one than the best so far.
+
+    While more than `enough` are left, some of them are searched, as long as that helps.
+    """
+    problem = PruningProblem(request.cluster, request.model, request.rules)
+    while not best.proven:
+        cost = best.solution.cost
+        alive = prune_cuts(cuts, problem, cost)
+        few = len(alive) <= enough
+        chosen = [0, *alive, len(cuts) - 1]
+        if not few:
+            some = alive[:: 1 + 2 * len(alive) // max(enough, 1)]
+            chosen = sorted({*lightest(cuts, _FEW, alive), *some.tolist()})
+        subset = Cuts(cuts.graph, [cuts.downsets[index] for index in chosen])
+        memory = request.memory_model(subset)
+        better = _solve(memory, request, cost * (1 - 2 * TIE))
+        if better is None:
+            return best._replace(proven=few)
+        best = _Best(memory, better, proven=few)
+    return best
+
+
+def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
+    """How many cuts can be searched in some seconds, judging by a search over a few."""
+    machines, types = request.cluster.machines, request.device_types.without_memory_limit
+    cuts = Cuts(graph, likely_cuts(graph, bins, _FEW))
+    cost = Replication(cuts, request.cluster, request.model)
+    cheapest = Search(cuts, machines, cost, request.rules, types).bottleneck()
+    limited = Search(cuts, machines, cost, request.rules, types, cheapest)
+    limited.bottleneck()
+    growth = (_STEPS / max(limited.steps, 1)) ** (1 / (2 if len(machines) == 1 else 3))
+    return int(min(max(_FEW, _FEW * growth), _MANY if len(machines) == 1 else _MANY * 2 // 3))
+
+
+def _planned(memory: MemoryModel, request: Request) -> Solution:
+    """The best plan within the memory. Raises UserError if there is none."""
+    solution = _solve(memory, request)
+    if solution is None:
+        raise nothing_fits(memory, request)
+    return solution
+
+
+def _solve(memory: MemoryModel, request: Request, within: float = inf) -> Solution | None:
+    """The best plan within the memory; None if there is none or it costs more than `within`.
+
+    Prefers, at equal cost, a plan whose every stage has work, even if it leaves machines unused.
+    """
+    cuts, types = memory.cuts, request.device_types.without_memory_limit
+    solution = _search(memory, request, types, working=False, within=within)
+    if solution is not None and not fits(memory, request, types, solution):
+        types = request.device_types
+        solution = _search(memory, request, types, working=False, within=within)
+    if solution is None:
+        return None
+    if any(cuts.working[stage.start] == cuts.working[stage.end] for stage in solution.stages):
+        for rules in (request.rules, replace(request.rules, fewer_machines=True)):
+            changed = replace(request, rules=rules)
+            working = _search(memory, changed, types, working=True, within=solution.cost)
+            if not working or not fits(memory, request, types, working):
+                continue
+            if working.cost <= solution.cost * (1 + TIE):
+                return working
+    return solution
+
+
+def _search(
+    memory: MemoryModel, request: Request, types: DeviceTypes, working: bool, within: float = inf
+) -> Solution | None:
+    """The best plan; None if there is none or it costs more than `within`.
+
+    With many cuts, a plan over a few of them first limits what is explored.
+    """
+    limit = request.limit(memory, types)
+    cuts, machines, rules = memory.cuts, request.cluster.machines, request.rules
+    if len(cuts) > 3 * _FEW and limit is None:
+        few = Cuts(cuts.graph, [cuts.downsets[index] for index in lightest(cuts, _FEW)])
+        rough = Replication(few, request.cluster, request.model, working=working)
+        within = min(within, Search(few, machines, rough, rules, types, within).bottleneck())
+    cost = Replication(cuts, request.cluster, request.model, limit, working)
+    return Search(cuts, machines, cost, rules, types, within).best()
+
+
+def plan_latency(
+    graph: PlanningGraph, request: Request, goal: Latency, most_cuts: int | None
+) -> Outcome:
+    """The best flat pipeline for latency, over all nested downsets or over those between layers.
+
+    Raises UserError if no plan fits the memory.
+    """
+    model, types, machines = request.model, request.device_types, request.cluster.machines
+    straight = request.rules.straight
+    constrained = request.constrains_stages(types)
+    fill_order = build_fill_order(machines, types, request.rules, with_downstream=constrained)
+
+    def cost_of(cuts: Cuts) -> Replication:
+        limit = request.limit(request.memory_model(cuts), types)
+        return Replication(cuts, request.cluster, model, limit)
+
+    limit = most_cuts
+    if limit is None:
+        trial = narrowed(Cuts(graph, prefixes(graph, _FEW)), fill_order, cost_of, goal)
+        trial.best()
+        limit = max(trial.affordable(), 4 * request.cluster.devices * straight)
+    downsets = all_downsets(graph, limit) if goal.layers is None else None
+    bins = None
+    if downsets is None:
+        bins = bins_of(graph)
+        if goal.layers is None:
+            cuts = Cuts(graph, likely_cuts(graph, bins, limit))
+        else:
+            distinct = list(dict.fromkeys(map(tuple, orders(graph))))
+            cuts = Cuts(graph, layer_cuts(graph, distinct, goal.layers))
+    else:
+        cuts = Cuts(graph, downsets)
+    memory = request.memory_model(cuts)
+    solution = narrowed(cuts, fill_order, cost_of, goal).best()
+    if solution is None:
+        raise nothing_fits(memory, request)
+    slowest = lower_bound(graph, request.cluster, model, straight)
+    stages = Solution(solution.cost, solution.stages)
+    outcome = make_outcome(memory, request, stages, slowest, exact=False)
+    times = [figures.seconds for figures in outcome.figures]
+    seconds = goal.seconds(sum(times), max(times))
+    bound = solution.bound
+    if bins is not None:
+        simple = latency_bound(graph, request.cluster, model, straight, goal.microbatches)
+        merged, precise = bins.merged(limit), replace(goal, epsilon=0.0)
+        over_bins = latency_bound_over_bins(
+            merged, request.cluster, model, request.rules, precise, seconds
+        )
+        bound = max(simple, over_bins)
+    predicted = outcome.plan.predicted.model_copy(
+        update={
+            "objective": "latency",
+            "microbatches": goal.microbatches,
+            "latency_seconds": seconds,
+            "latency_lower_bound_seconds": min(seconds, bound),
+        }
+    )
+    plan = outcome.plan.model_copy(update={"predicted": predicted})
+    return replace(outcome, plan=plan, exact=downsets is not None and not goal.epsilon)

@@ -38,12 +38,8 @@ def required_in_flight(plan: Plan, workload: Workload, policy: Policy) -> tuple[
         forward=[work.forward_seconds for work in works],
         backward=[work.backward_seconds for work in works],
         update=update,
-        there={
-            link: _message(plan, link, amount) for link, amount in workload.forward_bytes.items()
-        },
-        back={
-            link: _message(plan, link, amount) for link, amount in workload.backward_bytes.items()
-        },
+        there={link: _message(plan, link, sent) for link, sent in workload.forward_bytes.items()},
+        back={link: _message(plan, link, sent) for link, sent in workload.backward_bytes.items()},
     )
     return useful_in_flight(plan.replicas, pace, list(workload.forward_bytes), policy.in_step)
 

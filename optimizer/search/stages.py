@@ -28,13 +28,11 @@ class CutFamily(Protocol):
     @property
     def working(self) -> Floats:
         """The amount of work before each state; a stage without any is useless."""
-        ...
 
     def __len__(self) -> int: ...
 
     def after(self, start: int, end: int) -> States:
         """The states up to `end` at which a stage from `start` may end."""
-        ...
 
 
 class Share(NamedTuple):

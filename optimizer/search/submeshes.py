@@ -60,10 +60,6 @@ class Mesh:
             for level, count in enumerate(self.machines)
         )
 
-    def offset(self, begin: int, level: int) -> int:
-        """The number, within its parent, of the component of `level - 1` that holds the device."""
-        return begin // self.within[level - 1] % self.machines[level - 1]
-
     def spans(self, size: int) -> int:
         """The outermost level of which a submesh of this size has several components, 0 if none."""
         shape = self.shape(size)
@@ -81,7 +77,7 @@ def nested_stage(
     shape, outermost = mesh.shape(submesh.size), len(mesh.machines)
     shares = []
     for level, replicas in enumerate(shape, start=1):
-        offset = mesh.offset(submesh.begin, level)
+        offset = submesh.begin // mesh.within[level - 1] % mesh.machines[level - 1]
         chosen = tuple(order[offset : offset + replicas]) if level == outermost else ()
         first = level != submesh.boundary_level
         shares.append(Share(level, start, end, offset, replicas, first, chosen))

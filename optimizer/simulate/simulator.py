@@ -20,8 +20,7 @@ from pipedream.graph.profile import TrainingOverheads
 from pipedream.graph.timeline import Event, Timeline
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.simulate.long_rounds import lengthened, rounds_to_play
-from pipedream.optimizer.simulate.simulation import Simulation
-from pipedream.optimizer.simulate.workload import UPDATE_RATE, Workload
+from pipedream.optimizer.simulate.workload import UPDATE_RATE, Simulation, Workload
 from pipedream.schedule.action import Action, Kind, Worker
 from pipedream.schedule.policy import policy
 from pipedream.schedule.schedule import Schedule
@@ -34,8 +33,6 @@ MOST_MOVES = 2_000_000
 
 QUICK_MOVES = 100_000
 """The same for a simulation that is not asked for: about a quarter of a second."""
-
-_SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 
 
 def simulate_plan(
@@ -78,24 +75,14 @@ def simulate(
     cluster: Cluster,
     ranks: Sequence[Sequence[int]],
     span: SteadySpan,
+    actions: Mapping[int, Sequence[Action]] | None = None,
 ) -> Simulation:
-    """Simulates `schedule`, whose worker (s, r) is rank `ranks[s][r]` of the cluster."""
-    actions = {
-        ranks[stage][replica]: schedule.actions((stage, replica))
-        for stage, replica in schedule.workers
-    }
-    return simulate_ranks(schedule, actions, workload, cluster, ranks, span)
+    """Simulates `schedule`, whose worker (s, r) is on rank `ranks[s][r]` of the cluster.
 
-
-def simulate_ranks(
-    schedule: Schedule,
-    actions: Mapping[int, Sequence[Action]],
-    workload: Workload,
-    cluster: Cluster,
-    ranks: Sequence[Sequence[int]],
-    span: SteadySpan,
-) -> Simulation:
-    """As `simulate`, with the actions of each rank given: a rank may run several workers."""
+    `actions` of each rank, which may run several workers [default: those of its one worker].
+    """
+    if actions is None:
+        actions = {ranks[s][r]: schedule.actions((s, r)) for s, r in schedule.workers}
     run = _Simulator(schedule, actions, workload, cluster, ranks)
     run.finish()
     begin, end = steady_window(run.events, span)
@@ -130,13 +117,13 @@ class _RankState:
 
 @dataclass
 class _WorkerState:
-    """What one worker holds, `held` bytes in all; `gradients`: any not yet used by an update."""
+    """What one worker holds, `bytes_held` in all; `gradients`: any not yet used by an update."""
 
     place: _RankState
     versions: Versions
     in_flight: int = 0
     gradients: bool = False
-    held: float = 0.0
+    bytes_held: float = 0.0
 
 
 class _Simulator:
@@ -178,8 +165,8 @@ class _Simulator:
         self.perform = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward_input,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.BACKWARD_WEIGHT: self._backward,
             Kind.UPDATE: self._update,
             Kind.SEND_ACTIVATION: self._send,
             Kind.SEND_GRADIENT: self._send,
@@ -201,7 +188,7 @@ class _Simulator:
                 action = place.actions[place.position]
                 self.perform[action.kind](now, (action.stage, action.replica))
             else:
-                place.memory.append((now, sum(state.held for state in place.states)))
+                place.memory.append((now, sum(state.bytes_held for state in place.states)))
         assert all(p.position == len(p.actions) for p in self.places.values()), "deadlock"
 
     @property
@@ -225,24 +212,15 @@ class _Simulator:
         self._done(worker, now, now + self.works[worker].forward_seconds)
 
     def _backward(self, now: float, worker: Worker) -> None:
-        self._end_backward(now, now + self.works[worker].backward_seconds, worker)
-
-    def _backward_input(self, now: float, worker: Worker) -> None:
-        end = now + self.works[worker].backward_seconds / 2
-        self._hold(worker, now, backward=True)
-        self._hold(worker, end)
-        self._done(worker, now, end)
-
-    def _backward_weight(self, now: float, worker: Worker) -> None:
-        self._end_backward(now, now + self.works[worker].backward_seconds / 2, worker)
-
-    def _end_backward(self, now: float, end: float, worker: Worker) -> None:
-        """The backward pass, or its second half, from `now` to `end`."""
+        """A backward pass; minibatch and weights are needed no more once its last half is done."""
         action, state = self._action(worker), self.states[worker]
+        halves = 2 if action.kind is Kind.BACKWARD else 1
+        end = now + self.works[worker].backward_seconds * halves / 2
         self._hold(worker, now, backward=True)
-        state.in_flight -= 1
-        state.versions.gone_backward(action.version)
-        state.gradients = True
+        if action.kind is not Kind.BACKWARD_INPUT:
+            state.in_flight -= 1
+            state.versions.gone_backward(action.version)
+            state.gradients = True
         self._hold(worker, end)
         self._done(worker, now, end)
 
@@ -296,8 +274,8 @@ class _Simulator:
         """Records what the worker's rank holds from now on; `backward`: during such a pass."""
         state = self.states[worker]
         older = len(state.versions.alive) - 1
-        bytes_held = self.works[worker].held
-        state.held = bytes_held.at(older, state.in_flight, backward, state.gradients)
+        memory = self.works[worker].memory
+        state.bytes_held = memory.at(older, state.in_flight, backward, state.gradients)
         states = state.place.states
-        total = sum(each.held for each in states) if len(states) > 1 else state.held
+        total = sum(each.bytes_held for each in states) if len(states) > 1 else state.bytes_held
         state.place.memory.append((now, total))

@@ -1,14 +1,15 @@
-"""The workload of a plan: the seconds of each stage per minibatch, and the bytes it sends."""
+"""What is simulated: the work of each stage per minibatch, the bytes it sends; and the result."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipedream.graph.model import Graph
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import Plan, Simulated
 from pipedream.graph.profile import TrainingOverheads
+from pipedream.graph.timeline import Event
 from pipedream.optimizer.cost.memory import HeldBytes
 from pipedream.schedule.action import Link
 from pipedream.schedule.policy import Policy
@@ -28,7 +29,7 @@ class StageWork:
     backward_seconds: float
     update_seconds: float = 0.0
     parameter_bytes: float = 0.0
-    held: HeldBytes = field(default_factory=HeldBytes)
+    memory: HeldBytes = field(default_factory=HeldBytes)
 
     def at(self, speed: float) -> StageWork:
         """The same work on a device of relative `speed`."""
@@ -91,7 +92,7 @@ class Workload:
                 + (forward_seconds if stage.recompute else 0.0),
                 update_seconds=parameters / update_rate,
                 parameter_bytes=parameters,
-                held=HeldBytes.of(stage.memory, policy.peak(stage.stage), stage.recompute),
+                memory=HeldBytes.of(stage.memory, policy.peak(stage.stage), stage.recompute),
             )
             stages.append(work)
         return Workload(tuple(stages), dict(forward), dict(backward))
@@ -108,3 +109,25 @@ def _learning(graph: Graph) -> frozenset[str]:
         if own or learning.intersection(graph.predecessors[name]):
             learning.add(name)
     return frozenset(learning)
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """How a schedule went.
+
+    `seconds_per_minibatch` and `bubble`, the share of the workers' time in which they neither
+    compute nor update, are of the steady state, which begins with minibatch `steady_from`.
+    `events` and `memory` are by rank; memory is a list of (second, bytes held from then on).
+    """
+
+    seconds_per_minibatch: float
+    bubble: float
+    steady_from: int
+    events: Mapping[int, Sequence[Event]]
+    memory: Mapping[int, Sequence[tuple[float, float]]]
+
+    def noted_in(self, plan: Plan) -> Plan:
+        """The plan with the figures of its simulation."""
+        figures = Simulated(seconds_per_minibatch=self.seconds_per_minibatch, bubble=self.bubble)
+        predicted = plan.predicted.model_copy(update={"simulated": figures})
+        return plan.model_copy(update={"predicted": predicted})

@@ -12,7 +12,7 @@ from pipedream.graph.profile import Footprint
 from pipedream.optimizer.cost import memory
 from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
 from pipedream.optimizer.cost.stage_cost import MemoryLimit
-from pipedream.optimizer.cuts.antichains import AntichainDag
+from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.schedule.policy import Peak
@@ -20,7 +20,7 @@ from pipedream.schedule.policy import Peak
 
 def cuts_of(graph, footprints=None):
     planning = PlanningGraph.of(graph, footprints)
-    return Cuts(planning, AntichainDag.of(planning, 1000).downsets)
+    return Cuts(planning, all_downsets(planning, 1000))
 
 
 @pytest.fixture

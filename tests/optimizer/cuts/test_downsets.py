@@ -3,7 +3,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pipedream.optimizer.cuts.antichains import AntichainDag, bits
+from pipedream.optimizer.cuts.antichains import all_downsets, bits
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
@@ -20,7 +20,7 @@ def cuts(make_graph):
         d=(8, 7, 1000),
     )
     planning = PlanningGraph.of(graph)
-    return Cuts(planning, AntichainDag.of(planning, 100).downsets)
+    return Cuts(planning, all_downsets(planning, 100))
 
 
 def at(cuts, names):
@@ -75,7 +75,7 @@ def test_more_nodes_than_bits_in_a_word(make_graph):
     names = [f"n{i}" for i in range(130)]
     edges = " ".join(f"{a}-{b}" for a, b in pairwise(names))
     planning = PlanningGraph.of(make_graph(" ".join(names), edges))
-    cuts = Cuts(planning, AntichainDag.of(planning, 200).downsets)
+    cuts = Cuts(planning, all_downsets(planning, 200))
     assert cuts.after(70, 130) == slice(71, 131)
     assert cuts.nodes(126, 129) == (126, 127, 128)
     assert cuts.seconds[129] == pytest.approx(0.129)

@@ -6,17 +6,17 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from random_graphs import graphs
 
-from pipedream.optimizer.cuts.antichains import AntichainDag
+from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.frontier import bins_of
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
 
 def all_cuts(graph):
-    dag = AntichainDag.of(graph, 5000)
-    if dag is None:
+    downsets = all_downsets(graph, 5000)
+    if downsets is None:
         reject()
-    return Cuts(graph, dag.downsets)
+    return Cuts(graph, downsets)
 
 
 def admits(bins, cuts, index):

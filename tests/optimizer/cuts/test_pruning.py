@@ -9,11 +9,11 @@ from pipedream.graph.errors import UserError
 from pipedream.optimizer.cost.models import COST_MODELS, PaperCost, ReleasedCost
 from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.cuts import pruning as elimination
-from pipedream.optimizer.cuts.antichains import AntichainDag
+from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.cuts.pruning import PruningProblem, prune_cuts
-from pipedream.optimizer.search import throughput_plan
+from pipedream.optimizer.search import planner
 from pipedream.optimizer.search.hierarchical import Search
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
@@ -30,7 +30,7 @@ def cluster_of(machines):
 
 def every_cut(graph):
     planning = PlanningGraph.of(graph)
-    return Cuts(planning, AntichainDag.of(planning, 10_000).downsets)
+    return Cuts(planning, all_downsets(planning, 10_000))
 
 
 @pytest.mark.slow
@@ -87,8 +87,8 @@ def test_the_plan_is_as_good_as_over_all_cuts(
 
     over_all = plan()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(throughput_plan, "_AT_ONCE", 10_000 // few)
-        patch.setattr(throughput_plan, "_FEW", 1)
+        patch.setattr(planner, "_AT_ONCE", 10_000 // few)
+        patch.setattr(planner, "_FEW", 1)
         narrowed = plan()
     assert narrowed == (over_all and pytest.approx(over_all, rel=1e-9))
 

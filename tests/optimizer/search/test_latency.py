@@ -13,7 +13,7 @@ from pipedream.graph.errors import UserError
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import COST_MODELS
 from pipedream.optimizer.cost.stage_cost import Replication
-from pipedream.optimizer.cuts.antichains import AntichainDag
+from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.frontier import bins_of
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
@@ -253,11 +253,11 @@ def test_no_pipeline_is_sooner_than_the_bound_over_bins(
 def test_what_is_known_of_the_best_leaves_the_best_to_be_found(graph, machines, model, rules, goal):
     assume(not rules.straight or rules.fewer_machines or math.prod(machines) <= len(graph.nodes))
     planning = PlanningGraph.of(graph)
-    dag = AntichainDag.of(planning, 40)
-    assume(dag is not None)
+    downsets = all_downsets(planning, 40)
+    assume(downsets is not None)
     cluster = Cluster(machines=machines, bandwidth=BANDWIDTH[: len(machines)])
     name, compression = model
-    cuts = Cuts(planning, dag.downsets)
+    cuts = Cuts(planning, downsets)
     cost = Replication(cuts, cluster, COST_MODELS[name](compression))
     ways = build_fill_order(machines, DeviceTypes.of(cluster), rules, with_downstream=False)
 

@@ -17,7 +17,7 @@ from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.outcome import given_plan
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.simulate.simulator import simulate, simulate_plan, simulate_ranks
+from pipedream.optimizer.simulate.simulator import simulate, simulate_plan
 from pipedream.optimizer.simulate.workload import StageWork, Workload
 from pipedream.schedule.action import Kind
 from pipedream.schedule.checker import check
@@ -150,7 +150,7 @@ works = st.builds(
     *[st.floats(0.1, 5)] * 2,
     update_seconds=st.floats(0, 1),
     parameter_bytes=st.floats(0, 50),
-    held=st.builds(HeldBytes, *[st.floats(0, 50)] * 5),
+    memory=st.builds(HeldBytes, *[st.floats(0, 50)] * 5),
 )
 
 
@@ -178,7 +178,7 @@ def test_any_pipeline(stages, message, name):
         assert [event.action for event in events] == made.actions(worker)
         times = [time for event in events for time in (event.begin, event.end)]
         assert times == sorted(times)
-        held, peak = work.held, peaks[worker]
+        held, peak = work.memory, peaks[worker]
         bound = held.always + (peak.versions - 1) * held.version + peak.in_flight * held.minibatch
         bound += max(held.backward, held.gradients)
         assert max(held for _, held in found.memory[rank]) <= bound * (1 + 1e-9)
@@ -229,7 +229,7 @@ def run_orders(orders, workload):
     made, ranks = orders.schedule, len(orders.actions)
     cluster = Cluster(machines=(ranks,), bandwidth=(FREE,))
     span = SteadySpan(made.minibatches, made.spec.microbatches, made.minibatches)
-    return simulate_ranks(made, orders.actions, workload, cluster, orders.ranks, span)
+    return simulate(made, workload, cluster, orders.ranks, span, orders.actions)
 
 
 @pytest.mark.parametrize(("ranks", "chunks", "micro"), [(2, 2, 4), (2, 3, 2), (4, 2, 8)])
