@@ -226,7 +226,7 @@ class Plan(ArtifactModel):
     asked: PlanningOptions | None = None
     """The other options of pd-optimize."""
     order: str | None = None
-    """The order of passes on a rank, by its name in `pipedream.schedule.orders`; by default 1f1b.
+    """The order of passes on a rank, by its name in `schedule.ORDERS`; by default 1f1b.
     With another order a rank may be in several stages.
     """
 

@@ -238,7 +238,7 @@ def _start(job: Job, options: TrainOptions) -> int:
 
 def _export(job: Job, checkpoint: Path, target: Path) -> int:
     from pipedream.capture.sources.load import load_config_model
-    from pipedream.runtime.checkpoint.export import export
+    from pipedream.runtime.checkpoint.plain_model import export
 
     export(load_config_model(job.config, job.directory), checkpoint, target)
     print(f"Written: {target}")

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from pipedream.capture.precision import lowered
-from pipedream.comm.store_messages import broadcast
+from pipedream.comm.store_messages import broadcast, receive_message, send_message
+from pipedream.graph.errors import UserError
 from pipedream.graph.timeline import Event
-from pipedream.runtime.checkpoint.savepoint import save
 from pipedream.runtime.data.reader import Reader
 from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine, minibatches_read
+from pipedream.runtime.engine.evaluation import Evaluation, EvaluationTotals
 from pipedream.runtime.engine.executor import Executor
-from pipedream.runtime.engine.held_out import try_held_out
 from pipedream.runtime.engine.training_segment import (
     Position,
     TrainingSegment,
@@ -26,7 +26,6 @@ from pipedream.runtime.engine.training_segment import (
     training_segments,
 )
 from pipedream.runtime.local_stage import LocalStage
-from pipedream.runtime.optim.staleness import delays
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.summary import Losses
 from pipedream.runtime.supervise.status import Status, current_status, publishing_status
@@ -70,7 +69,38 @@ def _try_if_due(context: RankContext, done: int) -> None:
         return
     every = job.config.evaluate_every or 1
     if done % every == 0 or done == job.epochs:
-        try_held_out(context, evaluation, done)
+        _try_held_out(context, evaluation, done)
+
+
+def _try_held_out(context: RankContext, evaluation: Evaluation, epoch: int) -> None:
+    """Evaluates the held-out data after `epoch` epochs. Raises as `Evaluation.run` does."""
+    local, place = context.local, context.local.place
+    context.say(f"at the held-out data after epoch {epoch}")
+    tensors = {stage.stage: stage.saved for stage in local.stages}
+    totals = evaluation.run(local.examples.to_try(), tensors, context.transport, local.loss)
+    key = f"held-out/{epoch}"
+    send_message(context.store, f"{key}/{place.rank}", totals.as_json)
+    if context.display is not None:
+        keys = (f"{key}/{rank}" for rank in range(place.world_size))
+        of_ranks = [receive_message(context.store, each) for each in keys]
+        context.metrics = EvaluationTotals.result(of_ranks)
+        context.display.held_out(epoch, epoch * local.examples.minibatches, context.metrics)
+    _show_scheduler(context, key)
+
+
+def _show_scheduler(context: RankContext, key: str) -> None:
+    """Passes the metric that a scheduler needs from rank 0 to all, which then take the same step.
+
+    The checkpoint of this moment was saved before: a run resumed from it comes here again.
+    """
+    name = context.stepping.rate.metric
+    if name is None or name == "loss":
+        return
+    place = context.local.place
+    metric = broadcast(context.store, place, f"{key}/{name}", context.metrics.get(name))
+    if metric is None:
+        raise UserError(f"scheduler: metric: the held-out data give no {name}: write held_out_loss")
+    context.stepping.see(metric)
 
 
 class _Training:
@@ -122,7 +152,7 @@ class _Training:
             if end.minibatch == self.local.examples.minibatches:
                 context.stepping.end_epoch(end.minibatch)
                 position = Position(epoch + 1)
-            save(context, position)
+            context.save(position)
             stops = context.graceful_stop.stops_at(end, position)
             if stops and position < Position(self.local.job.epochs):
                 return position
@@ -159,7 +189,7 @@ class _Training:
         stage, *_ = self.local.stages
         if self.context.weights[stage.stage].prediction is None:
             return {}
-        of_segment = delays(self.local.schedule(len(segment)), stage.stage)
+        of_segment = self.local.schedule(len(segment)).delays(stage.stage)
         return {minibatch + segment.begin: delay for minibatch, delay in of_segment.items()}
 
     def _per_update(self) -> int:

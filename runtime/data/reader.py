@@ -24,8 +24,7 @@ from torch.utils.data import Dataset as TorchDataset
 from pipedream.capture.sources.minibatch import Dataset, minibatch
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
-from pipedream.runtime.data.order import shuffled
-from pipedream.runtime.data.sizes import Sizes
+from pipedream.runtime.data.order import Sizes, shuffled
 from pipedream.runtime.supervise.launch import ASKING
 
 

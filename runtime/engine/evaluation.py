@@ -17,16 +17,15 @@ from pipedream.capture.export import Captured
 from pipedream.capture.loss import Loss, accuracy
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan, RankAssignment
+from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch, Epoch, Reader
-from pipedream.runtime.data.sizes import Sizes
 from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine, minibatches_read
 from pipedream.runtime.engine.forward import ForwardExecutor, Table, apart
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.engine.training_segment import TrainingSegment
-from pipedream.runtime.stages.compile import plain
 from pipedream.runtime.stages.partition import first_difference, layouts, links
-from pipedream.runtime.stages.stage_module import StageModule, StageModules
+from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
 from pipedream.schedule.action import Action, Kind, Worker
 from pipedream.schedule.schedule import forwards
 

@@ -12,12 +12,10 @@ from functools import cached_property
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from pipedream.comm.buckets import Buckets
-from pipedream.comm.process_groups import StageGroups
+from pipedream.comm.buckets import Buckets, StageGroups
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, apart, computing
-from pipedream.runtime.engine.minibatch_state import BackwardRoots, MinibatchState
+from pipedream.runtime.engine.minibatch_state import BackwardRoots, MinibatchState, Recomputation
 from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.engine.recompute import Recomputation
 from pipedream.runtime.engine.weights import Version, Weights
 from pipedream.runtime.optim.stepping import Stepping
 from pipedream.runtime.stages.stage_module import StageModule

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipedream.capture.segment import Segment
 from pipedream.comm.transport import Message
-from pipedream.runtime.engine.recompute import Recomputation
 from pipedream.runtime.engine.weights import Version
+from pipedream.runtime.stages.stage_module import Compute
 from pipedream.schedule.channel import Channel
 
 
@@ -58,3 +61,28 @@ class BackwardRoots:
             torch.autograd.backward(
                 self.edges, self.gradients, retain_graph=retain_graph, inputs=to
             )
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What the forward pass of one minibatch needs to be repeated exactly as it was, so that its
+    saved tensors need no memory meanwhile.
+
+    As in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), with a stage as the
+    segment. Kept are the inputs, and the buffers that the stage writes (batch norm's statistics),
+    which the second pass must neither see nor change. Random numbers repeat by themselves
+    (randomness.py).
+    """
+
+    inputs: tuple[Tensor, ...]
+    buffers: Mapping[str, Tensor]
+
+    @staticmethod
+    def before(piece: Segment, inputs: tuple[Tensor, ...]) -> Recomputation:
+        """To be called right before the forward pass, which may then write its buffers."""
+        buffers = {name: piece.module.get_buffer(name).clone() for name in piece.written_buffers}
+        return Recomputation(inputs, buffers)
+
+    def run(self, compute: Compute, tensors: Mapping[str, Tensor]) -> Any:
+        """Returns what the forward pass gives with the parameters `tensors`, with its graph."""
+        return compute({**tensors, **self.buffers}, self.inputs)

@@ -1,7 +1,7 @@
 """Weight prediction: a minibatch runs on the weights as they should be when it makes its update.
 
 With weight stashing d updates come between the forward pass of a minibatch on version w(t) and the
-update it makes (`pipedream.runtime.optim.staleness`). Taking each of them for a repetition of the
+update it makes (`Schedule.delays`). Taking each of them for a repetition of the
 last one, the minibatch runs, forward and backward, on
 
     w(t) + d (w(t) - w(t-1))

@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.engine.weights import Weights
-from pipedream.runtime.optim.rates import LearningRate
-from pipedream.runtime.report.loss_sum import LossSum
+from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.schedule.action import Action, Kind
 
 GROWTH, BACKOFF, PATIENCE = 2.0, 0.5, 2_000

@@ -28,7 +28,7 @@ from rich.table import Table
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import RankAssignment, workers_by_rank
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.runtime.data.sizes import Sizes
+from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.report.summary import Losses
 from pipedream.runtime.report.tensorboard import Board

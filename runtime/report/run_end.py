@@ -12,15 +12,18 @@ from pipedream.comm.store_messages import broadcast, receive_message, send_messa
 from pipedream.graph.measured_run import MEASURED, MeasuredRun, write_measured
 from pipedream.graph.plan import Simulated, workers_by_rank
 from pipedream.runtime.checkpoint import files as checkpoint
-from pipedream.runtime.checkpoint.export import export
-from pipedream.runtime.checkpoint.plain_model import evaluate
+from pipedream.runtime.checkpoint.plain_model import evaluate, export
 from pipedream.runtime.job import Job
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.recording import Recording
 from pipedream.runtime.report.stage_times import measured_ranks
 from pipedream.runtime.report.summary import write_summary
-from pipedream.runtime.report.utilisation import Utilisation, measure_utilisation, promised
-from pipedream.runtime.report.utilisation_table import print_utilisation
+from pipedream.runtime.report.utilisation import (
+    Utilisation,
+    measure_utilisation,
+    print_utilisation,
+    promised,
+)
 from pipedream.schedule.steady_state import SteadySpan
 
 

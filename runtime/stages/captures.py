@@ -15,8 +15,8 @@ from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.launcher import Place
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.examples import Examples
+from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.data.sizes import Sizes
 from pipedream.runtime.engine.evaluation import Evaluation, obstacle
 from pipedream.runtime.job import Job
 from pipedream.runtime.stages.partition import layouts
