@@ -98,8 +98,7 @@ class Buckets:
         """Replaces this replica's `gradients` by the sums, which are valid until the next round.
 
         Where one is missing, the replica has added nothing; where all replicas have none, there is
-        none afterwards, as in the plain model: the optimizer leaves that parameter alone. Raises
-        PeerLost.
+        none afterwards, as in the plain model. Raises PeerLost.
         """
         for bucket in self.buckets:
             bucket.missing.clear()
@@ -151,11 +150,7 @@ def _flat(parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 
 @dataclass(frozen=True)
 class StageGroups:
-    """The processes that add up gradients: the replicas of a stage, and the holders of each of its
-    tied weights.
-
-    `replicas` is None where the stage has one replica.
-    """
+    """Who adds up gradients: the replicas of a stage, if several, and holders of tied weights."""
 
     replicas: dist.ProcessGroup | None
     tied: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)

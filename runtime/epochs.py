@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ def _try_held_out(context: RankContext, evaluation: Evaluation, epoch: int) -> N
     tensors = {stage.stage: stage.saved for stage in local.stages}
     totals = evaluation.run(local.examples.to_try(), tensors, context.transport, local.loss)
     key = f"held-out/{epoch}"
-    send_message(context.store, f"{key}/{place.rank}", totals.as_json)
+    send_message(context.store, f"{key}/{place.rank}", astuple(totals))
     if context.display is not None:
         keys = (f"{key}/{rank}" for rank in range(place.world_size))
         of_ranks = [receive_message(context.store, each) for each in keys]

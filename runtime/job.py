@@ -183,9 +183,7 @@ class Job:
             raise UserError(f"--replan: {graph} is not the graph that {self.replan} was made from")
 
     def check_folder(self) -> None:
-        """Makes the folder. Raises UserError if that fails, or would overwrite results of another
-        run.
-        """
+        """Makes the folder. Raises UserError if it cannot, or has another run's checkpoints."""
         try:
             self.run.mkdir(parents=True, exist_ok=True)
         except OSError as error:

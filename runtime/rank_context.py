@@ -80,8 +80,7 @@ class RankContext:
     def save(self, position: Position) -> None:
         """Begins to save this rank's part, and waits until rank 0 is here.
 
-        However long rank 0's last save takes: in the next segment others would not wait for it
-        longer than the timeout.
+        In the next segment others would wait for its last save no longer than the timeout.
         """
         for stage in self.local.stages:
             self._average_buffers(stage)

@@ -31,8 +31,7 @@ class Stopped(Exception):
 def train(job: Job, place: Place, heartbeats: Heartbeats | None = None) -> None:
     """Trains as this rank; `heartbeats` is there if pd-train's launcher started it.
 
-    Raises UserError for what the user can fix, PeerLost if other ranks are lost, Stopped after a
-    graceful stop.
+    Raises UserError, PeerLost if other ranks are lost, Stopped after a graceful stop.
     """
     planned, started = job.plan.workers, place.world_size
     if started > planned or (started < planned and job.replan is None):
@@ -84,8 +83,7 @@ def _run(context: RankContext) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Creates the folder and keeps other runs out of it until the block or this process ends.
 
-    Processes forked from this one do not inherit the lock. Raises UserError if another process
-    holds it.
+    Forked processes do not inherit the lock. Raises UserError if another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", blocking=False)

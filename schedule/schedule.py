@@ -4,8 +4,7 @@ What a pipeline learns is its schedule (`policy`); in which order a rank does th
 workers is another matter. An order is a generator of passes, around which `write_actions` writes
 the messages and updates; to add one, write such a generator and enter it in ORDERS. That of 1F1B is
 made by a list scheduler (`generate`), which follows the rules of the policy in a balanced pipeline:
-it fits any replica counts, and cannot deadlock, since it finds an order in which everything could
-be done.
+it fits any replica counts, and cannot deadlock, since everything could be done in that order.
 
 The engine executes `Schedule.actions`, the simulator times them, `checker` proves the lists sound.
 """
@@ -81,8 +80,7 @@ class Schedule:
             stage 1       0  1  1  1  1  1
             stage 2       0  0  0  0  0  0
 
-        that is n - 1 - s at stage s once the pipeline is full, and again from 0 after it was
-        drained.
+        that is n - 1 - s at stage s once the pipeline is full.
         """
         size = self.policy.round_size(stage)
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -29,8 +30,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Loads the checkpoint at `path` into `model` and evaluates it in eval mode, on this worker.
 
-    Returns the metrics of `EvaluationTotals.result`. Raises UserError if the checkpoint is not this
-    model's.
+    Returns `EvaluationTotals.result`. Raises UserError if the checkpoint is of another model.
     """
     load_plain(model, path)
     model.to(device).eval()
@@ -41,7 +41,7 @@ def evaluate(
                 output = model(*batch.inputs)
             mean, hit = loss(output, batch.target).item(), accuracy(output, batch.target)
             totals.add(mean, len(batch.inputs[0]), hit)
-    return EvaluationTotals.result([totals.as_json])
+    return EvaluationTotals.result([astuple(totals)])
 
 
 def load_plain(model: nn.Module, path: Path) -> None:

@@ -73,10 +73,9 @@ class Epoch:
 
     The order depends on the seed and `number` alone, so every rank that needs a minibatch makes it
     for itself: stages that read an input of the model, and the last stage for the target. With
-    `drop_last` the examples that do not fill a minibatch are skipped; which ones changes with the
-    epoch. `order` has the indices of the examples, if they are not simply all, shuffled. `kind`:
-    what all minibatches have to be (`Batch.kind`), if that is known. `draws`: the dataset uses
-    torch's random numbers.
+    `drop_last` the examples that do not fill a minibatch are skipped, others in each epoch. `order`
+    has the indices of the examples, if they are not simply all, shuffled. `kind`: what all
+    minibatches have to be, if known. `draws`: the dataset uses torch's random numbers.
     """
 
     def __init__(
@@ -111,9 +110,7 @@ class Epoch:
             yield
 
     def batch(self, minibatch: int) -> Batch:
-        """Returns a minibatch on the CPU. Raises UserError if it is of another kind than the
-        others.
-        """
+        """Returns a minibatch on the CPU. Raises UserError if it is not of the same kind."""
         size = self.config.batch_size
         chosen = self.order[minibatch * size : (minibatch + 1) * size]
         with self._random(minibatch):
@@ -127,11 +124,10 @@ class Epoch:
 
 
 class Reader:
-    """The minibatches that a rank will ask for, in that order, each read before it is asked for.
+    """A context manager that reads the minibatches a rank will ask for ahead, in that order.
 
     A thread reads them, or `data_workers` processes. If the dataset uses torch's random numbers it
-    cannot be a thread, for the model uses the same: then each is read when it is asked for. A
-    context manager.
+    cannot be a thread, for the model uses the same: then each is read when it is asked for.
     """
 
     def __init__(self, epoch: Epoch, minibatches: Sequence[int]) -> None:

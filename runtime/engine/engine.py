@@ -62,9 +62,7 @@ class Engine:
             self.after(action)
 
     def _follow(self, stream: ActionStream) -> Sequence[Action]:
-        """Tells the executors of the stream's present actions, the first of which may be done
-        already.
-        """
+        """Tells the executors of the stream's actions, the first of which may be done already."""
         actions = stream.actions
         for stage, executor in self.executors.items():
             own = [action for action in actions if action.stage == stage]

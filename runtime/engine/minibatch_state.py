@@ -25,8 +25,7 @@ class MinibatchState:
     data, of sent values that need a gradient. `recomputation` replaces the graph if the stage
     recomputes. `messages`: received activations, whose memory can be recycled; that of gradients
     cannot, because autograd passes on views of it. `gradients`: those received, then those to be
-    sent; `sent` is set when the last of them is. Between the halves of the backward pass, `ends` is
-    where it begins.
+    sent; `sent` is set when the last of them is. `ends`: where a backward pass under way began.
     """
 
     received: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -70,8 +69,7 @@ class Recomputation:
 
     As in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), with a stage as the
     segment. Kept are the inputs, and the buffers that the stage writes (batch norm's statistics),
-    which the second pass must neither see nor change. Random numbers repeat by themselves
-    (randomness.py).
+    which the second pass must neither see nor change. Random numbers repeat: see `MinibatchRng`.
     """
 
     inputs: tuple[Tensor, ...]

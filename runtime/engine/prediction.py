@@ -41,8 +41,7 @@ class Prediction:
     def ahead(self, updates: int, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the parameters after that many more updates, as leaves of the autograd graph.
 
-        Written into `memory`, tensors of the same shapes that are no longer needed, or into new
-        memory.
+        Written into `memory`, tensors of the same shapes that nobody needs, or new memory.
         """
         return {
             name: self._ahead(parameter, updates, memory.get(name))
@@ -65,8 +64,7 @@ class Prediction:
     def _before(self, *_: object) -> None:
         """Remembers the parameters before a step, in the memory of their last step.
 
-        Kept beside the optimizer's state, not in it: there an entry would tell torch that its own
-        state exists, too.
+        Not in the optimizer's state: an entry would tell torch that its own state exists, too.
         """
         self.stood: dict[nn.Parameter, Tensor] = {}
         for parameter in self.parameters.values():

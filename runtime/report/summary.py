@@ -70,9 +70,7 @@ class Losses:
         self.store.set(self._key(minibatch), repr(value))
 
     def received(self) -> list[tuple[int, float]]:
-        """Returns the losses that have arrived since the last call, in the order of the
-        minibatches.
-        """
+        """Returns the losses that have arrived since the last call, by ascending minibatch."""
         losses = []
         while self.next < self.minibatches and self.store.check([self._key(self.next)]):
             key = self._key(self.next)

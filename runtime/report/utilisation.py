@@ -38,8 +38,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Seconds of each rank by the kind of action, out of `window` seconds in which `minibatches`
-    went through.
+    """Seconds of each rank by the kind of action, out of `window` seconds for `minibatches`.
 
     `steady`: the filling and the draining of the pipeline are left out.
     """

@@ -25,8 +25,7 @@ from pipedream.runtime.stages.stage_module import capture_rest
 
 @dataclass(frozen=True)
 class Captures:
-    """`whole`: of full minibatches; `rest`: of the smaller last one of an epoch, number `last`, if
-    any.
+    """`whole`: of full minibatches; `rest`: of a smaller last one of an epoch, number `last`.
 
     `parameters`: the names of all that the model has; `persistent`: those in its state_dict;
     `buffers`: those of all its buffers. `evaluation`: a rank's part in evaluating the held-out

@@ -34,9 +34,7 @@ class Layout:
     sends: Mapping[int, tuple[Value, ...]]
 
     def build(self, captured: Captured) -> Segment:
-        """Returns the stage's own module; its results are all that is sent, and its outputs of the
-        model.
-        """
+        """Returns the module of the stage; it gives what is sent, and outputs of the model."""
         return segment(captured, frozenset(self.nodes), captured.outputs)
 
     @cached_property
@@ -116,9 +114,7 @@ def _stages(captured: Captured, plan: Plan) -> dict[str, int]:
 
 
 def first_difference(planned: PlannedGraph, graph: Graph) -> str | None:
-    """Describes the first node in which the model differs from the planned one; None if it does
-    not.
-    """
+    """Describes the first node in which the model differs from the planned one, if any."""
     if planned.fingerprint == graph.fingerprint:
         return None
     known = {node.id: position for position, node in enumerate(planned.nodes)}

@@ -117,8 +117,7 @@ def capture_rest(
 ) -> Captured:
     """Captures the model for the first `rest` examples of `batch`, as `whole` is for all of it.
 
-    Raises UserError with the reason if the model does not accept so few, or its stages would differ
-    from those of `whole`.
+    Raises UserError if the model does not accept so few, or its stages would be others.
     """
     captured = capture(model, batch.first(rest).inputs, training=training)
     difference = _difference(whole, captured, plan)

@@ -55,14 +55,12 @@ def spawn(
     restarts: int = 0,
     with_fewer: bool = False,
 ) -> int:
-    """Runs `command` once for each worker on this machine, as torchrun would. Returns the exit
-    code.
+    """Runs `command` once per worker on this machine, as torchrun would. Returns the exit code.
 
     0 if all went well. If a worker dies, or its heartbeat stands still for `timeout` seconds, all
     others are stopped and one line names the rank, the cause, and what it was doing; after a user
     error, which that worker has reported itself, nothing is printed and the code is 2. All workers
-    are then started again, at most `restarts` times; after that, `with_fewer`, with one worker less
-    and as many restarts.
+    are then started again, at most `restarts` times; then, `with_fewer`, as often with one less.
 
     SIGINT, SIGTERM and SIGUSR1 stop all workers, the first one after they have saved; SIGHUP stops
     them at once. No worker outlives this process, even if it is killed: see `die_with_parent`. Each
