@@ -213,17 +213,11 @@ def _start(job: Job, workers: int | None, max_restarts: int) -> int:
         )
     saved = job.saved if job.resume else None
     if job.export is not None and saved is not None and saved >= Position(job.epochs):
-        return _export(job, job.checkpoints / str(saved), job.export)
+        from pipedream.runtime.checkpoint.plain_model import export_newest
+
+        export_newest(job, job.export)
+        return 0
     return launch.spawn(sys.argv, workers or planned, job.timeout, max_restarts, replan)
-
-
-def _export(job: Job, checkpoint: Path, target: Path) -> int:
-    from pipedream.capture.sources.load import load_config_model
-    from pipedream.runtime.checkpoint.plain_model import export
-
-    export(load_config_model(job.config, job.directory), checkpoint, target)
-    print(f"Written: {target}")
-    return 0
 
 
 def _work(job: Job, place: Place) -> int:

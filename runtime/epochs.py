@@ -170,7 +170,8 @@ class _Training:
         return Engine(executors, transport, self._after, self._before, self.events)
 
     def _executor(self, stage: LocalStage) -> Executor:
-        context, local = self.context, self.local
+        context, local, job = self.context, self.local, self.local.job
+        together = job.policy.same_everywhere
         return Executor(
             stage_modules=stage.stage_modules,
             transport=context.transport,
@@ -181,8 +182,8 @@ class _Training:
             groups=context.groups[stage.stage],
             on_loss=self._on_loss,
             rng=local.rng,
-            per_update=self._per_update(),
-            recompute=local.job.plan.stages[stage.stage].recompute,
+            per_update=job.config.microbatches if together else job.config.accumulate,
+            recompute=job.plan.stages[stage.stage].recompute,
         )
 
     def _delays(self, segment: TrainingSegment) -> dict[int, int]:
@@ -192,11 +193,6 @@ class _Training:
             return {}
         of_segment = self.local.schedule(len(segment)).delays(stage.stage)
         return {minibatch + segment.begin: delay for minibatch, delay in of_segment.items()}
-
-    def _per_update(self) -> int:
-        """Returns how many minibatches are one update of a stage of one replica."""
-        job = self.local.job
-        return job.config.microbatches if job.policy.same_everywhere else job.config.accumulate
 
     def _to_read(self) -> list[int]:
         """The minibatches whose inputs or targets this rank needs."""

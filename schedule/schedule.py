@@ -130,10 +130,7 @@ ORDERS: dict[str, Order] = {DEFAULT_ORDER: one_forward_one_backward}
 
 
 def forwards(
-    replicas: Sequence[int],
-    links: Collection[Link],
-    minibatches: int,
-    workers: Sequence[Worker],
+    replicas: Sequence[int], links: Collection[Link], minibatches: int, workers: Sequence[Worker]
 ) -> list[Action]:
     """What a rank with these `workers` does where there are forward passes alone, as in evaluation.
 

@@ -11,13 +11,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from pipedream.capture.loss import Loss, accuracy
-from pipedream.capture.sources.load import blaming
+from pipedream.capture.sources.load import blaming, load_config_model
 from pipedream.capture.sources.minibatch import Dataset
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
-from pipedream.runtime.checkpoint.files import load_all
+from pipedream.runtime.checkpoint.files import latest, load_all
 from pipedream.runtime.data.reader import in_order
 from pipedream.runtime.engine.evaluation import EvaluationTotals
+from pipedream.runtime.job import Job
 
 
 def evaluate(
@@ -53,6 +54,14 @@ def load_plain(model: nn.Module, path: Path) -> None:
             if name not in own:
                 raise UserError(f"{path}: {name} is not in this model")
             own[name].copy_(tensor)
+
+
+def export_newest(job: Job, target: Path) -> None:
+    """Writes the run's newest checkpoint as `export` does, and says so on standard output."""
+    path = latest(job.checkpoints)
+    assert path is not None
+    export(load_config_model(job.config, job.directory), path, target)
+    print(f"Written: {target}")
 
 
 def export(model: nn.Module, checkpoint: Path, target: Path) -> None:

@@ -226,7 +226,7 @@ class _Ahead:
 
     def __init__(self, listed: _Listed, ahead: int = 2) -> None:
         self.listed = listed
-        self.made: Queue[Batch | BaseException] = Queue(ahead)
+        self.batches: Queue[Batch | BaseException] = Queue(ahead)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._make, name="data", daemon=True)
         self.thread.start()
@@ -236,21 +236,21 @@ class _Ahead:
             if self.ended.is_set():
                 return
             try:
-                self.made.put(self.listed[index])
+                self.batches.put(self.listed[index])
             except BaseException as error:  # raised where it is asked for
-                self.made.put(error)
+                self.batches.put(error)
                 return
 
     def __iter__(self) -> Iterator[Batch | BaseException]:
         while True:
-            yield self.made.get()
+            yield self.batches.get()
 
     def close(self) -> None:
         """Ends the thread after what it reads now, without waiting: that may never come."""
         self.ended.set()
         with suppress(Empty):
             while True:
-                self.made.get_nowait()  # it may be waiting for room
+                self.batches.get_nowait()  # it may be waiting for room
 
 
 def in_order(dataset: Dataset, config: RunConfig, device: torch.device) -> Iterator[Batch]:

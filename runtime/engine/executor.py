@@ -17,7 +17,7 @@ from pipedream.comm.buckets import Buckets, StageGroups
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, computing
 from pipedream.runtime.engine.minibatch_state import BackwardRoots, MinibatchState, Recomputation
 from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.engine.weights import Version, Weights
+from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.stepping import Stepping
 from pipedream.runtime.stages.partition import Layout
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, uses
@@ -155,12 +155,11 @@ class Executor(ForwardExecutor):
     def _learning(self, action: Action, state: MinibatchState) -> Iterator[list[Tensor]]:
         """Yields the parameters; gradients computed inside are added to those of the round."""
         version = state.version
+        summing: AbstractContextManager[None] = nullcontext()
         assert version is not None
-        with (
-            computing(action),
-            self.weights.accumulating(version),
-            self._adding_up(action, version),
-        ):
+        if self.buckets is not None and action.minibatch in self.closing:
+            summing = self.buckets.filling(version.tensors)  # over the replicas, meanwhile
+        with computing(action), self.weights.accumulating(version), summing:
             yield [tensor for tensor in version.tensors.values() if tensor.requires_grad]
 
     def _let_go(self, minibatch: int, state: MinibatchState) -> None:
@@ -187,12 +186,6 @@ class Executor(ForwardExecutor):
             state.sent = True
             if state.version is None:
                 del self.states[action.minibatch]
-
-    def _adding_up(self, action: Action, version: Version) -> AbstractContextManager[None]:
-        """Starts the sums over the replicas, in the last backward pass of the round."""
-        if self.buckets is None or action.minibatch not in self.closing:
-            return nullcontext()
-        return self.buckets.filling(version.tensors)
 
     def _all_reduce(self, action: Action) -> None:
         """Adds up the gradients of the round over the replicas, or all holders of tied weights."""

@@ -87,10 +87,6 @@ class ForwardExecutor(ABC):
             Kind.SEND_ACTIVATION: self._send_activation,
         }
 
-    def is_last(self, action: Action) -> bool:
-        """Whether the action is one of the last stage, which has the loss."""
-        return action.stage == len(self.assignment) - 1
-
     def post(self, action: Action) -> None:
         """Posts a receive that is still to come, with buffers for its tensors."""
         assert action.peer is not None
@@ -130,7 +126,7 @@ class ForwardExecutor(ABC):
         with computing(action):
             results = stage_module.compute(tensors, inputs)
         values = dict(zip(segment.outputs, results, strict=True))
-        if self.is_last(action):
+        if action.stage == len(self.assignment) - 1:
             output = stage_module.output({**known, **values})
             self._take_output(action, state, output, self.data.target(action.minibatch))
         state.leaving = {name: apart(values[name], state.received) for name in layout.sent}

@@ -94,11 +94,9 @@ def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
                 f"asynchronous: nesterov: it has no {refused}: take that out of the optimizer's "
                 "args"
             )
-    return _sgd(args, momentum) if name == "SGD" else _nadam(args, momentum, name == "AdamW")
-
-
-def _sgd(args: dict[str, Any], momentum: float) -> dict[str, Any]:
-    return args | {"momentum": momentum, "nesterov": True}
+    if name == "SGD":
+        return args | {"momentum": momentum, "nesterov": True}
+    return _nadam(args, momentum, name == "AdamW")
 
 
 def _nadam(args: dict[str, Any], momentum: float, decoupled: bool) -> dict[str, Any]:

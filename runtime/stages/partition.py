@@ -153,7 +153,10 @@ def _readers(captured: Captured, stage_of: Mapping[str, int], last: int) -> dict
 def source_text(captured: Captured, plan: Plan, layout: Layout, piece: Segment) -> str:
     """Returns the stage as Python for people to read: `stage0.py`. Nothing reads it back."""
     stage = plan.stages[layout.stage]
-    head = [f"Stage {layout.stage} of {len(plan.stages)}, on ranks {_list(stage.ranks)}.", ""]
+    head = [
+        f"Stage {layout.stage} of {len(plan.stages)}, on ranks {', '.join(map(str, stage.ranks))}.",
+        "",
+    ]
     head += [f"reads input {at} of the model as {name}" for name, at in layout.reads.items()]
     for source, values in layout.receives.items():
         head += [f"receives {_describe(value)} from stage {source}" for value in values]
@@ -203,7 +206,3 @@ def _describe(value: Value) -> str:
 
 def _short(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

@@ -108,12 +108,7 @@ class StageModules:
 
 
 def capture_rest(
-    model: nn.Module,
-    batch: Batch,
-    rest: int,
-    whole: Captured,
-    plan: Plan,
-    training: bool = True,
+    model: nn.Module, batch: Batch, rest: int, whole: Captured, plan: Plan, training: bool = True
 ) -> Captured:
     """Captures the model for the first `rest` examples of `batch`, as `whole` is for all of it.
 

@@ -41,11 +41,7 @@ class GracefulStop:
     """
 
     def __init__(
-        self,
-        store: Store,
-        place: Place,
-        policy: Policy,
-        launcher_asks: Callable[[], bool] | None,
+        self, store: Store, place: Place, policy: Policy, launcher_asks: Callable[[], bool] | None
     ) -> None:
         own: Store = store.clone()  # type: ignore[attr-defined]
         self.store, self.place, self.policy = own, place, policy
