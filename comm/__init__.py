@@ -1,6 +1,6 @@
 """Processes that meet, exchange tensors and add them up.
 
 `launcher` reads what torchrun, mpirun or srun says of this process; `rendezvous` joins it with the
-others. `transport` carries the tensors between stages, `buckets` adds up gradients over
-`process_groups`, `store_messages` carries small values. Begin with `transport`.
+others. `transport` carries the tensors between stages, `buckets` adds up gradients,
+`store_messages` carries small values. Begin with `transport`.
 """

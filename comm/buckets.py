@@ -1,4 +1,4 @@
-"""The gradients of a replicated stage, added up over its replicas during the backward pass.
+"""The gradients of a stage, added up during the backward pass, and the processes that do it.
 
 As in torch's DistributedDataParallel (Li et al., VLDB 2020, section 3.2.3): parameters are in
 buckets in reverse order, which is about the order in which their gradients come, and a full bucket
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedream.comm.transport import Sum, Transport
+from pipedream.graph.plan import RankAssignment
 
 BUCKET_BYTES = 4 * 2**20
 """A sum of more bytes is several sums of about so many, all of them under way at once."""
@@ -97,8 +98,7 @@ class Buckets:
         """Replaces this replica's `gradients` by the sums, which are valid until the next round.
 
         Where one is missing, the replica has added nothing; where all replicas have none, there is
-        none afterwards, as in the plain model: the optimizer leaves that parameter alone. Raises
-        PeerLost.
+        none afterwards, as in the plain model. Raises PeerLost.
         """
         for bucket in self.buckets:
             bucket.missing.clear()
@@ -146,3 +146,27 @@ def _flat(parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
     first = parameters[names[0]]
     size = sum(parameters[name].numel() for name in names) + len(names)
     return torch.zeros(size, dtype=first.dtype, device=first.device)
+
+
+@dataclass(frozen=True)
+class StageGroups:
+    """Who adds up gradients: the replicas of a stage, if several, and holders of tied weights."""
+
+    replicas: dist.ProcessGroup | None
+    tied: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+
+
+def make_groups(
+    assignment: RankAssignment, tied: Mapping[str, Sequence[int]]
+) -> tuple[StageGroups, ...]:
+    """The groups of each stage. Every rank has to make them, all in the same order."""
+    ranks = [[group.leader for group in groups] for groups in assignment]
+    replicas = [dist.new_group(members) if len(members) > 1 else None for members in ranks]
+    holders = {
+        name: dist.new_group(sorted(rank for stage in stages for rank in ranks[stage]))
+        for name, stages in tied.items()
+    }
+    return tuple(
+        StageGroups(own, {name: holders[name] for name in tied if stage in tied[name]})
+        for stage, own in enumerate(replicas)
+    )

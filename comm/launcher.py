@@ -129,8 +129,7 @@ def restarts() -> int:
 def speaks() -> bool:
     """Whether this process should print an error that all ranks may have: always true in the end.
 
-    Rank 0 returns at once. Other ranks wait first; if rank 0 has the same error, their launcher
-    stops them meanwhile.
+    Ranks other than 0 wait first: if rank 0 has the same error, their launcher stops them.
     """
     place = environment()
     if place is not None and place.rank > 0:

@@ -92,7 +92,7 @@ class Transport:
         if channel.is_local:
             return
         spare = self.spare.get((channel, _kind(values)))
-        buffers = spare.pop() if spare else [self._room(value) for value in values]
+        buffers = spare.pop() if spare else [self._buffer(value) for value in values]
         group = self.groups.get(channel.rank_link)
         try:
             works = [dist.irecv(b, channel.source, group, channel.tag) for b in buffers]
@@ -100,7 +100,7 @@ class Transport:
             raise PeerLost(f"cannot receive from rank {channel.source}", channel.source) from error
         self.arriving.setdefault(channel, deque()).append(_Arriving(buffers, works))
 
-    def _room(self, value: TensorSpec) -> torch.Tensor:
+    def _buffer(self, value: TensorSpec) -> torch.Tensor:
         # Page-locked where it goes on to a GPU: such copies are faster.
         through_host = self.staged != self.device
         return torch.empty(

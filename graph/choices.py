@@ -13,7 +13,7 @@ MICROBATCHES = 4
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 DEFAULT_ORDER = "1f1b"
-"""The order of passes where a plan names none: see `pipedream.schedule.orders`."""
+"""The order of passes where a plan names none: see `schedule.ORDERS`."""
 
 OptimizerName: TypeAlias = Literal["sgd", "momentum", "adam"]
 """They keep no, one or two tensors of state for each parameter."""

@@ -121,13 +121,9 @@ class Stage(ArtifactModel):
     nodes: tuple[str, ...] = Field(min_length=1)
     """In topological order."""
     ranks: tuple[int, ...] = Field(min_length=1)
-    """Places in the cluster (`Cluster.rank`), in no particular order. Of r ranks, `ranks[b % r]`
-    runs minibatch b.
-    """
+    """Places in the cluster (`Cluster.rank`); of r ranks `ranks[b % r]` runs minibatch b."""
     compute_seconds: Amount
-    """Forward plus backward of one minibatch on one worker, the slowest; with `recompute` the
-    second forward pass, too.
-    """
+    """Forward plus backward of a minibatch on the slowest worker, recomputation included."""
     parameter_bytes: Amount
     memory_bytes: Amount
     """The most that one worker needs, with `in_flight` minibatches."""
@@ -167,9 +163,7 @@ class Predicted(ArtifactModel):
     seconds_per_minibatch: Amount
     """Of the slowest stage."""
     expected_seconds_per_minibatch: Amount | None = None
-    """The same in a run, where workers wait for the slowest, if the profile says how much passes
-    vary.
-    """
+    """The same in a run, where workers wait for the slowest, if it is known how times vary."""
     lower_bound_seconds: Amount
     """No plan takes less per minibatch."""
     one_worker_seconds: Amount
@@ -226,7 +220,7 @@ class Plan(ArtifactModel):
     asked: PlanningOptions | None = None
     """The other options of pd-optimize."""
     order: str | None = None
-    """The order of passes on a rank, by its name in `pipedream.schedule.orders`; by default 1f1b.
+    """The order of passes on a rank, by its name in `schedule.ORDERS`; by default 1f1b.
     With another order a rank may be in several stages.
     """
 
@@ -313,9 +307,7 @@ def read_plan(path: Path) -> Plan:
 
 
 def moved(plan: Plan, source: Path, target: Path) -> Plan:
-    """What the plan in the folder `source` says, for a file in the folder `target`: from there it
-    is another way to the profile.
-    """
+    """Returns the plan in the folder `source` for a file in `target`: the profile's path moves."""
     if plan.asked is None or plan.asked.profile is None:
         return plan
     way = os.path.relpath((source / plan.asked.profile).resolve(), target.resolve())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,28 +15,7 @@ from pipedream.graph.command import COUNT, PATH, Command, FiniteRange, UserError
 
 if TYPE_CHECKING:
     from pipedream.comm.launcher import Place
-    from pipedream.graph.choices import ScheduleName
     from pipedream.runtime.job import Job
-
-
-class TrainOptions(TypedDict):
-    """The options of the command, without the config."""
-
-    output: Path | None
-    workers: int | None
-    device: str
-    schedule: ScheduleName | None
-    epochs: int | None
-    resume: bool
-    save_every: int | None
-    keep: int | None
-    export: Path | None
-    timeout: float
-    max_restarts: int
-    replan: bool
-    evaluate: bool
-    trace: bool
-    tensorboard: bool
 
 
 _GROUPS = {
@@ -141,7 +120,15 @@ _EXAMPLES = [
 
 @click.command("pd-train", cls=Command, groups=_GROUPS, examples=_EXAMPLES)
 @click.argument("plan", type=PATH)
-def main(plan: Path, config: Path, **options: Unpack[TrainOptions]) -> int:
+def main(
+    plan: Path,
+    config: Path,
+    output: Path | None,
+    replan: bool,
+    workers: int | None,
+    max_restarts: int,
+    **options: Any,
+) -> int:
     """Train the model of a run config as the pipeline that PLAN (a plan.json) describes.
 
     Starts one process per worker of the plan on this machine. Under torchrun, mpirun or srun, each
@@ -153,52 +140,46 @@ def main(plan: Path, config: Path, **options: Unpack[TrainOptions]) -> int:
     from pipedream.runtime.supervise import launch
 
     try:
-        job = _job(plan, config, options)
+        job = _job(plan, config, output, replan, options)
         place = environment()
-        return _start(job, options) if place is None else _work(job, place)
+        return _start(job, workers, max_restarts) if place is None else _work(job, place)
     except (UserError, OSError):
         if launch.reports_the_error():
             raise
         return launch.USER_ERROR
 
 
-def _job(plan: Path, config: Path, options: TrainOptions) -> Job:
-    """The run that is asked for. Raises UserError if it is impossible."""
+def _job(
+    plan: Path, config: Path, output: Path | None, replan: bool, options: dict[str, Any]
+) -> Job:
+    """The run that is asked for; `options` are fields of Job. Raises UserError if it cannot be."""
     from pipedream.graph.plan import moved, read_plan
     from pipedream.graph.run_config import read_config
     from pipedream.runtime.job import Job
 
     read, run_config = read_plan(plan), read_config(config)
-    run = options["output"] or Path("runs") / config.stem
+    run = output or Path("runs") / config.stem
+    options["schedule"] = options["schedule"] or read.schedule
+    options["epochs"] = options["epochs"] or run_config.epochs
     job = Job(
         plan=moved(read, plan.parent, run),
         config=run_config,
         directory=config.resolve().parent,
         run=run,
-        device=options["device"],
-        schedule=options["schedule"] or read.schedule,
-        epochs=options["epochs"] or run_config.epochs,
-        resume=options["resume"],
         restarted=restarts() > 0,
-        timeout=options["timeout"],
-        evaluate=options["evaluate"],
-        trace=options["trace"],
-        tensorboard=options["tensorboard"],
-        save_every=options["save_every"],
-        keep=options["keep"],
-        export=options["export"],
-        replan=plan if options["replan"] else None,
+        replan=plan if replan else None,
+        **options,
     )
     job.check()
     return job
 
 
-def _start(job: Job, options: TrainOptions) -> int:
+def _start(job: Job, workers: int | None, max_restarts: int) -> int:
     """Starts the workers, if there is anything left to train. Returns the exit code."""
     from pipedream.runtime.engine.training_segment import Position
     from pipedream.runtime.supervise import launch
 
-    workers, planned, replan = options["workers"], job.plan.workers, options["replan"]
+    planned, replan = job.plan.workers, job.replan is not None
     if workers is not None and (workers > planned or (workers < planned and not replan)):
         raise UserError(
             f"--workers {workers}: the plan is for {planned} workers; make another with "
@@ -206,17 +187,11 @@ def _start(job: Job, options: TrainOptions) -> int:
         )
     saved = job.saved if job.resume else None
     if job.export is not None and saved is not None and saved >= Position(job.epochs):
-        return _export(job, job.checkpoints / str(saved), job.export)
-    return launch.spawn(sys.argv, workers or planned, job.timeout, options["max_restarts"], replan)
+        from pipedream.runtime.checkpoint.plain_model import export_newest
 
-
-def _export(job: Job, checkpoint: Path, target: Path) -> int:
-    from pipedream.capture.sources.load import load_config_model
-    from pipedream.runtime.checkpoint.export import export
-
-    export(load_config_model(job.config, job.directory), checkpoint, target)
-    print(f"Written: {target}")
-    return 0
+        export_newest(job, job.export)
+        return 0
+    return launch.spawn(sys.argv, workers or planned, job.timeout, max_restarts, replan)
 
 
 def _work(job: Job, place: Place) -> int:

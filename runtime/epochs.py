@@ -6,19 +6,20 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
 from pipedream.capture.compute_settings import lowered
-from pipedream.comm.store_messages import broadcast
+from pipedream.comm.store_messages import broadcast, receive_message, send_message
+from pipedream.graph.errors import UserError
 from pipedream.graph.timeline import Event
-from pipedream.runtime.checkpoint.savepoint import save
 from pipedream.runtime.data.reader import Reader
 from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine, minibatches_read
+from pipedream.runtime.engine.evaluation import Evaluation, EvaluationTotals
 from pipedream.runtime.engine.executor import Executor
-from pipedream.runtime.engine.held_out import try_held_out
 from pipedream.runtime.engine.training_segment import (
     Position,
     TrainingSegment,
@@ -26,7 +27,6 @@ from pipedream.runtime.engine.training_segment import (
     training_segments,
 )
 from pipedream.runtime.local_stage import LocalStage
-from pipedream.runtime.optim.staleness import delays
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.summary import Losses
 from pipedream.runtime.supervise.status import Status, current_status, publishing_status
@@ -70,7 +70,38 @@ def _try_if_due(context: RankContext, done: int) -> None:
         return
     every = job.config.evaluate_every or 1
     if done % every == 0 or done == job.epochs:
-        try_held_out(context, evaluation, done)
+        _try_held_out(context, evaluation, done)
+
+
+def _try_held_out(context: RankContext, evaluation: Evaluation, epoch: int) -> None:
+    """Evaluates the held-out data after `epoch` epochs. Raises as `Evaluation.run` does."""
+    local, place = context.local, context.local.place
+    context.say(f"at the held-out data after epoch {epoch}")
+    tensors = {stage.stage: stage.saved for stage in local.stages}
+    totals = evaluation.run(local.examples.to_try(), tensors, context.transport, local.loss)
+    key = f"held-out/{epoch}"
+    send_message(context.store, f"{key}/{place.rank}", astuple(totals))
+    if context.display is not None:
+        keys = (f"{key}/{rank}" for rank in range(place.world_size))
+        of_ranks = [receive_message(context.store, each) for each in keys]
+        context.metrics = EvaluationTotals.result(of_ranks)
+        context.display.held_out(epoch, epoch * local.examples.minibatches, context.metrics)
+    _show_scheduler(context, key)
+
+
+def _show_scheduler(context: RankContext, key: str) -> None:
+    """Passes the metric that a scheduler needs from rank 0 to all, which then take the same step.
+
+    The checkpoint of this moment was saved before: a run resumed from it comes here again.
+    """
+    name = context.stepping.rate.metric
+    if name is None or name == "loss":
+        return
+    place = context.local.place
+    metric = broadcast(context.store, place, f"{key}/{name}", context.metrics.get(name))
+    if metric is None:
+        raise UserError(f"scheduler: metric: the held-out data give no {name}: write held_out_loss")
+    context.stepping.see(metric)
 
 
 class _Training:
@@ -122,7 +153,7 @@ class _Training:
             if end.minibatch == self.local.examples.minibatches:
                 context.stepping.end_epoch(end.minibatch)
                 position = Position(epoch + 1)
-            save(context, position)
+            context.save(position)
             stops = context.graceful_stop.stops_at(end, position)
             if stops and position < Position(self.local.job.epochs):
                 return position
@@ -139,7 +170,8 @@ class _Training:
         return Engine(executors, transport, self._after, self._before, self.events)
 
     def _executor(self, stage: LocalStage) -> Executor:
-        context, local = self.context, self.local
+        context, local, job = self.context, self.local, self.local.job
+        together = job.policy.same_everywhere
         return Executor(
             stage_modules=stage.stage_modules,
             transport=context.transport,
@@ -150,8 +182,8 @@ class _Training:
             groups=context.groups[stage.stage],
             on_loss=self._on_loss,
             rng=local.rng,
-            per_update=self._per_update(),
-            recompute=local.job.plan.stages[stage.stage].recompute,
+            per_update=job.config.microbatches if together else job.config.accumulate,
+            recompute=job.plan.stages[stage.stage].recompute,
         )
 
     def _delays(self, segment: TrainingSegment) -> dict[int, int]:
@@ -159,13 +191,8 @@ class _Training:
         stage, *_ = self.local.stages
         if self.context.weights[stage.stage].prediction is None:
             return {}
-        of_segment = delays(self.local.schedule(len(segment)), stage.stage)
+        of_segment = self.local.schedule(len(segment)).delays(stage.stage)
         return {minibatch + segment.begin: delay for minibatch, delay in of_segment.items()}
-
-    def _per_update(self) -> int:
-        """Returns how many minibatches are one update of a stage of one replica."""
-        job = self.local.job
-        return job.config.microbatches if job.policy.same_everywhere else job.config.accumulate
 
     def _to_read(self) -> list[int]:
         """The minibatches whose inputs or targets this rank needs."""

@@ -16,8 +16,8 @@ from pipedream.graph.run_config import AsynchronousConfig, OptimizerConfig, RunC
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.optim.late_gradients import nesterov_form
 from pipedream.schedule.action import Link, Worker
-from pipedream.schedule.orders import ORDERS
 from pipedream.schedule.policy import Policy, policy
+from pipedream.schedule.schedule import ORDERS
 from pipedream.schedule.spec import PipelineSpec
 
 
@@ -76,7 +76,7 @@ class Job:
 
     @property
     def order(self) -> str:
-        """In which order a rank does its passes, by its name in `pipedream.schedule.orders`."""
+        """In which order a rank does its passes, by its name in `schedule.ORDERS`."""
         return self.plan.order or DEFAULT_ORDER
 
     @property
@@ -183,9 +183,7 @@ class Job:
             raise UserError(f"--replan: {graph} is not the graph that {self.replan} was made from")
 
     def check_folder(self) -> None:
-        """Makes the folder. Raises UserError if that fails, or would overwrite results of another
-        run.
-        """
+        """Makes the folder. Raises UserError if it cannot, or has another run's checkpoints."""
         try:
             self.run.mkdir(parents=True, exist_ok=True)
         except OSError as error:

@@ -15,9 +15,8 @@ from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.optim.stepping import StageStepping
 from pipedream.runtime.stages.captures import Captures
-from pipedream.runtime.stages.compile import Compute, make_compute
 from pipedream.runtime.stages.partition import Layout, layouts, source_text
-from pipedream.runtime.stages.stage_module import StageModule, StageModules
+from pipedream.runtime.stages.stage_module import Compute, StageModule, StageModules, make_compute
 from pipedream.schedule.action import Worker
 
 

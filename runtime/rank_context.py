@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch._C._distributed_c10d import Store
 
-from pipedream.comm.process_groups import make_groups
+from pipedream.comm.buckets import make_groups
 from pipedream.comm.rendezvous import join, meet
+from pipedream.comm.store_messages import broadcast
 from pipedream.comm.transport import Transport
 from pipedream.graph.run_config import AsynchronousConfig
 from pipedream.runtime.checkpoint.resume import resume
@@ -17,11 +18,11 @@ from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.local_model import LocalModel
 from pipedream.runtime.local_stage import LocalStage
 from pipedream.runtime.optim.late_gradients import rate_factor, scale_rate
-from pipedream.runtime.optim.staleness import delays
+from pipedream.runtime.optim.optimizers import state_tensors
+from pipedream.runtime.optim.rates import LossSum
 from pipedream.runtime.optim.stepping import Stepping
 from pipedream.runtime.report.clock import Clock
 from pipedream.runtime.report.live_table import Display
-from pipedream.runtime.report.loss_sum import LossSum
 from pipedream.runtime.report.peak_memory import PeakMemory
 from pipedream.runtime.report.recording import Recorder
 from pipedream.runtime.report.tensorboard import Board
@@ -76,6 +77,31 @@ class RankContext:
         if self.watchdog is not None:
             self.watchdog.say(words)
 
+    def save(self, position: Position) -> None:
+        """Begins to save this rank's part, and waits until rank 0 is here.
+
+        In the next segment others would wait for its last save no longer than the timeout.
+        """
+        for stage in self.local.stages:
+            self._average_buffers(stage)
+        parts = {
+            stage.stage: (stage.saved, state_tensors(stage.optimizer, stage.parameters))
+            for stage in self.local.stages
+            if stage.replica == 0
+        }
+        self.saver.begin(position, parts, self.stepping.state())
+        broadcast(self.store, self.local.place, f"at/{position}", True)
+
+    def _average_buffers(self, stage: LocalStage) -> None:
+        """Replaces batch-norm statistics and the like by their mean over the stage's replicas."""
+        group = self.groups[stage.stage].replicas
+        if group is not None and stage.buffers:
+            count = len(self.assignment[stage.stage])
+            sums = {name: buffer.double() for name, buffer in stage.buffers.items()}
+            self.transport.add_up(list(sums.values()), group)
+            for name, buffer in stage.buffers.items():
+                buffer.copy_(sums[name] / count)
+
     def _add_up(self, tensor: torch.Tensor) -> None:
         self.transport.begin_sum(tensor, None).wait()
 
@@ -124,8 +150,8 @@ class RankContext:
         updates = self.first.epoch * epoch.rounds(stage.stage) + begun
         if config.asynchronous == AsynchronousConfig():
             return Weights(stage.parameters, updates)
-        segment = local.schedule(local.segment_minibatches)
-        delay = max(delays(segment, stage.stage).values())
+        delays = local.schedule(local.segment_minibatches).delays(stage.stage)
+        delay = max(delays.values())
         predicting = config.asynchronous.weight_prediction and delay > 0
         prediction = Prediction(stage.optimizer, stage.parameters) if predicting else None
         weights = Weights(stage.parameters, updates, prediction)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch.distributed as dist
+from filelock import FileLock, Timeout
 
 from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.comm.launcher import Place
 from pipedream.comm.rendezvous import NotMet, meet
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
-from pipedream.runtime.checkpoint.lock import locked
 from pipedream.runtime.epochs import train_epochs
 from pipedream.runtime.job import Job
 from pipedream.runtime.local_model import LocalModel
@@ -29,8 +31,7 @@ class Stopped(Exception):
 def train(job: Job, place: Place, heartbeats: Heartbeats | None = None) -> None:
     """Trains as this rank; `heartbeats` is there if pd-train's launcher started it.
 
-    Raises UserError for what the user can fix, PeerLost if other ranks are lost, Stopped after a
-    graceful stop.
+    Raises UserError, PeerLost if other ranks are lost, Stopped after a graceful stop.
     """
     planned, started = job.plan.workers, place.world_size
     if started > planned or (started < planned and job.replan is None):
@@ -76,3 +77,20 @@ def _run(context: RankContext) -> None:
     if stopped is not None:
         where = context.local.job.checkpoints / str(stopped)
         raise Stopped(f"saved {where}; go on with --resume")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Creates the folder and keeps other runs out of it until the block or this process ends.
+
+    Forked processes do not inherit the lock. Raises UserError if another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock", blocking=False)
+    try:
+        with lock:
+            yield
+    except Timeout as error:
+        raise UserError(
+            f"-o {folder}: another run is at work in this folder; wait, or give another folder"
+        ) from error

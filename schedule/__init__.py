@@ -1,7 +1,7 @@
 """The order of passes in a pipeline. Pure: no torch, no processes.
 
-`spec` describes a pipeline, `policy` what each schedule learns, `orders` in which order a rank does
-its passes, with `generate` for 1F1B; `schedule` writes that down as lists of `action`s. The engine
-performs these lists, the simulator times them, `checker` proves that they cannot deadlock and
-`chart` draws them. Begin with `schedule`.
+`spec` describes a pipeline, `policy` what each schedule learns; `schedule` has the orders in which
+a rank does its passes, with `generate` for 1F1B, and writes them down as lists of `action`s. The
+engine performs these lists, the simulator times them, and `checker` proves that they cannot
+deadlock. Begin with `schedule`.
 """

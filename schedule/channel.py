@@ -1,6 +1,4 @@
-"""The channels of messages between ranks. Pure: the transport uses them, the checker proves their
-order.
-"""
+"""Channels of messages between ranks: the transport uses them, the checker proves their order."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ RankLink: TypeAlias = tuple[int, int, bool]
 class Channel(NamedTuple):
     """One direction of one link, between two ranks or two stages of the same rank.
 
-    `source` and `target` are the ranks that send and receive. Messages arrive in the order in which
-    they are sent.
+    `source` and `target` are the ranks that send and receive. Messages arrive in order.
     """
 
     source: int
@@ -61,16 +58,13 @@ class Channel(NamedTuple):
 def rank_links(assignment: RankAssignment, links: Iterable[Link]) -> list[RankLink]:
     """Every pair of ranks that exchange messages, in the same order on all ranks.
 
-    Minibatch b goes from replica b mod r of a stage to replica b mod q of another; its gradients
-    come back.
+    Minibatch b goes from replica b mod r of a stage to b mod q of another; gradients come back.
     """
     pairs = set[RankLink]()
     for source, target in links:
         senders, receivers = assignment[source], assignment[target]
         for b in range(lcm(len(senders), len(receivers))):
-            sender, receiver = (
-                senders[b % len(senders)].leader,
-                receivers[b % len(receivers)].leader,
-            )
+            sender = senders[b % len(senders)].leader
+            receiver = receivers[b % len(receivers)].leader
             pairs |= {(sender, receiver, False), (receiver, sender, True)}
     return sorted(pair for pair in pairs if pair[0] != pair[1])

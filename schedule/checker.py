@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipedream.graph.plan import RankAssignment, workers_by_rank
-from pipedream.schedule.action import Action, Kind, Worker, show_worker
+from pipedream.schedule.action import Action, Kind, Versions, Worker, show_worker
 from pipedream.schedule.policy import Peak
 from pipedream.schedule.schedule import Schedule
-from pipedream.schedule.versions import Versions
 
 _WINDOW = 4
 
@@ -49,9 +48,7 @@ def check_actions(
 def check_ranks(
     schedule: Schedule, actions: Mapping[int, Sequence[Action]], assignment: RankAssignment
 ) -> dict[Worker, Peak]:
-    """As `check`, for the lists of ranks that have several workers each. A rank holds what its
-    workers hold.
-    """
+    """As `check`, for the lists of ranks, which may have several workers each."""
     workers = workers_by_rank(assignment)
     return _replayed(schedule, {tuple(workers[rank]): each for rank, each in actions.items()})
 

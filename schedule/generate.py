@@ -122,10 +122,8 @@ class ListScheduler:
         while left:
             if not self.turns:
                 assert time > stuck, f"nobody can move at time {time}"
-                self.turns, stuck = (
-                    [(time, progress.number) for progress in self.workers],
-                    time,
-                )
+                self.turns = [(time, progress.number) for progress in self.workers]
+                stuck = time
             time, number = heappop(self.turns)
             progress = self.workers[number]
             if progress.busy_until <= time:

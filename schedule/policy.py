@@ -77,9 +77,7 @@ class Policy(ABC):
         """Returns how many versions a worker of `stage` holds at most, the newest included."""
 
     def in_flight(self, stage: int) -> int:
-        """Returns how many minibatches a worker of `stage` has between forward and backward at
-        most.
-        """
+        """Returns the most minibatches between forward and backward on a worker of `stage`."""
         return self.window[stage]
 
     @cached_property

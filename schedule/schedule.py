@@ -1,23 +1,24 @@
 """The one description of the order of things: what each worker of a pipeline does, and when.
 
-The passes of a rank come from an order (`orders`). That of 1F1B is made by a list scheduler
-(`generate`), which follows the rules of the policy (`policy`) in a balanced pipeline: it fits any
-replica counts, and cannot deadlock, since it finds an order in which everything could be done.
+What a pipeline learns is its schedule (`policy`); in which order a rank does the passes of its
+workers is another matter. An order is a generator of passes, around which `write_actions` writes
+the messages and updates; to add one, write such a generator and enter it in ORDERS. That of 1F1B is
+made by a list scheduler (`generate`), which follows the rules of the policy in a balanced pipeline:
+it fits any replica counts, and cannot deadlock, since everything could be done in that order.
 
-Pure: no torch, no processes. The engine executes `Schedule.actions`, the simulator times them,
-`chart` draws the passes, `checker` proves the lists sound.
+The engine executes `Schedule.actions`, the simulator times them, `checker` proves the lists sound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Link, Worker
+from pipedream.graph.choices import DEFAULT_ORDER
+from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Link, Worker, show_worker
 from pipedream.schedule.generate import ListScheduler, Step
-from pipedream.schedule.orders import ORDERS
 from pipedream.schedule.policy import Policy, policy
 from pipedream.schedule.spec import PipelineSpec
 
@@ -67,12 +68,69 @@ class Schedule:
         """Returns how many updates `stage` makes."""
         return -(-self.minibatches // self.policy.round_size(stage))
 
+    def delays(self, stage: int) -> dict[int, int]:
+        """Returns how old the weights of each minibatch are when its gradient changes them.
+
+        A minibatch that runs on version v and belongs to round t of `stage` makes its version t + 1
+        out of version t: t - v other updates come between, the delay. For n stages of one replica,
+        numbered from 0, weight stashing has
+
+            minibatch     0  1  2  3  4  5
+            stage 0       0  1  2  2  2  2      n = 3
+            stage 1       0  1  1  1  1  1
+            stage 2       0  0  0  0  0  0
+
+        that is n - 1 - s at stage s once the pipeline is full.
+        """
+        size = self.policy.round_size(stage)
+        return {
+            step.minibatch: step.minibatch // size - step.version
+            for worker in self.spec.of_stage(stage)
+            for step in self.steps[worker]
+            if step.kind is Kind.FORWARD
+        }
+
+    def chart(self) -> str:
+        """Returns the passes as text: a row for each worker, a column for each unit of time.
+
+        For replicas (1, 1) and four minibatches, and for (1, 2) and three:
+
+            0  F0 F1 .  B0 F2 B1 F3 B2 .  B3
+            1  .  F0 B0 F1 B1 F2 B2 F3 B3
+
+            0    F0 F1 F2 .  .  .  B0 B1 .  .  B2
+            1    .  F0 -  B0 -  .  F2 -  B2 -
+            1.1  .  .  F1 -  B1 -
+        """
+        width = max(4, len(str(self.minibatches)) + 2)
+        lines = []
+        for worker, steps in self.steps.items():
+            takes = self.spec.replicas[worker[0]]
+            cells = ["."] * (steps[-1].time + takes if steps else 0)
+            for step in steps:
+                cells[step.time : step.time + takes] = ["-"] * takes
+                cells[step.time] = f"{step.kind}{step.minibatch}"
+            label = show_worker(worker).ljust(width)
+            lines.append((label + "".join(cell.ljust(width) for cell in cells)).rstrip())
+        return "\n".join(lines)
+
+
+Passes: TypeAlias = Iterable[tuple[Worker, Step]]
+Order: TypeAlias = Callable[[Schedule, Sequence[Worker]], Passes]
+"""The passes of a rank that has these workers, in the order in which it does them."""
+
+
+def one_forward_one_backward(schedule: Schedule, workers: Sequence[Worker]) -> Passes:
+    """The order that the list scheduler finds (`generate`), for one worker on each rank."""
+    (worker,) = workers
+    return ((worker, step) for step in schedule.steps[worker])
+
+
+ORDERS: dict[str, Order] = {DEFAULT_ORDER: one_forward_one_backward}
+
 
 def forwards(
-    replicas: Sequence[int],
-    links: Collection[Link],
-    minibatches: int,
-    workers: Sequence[Worker],
+    replicas: Sequence[int], links: Collection[Link], minibatches: int, workers: Sequence[Worker]
 ) -> list[Action]:
     """What a rank with these `workers` does where there are forward passes alone, as in evaluation.
 
@@ -99,9 +157,7 @@ def forwards(
     return actions
 
 
-def write_actions(
-    schedule: Schedule, workers: Collection[Worker], passes: Iterable[tuple[Worker, Step]]
-) -> list[Action]:
+def write_actions(schedule: Schedule, workers: Collection[Worker], passes: Passes) -> list[Action]:
     """All that a rank with these `workers` does, in order, given their passes.
 
     Receives stand right before the pass that needs them, sends right after the pass that makes

@@ -20,7 +20,7 @@ class PipelineSpec:
     the most minibatches between forward and backward on a worker of each stage; None for as many
     as are of use. `tied`: stages that share parameters with one another, whose gradients are added
     up over all of them; only schedules that update all stages at the same minibatches train these.
-    `order`: in which order a rank does its passes, by its name in `pipedream.schedule.orders`.
+    `order`: in which order a rank does its passes, by its name in `schedule.ORDERS`.
     """
 
     name: ScheduleName

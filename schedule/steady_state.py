@@ -1,7 +1,6 @@
 """The steady state of a pipeline: which minibatches it has, how long they take, the bubble.
 
-One definition for schedules that are simulated and for runs that were measured: both are lists of
-timed actions.
+One definition for simulated schedules and measured runs: both are lists of timed actions.
 """
 
 from __future__ import annotations

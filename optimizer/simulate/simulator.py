@@ -21,12 +21,11 @@ from pipedream.graph.timeline import Event, Timeline
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.simulate.long_rounds import lengthened, rounds_to_play
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, Simulation, Workload
-from pipedream.schedule.action import Action, Kind, Worker
+from pipedream.schedule.action import Action, Kind, Versions, Worker
 from pipedream.schedule.policy import policy
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
 from pipedream.schedule.steady_state import SteadySpan, bubble, steady_window
-from pipedream.schedule.versions import Versions
 
 MOST_MOVES = 2_000_000
 """Workers times minibatches of the largest simulation: about five seconds."""

@@ -47,10 +47,7 @@ class Saver:
         self.failure: BaseException | None = None
 
     def begin(
-        self,
-        position: Position,
-        parts: Mapping[int, Part],
-        training: Mapping[str, Any],
+        self, position: Position, parts: Mapping[int, Part], training: Mapping[str, Any]
     ) -> None:
         """Saves what the tensors are now, at a moment when nothing is in flight on this rank.
 
@@ -76,10 +73,7 @@ class Saver:
             raise self.failure
 
     def _save(
-        self,
-        position: Position,
-        parts: Mapping[int, Part],
-        training: Mapping[str, Any],
+        self, position: Position, parts: Mapping[int, Part], training: Mapping[str, Any]
     ) -> None:
         try:
             for stage, part in parts.items():

@@ -1,5 +1,5 @@
 """The minibatches of a run.
 
-`examples` loads the dataset, `order` says which examples an epoch has in which order, `sizes` how
-many minibatches that makes; `reader` reads them ahead of the passes. Begin with `reader`.
+`examples` loads the dataset, `order` says which examples an epoch has in which order, and `reader`
+reads them ahead of the passes. Begin with `reader`.
 """

@@ -1,9 +1,12 @@
-"""Which examples an epoch has, in which order: the same on every rank, and in a resumed run."""
+"""Which examples an epoch has, in which order, and how many each minibatch has of them: the same on
+every rank, and in a resumed run.
+"""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,35 @@ from pipedream.capture.sources.minibatch import Dataset
 from pipedream.capture.sources.user_code import accepts, blaming, call, load_function
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import Factory, RunConfig
-from pipedream.runtime.data.sizes import Sizes
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Minibatches of `batch_size` of the examples; with `drop_last` the rest is skipped.
+
+    Every rank knows them before it begins, so no shapes are sent between ranks.
+    """
+
+    examples: int
+    batch_size: int
+    drop_last: bool = False
+
+    def __len__(self) -> int:
+        """The number of minibatches."""
+        return self.examples // self.batch_size + bool(self.rest)
+
+    @property
+    def rest(self) -> int:
+        """The examples of the last minibatch where they are fewer than `batch_size`; else 0."""
+        return 0 if self.drop_last else self.examples % self.batch_size
+
+    @property
+    def last(self) -> int | None:
+        """The number of the minibatch that is smaller than the others, if there is one."""
+        return len(self) - 1 if self.rest else None
+
+    def of(self, minibatch: int) -> int:
+        return self.rest if minibatch == self.last else self.batch_size
 
 
 class Order:

@@ -24,8 +24,7 @@ from torch.utils.data import Dataset as TorchDataset
 from pipedream.capture.sources.minibatch import Dataset, minibatch
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
-from pipedream.runtime.data.order import shuffled
-from pipedream.runtime.data.sizes import Sizes
+from pipedream.runtime.data.order import Sizes, shuffled
 from pipedream.runtime.supervise.launch import ASKING
 
 
@@ -74,10 +73,9 @@ class Epoch:
 
     The order depends on the seed and `number` alone, so every rank that needs a minibatch makes it
     for itself: stages that read an input of the model, and the last stage for the target. With
-    `drop_last` the examples that do not fill a minibatch are skipped; which ones changes with the
-    epoch. `order` has the indices of the examples, if they are not simply all, shuffled. `kind`:
-    what all minibatches have to be (`Batch.kind`), if that is known. `draws`: the dataset uses
-    torch's random numbers.
+    `drop_last` the examples that do not fill a minibatch are skipped, others in each epoch. `order`
+    has the indices of the examples, if they are not simply all, shuffled. `kind`: what all
+    minibatches have to be, if known. `draws`: the dataset uses torch's random numbers.
     """
 
     def __init__(
@@ -112,9 +110,7 @@ class Epoch:
             yield
 
     def batch(self, minibatch: int) -> Batch:
-        """Returns a minibatch on the CPU. Raises UserError if it is of another kind than the
-        others.
-        """
+        """Returns a minibatch on the CPU. Raises UserError if it is not of the same kind."""
         size = self.config.batch_size
         chosen = self.order[minibatch * size : (minibatch + 1) * size]
         with self._random(minibatch):
@@ -128,11 +124,10 @@ class Epoch:
 
 
 class Reader:
-    """The minibatches that a rank will ask for, in that order, each read before it is asked for.
+    """A context manager that reads the minibatches a rank will ask for ahead, in that order.
 
     A thread reads them, or `data_workers` processes. If the dataset uses torch's random numbers it
-    cannot be a thread, for the model uses the same: then each is read when it is asked for. A
-    context manager.
+    cannot be a thread, for the model uses the same: then each is read when it is asked for.
     """
 
     def __init__(self, epoch: Epoch, minibatches: Sequence[int]) -> None:
@@ -231,7 +226,7 @@ class _Ahead:
 
     def __init__(self, listed: _Listed, ahead: int = 2) -> None:
         self.listed = listed
-        self.made: Queue[Batch | BaseException] = Queue(ahead)
+        self.batches: Queue[Batch | BaseException] = Queue(ahead)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._make, name="data", daemon=True)
         self.thread.start()
@@ -241,21 +236,21 @@ class _Ahead:
             if self.ended.is_set():
                 return
             try:
-                self.made.put(self.listed[index])
+                self.batches.put(self.listed[index])
             except BaseException as error:  # raised where it is asked for
-                self.made.put(error)
+                self.batches.put(error)
                 return
 
     def __iter__(self) -> Iterator[Batch | BaseException]:
         while True:
-            yield self.made.get()
+            yield self.batches.get()
 
     def close(self) -> None:
         """Ends the thread after what it reads now, without waiting: that may never come."""
         self.ended.set()
         with suppress(Empty):
             while True:
-                self.made.get_nowait()  # it may be waiting for room
+                self.batches.get_nowait()  # it may be waiting for room
 
 
 def in_order(dataset: Dataset, config: RunConfig, device: torch.device) -> Iterator[Batch]:

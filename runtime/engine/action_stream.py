@@ -12,13 +12,11 @@ from pipedream.schedule.action import Action
 
 @dataclass(eq=False)
 class ActionStream:
-    """The actions of one rank in a segment, with the numbers that its minibatches have in the
-    epoch.
+    """The actions of one rank in a segment, whose minibatches are numbered as in the epoch.
 
     The engine commits actions before it performs them or posts their receives. Another thread may
     hold the stream, see how far it is committed, and let it go on with the actions of another
-    segment. `delays`: by how many updates the weights of each minibatch will be old, where weights
-    are predicted.
+    segment. `delays`, where weights are predicted: by how many updates those of each will be old.
     """
 
     segment: TrainingSegment
@@ -43,18 +41,14 @@ class ActionStream:
             return self.committed
 
     def hold(self) -> int:
-        """Stops commits. Returns how many of the segment's first minibatches the committed actions
-        may touch.
-        """
+        """Stops commits. Returns how many of the segment's minibatches are touched at most."""
         with self.changing:
             self.held = True
             touched = (action.minibatch for action in self.actions[: self.committed])
             return max(touched, default=self.segment.begin - 1) + 1 - self.segment.begin
 
     def go_on(self, other: ActionStream | None = None) -> None:
-        """Allows commits again: of these actions, or of another stream that begins with what is
-        committed.
-        """
+        """Allows commits again: of a stream that begins with what is committed, if given."""
         with self.changing:
             if other is not None:
                 assert other.actions[: self.committed] == self.actions[: self.committed]

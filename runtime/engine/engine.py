@@ -47,9 +47,13 @@ class Engine:
         position = posted = 0
         while (committed := stream.commit(position, LOOK_AHEAD)) > position:
             if stream.actions is not actions:
-                actions = self._follow(stream)
+                actions = stream.actions  # the first of them may be done already
+                for stage, executor in self.executors.items():
+                    own = [action for action in actions if action.stage == stage]
+                    executor.follow(own, stream.delays)
             for action in actions[posted:committed]:
-                self._post(action)
+                if action.kind in RECEIVES:
+                    self.executors[action.stage].post(action)
             action, position, posted = actions[position], position + 1, committed
             begin = time.perf_counter()
             self.before(action)
@@ -60,20 +64,6 @@ class Engine:
                 raise PeerLost(f"{error} ({where})", error.peer) from error
             self.events.append(Event(action, begin, time.perf_counter()))
             self.after(action)
-
-    def _follow(self, stream: ActionStream) -> Sequence[Action]:
-        """Tells the executors of the stream's present actions, the first of which may be done
-        already.
-        """
-        actions = stream.actions
-        for stage, executor in self.executors.items():
-            own = [action for action in actions if action.stage == stage]
-            executor.follow(own, stream.delays)
-        return actions
-
-    def _post(self, action: Action) -> None:
-        if action.kind in RECEIVES:
-            self.executors[action.stage].post(action)
 
 
 def minibatches_read(

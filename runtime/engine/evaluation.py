@@ -1,5 +1,4 @@
-"""Evaluation of held-out data through the pipeline: forward passes alone, in eval mode, on all
-replicas.
+"""Evaluation of held-out data through the pipeline: forward passes in eval mode, on all replicas.
 
 Dropout and batch norm differ in training, so the model is captured once more in eval mode. Its
 nodes are the calls of the same modules, and each stage takes its own. Every example counts: the
@@ -8,54 +7,55 @@ last minibatch has what is left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipedream.capture.export import Captured
 from pipedream.capture.loss import Loss, accuracy
+from pipedream.capture.segment import Segment
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan, RankAssignment
+from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch, Epoch, Reader
-from pipedream.runtime.data.sizes import Sizes
 from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine, minibatches_read
-from pipedream.runtime.engine.forward import ForwardExecutor, Table, apart
+from pipedream.runtime.engine.forward import ForwardExecutor
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.engine.training_segment import TrainingSegment
-from pipedream.runtime.stages.compile import plain
-from pipedream.runtime.stages.partition import first_difference, layouts, links
-from pipedream.runtime.stages.stage_module import StageModule, StageModules
-from pipedream.schedule.action import Action, Kind, Worker
+from pipedream.runtime.stages.partition import Layout, first_difference, layouts, links
+from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
+from pipedream.schedule.action import Action, Worker
 from pipedream.schedule.schedule import forwards
 
 MOST_ON_THEIR_WAY = 4
 """Passes of a stage after which its rank waits until all that it has sent has arrived."""
 
 
+@dataclass
 class EvaluationTotals:
-    """Losses and predictions of some examples."""
+    """Losses and predictions of some examples: of the predictions `of`, so many were `right`."""
 
-    def __init__(self, loss: float = 0.0, examples: int = 0, right: int = 0, of: int = 0) -> None:
-        self.loss, self.examples, self.right, self.of = loss, examples, right, of
+    loss: float = 0.0
+    examples: int = 0
+    right: int = 0
+    of: int = 0
 
     def add(self, loss: float, examples: int, hit: tuple[int, int] | None) -> None:
-        """Adds `examples` with this mean loss, and hits: how many of how many predictions were
-        right.
-        """
+        """Adds `examples` with this mean loss, and how many of how many predictions were right."""
         self.loss += loss * examples
         self.examples += examples
         self.right, self.of = (self.right + hit[0], self.of + hit[1]) if hit else (0, 0)
 
-    @property
-    def as_json(self) -> list[float]:
-        return [self.loss, self.examples, self.right, self.of]
-
     @staticmethod
-    def result(of_ranks: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Returns `held_out_loss` and, if there are predictions, `held_out_accuracy`, over all
-        ranks.
+    def result(of_ranks: Iterable[Sequence[float]]) -> dict[str, float]:
+        """Returns `held_out_loss` and, if there are predictions, `held_out_accuracy`.
+
+        `of_ranks` has the totals of each rank, as tuples: the loss is the mean over the examples,
+        the accuracy the share of right predictions.
         """
         loss, examples, right, predictions = map(sum, zip(*of_ranks, strict=True))
         mean = {"held_out_loss": loss / examples}
@@ -63,8 +63,7 @@ class EvaluationTotals:
 
 
 def obstacle(captured: Captured, plan: Plan, first: Batch, kind: str | None) -> str | None:
-    """Returns why the model, captured in eval mode, cannot go through the pipeline of `plan`, or
-    None.
+    """Returns why the model, captured in eval mode, cannot go through the pipeline, or None.
 
     `first` is the first held-out minibatch, `kind` the shapes and types of the training set.
     """
@@ -78,38 +77,25 @@ def obstacle(captured: Captured, plan: Plan, first: Batch, kind: str | None) -> 
 
 @dataclass
 class EvaluationExecutor(ForwardExecutor):
-    """Evaluates one stage with the parameters and buffers `tensors`; the last stage adds to
-    `totals`.
-    """
+    """Evaluates one stage with the parameters and buffers `tensors`; the last adds to `totals`."""
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     sizes: Sizes
     totals: EvaluationTotals
     passes: int = field(default=0, init=False)
 
-    @property
-    def table(self) -> Table:
-        return {
-            Kind.RECV_ACTIVATION: self._receive_activation,
-            Kind.FORWARD: self._forward,
-            Kind.SEND_ACTIVATION: self._send_activation,
-        }
+    def _prepare(
+        self, action: Action, state: MinibatchState, segment: Segment, inputs: tuple[Tensor, ...]
+    ) -> Mapping[str, Tensor]:
+        return self.tensors
 
-    def _forward(self, action: Action) -> None:
-        state = self.states.setdefault(action.minibatch, MinibatchState())
-        stage_module = self.stage_modules.of(action.minibatch)
-        known = self._read(action, state)
-        inputs = tuple(known[name] for name in stage_module.piece.inputs)
-        values = self._compute(action, stage_module, self.tensors, inputs)
-        if self.is_last(action):
-            output, target = (
-                stage_module.output({**known, **values}),
-                self.data.target(action.minibatch),
-            )
-            mean, hit = self.loss(output, target).item(), accuracy(output, target)
-            self.totals.add(mean, self.sizes.of(action.minibatch), hit)
-        layout = stage_module.layout
-        state.leaving = {name: apart(values[name], state.received) for name in layout.sent}
+    def _take_output(self, action: Action, state: MinibatchState, output: Any, target: Any) -> None:
+        mean, hit = self.loss(output, target).item(), accuracy(output, target)
+        self.totals.add(mean, self.sizes.of(action.minibatch), hit)
+
+    def _after_forward(
+        self, action: Action, state: MinibatchState, layout: Layout, values: Mapping[str, Tensor]
+    ) -> None:
         if not layout.sends:
             self._activations_sent(action.minibatch, state)
 
@@ -140,9 +126,7 @@ class Evaluation:
         sizes: Sizes,
         device: torch.device,
     ) -> Evaluation:
-        """For a model without `obstacle`; `rest` is captured for the last minibatch, if that is
-        smaller.
-        """
+        """For a model without `obstacle`; `rest`: captured for a smaller last minibatch."""
 
         def stage_module(captured: Captured, stage: int) -> StageModule:
             layout = layouts(captured, plan)[stage]
@@ -163,7 +147,7 @@ class Evaluation:
     def run(
         self,
         held_out: Epoch,
-        tensors: Mapping[int, Mapping[str, torch.Tensor]],
+        tensors: Mapping[int, Mapping[str, Tensor]],
         transport: Transport,
         loss: Loss,
     ) -> EvaluationTotals:

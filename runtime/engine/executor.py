@@ -1,6 +1,4 @@
-"""How one replica of one stage trains: a small method for each kind of action, found through one
-table.
-"""
+"""How one replica of one stage trains: a small method for each kind of action."""
 
 from __future__ import annotations
 
@@ -8,21 +6,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from pipedream.comm.buckets import Buckets
-from pipedream.comm.process_groups import StageGroups
-from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, apart, computing
-from pipedream.runtime.engine.minibatch_state import BackwardRoots, MinibatchState
+from pipedream.capture.segment import Segment
+from pipedream.comm.buckets import Buckets, StageGroups
+from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, computing
+from pipedream.runtime.engine.minibatch_state import BackwardRoots, MinibatchState, Recomputation
 from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.engine.recompute import Recomputation
-from pipedream.runtime.engine.weights import Version, Weights
+from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.stepping import Stepping
-from pipedream.runtime.stages.stage_module import StageModule
-from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind
-from pipedream.schedule.versions import uses
+from pipedream.runtime.stages.partition import Layout
+from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, uses
 
 
 @dataclass
@@ -42,7 +40,7 @@ class Executor(ForwardExecutor):
     weights: Weights
     stepping: Stepping
     groups: StageGroups
-    on_loss: Callable[[int, torch.Tensor], None]
+    on_loss: Callable[[int, Tensor], None]
     rng: MinibatchRng
     per_update: int = 1
     recompute: bool = False
@@ -53,7 +51,7 @@ class Executor(ForwardExecutor):
         self.weights.begin()
 
     def follow(self, actions: Sequence[Action], delays: Mapping[int, int]) -> None:
-        self.delays = delays
+        super().follow(actions, delays)
         used = uses(action for action in actions if not delays.get(action.minibatch))
         self.weights.expect({self.base + version: count for version, count in used.items()})
         self.closing = _closing(actions)
@@ -65,9 +63,7 @@ class Executor(ForwardExecutor):
     @property
     def table(self) -> Table:
         return {
-            Kind.RECV_ACTIVATION: self._receive_activation,
-            Kind.FORWARD: self._forward,
-            Kind.SEND_ACTIVATION: self._send_activation,
+            **super().table,
             Kind.RECV_GRADIENT: self._receive_gradient,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward_input,
@@ -77,27 +73,28 @@ class Executor(ForwardExecutor):
             Kind.UPDATE: self._update,
         }
 
-    def _forward(self, action: Action) -> None:
-        state = self.states.setdefault(action.minibatch, MinibatchState())
-        stage_module = self.stage_modules.of(action.minibatch)
-        known = self._read(action, state)
-        inputs = tuple(known[name] for name in stage_module.piece.inputs)
-        state.version = self.weights.acquire(
-            self.base + action.version, self.delays.get(action.minibatch, 0)
-        )
+    def _prepare(
+        self, action: Action, state: MinibatchState, segment: Segment, inputs: tuple[Tensor, ...]
+    ) -> Mapping[str, Tensor]:
+        delay = self.delays.get(action.minibatch, 0)
+        state.version = self.weights.acquire(self.base + action.version, delay)
         self.rng.minibatch = action.minibatch
         if self.recompute:
-            state.recomputation = Recomputation.before(stage_module.piece, inputs)
-        values = self._compute(action, stage_module, state.version.tensors, inputs)
-        _keep_edges(state, stage_module, values)
-        if self.is_last(action):
-            output = stage_module.output({**known, **values})
-            loss = self.loss(output, self.data.target(action.minibatch))
-            self.on_loss(action.minibatch, loss.detach())
-            scale = self.stepping.scale.value
-            state.loss = loss if scale == 1.0 else loss * scale
-        layout, received = stage_module.layout, state.received
-        state.leaving = {name: apart(values[name], received) for name in layout.sent}
+            state.recomputation = Recomputation.before(segment, inputs)
+        return state.version.tensors
+
+    def _take_output(self, action: Action, state: MinibatchState, output: Any, target: Any) -> None:
+        loss = self.loss(output, target)
+        self.on_loss(action.minibatch, loss.detach())
+        scale = self.stepping.scale.value
+        state.loss = loss if scale == 1.0 else loss * scale
+
+    def _after_forward(
+        self, action: Action, state: MinibatchState, layout: Layout, values: Mapping[str, Tensor]
+    ) -> None:
+        if not self.recompute:
+            _keep_edges(state, layout, values)
+        received = state.received
         state.received = {name: received[name] for name in layout.received_for_gradient}
 
     def _receive_gradient(self, action: Action) -> None:
@@ -136,8 +133,7 @@ class Executor(ForwardExecutor):
         self._let_go(action.minibatch, state)
 
     def _turn(self, action: Action) -> MinibatchState:
-        """Returns the state of a minibatch ready for its backward pass: with its graph, and where
-        it begins.
+        """Returns the state of a minibatch, with its graph and the roots of its backward pass.
 
         Gradients that were received move to `ends`; those to be sent are yet to be computed.
         """
@@ -148,29 +144,26 @@ class Executor(ForwardExecutor):
             with computing(action):
                 results = state.recomputation.run(stage_module.compute, state.version.tensors)
             state.recomputation = None
-            _keep_edges(
-                state, stage_module, dict(zip(stage_module.piece.outputs, results, strict=True))
-            )
+            values = dict(zip(stage_module.piece.outputs, results, strict=True))
+            _keep_edges(state, stage_module.layout, values)
         state.ends = BackwardRoots.of(state)
         state.gradients, state.edges, state.loss = {}, {}, None
         state.sent = not stage_module.layout.receives
         return state
 
     @contextmanager
-    def _learning(self, action: Action, state: MinibatchState) -> Iterator[list[torch.Tensor]]:
+    def _learning(self, action: Action, state: MinibatchState) -> Iterator[list[Tensor]]:
         """Yields the parameters; gradients computed inside are added to those of the round."""
         version = state.version
+        summing: AbstractContextManager[None] = nullcontext()
         assert version is not None
-        with (
-            computing(action),
-            self.weights.accumulating(version),
-            self._adding_up(action, version),
-        ):
+        if self.buckets is not None and action.minibatch in self.closing:
+            summing = self.buckets.filling(version.tensors)  # over the replicas, meanwhile
+        with computing(action), self.weights.accumulating(version), summing:
             yield [tensor for tensor in version.tensors.values() if tensor.requires_grad]
 
     def _let_go(self, minibatch: int, state: MinibatchState) -> None:
-        """Releases what the minibatch held after its backward pass, except what is still to be
-        sent.
+        """Releases what the minibatch held, except what is still to be sent.
 
         Received activations are recycled, since no graph needs them any more.
         """
@@ -194,16 +187,8 @@ class Executor(ForwardExecutor):
             if state.version is None:
                 del self.states[action.minibatch]
 
-    def _adding_up(self, action: Action, version: Version) -> AbstractContextManager[None]:
-        """Starts the sums over the replicas, in the last backward pass of the round."""
-        if self.buckets is None or action.minibatch not in self.closing:
-            return nullcontext()
-        return self.buckets.filling(version.tensors)
-
     def _all_reduce(self, action: Action) -> None:
-        """Adds up the gradients of the round over the replicas; of tied weights, over all their
-        holders.
-        """
+        """Adds up the gradients of the round over the replicas, or all holders of tied weights."""
         gradients = self.weights.gradients
         if self.buckets is not None:
             self.buckets.finish(gradients)
@@ -242,20 +227,13 @@ def _closing(actions: Sequence[Action]) -> set[int]:
     return closing
 
 
-def _keep_edges(
-    state: MinibatchState, stage_module: StageModule, values: Mapping[str, torch.Tensor]
-) -> None:
+def _keep_edges(state: MinibatchState, layout: Layout, values: Mapping[str, Tensor]) -> None:
     """Keeps the graph edges of what is sent, so that its data can be freed once sent."""
-    if state.recomputation is None:
-        needed = {
-            name: values[name] for name in stage_module.layout.sent if values[name].requires_grad
-        }
-        state.edges = {name: get_gradient_edge(tensor) for name, tensor in needed.items()}
+    needed = {name: values[name] for name in layout.sent if values[name].requires_grad}
+    state.edges = {name: get_gradient_edge(tensor) for name, tensor in needed.items()}
 
 
 def _keep_gradients(state: MinibatchState) -> None:
-    """Keeps the gradients of what was received, to be sent; zeros where the loss does not depend on
-    it.
-    """
+    """Keeps the gradients of what was received, to be sent; zeros where the loss has none."""
     for name, tensor in state.received.items():
         state.gradients[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-import torch
+from torch import Tensor
 
 from pipedream.capture.loss import Loss
+from pipedream.capture.segment import Segment
 from pipedream.comm.transport import PeerLost, Transport
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import RankAssignment
 from pipedream.runtime.engine.minibatch_state import MinibatchState
-from pipedream.runtime.stages.stage_module import StageModule, StageModules
+from pipedream.runtime.stages.partition import Layout
+from pipedream.runtime.stages.stage_module import StageModules
 from pipedream.schedule.action import Action, Kind, Worker
 from pipedream.schedule.channel import Channel
 
@@ -25,7 +28,7 @@ Table: TypeAlias = Mapping[Kind, Callable[[Action], None]]
 class Minibatches(Protocol):
     """The data of an epoch: the input tensors of minibatch b, and its target."""
 
-    def inputs(self, minibatch: int, which: Iterable[int]) -> list[torch.Tensor]: ...
+    def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]: ...
 
     def target(self, minibatch: int) -> Any: ...
 
@@ -47,7 +50,7 @@ def computing(action: Action) -> Iterator[None]:
 
 
 @dataclass
-class ForwardExecutor:
+class ForwardExecutor(ABC):
     """One replica of one stage: the base of those that the engine drives.
 
     `stage_modules` has the stage for each size of minibatch; `loss(output, target)`, of what the
@@ -67,8 +70,10 @@ class ForwardExecutor:
 
     def follow(self, actions: Sequence[Action], delays: Mapping[int, int]) -> None:
         """Called with all actions of this stage in the segment, those already done included.
+
         `delays`: by how many updates the weights of each minibatch are to be predicted.
         """
+        self.delays = delays
 
     def end(self) -> None:
         """Called at the end of a segment, when nothing is in flight."""
@@ -76,11 +81,11 @@ class ForwardExecutor:
 
     @property
     def table(self) -> Table:
-        raise NotImplementedError
-
-    def is_last(self, action: Action) -> bool:
-        """Whether the action is one of the last stage, which has the loss."""
-        return action.stage == len(self.assignment) - 1
+        return {
+            Kind.RECV_ACTIVATION: self._receive_activation,
+            Kind.FORWARD: self._forward,
+            Kind.SEND_ACTIVATION: self._send_activation,
+        }
 
     def post(self, action: Action) -> None:
         """Posts a receive that is still to come, with buffers for its tensors."""
@@ -110,23 +115,38 @@ class ForwardExecutor:
         for value, tensor in zip(values, tensors, strict=True):
             state.received[value.name] = tensor.requires_grad_(value.requires_grad)
 
-    def _read(self, action: Action, state: MinibatchState) -> dict[str, torch.Tensor]:
-        """All values that the forward pass of a minibatch may need, by name."""
-        reads = self.stage_modules.of(action.minibatch).layout.reads
-        inputs = self.data.inputs(action.minibatch, reads.values())
-        return {**state.received, **dict(zip(reads, inputs, strict=True))}
-
-    def _compute(
-        self,
-        action: Action,
-        stage_module: StageModule,
-        tensors: Mapping[str, torch.Tensor],
-        inputs: tuple[torch.Tensor, ...],
-    ) -> dict[str, torch.Tensor]:
-        """The values that the forward pass makes, by name."""
+    def _forward(self, action: Action) -> None:
+        state = self.states.setdefault(action.minibatch, MinibatchState())
+        stage_module = self.stage_modules.of(action.minibatch)
+        layout, segment = stage_module.layout, stage_module.piece
+        read = self.data.inputs(action.minibatch, layout.reads.values())
+        known = {**state.received, **dict(zip(layout.reads, read, strict=True))}
+        inputs = tuple(known[name] for name in segment.inputs)
+        tensors = self._prepare(action, state, segment, inputs)
         with computing(action):
             results = stage_module.compute(tensors, inputs)
-        return dict(zip(stage_module.piece.outputs, results, strict=True))
+        values = dict(zip(segment.outputs, results, strict=True))
+        if action.stage == len(self.assignment) - 1:
+            output = stage_module.output({**known, **values})
+            self._take_output(action, state, output, self.data.target(action.minibatch))
+        state.leaving = {name: apart(values[name], state.received) for name in layout.sent}
+        self._after_forward(action, state, layout, values)
+
+    @abstractmethod
+    def _prepare(
+        self, action: Action, state: MinibatchState, segment: Segment, inputs: tuple[Tensor, ...]
+    ) -> Mapping[str, Tensor]:
+        """Called before a forward pass; returns its parameters and buffers by name."""
+
+    @abstractmethod
+    def _take_output(self, action: Action, state: MinibatchState, output: Any, target: Any) -> None:
+        """Called in the last stage, with what the model returns."""
+
+    @abstractmethod
+    def _after_forward(
+        self, action: Action, state: MinibatchState, layout: Layout, values: Mapping[str, Tensor]
+    ) -> None:
+        """Called with all that a forward pass has computed; some of it is `leaving`."""
 
     def _send_activation(self, action: Action) -> None:
         assert action.peer is not None
@@ -148,7 +168,7 @@ class ForwardExecutor:
         state.messages = []
 
 
-def apart(tensor: torch.Tensor, received: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def apart(tensor: Tensor, received: Mapping[str, Tensor]) -> Tensor:
     """Returns a value to be sent, in memory that no later message is received into."""
     memory = tensor.untyped_storage().data_ptr()
     shared = any(other.untyped_storage().data_ptr() == memory for other in received.values())

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from pipedream.capture.segment import Segment
 from pipedream.comm.transport import Message
-from pipedream.runtime.engine.recompute import Recomputation
 from pipedream.runtime.engine.weights import Version
+from pipedream.runtime.stages.stage_module import Compute
 from pipedream.schedule.channel import Channel
 
 
@@ -22,8 +25,7 @@ class MinibatchState:
     data, of sent values that need a gradient. `recomputation` replaces the graph if the stage
     recomputes. `messages`: received activations, whose memory can be recycled; that of gradients
     cannot, because autograd passes on views of it. `gradients`: those received, then those to be
-    sent; `sent` is set when the last of them is. Between the halves of the backward pass, `ends` is
-    where it begins.
+    sent; `sent` is set when the last of them is. `ends`: where a backward pass under way began.
     """
 
     received: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -58,3 +60,27 @@ class BackwardRoots:
             torch.autograd.backward(
                 self.edges, self.gradients, retain_graph=retain_graph, inputs=to
             )
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """What the forward pass of one minibatch needs to be repeated exactly as it was, so that its
+    saved tensors need no memory meanwhile.
+
+    As in Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016), with a stage as the
+    segment. Kept are the inputs, and the buffers that the stage writes (batch norm's statistics),
+    which the second pass must neither see nor change. Random numbers repeat: see `MinibatchRng`.
+    """
+
+    inputs: tuple[Tensor, ...]
+    buffers: Mapping[str, Tensor]
+
+    @staticmethod
+    def before(piece: Segment, inputs: tuple[Tensor, ...]) -> Recomputation:
+        """To be called right before the forward pass, which may then write its buffers."""
+        buffers = {name: piece.module.get_buffer(name).clone() for name in piece.written_buffers}
+        return Recomputation(inputs, buffers)
+
+    def run(self, compute: Compute, tensors: Mapping[str, Tensor]) -> Any:
+        """Returns what the forward pass gives with the parameters `tensors`, with its graph."""
+        return compute({**tensors, **self.buffers}, self.inputs)

@@ -1,7 +1,7 @@
 """Weight prediction: a minibatch runs on the weights as they should be when it makes its update.
 
 With weight stashing d updates come between the forward pass of a minibatch on version w(t) and the
-update it makes (`pipedream.runtime.optim.staleness`). Taking each of them for a repetition of the
+update it makes (`Schedule.delays`). Taking each of them for a repetition of the
 last one, the minibatch runs, forward and backward, on
 
     w(t) + d (w(t) - w(t-1))
@@ -41,8 +41,7 @@ class Prediction:
     def ahead(self, updates: int, memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the parameters after that many more updates, as leaves of the autograd graph.
 
-        Written into `memory`, tensors of the same shapes that are no longer needed, or into new
-        memory.
+        Written into `memory`, tensors of the same shapes that nobody needs, or new memory.
         """
         return {
             name: self._ahead(parameter, updates, memory.get(name))
@@ -65,8 +64,7 @@ class Prediction:
     def _before(self, *_: object) -> None:
         """Remembers the parameters before a step, in the memory of their last step.
 
-        Kept beside the optimizer's state, not in it: there an entry would tell torch that its own
-        state exists, too.
+        Not in the optimizer's state: an entry would tell torch that its own state exists, too.
         """
         self.stood: dict[nn.Parameter, Tensor] = {}
         for parameter in self.parameters.values():

@@ -2,8 +2,7 @@
 
 Before each operator that draws, the generator is seeded with the run's seed, the epoch, the
 minibatch, and the operator's position in the captured model. So it does not matter which rank runs
-the operator, what else runs there, whether it is recomputed, or where a run was stopped and
-resumed.
+the operator, what else runs there, whether it is recomputed, or where a run was resumed.
 """
 
 from __future__ import annotations

@@ -51,9 +51,7 @@ class TrainingSegment:
 def training_segments(
     minibatches: int, every: int | None, begin: int = 0
 ) -> Iterator[TrainingSegment]:
-    """Yields the segments of an epoch from `begin` on; they end at each multiple of `every` and at
-    its end.
-    """
+    """Yields the segments of an epoch from `begin` on: up to each multiple of `every`."""
     while begin < minibatches:
         end = minibatches if every is None else min((begin // every + 1) * every, minibatches)
         yield TrainingSegment(begin, end)

@@ -150,8 +150,7 @@ class Weights:
     def _snapshot(self) -> dict[str, torch.Tensor]:
         """Leaves of the autograd graph over the parameters' present memory.
 
-        `.data`, not `.detach()`: a later update of the same parameter object must not count as a
-        write into this version.
+        `.data`, not `.detach()`: a later update must not count as a write into this version.
         """
         return {
             name: parameter.data.requires_grad_(parameter.requires_grad)

@@ -1,8 +1,7 @@
 """Corrections for weight stashing, whose gradients come late: three, alone or together.
 
 The gradient g that makes version t + 1 of a stage out of w(t) was found at an older version,
-w(t - d); `pipedream.runtime.optim.staleness` says what d is, the schedule knows. lr is the learning
-rate.
+w(t - d); `Schedule.delays` says what d is. lr is the learning rate.
 
 rate_correction (PipeMare: Yang, Zhang, Li, Re, Aberger, De Sa, "PipeMare: Asynchronous Pipeline
 Parallel DNN Training", MLSys 2021, technique T1). While the weights change quickly a stage steps
@@ -95,11 +94,9 @@ def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
                 f"asynchronous: nesterov: it has no {refused}: take that out of the optimizer's "
                 "args"
             )
-    return _sgd(args, momentum) if name == "SGD" else _nadam(args, momentum, name == "AdamW")
-
-
-def _sgd(args: dict[str, Any], momentum: float) -> dict[str, Any]:
-    return args | {"momentum": momentum, "nesterov": True}
+    if name == "SGD":
+        return args | {"momentum": momentum, "nesterov": True}
+    return _nadam(args, momentum, name == "AdamW")
 
 
 def _nadam(args: dict[str, Any], momentum: float, decoupled: bool) -> dict[str, Any]:

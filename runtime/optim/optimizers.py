@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -11,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.run_config import OptimizerConfig
-from pipedream.runtime.optim.parameter_groups import ParameterGroup, groups
+from pipedream.graph.run_config import GroupConfig, OptimizerConfig
 
 _UNFIT = {
     "LBFGS": (
@@ -24,6 +25,18 @@ _UNFIT = {
         "too: write Adam"
     ),
 }
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """The parameters `members` of the whole model, with their optimizer, one without groups.
+
+    `option`: where the run config defines it.
+    """
+
+    option: str
+    optimizer: OptimizerConfig
+    members: frozenset[str]
 
 
 class Together(Optimizer):
@@ -54,11 +67,10 @@ def make_optimizer(
     parameters: Mapping[str, nn.Parameter],
     names: Iterable[str] | None = None,
 ) -> Optimizer:
-    """Returns the torch.optim optimizer of these parameters. Raises UserError for a wrong name or
-    option.
+    """Returns the torch.optim optimizer of these parameters: all, or a stage's share of `names`.
 
-    They are all parameters of the model, or a stage's share of its `names`. Each group is an
-    optimizer by itself, which checks its arguments; a group may be empty.
+    Each group is an optimizer by itself, which checks its arguments; a group may be empty. Raises
+    UserError for a wrong name or option.
     """
     parameter_groups = groups(config, parameters if names is None else names)
     parts = [
@@ -134,3 +146,39 @@ def restore_state(
         remembered: dict[str, Any] = optimizer.state[parameter]
         stays = state == "step" and not counts_beside[parameter]
         remembered[state] = tensor if stays else tensor.to(parameter.device)
+
+
+def groups(config: OptimizerConfig, names: Iterable[str]) -> list[ParameterGroup]:
+    """Returns the groups of the config, then one of the parameters that match none of them, if any.
+
+    `names`: all parameters of the model. They are the same on every stage, in one order, though a
+    stage has some members of each, or none: the second group is the same one everywhere. Raises
+    UserError if a pattern matches nothing, or a group gets nothing.
+    """
+    known = list(names)
+    left, parameter_groups = known, []
+    for number, group in enumerate(config.groups):
+        option = f"optimizer.groups.{number}"
+        for pattern in group.match:
+            if not any(fnmatchcase(name, pattern) for name in known):
+                raise UserError(
+                    f"{option}: {pattern!r} matches no parameter of the model, such as "
+                    f"{', '.join(known[:3])}: a * stands for any letters"
+                )
+        own = [name for name in left if any(fnmatchcase(name, each) for each in group.match)]
+        if not own:
+            raise UserError(
+                f"{option}: the groups before it have all that it matches: move it before them"
+            )
+        parameter_groups.append(ParameterGroup(option, _optimizer(config, group), frozenset(own)))
+        left = [name for name in left if name not in parameter_groups[-1].members]
+    if left or not parameter_groups:
+        rest = OptimizerConfig(name=config.name, args=config.args)
+        parameter_groups.append(ParameterGroup("optimizer", rest, frozenset(left)))
+    return parameter_groups
+
+
+def _optimizer(config: OptimizerConfig, group: GroupConfig) -> OptimizerConfig:
+    if group.name is not None:
+        return OptimizerConfig(name=group.name, args=group.args)
+    return OptimizerConfig(name=config.name, args=config.args | group.args)

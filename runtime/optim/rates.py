@@ -1,4 +1,5 @@
 """The learning rate scheduler of a run config: it steps by updates, by epochs, or by a metric.
+
 Replicas and stages take the same steps with the same numbers.
 """
 
@@ -8,13 +9,15 @@ import inspect
 import math
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeGuard
 
+import torch
 from pydantic import TypeAdapter, ValidationError
+from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -71,6 +74,32 @@ class LearningRate:
         assert self.config is not None
         with _explaining(self.config):
             self.scheduler.step(*metric)  # type: ignore[arg-type]
+
+
+class LossSum:
+    """`value` is the sum of the epoch so far, the same on all ranks whenever a segment has ended.
+
+    `add_up` replaces a tensor by its sum over all ranks.
+    """
+
+    def __init__(self, add_up: Callable[[Tensor], None], device: torch.device) -> None:
+        self.add_up = add_up
+        self.noted = torch.zeros(1, dtype=torch.float64, device=device)
+        self.value = 0.0
+
+    def note(self, loss: Tensor) -> None:
+        """A loss that only this rank knows. Waits for no GPU."""
+        self.noted += loss
+
+    def end_segment(self) -> None:
+        self.add_up(self.noted)
+        self.value += self.noted.item()
+        self.noted.zero_()
+
+    def end_epoch(self, minibatches: int) -> float:
+        """The mean over all of the epoch; the next one begins."""
+        mean, self.value = self.value / minibatches, 0.0
+        return mean
 
 
 def make_scheduler(config: SchedulerConfig, optimizer: Optimizer, directory: Path) -> LRScheduler:

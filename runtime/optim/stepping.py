@@ -21,8 +21,7 @@ from torch.optim import Optimizer
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.engine.weights import Weights
-from pipedream.runtime.optim.rates import LearningRate
-from pipedream.runtime.report.loss_sum import LossSum
+from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.schedule.action import Action, Kind
 
 GROWTH, BACKOFF, PATIENCE = 2.0, 0.5, 2_000
@@ -36,8 +35,7 @@ class Progress(BaseModel):
     """What a run remembers beside the optimizer's tensors.
 
     `advances` and `metrics` are the scheduler's steps; None stands for a metric that was not
-    finite. `loss_sum`: the losses so far of the epoch under way, for a scheduler that looks at
-    them.
+    finite. `loss_sum`: of the epoch under way, for a scheduler that looks at losses.
     """
 
     model_config = ConfigDict(frozen=True, strict=True)
@@ -150,8 +148,7 @@ class Stepping:
 
     `losses` are added up if a scheduler looks at them. `add_up` replaces a tensor by its sum over
     all ranks; None if each stage decides by itself. With it, the ranks compute the norm of a round
-    together, once: when the last stage of each rank has come to its update. Only then do all of its
-    stages make that update.
+    together when all stages of each rank have come to their update, which they make only then.
     """
 
     def __init__(
@@ -179,8 +176,7 @@ class Stepping:
     def update(self, stage: int, number: int, weights: Weights, divisor: int, updates: int) -> None:
         """Makes version `number` of the weights of `stage` from a sum of `divisor` gradients.
 
-        May wait for the other stages of this rank; gradients added meanwhile belong to the next
-        round.
+        May wait for other stages of this rank; gradients added meanwhile are of the next round.
         """
         gradients = weights.take_gradients(divisor)
         if self.scale.value != 1.0 and gradients:
@@ -230,8 +226,7 @@ class Stepping:
     def state(self) -> dict[str, Any]:
         """Returns what `restore` needs beside the optimizer's tensors.
 
-        The same on all ranks, except for `skipped`, which is only reported, where each stage
-        decides by itself.
+        The same on all ranks, but for `skipped` (only reported) where stages decide alone.
         """
         return Progress(
             advances=self.rate.advances,
@@ -255,9 +250,7 @@ class Stepping:
 
 
 def watches_norm(config: RunConfig) -> bool:
-    """Returns whether updates need the norm of the gradients, to clip or to check that it is
-    finite.
-    """
+    """Returns whether updates need the norm of the gradients, to clip or to check them."""
     scales = Scale(config).value != 1.0
     return config.clip_norm is not None or config.nan == "skip" or scales
 

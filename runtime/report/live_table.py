@@ -10,25 +10,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import RankAssignment, workers_by_rank
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.runtime.data.sizes import Sizes
+from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.report.summary import Losses
 from pipedream.runtime.report.tensorboard import Board
@@ -96,12 +89,7 @@ class Display:
             self.live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.console.is_terminal:
             self.live.update(self.progress)
             self.live.stop()
@@ -154,18 +142,22 @@ class Display:
         mean = self.loss_sum / self.losses
         self.loss_sum, self.losses = 0.0, 0
         if not self.console.is_terminal:
-            self._line(f"{_described(losses)}: mean loss {mean:.4f}, {self.rate:.0f} samples/s")
+            whole = (losses.first, losses.next) == (0, losses.minibatches)
+            part = "" if whole else f", minibatches {losses.first} to {losses.next - 1}"
+            self._line(
+                f"epoch {losses.epoch}{part}: mean loss {mean:.4f}, {self.rate:.0f} samples/s"
+            )
 
-    def held_out(self, epoch: int, step: int, found: Mapping[str, float]) -> None:
+    def held_out(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
         """Writes down how the held-out data went after an epoch; `step` counts its minibatches."""
         with self.path.with_name("held_out.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"epoch": epoch, **found}) + "\n")
+            file.write(json.dumps({"epoch": epoch, **metrics}) + "\n")
         if self.board is not None:
-            for name, value in found.items():
+            for name, value in metrics.items():
                 self.board.add(name.replace("_", "-", 1).replace("_", " "), value, step)
-        text = f"epoch {epoch}: held-out loss {found['held_out_loss']:.4f}"
-        if "held_out_accuracy" in found:
-            text += f", accuracy {found['held_out_accuracy']:.1%}"
+        text = f"epoch {epoch}: held-out loss {metrics['held_out_loss']:.4f}"
+        if "held_out_accuracy" in metrics:
+            text += f", accuracy {metrics['held_out_accuracy']:.1%}"
         self._line(text)
 
     def _look(self, losses: Losses) -> None:
@@ -221,13 +213,6 @@ class Display:
             self.live.console.print(text, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
-
-
-def _described(losses: Losses) -> str:
-    """Which losses have come: of an epoch, or a part of one where a run goes on or has stopped."""
-    whole = (losses.first, losses.next) == (0, losses.minibatches)
-    part = "" if whole else f", minibatches {losses.first} to {losses.next - 1}"
-    return f"epoch {losses.epoch}{part}"
 
 
 def keep_before(path: Path, position: Position) -> None:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pipedream.graph.errors import UserError
 from pipedream.graph.timeline import Event, Timeline, draw, write_chrome
 from pipedream.runtime.report.clock import Clock
-from pipedream.runtime.report.trace import write_trace
 from pipedream.runtime.report.utilisation import in_flight, versions
 from pipedream.schedule.action import parse_action
 
 SentEvents: TypeAlias = list[tuple[int, list[tuple[str, float, float]]]]
 """For each epoch its number, and of each action its text, begin and end."""
 
+
+_HEADER = ["rank", "action", "begin_seconds", "end_seconds"]
 
 KEPT = 1_000
 """Minibatches of the last epoch. Their events are some ten for each, on every rank."""
@@ -115,3 +118,30 @@ def _counters(ranks: Timeline) -> dict[str, dict[int, list[tuple[float, float]]]
         name: {rank: count(events) for rank, events in ranks.items()}
         for name, count in counted.items()
     }
+
+
+def write_trace(ranks: Timeline, path: Path) -> None:
+    """A CSV line for each event: rank, action as `2F0`, begin and end in seconds."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(_HEADER)
+        for rank, events in sorted(ranks.items()):
+            for event in events:
+                writer.writerow([rank, event.action, f"{event.begin:.9f}", f"{event.end:.9f}"])
+
+
+def read_trace(path: Path) -> dict[int, list[Event]]:
+    """What `write_trace` wrote. Raises UserError `FILE:LINE: what is wrong`."""
+    ranks: dict[int, list[Event]] = {}
+    with path.open(encoding="utf-8", newline="") as file:
+        reader = csv.reader(file)
+        if next(reader, None) != _HEADER:
+            raise UserError(f"{path}:1: expected the columns {','.join(_HEADER)}")
+        for row in reader:
+            try:
+                rank, action, begin, end = row
+                event = Event(parse_action(action), float(begin), float(end))
+                ranks.setdefault(int(rank), []).append(event)
+            except ValueError as error:
+                raise UserError(f"{path}:{reader.line_num}: {error}") from error
+    return ranks

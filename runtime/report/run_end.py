@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,15 +11,18 @@ from pipedream.comm.store_messages import broadcast, receive_message, send_messa
 from pipedream.graph.measured_run import MEASURED, MeasuredRun, write_measured
 from pipedream.graph.plan import Simulated, workers_by_rank
 from pipedream.runtime.checkpoint import files as checkpoint
-from pipedream.runtime.checkpoint.export import export
-from pipedream.runtime.checkpoint.plain_model import evaluate
+from pipedream.runtime.checkpoint.plain_model import evaluate, export_newest
 from pipedream.runtime.job import Job
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.recording import Recording
 from pipedream.runtime.report.stage_times import measured_ranks
 from pipedream.runtime.report.summary import write_summary
-from pipedream.runtime.report.utilisation import Utilisation, measure_utilisation, promised
-from pipedream.runtime.report.utilisation_table import print_utilisation
+from pipedream.runtime.report.utilisation import (
+    Utilisation,
+    measure_utilisation,
+    print_utilisation,
+    promised,
+)
 from pipedream.schedule.steady_state import SteadySpan
 
 
@@ -49,14 +51,7 @@ def finish(context: RankContext) -> None:
         also += "trace.json, " * local.job.trace + "tensorboard, " * local.job.tensorboard
         write_summary(local.job.run, summary, also)
         if local.job.export is not None:
-            _export(local.job, local.job.export)
-
-
-def _export(job: Job, target: Path) -> None:
-    path = checkpoint.latest(job.checkpoints)
-    assert path is not None
-    export(load_config_model(job.config, job.directory), path, target)
-    print(f"Written: {target}")
+            export_newest(local.job, local.job.export)
 
 
 def _reports(context: RankContext) -> list[dict[str, Any]]:

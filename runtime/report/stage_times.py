@@ -16,10 +16,9 @@ from pipedream.schedule.action import BACKWARDS, RECEIVES, SENDS, Kind
 def measured_ranks(
     epochs: Sequence[Timeline], counted: range, plan: Plan
 ) -> tuple[MeasuredRank, ...]:
-    """Returns what each rank measured for each of its stages, over the minibatches `counted` of
-    each epoch.
+    """Returns what each rank measured for each of its stages, over these minibatches of each epoch.
 
-    Empty if a rank has done none of these.
+    Empty if a rank has done none of them.
     """
     workers = workers_by_rank(plan.rank_assignment)
     measured = []

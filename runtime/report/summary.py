@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -24,12 +24,7 @@ class Losses:
     """
 
     def __init__(
-        self,
-        store: Store,
-        epoch: int,
-        minibatches: int,
-        first: int = 0,
-        refuse_nan: bool = True,
+        self, store: Store, epoch: int, minibatches: int, first: int = 0, refuse_nan: bool = True
     ) -> None:
         self.store, self.epoch, self.minibatches = store, epoch, minibatches
         self.refuse_nan = refuse_nan
@@ -70,9 +65,7 @@ class Losses:
         self.store.set(self._key(minibatch), repr(value))
 
     def received(self) -> list[tuple[int, float]]:
-        """Returns the losses that have arrived since the last call, in the order of the
-        minibatches.
-        """
+        """Returns the losses that have arrived since the last call, by ascending minibatch."""
         losses = []
         while self.next < self.minibatches and self.store.check([self._key(self.next)]):
             key = self._key(self.next)
@@ -113,15 +106,10 @@ def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None
         lines.append(f"held-out accuracy   {summary['held_out_accuracy']:.1%}")
     if left_out := max(rank["updates_left_out"] for rank in summary["ranks"]):
         lines.append(f"updates left out    {left_out}: their gradients were no numbers")
-    lines += _memory_lines(summary["ranks"])
-    print("\n".join(lines))
-    print(f"Written: {run}/summary.json, metrics.jsonl, {also}checkpoints")
-
-
-def _memory_lines(ranks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line about the rank that holds most memory."""
-    fullest = max(ranks, key=lambda rank: rank["peak_memory_bytes"])
+    fullest = max(summary["ranks"], key=lambda rank: rank["peak_memory_bytes"])
+    measured_memory = show_bytes(fullest["peak_memory_bytes"])
     planned = fullest["predicted_memory_bytes"]
     more = f", planned {show_bytes(planned)}" if planned else ""
-    measured = show_bytes(fullest["peak_memory_bytes"])
-    return [f"memory              {measured} on rank {fullest['rank']}{more}"]
+    lines.append(f"memory              {measured_memory} on rank {fullest['rank']}{more}")
+    print("\n".join(lines))
+    print(f"Written: {run}/summary.json, metrics.jsonl, {also}checkpoints")

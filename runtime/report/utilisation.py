@@ -1,4 +1,4 @@
-"""What the ranks spent their time on, and what the plan predicts. Pure: no torch."""
+"""What the ranks spent their time on, and what the plan predicts: figures and table."""
 
 from __future__ import annotations
 
@@ -6,16 +6,39 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipedream.graph.plan import Plan, workers_by_rank
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from pipedream.graph.plan import Plan, Simulated, workers_by_rank
 from pipedream.graph.timeline import Event, Timeline
-from pipedream.schedule.action import ENDS_BACKWARD, Kind
+from pipedream.graph.units import show_seconds
+from pipedream.schedule.action import (
+    BACKWARDS,
+    ENDS_BACKWARD,
+    RECEIVES,
+    SENDS,
+    Kind,
+    Worker,
+    stages_and_replicas,
+)
 from pipedream.schedule.steady_state import BUSY, SteadySpan, bubble, steady_window
+
+_PIPED_WIDTH = 120
+
+_COLUMNS = {
+    "forward": (Kind.FORWARD,),
+    "backward": BACKWARDS,
+    "update": (Kind.UPDATE,),
+    "all-reduce": (Kind.ALL_REDUCE,),
+    "sending": SENDS,
+    "waiting": RECEIVES,
+}
 
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Seconds of each rank by the kind of action, out of `window` seconds in which `minibatches`
-    went through.
+    """Seconds of each rank by the kind of action, out of `window` seconds for `minibatches`.
 
     `steady`: the filling and the draining of the pipeline are left out.
     """
@@ -117,3 +140,57 @@ def versions(events: Sequence[Event]) -> list[tuple[float, float]]:
             continue
         steps.append((event.end, float(sum(len({newest[s], *+used[s]}) for s in newest))))
     return steps
+
+
+def print_utilisation(
+    utilisation: Utilisation,
+    workers: Mapping[int, Sequence[Worker]],
+    hoped: Mapping[int, float],
+    simulated: Simulated | None,
+    clock_error: float,
+) -> None:
+    """Prints a row for each rank, then the bubble: predicted, simulated and measured.
+
+    `workers` are those of each rank, `hoped` how busy it would be (`promised`), if that is known.
+    `clock_error`: by how many seconds the clocks of the ranks may differ.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_PIPED_WIDTH)
+    console.print(_table(utilisation, workers, hoped))
+    parts = [f"bubble              {utilisation.bubble:.1%}"]
+    if any(hoped.values()):
+        parts.append(f"planned {max(0.0, 1 - sum(hoped.values()) / len(hoped)):.1%}")
+    if simulated is not None:
+        parts.append(f"simulated {simulated.bubble:.1%}")
+    console.print(", ".join(parts))
+    console.print(f"clocks of the ranks within {show_seconds(clock_error)} of each other")
+
+
+def _table(
+    utilisation: Utilisation, workers: Mapping[int, Sequence[Worker]], hoped: Mapping[int, float]
+) -> Table:
+    while_full = (
+        "while the pipeline was full" if utilisation.steady else "filling and draining included"
+    )
+    table = Table(
+        title=f"What each rank did, {while_full}",
+        caption="Busy: forward, backward and update. Planned: its passes as they were profiled, "
+        "over the planned time per minibatch.",
+        title_justify="left",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    for heading in ("rank", "stage", "replica", *_COLUMNS, "rest", "busy", "planned"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rank, own in workers.items():
+        spent = [utilisation.share(rank, kinds) for kinds in _COLUMNS.values()]
+        rest = max(0.0, 1 - sum(spent))
+        table.add_row(
+            str(rank),
+            *stages_and_replicas(own),
+            *(f"{share:.1%}" for share in (*spent, rest)),
+            f"{utilisation.busy(rank):.1%}",
+            f"{hoped[rank]:.1%}" if hoped.get(rank) else "-",
+        )
+    return table

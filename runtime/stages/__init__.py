@@ -1,6 +1,5 @@
 """From the captured model to the stages of a plan.
 
 `captures` captures the model in each way in which it will run; `partition` finds what each stage
-computes and which tensors pass between stages; `stage_module` is a stage that can be run, as
-`compile` says. Begin with `partition`.
+computes and which tensors pass between stages; `stage_module` runs one. Begin with `partition`.
 """

@@ -15,8 +15,8 @@ from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.launcher import Place
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.examples import Examples
+from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.data.sizes import Sizes
 from pipedream.runtime.engine.evaluation import Evaluation, obstacle
 from pipedream.runtime.job import Job
 from pipedream.runtime.stages.partition import layouts
@@ -25,8 +25,7 @@ from pipedream.runtime.stages.stage_module import capture_rest
 
 @dataclass(frozen=True)
 class Captures:
-    """`whole`: of full minibatches; `rest`: of the smaller last one of an epoch, number `last`, if
-    any.
+    """`whole`: of full minibatches; `rest`: of a smaller last one of an epoch, number `last`.
 
     `parameters`: the names of all that the model has; `persistent`: those in its state_dict;
     `buffers`: those of all its buffers. `evaluation`: a rank's part in evaluating the held-out

@@ -34,9 +34,7 @@ class Layout:
     sends: Mapping[int, tuple[Value, ...]]
 
     def build(self, captured: Captured) -> Segment:
-        """Returns the stage's own module; its results are all that is sent, and its outputs of the
-        model.
-        """
+        """Returns the module of the stage; it gives what is sent, and outputs of the model."""
         return segment(captured, frozenset(self.nodes), captured.outputs)
 
     @cached_property
@@ -116,9 +114,7 @@ def _stages(captured: Captured, plan: Plan) -> dict[str, int]:
 
 
 def first_difference(planned: PlannedGraph, graph: Graph) -> str | None:
-    """Describes the first node in which the model differs from the planned one; None if it does
-    not.
-    """
+    """Describes the first node in which the model differs from the planned one, if any."""
     if planned.fingerprint == graph.fingerprint:
         return None
     known = {node.id: position for position, node in enumerate(planned.nodes)}
@@ -157,7 +153,10 @@ def _readers(captured: Captured, stage_of: Mapping[str, int], last: int) -> dict
 def source_text(captured: Captured, plan: Plan, layout: Layout, piece: Segment) -> str:
     """Returns the stage as Python for people to read: `stage0.py`. Nothing reads it back."""
     stage = plan.stages[layout.stage]
-    head = [f"Stage {layout.stage} of {len(plan.stages)}, on ranks {_list(stage.ranks)}.", ""]
+    head = [
+        f"Stage {layout.stage} of {len(plan.stages)}, on ranks {', '.join(map(str, stage.ranks))}.",
+        "",
+    ]
     head += [f"reads input {at} of the model as {name}" for name, at in layout.reads.items()]
     for source, values in layout.receives.items():
         head += [f"receives {_describe(value)} from stage {source}" for value in values]
@@ -207,7 +206,3 @@ def _describe(value: Value) -> str:
 
 def _short(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

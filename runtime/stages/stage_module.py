@@ -9,18 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.func import functional_call
 
+from pipedream.capture.compute_settings import lowered
 from pipedream.capture.export import Captured, OutSpec, capture, rebuild
 from pipedream.capture.segment import Segment, freeze_constants
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, PlannedGraph
+from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.stages.compile import Compute
+from pipedream.runtime.engine.randomness import SeedHook
 from pipedream.runtime.stages.partition import Layout, first_difference, layouts, links
+
+Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
+"""(parameters and buffers by name, inputs) -> what the stage's module gives."""
+
+
+def plain(piece: Segment) -> Compute:
+    """Runs the stage's module as it is."""
+
+    def run(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
+        return functional_call(piece.module, dict(tensors), inputs)
+
+    return run
+
+
+def make_compute(piece: Segment, config: RunConfig, device: torch.device) -> Compute:
+    """Raises UserError for a torch.compile backend that does not exist."""
+    run = plain(piece)
+    if config.compile is not None:
+        known = torch.compiler.list_backends(exclude_tags=())
+        if config.compile not in known:
+            raise UserError(f"compile: {config.compile!r} is no backend here; write inductor")
+        for module in piece.module.modules():
+            if isinstance(module, SeedHook):  # a compiled one would seed only once
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore
+        # Never for shapes in general: the last, smaller minibatch has a piece of its own.
+        run = torch.compile(run, backend=config.compile, dynamic=False)
+
+    def compute(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
+        with lowered(config.autocast, device):
+            return run(tensors, inputs)
+
+    return compute
 
 
 @dataclass(frozen=True)
@@ -73,17 +108,11 @@ class StageModules:
 
 
 def capture_rest(
-    model: nn.Module,
-    batch: Batch,
-    rest: int,
-    whole: Captured,
-    plan: Plan,
-    training: bool = True,
+    model: nn.Module, batch: Batch, rest: int, whole: Captured, plan: Plan, training: bool = True
 ) -> Captured:
     """Captures the model for the first `rest` examples of `batch`, as `whole` is for all of it.
 
-    Raises UserError with the reason if the model does not accept so few, or its stages would differ
-    from those of `whole`.
+    Raises UserError if the model does not accept so few, or its stages would be others.
     """
     captured = capture(model, batch.first(rest).inputs, training=training)
     difference = _difference(whole, captured, plan)

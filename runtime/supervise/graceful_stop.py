@@ -41,11 +41,7 @@ class GracefulStop:
     """
 
     def __init__(
-        self,
-        store: Store,
-        place: Place,
-        policy: Policy,
-        launcher_asks: Callable[[], bool] | None,
+        self, store: Store, place: Place, policy: Policy, launcher_asks: Callable[[], bool] | None
     ) -> None:
         own: Store = store.clone()  # type: ignore[attr-defined]
         self.store, self.place, self.policy = own, place, policy
@@ -67,8 +63,7 @@ class GracefulStop:
         segment: TrainingSegment,
         stream: Callable[[TrainingSegment], ActionStream],
     ) -> ActionStream | None:
-        """Returns the actions of a segment, which may be shortened meanwhile; None if the run stops
-        here.
+        """Returns the actions of a segment, perhaps shortened; None if the run stops here.
 
         `stream` makes the actions of a segment, in this thread or another.
         """
@@ -83,9 +78,9 @@ class GracefulStop:
             return self.stream
 
     def stops_at(self, end: Position, onward: Position) -> bool:
-        """Returns whether the run stops at the `end` of a segment, where the pipeline is empty and
-        this rank has saved. Otherwise it continues from `onward`, which after an epoch is the next
-        one.
+        """Returns whether the run stops at the `end` of a segment, which this rank has saved.
+
+        Otherwise it continues from `onward`, which after an epoch is the next one.
         """
         with self.changing:
             self.changing.wait_for(lambda: not self.held)

@@ -2,8 +2,7 @@
 
 A thread of each worker counts up; a count that stands still means that the worker was stopped. The
 record also has what the worker is doing, in words, and whom it has lost. In the other direction
-goes one bit: the launcher's request to stop. The memory is anonymous, and freed with the last
-process that uses it.
+goes one bit: the launcher's request to stop. The memory is freed with its last process.
 """
 
 from __future__ import annotations

@@ -55,14 +55,12 @@ def spawn(
     restarts: int = 0,
     with_fewer: bool = False,
 ) -> int:
-    """Runs `command` once for each worker on this machine, as torchrun would. Returns the exit
-    code.
+    """Runs `command` once per worker on this machine, as torchrun would. Returns the exit code.
 
     0 if all went well. If a worker dies, or its heartbeat stands still for `timeout` seconds, all
     others are stopped and one line names the rank, the cause, and what it was doing; after a user
     error, which that worker has reported itself, nothing is printed and the code is 2. All workers
-    are then started again, at most `restarts` times; after that, `with_fewer`, with one worker less
-    and as many restarts.
+    are then started again, at most `restarts` times; then, `with_fewer`, as often with one less.
 
     SIGINT, SIGTERM and SIGUSR1 stop all workers, the first one after they have saved; SIGHUP stops
     them at once. No worker outlives this process, even if it is killed: see `die_with_parent`. Each
@@ -112,22 +110,21 @@ def _run(
     command: Sequence[str], workers: int, attempt: int, timeout: float, caught: Sequence[int]
 ) -> _End:
     """Starts all workers once; stops the rest when one has failed."""
-    parent_death_pipe, held = os.pipe()
+    parent_death_pipe, writing_end = os.pipe()
     error_token, memory, port = _open_error_token(), Heartbeats.make(workers), _free_port()
     children: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(workers):
             place = Place(rank, workers, rank, workers, LOCALHOST, port)
+            descriptors = parent_death_pipe, error_token, memory
             try:
-                children.append(
-                    _start(command, place, attempt, (parent_death_pipe, error_token, memory))
-                )
+                children.append(_start(command, place, attempt, descriptors))
             except OSError as error:
                 return _End(1, f"rank {rank} cannot be started: {error.strerror}")
         return _watch(children, caught, Heartbeats(memory), timeout)
     finally:
         _stop(children)
-        for descriptor in (parent_death_pipe, held, error_token, memory):
+        for descriptor in (parent_death_pipe, writing_end, error_token, memory):
             os.close(descriptor)
 
 
@@ -147,11 +144,7 @@ def _start(
     }
     # A process group of its own: Ctrl-C comes to the parent alone, which then stops every group.
     return subprocess.Popen(
-        command,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        pass_fds=descriptors,
-        process_group=0,
+        command, env=variables, stdin=subprocess.DEVNULL, pass_fds=descriptors, process_group=0
     )
 
 
@@ -169,21 +162,20 @@ def _watch(
     timeout: float,
 ) -> _End:
     """Waits until all workers are done or one has failed."""
-    stirred = _Stirring(heartbeats, len(children), timeout)
+    ages = _HeartbeatAges(heartbeats, len(children), timeout)
     lost_since: float | None = None
     while True:
         codes = [child.poll() for child in children]
         if caught and not _may_save(caught, heartbeats):
-            return _signalled(caught[-1])
+            return _End(128 + caught[-1], _got(caught[-1]), final=True)
         failed = {rank: code for rank, code in enumerate(codes) if code and code != STOPPED}
         causes = {rank: code for rank, code in failed.items() if code != PEER_LOST}
         if causes:
             return _failed(*next(iter(causes.items())), heartbeats)
-        still = stirred.still(rank for rank, code in enumerate(codes) if code is None)
+        still = ages.too_old(rank for rank, code in enumerate(codes) if code is None)
         if still is not None:
-            return _End(
-                1, f"rank {still} has not stirred for {timeout:g} s{_at(heartbeats, still)}"
-            )
+            words = f"has not stirred for {timeout:g} s{_at(heartbeats, still)}"
+            return _End(1, f"rank {still} {words}")
         if failed:
             # Whoever they have lost is about to be seen; if nobody dies, they are the news.
             lost_since = lost_since or time.monotonic()
@@ -211,7 +203,7 @@ def draining(number: int) -> str:
     return f"{_got(number)}; draining the pipeline and saving; {again} to leave at once"
 
 
-class _Stirring:
+class _HeartbeatAges:
     """Since when each rank's heartbeat has stood still, once the rank has reported what it does.
 
     Before that it imports libraries, which can block all of its threads for seconds.
@@ -222,7 +214,7 @@ class _Stirring:
         self.seconds = max(timeout - _NOTICE_SECONDS, timeout / 2)
         self.seen = [(0, math.inf)] * workers
 
-    def still(self, ranks: Iterable[int]) -> int | None:
+    def too_old(self, ranks: Iterable[int]) -> int | None:
         """Returns the first of the ranks whose heartbeat has stood still for too long."""
         now = time.monotonic()
         for rank in ranks:
@@ -273,10 +265,6 @@ def _cut_off(noticed: Sequence[int], silent: Sequence[int], heartbeats: Heartbea
         rank = noticed[0]
         return _End(1, f"rank {rank} lost its connection to the others{_at(heartbeats, rank)}")
     return _End(1, f"rank {rank} does not answer the others any more{_at(heartbeats, rank)}")
-
-
-def _signalled(number: int) -> _End:
-    return _End(128 + number, _got(number), final=True)
 
 
 def _got(number: int) -> str:

@@ -32,8 +32,7 @@ _UNTIL_ALL_HAVE_HEARD = 4  # beats
 
 @dataclass
 class Watchdog:
-    """Calls `lost` with a message, from a thread, if a rank stands still for nearly `timeout`
-    seconds.
+    """Calls `lost` with a message, from a thread, if a rank stands still for nearly `timeout` s.
 
     `store`: a connection of its own, since a waiting call blocks all other threads. The rank that
     serves the store (`host`, None if the launcher does) is missed when the store is silent.
@@ -48,9 +47,7 @@ class Watchdog:
 
     @staticmethod
     def of(store: Store, place: Place, timeout: float) -> Watchdog | None:
-        """Returns the watchdog of this process, which exits when another is lost; None if it is
-        alone.
-        """
+        """Returns the watchdog that ends this process if another is lost; None if alone."""
 
         def leave(line: str) -> None:
             print(f"pd-train: rank {place.rank}: {line}", file=sys.stderr, flush=True)
@@ -68,9 +65,8 @@ class Watchdog:
         self.most = self.timeout - _EARLIER * self.seconds
         self.neighbour = (self.rank - 1) % self.ranks
         self.words, self.silence, self.announced = "", 0.0, False
-        self.activities: dict[
-            int, str
-        ] = {}  # what others do, in words; empty before and after training
+        # What others do, in words; empty before and after training.
+        self.activities: dict[int, str] = {}
         self.ended = threading.Event()
         self.talking = threading.Thread(target=self._talk, name="watchdog", daemon=True)
         self.talking.start()

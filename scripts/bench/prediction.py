@@ -37,7 +37,7 @@ from pipedream.optimizer.search.outcome import given_plan
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.stages import Rules
-from pipedream.runtime.report.trace import read_trace
+from pipedream.runtime.report.recording import read_trace
 from pipedream.schedule.action import Kind
 
 SECONDS = 40

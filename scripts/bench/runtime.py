@@ -39,8 +39,8 @@ from torch.distributed.pipelining import Schedule1F1B, pipeline
 from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.capture.export import Value
 from pipedream.capture.sources.load import load_config_model
+from pipedream.comm.buckets import StageGroups
 from pipedream.comm.launcher import Place
-from pipedream.comm.process_groups import StageGroups
 from pipedream.comm.transport import Message, Transport
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.plan import read_plan
@@ -54,9 +54,9 @@ from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.job import Job
 from pipedream.runtime.local_model import LocalModel
 from pipedream.runtime.optim.optimizers import make_optimizer
+from pipedream.runtime.optim.rates import LossSum
 from pipedream.runtime.optim.stepping import Stepping
 from pipedream.runtime.pipelining import split_policy
-from pipedream.runtime.report.loss_sum import LossSum
 from pipedream.runtime.stages.partition import links
 from pipedream.schedule.action import Kind
 from pipedream.schedule.channel import Channel

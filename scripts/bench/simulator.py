@@ -47,7 +47,7 @@ from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import simulate_plan
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.optimizers import make_optimizer
-from pipedream.runtime.report.trace import read_trace
+from pipedream.runtime.report.recording import read_trace
 from pipedream.schedule.action import Kind
 from pipedream.schedule.channel import Channel
 

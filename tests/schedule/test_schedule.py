@@ -18,7 +18,6 @@ from schedules import policy, schedule
 
 from pipedream.graph.choices import SCHEDULES
 from pipedream.schedule.action import Action, Kind, parse_action
-from pipedream.schedule.chart import chart
 from pipedream.schedule.checker import UnsoundError, check, check_actions
 from pipedream.schedule.in_flight import steady_in_flight, warm_up
 from pipedream.schedule.policy import Peak, VerticalSync
@@ -33,7 +32,7 @@ def chain(stages):
 def drawn(name, replicas, minibatches, microbatches=1, max_in_flight=None):
     links = chain(len(replicas))
     made = schedule(name, replicas, links, minibatches, microbatches, max_in_flight=max_in_flight)
-    return "\n".join(" ".join(line.split()) for line in chart(made).splitlines())
+    return "\n".join(" ".join(line.split()) for line in made.chart().splitlines())
 
 
 def diagram(text):
@@ -405,7 +404,7 @@ def test_last_round_is_the_mean_of_what_exists():
 def test_no_minibatches_no_actions():
     made = schedule("weight-stashing", (2, 1), chain(2), 0)
     assert [made.actions(worker) for worker in made.workers] == [[], [], []]
-    assert chart(made).split() == ["0", "0.1", "1"]
+    assert made.chart().split() == ["0", "0.1", "1"]
 
 
 def test_long_epoch_on_ten_workers_is_quick():

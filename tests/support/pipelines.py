@@ -13,8 +13,7 @@ from schedules import assigned
 from pipedream.graph.plan import RankAssignment, workers_by_rank
 from pipedream.schedule.action import Action, Kind, Link, Worker
 from pipedream.schedule.generate import Step
-from pipedream.schedule.orders import ORDERS, Passes
-from pipedream.schedule.schedule import Schedule, write_actions
+from pipedream.schedule.schedule import ORDERS, Passes, Schedule, write_actions
 from pipedream.schedule.spec import PipelineSpec
 
 F, B, BI, BW = PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
+from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Epoch
-from pipedream.runtime.data.sizes import Sizes
 
 COUNTS = st.integers(0, 60), st.integers(1, 20)
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from training import chain_config
 
 from pipedream.capture.export import Captured, capture
-from pipedream.comm.process_groups import make_groups
+from pipedream.comm.buckets import make_groups
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import OptimizerConfig
@@ -34,12 +34,10 @@ from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.engine.training_segment import TrainingSegment
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.optimizers import make_optimizer
-from pipedream.runtime.optim.rates import LearningRate
+from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
-from pipedream.runtime.report.loss_sum import LossSum
-from pipedream.runtime.stages.compile import plain
 from pipedream.runtime.stages.partition import Layout, layouts, links
-from pipedream.runtime.stages.stage_module import StageModule, StageModules
+from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
 from pipedream.schedule.channel import rank_links
 from pipedream.schedule.checker import check_ranks
 

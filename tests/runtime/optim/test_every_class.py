@@ -33,9 +33,8 @@ from pipedream.runtime.data.reader import Epoch
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.job import Job
 from pipedream.runtime.optim.optimizers import make_optimizer, restore_state, state_tensors
-from pipedream.runtime.optim.rates import LearningRate, make_scheduler
+from pipedream.runtime.optim.rates import LearningRate, LossSum, make_scheduler
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
-from pipedream.runtime.report.loss_sum import LossSum
 from tests.runtime.engine.test_semantics import SUPPORT, plan_for
 
 REFUSED = {

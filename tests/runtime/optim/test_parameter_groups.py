@@ -19,8 +19,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import GroupConfig, OptimizerConfig, SchedulerConfig
 from pipedream.runtime.data.reader import Epoch
 from pipedream.runtime.job import Job
-from pipedream.runtime.optim.optimizers import make_optimizer
-from pipedream.runtime.optim.parameter_groups import groups
+from pipedream.runtime.optim.optimizers import groups, make_optimizer
 from tests.runtime.engine.test_semantics import SUPPORT, plan_for
 
 NAMES = ("a.weight", "a.bias", "norm.weight", "norm.bias", "c.weight")

@@ -12,7 +12,7 @@ from schedules import assigned
 from torch.distributed import HashStore
 
 from pipedream.graph.errors import UserError
-from pipedream.runtime.data.sizes import Sizes
+from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.report.live_table import Display, keep_before, keep_until
 from pipedream.runtime.report.summary import Losses

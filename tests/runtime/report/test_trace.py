@@ -6,7 +6,7 @@ import pytest
 from played import played
 
 from pipedream.graph.errors import UserError
-from pipedream.runtime.report.trace import read_trace, write_trace
+from pipedream.runtime.report.recording import read_trace, write_trace
 
 
 def test_trace_reads_back(tmp_path):

@@ -12,9 +12,8 @@ from pipedream.capture.export import Captured, capture
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.stages.compile import plain
 from pipedream.runtime.stages.partition import layouts
-from pipedream.runtime.stages.stage_module import StageModule, StageModules, capture_rest
+from pipedream.runtime.stages.stage_module import StageModule, StageModules, capture_rest, plain
 
 BATCH = Batch((torch.randn(4, 6),), None)
 CPU = torch.device("cpu")

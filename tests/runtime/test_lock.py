@@ -10,12 +10,12 @@ import sys
 import pytest
 
 from pipedream.graph.errors import UserError
-from pipedream.runtime.checkpoint.lock import locked
+from pipedream.runtime.trainer import locked
 
 HOLD = """
 import sys
 from pathlib import Path
-from pipedream.runtime.checkpoint.lock import locked
+from pipedream.runtime.trainer import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
@@ -39,7 +39,7 @@ def test_two_runs_in_one_folder_wrote_over_each_other(tmp_path):
 HOLD_AND_FORK = """
 import os, sys, time
 from pathlib import Path
-from pipedream.runtime.checkpoint.lock import locked
+from pipedream.runtime.trainer import locked
 with locked(Path(sys.argv[1])):
     if os.fork() == 0:
         print(os.getpid(), flush=True)

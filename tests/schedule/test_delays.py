@@ -6,15 +6,14 @@ import pytest
 from schedules import schedule
 
 from pipedream.graph.choices import ScheduleName
-from pipedream.runtime.optim.staleness import delays
 
 
 def rows(name: ScheduleName, replicas: tuple[int, ...], minibatches: int = 8) -> list[list[int]]:
     """The delays of the minibatches, for each stage."""
     links = [(stage, stage + 1) for stage in range(len(replicas) - 1)]
     made = schedule(name, replicas, links, minibatches, microbatches=4)
-    found = [delays(made, stage) for stage in range(len(replicas))]
-    return [[row[minibatch] for minibatch in range(minibatches)] for row in found]
+    delays = [made.delays(stage) for stage in range(len(replicas))]
+    return [[row[minibatch] for minibatch in range(minibatches)] for row in delays]
 
 
 def test_a_stage_is_as_late_as_there_are_stages_behind_it() -> None:
