@@ -47,12 +47,7 @@ def make_task(options: Options) -> Task:
     typed = options.update_rate
     rate = None if typed is None else bytes_of("--update-rate", typed)
     numbers = None if options.sweep is None else _numbers(options.sweep, cluster)
-    _check_folder(options)
-    if options.exports and not options.profile_path.exists():
-        raise UserError(
-            f"--export {options.exports[0]} needs {options.profile_path}: pd-profile writes it with"
-            " graph.txt"
-        )
+    _check_files(options)
 
     from pipedream.graph.model import read_graph
     from pipedream.graph.profile import TrainingOverheads
@@ -177,8 +172,10 @@ def _numbers(text: str, cluster: Cluster) -> range:
     return numbers
 
 
-def _check_folder(options: Options) -> None:
-    """Raises UserError if the output folder clearly cannot be written."""
+def _check_files(options: Options) -> None:
+    """Raises UserError if the output folder clearly cannot be written, or --export needs a profile
+    that is missing.
+    """
     folder = options.folder
     if options.calibrate and folder.resolve() == options.graph.resolve().parent:
         raise UserError(
@@ -190,3 +187,8 @@ def _check_folder(options: Options) -> None:
         raise UserError(f"-o {folder}: cannot be written: {there} is a file; name another folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"-o {folder}: cannot be written: no permission to write in {there}")
+    if options.exports and not options.profile_path.exists():
+        raise UserError(
+            f"--export {options.exports[0]} needs {options.profile_path}: pd-profile writes it with"
+            " graph.txt"
+        )

@@ -5,7 +5,6 @@ The first two are straight pipelines along one topological order, with one stage
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +26,8 @@ def equal_layers(request: Request, microbatches: int) -> Outcome:
     ends = [len(graph) * (stage + 1) // stages for stage in range(stages)]
     ours = replace(request, schedule="gpipe", microbatches=microbatches)
     outcome = given_plan(ours, graph, ends, [1] * stages)
-    return _for_batch(outcome, microbatches)
+    seconds = outcome.batch_seconds(Latency(microbatches))
+    return outcome.predicting(microbatches=microbatches, latency_seconds=seconds)
 
 
 def equal_parameters(request: Request) -> Outcome:
@@ -72,13 +72,3 @@ def _filled(before: Floats, limit: float) -> list[int]:
         end = int(np.searchsorted(before, before[ends[-1]] + limit, side="right")) - 1
         ends.append(max(end, ends[-1] + 1))
     return ends[1:]
-
-
-def _for_batch(outcome: Outcome, microbatches: int) -> Outcome:
-    """Adds the seconds of a batch, sum t_i + (B - 1) max t_j."""
-    times: Sequence[float] = [figures.seconds for figures in outcome.figures]
-    seconds = Latency(microbatches).seconds(sum(times), max(times))
-    update = {"microbatches": microbatches, "latency_seconds": seconds}
-    predicted = outcome.plan.predicted.model_copy(update=update)
-    plan = outcome.plan.model_copy(update={"predicted": predicted})
-    return replace(outcome, plan=plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, PlannedGraph, Predicted, Stage
@@ -18,6 +18,7 @@ from pipedream.optimizer.cost.stage_time import (
 )
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
+from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.memory_fit import WorkerMemory, with_more_in_flight, worker_memory
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.required_in_flight import required_in_flight
@@ -56,6 +57,16 @@ class Outcome:
     whole_model_bytes: float
     memory: float | None
     measured: bool
+
+    def batch_seconds(self, goal: Latency) -> float:
+        """Seconds of a batch, sum t_i + (B - 1) max t_j."""
+        times = [figures.seconds for figures in self.figures]
+        return goal.seconds(sum(times), max(times))
+
+    def predicting(self, **figures: object) -> Outcome:
+        """The outcome with these figures in the plan's `Predicted`."""
+        predicted = self.plan.predicted.model_copy(update=figures)
+        return replace(self, plan=self.plan.model_copy(update={"predicted": predicted}))
 
 
 def make_outcome(

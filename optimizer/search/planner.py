@@ -270,8 +270,7 @@ def plan_latency(
     slowest = lower_bound(graph, request.cluster, model, straight)
     stages = Solution(solution.cost, solution.stages)
     outcome = make_outcome(memory, request, stages, slowest, exact=False)
-    times = [figures.seconds for figures in outcome.figures]
-    seconds = goal.seconds(sum(times), max(times))
+    seconds = outcome.batch_seconds(goal)
     bound = solution.bound
     if bins is not None:
         simple = latency_bound(graph, request.cluster, model, straight, goal.microbatches)
@@ -280,13 +279,10 @@ def plan_latency(
             merged, request.cluster, model, request.rules, precise, seconds
         )
         bound = max(simple, over_bins)
-    predicted = outcome.plan.predicted.model_copy(
-        update={
-            "objective": "latency",
-            "microbatches": goal.microbatches,
-            "latency_seconds": seconds,
-            "latency_lower_bound_seconds": min(seconds, bound),
-        }
+    outcome = outcome.predicting(
+        objective="latency",
+        microbatches=goal.microbatches,
+        latency_seconds=seconds,
+        latency_lower_bound_seconds=min(seconds, bound),
     )
-    plan = outcome.plan.model_copy(update={"predicted": predicted})
-    return replace(outcome, plan=plan, exact=downsets is not None and not goal.epsilon)
+    return replace(outcome, exact=downsets is not None and not goal.epsilon)
