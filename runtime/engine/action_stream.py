@@ -26,7 +26,7 @@ class ActionStream:
 
     def __post_init__(self) -> None:
         self.changing = threading.Condition()
-        self.held = False
+        self.on_hold = False
 
     def commit(self, position: int, most: int) -> int:
         """Commits up to `most` actions from `position` on. Returns how many are committed by now.
@@ -35,15 +35,15 @@ class ActionStream:
         at its end if the result is `position`.
         """
         with self.changing:
-            self.changing.wait_for(lambda: not self.held or self.committed > position)
-            if not self.held:
+            self.changing.wait_for(lambda: not self.on_hold or self.committed > position)
+            if not self.on_hold:
                 self.committed = max(self.committed, min(position + most, len(self.actions)))
             return self.committed
 
     def hold(self) -> int:
         """Stops commits. Returns how many of the segment's minibatches are touched at most."""
         with self.changing:
-            self.held = True
+            self.on_hold = True
             touched = (action.minibatch for action in self.actions[: self.committed])
             return max(touched, default=self.segment.begin - 1) + 1 - self.segment.begin
 
@@ -53,5 +53,5 @@ class ActionStream:
             if other is not None:
                 assert other.actions[: self.committed] == self.actions[: self.committed]
                 self.segment, self.actions, self.delays = other.segment, other.actions, other.delays
-            self.held = False
+            self.on_hold = False
             self.changing.notify_all()

@@ -47,7 +47,13 @@ class SeedHook(nn.Module):
 
 def operator_positions(captured: fx.GraphModule) -> dict[str, int]:
     """Returns the position of each operator of the captured model and its subgraphs, by path."""
-    return {path: position for position, path in enumerate(_paths(captured))}
+    paths = (
+        _path(prefix, node)
+        for prefix, module in captured.named_modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+    )
+    return {path: position for position, path in enumerate(paths)}
 
 
 def seed_each(part: Segment, operator_positions: Mapping[str, int], rng: MinibatchRng) -> Segment:
@@ -56,20 +62,11 @@ def seed_each(part: Segment, operator_positions: Mapping[str, int], rng: Minibat
         if isinstance(module, fx.GraphModule):
             for node in [node for node in module.graph.nodes if _draws(node)]:
                 position = operator_positions[_path(prefix, node)]
-                module.add_submodule(f"roll_{position}", SeedHook(rng, position))
+                module.add_submodule(f"seed_{position}", SeedHook(rng, position))
                 with module.graph.inserting_before(node):
-                    module.graph.call_module(f"roll_{position}")
+                    module.graph.call_module(f"seed_{position}")
             module.recompile()
     return part
-
-
-def _paths(captured: fx.GraphModule) -> list[str]:
-    return [
-        _path(prefix, node)
-        for prefix, module in captured.named_modules()
-        if isinstance(module, fx.GraphModule)
-        for node in module.graph.nodes
-    ]
 
 
 def _path(prefix: str, node: fx.Node) -> str:

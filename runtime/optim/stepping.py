@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -125,22 +124,15 @@ class StageStepping:
             ) from error
 
 
-@dataclass(frozen=True)
-class _Update:
-    """An update of one stage that waits for those of the other stages of its rank."""
+class _Update(NamedTuple):
+    """An update of one stage that waits for those of the other stages of its rank.
+
+    `make` makes it, given the norm of the gradients that are clipped together.
+    """
 
     stepping: StageStepping
-    weights: Weights
     gradients: Mapping[str, Tensor]
-    number: int
-    updates: int
-
-    def make(self, norm: float) -> None:
-        self.weights.update(
-            self.gradients,
-            lambda: self.stepping.step(self.gradients, norm, self.updates),
-            self.number,
-        )
+    make: Callable[[float], None]
 
 
 class Stepping:
@@ -178,11 +170,15 @@ class Stepping:
 
         May wait for other stages of this rank; gradients added meanwhile are of the next round.
         """
-        gradients = weights.take_gradients(divisor)
+        stepping, gradients = self.stages[stage], weights.take_gradients(divisor)
         if self.scale.value != 1.0 and gradients:
             torch._foreach_div_(list(gradients.values()), self.scale.value)
+
+        def make(norm: float) -> None:
+            weights.update(gradients, lambda: stepping.step(gradients, norm, updates), number)
+
         waiting = self.waiting.setdefault(number, [])
-        waiting.append(_Update(self.stages[stage], weights, gradients, number, updates))
+        waiting.append(_Update(stepping, gradients, make))
         if len(waiting) == self.together:
             del self.waiting[number]
             norm = self._norm(waiting)

@@ -6,11 +6,11 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
@@ -216,32 +216,24 @@ class Display:
 
 
 def keep_before(path: Path, position: Position) -> None:
-    """Drops from metrics.jsonl what a run has told that went further than its last checkpoint."""
-    kept = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-            with suppress(json.JSONDecodeError):  # the last line of a run that was killed
-                record = json.loads(line)
-                if Position(record["epoch"] - 1, record["minibatch"]) < position:
-                    kept.append(line)
-    _replace(path, kept)
+    """Drops from metrics.jsonl what a run that goes on from `position` will write again."""
+    _keep(path, lambda line: Position(line["epoch"] - 1, line["minibatch"]) < position)
 
 
 def keep_until(path: Path, epoch: int) -> None:
-    """Takes out of held_out.jsonl what a run that goes on after `epoch` epochs will write again."""
+    """Drops from held_out.jsonl what a run that goes on after `epoch` epochs will write again."""
+    _keep(path, lambda line: line["epoch"] <= epoch)
+
+
+def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """At every moment the file is the old one or the new one, should the run be killed."""
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [
-            line for line in lines if line.endswith("\n") and json.loads(line)["epoch"] <= epoch
-        ]
-        _replace(path, kept)
-
-
-def _replace(path: Path, lines: Iterable[str]) -> None:
-    """At every moment the file is the old one or the new one, should the run be killed."""
-    fresh = path.with_name(f"{path.name}.partial")
-    fresh.write_text("".join(lines), encoding="utf-8")
-    fresh.replace(path)
+        whole = [line for line in lines if line.endswith("\n")]  # the last one may be cut short
+        fresh = path.with_name(f"{path.name}.partial")
+        kept = "".join(line for line in whole if wanted(json.loads(line)))
+        fresh.write_text(kept, encoding="utf-8")
+        fresh.replace(path)
 
 
 def table(

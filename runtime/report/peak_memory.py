@@ -15,18 +15,18 @@ class PeakMemory:
     """Measures from when it is made, in stretches between `begin` and `end`.
 
     On a GPU it is torch's own count. On a CPU it is the resident memory of the process, without the
-    files mapped into it, less what was resident when this was made and is none of `held`, the
-    tensors that the rank had by then: the interpreter, torch, the dataset. What is freed and kept
+    files mapped into it, less what was resident when this was made and is none of the
+    `tensors` that the rank had by then: the interpreter, torch, the dataset. What is freed and kept
     (`keep_freed_memory`) counts, too.
     """
 
-    def __init__(self, device: torch.device, held: Iterable[torch.Tensor]) -> None:
+    def __init__(self, device: torch.device, tensors: Iterable[torch.Tensor]) -> None:
         self.device = device
         self.bytes = 0
         self.aside = 0
         if device.type == "cpu":
             _give_back()
-            self.aside = _resident("RssAnon") - sum(tensor.nbytes for tensor in held)
+            self.aside = _resident("RssAnon") - sum(tensor.nbytes for tensor in tensors)
 
     def begin(self) -> None:
         if self.device.type == "cuda":

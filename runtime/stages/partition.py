@@ -16,6 +16,19 @@ from pipedream.graph.plan import Plan, PlannedGraph
 _FREED = re.compile(r";  (\w+ = )+None$")
 """How generated code drops what it no longer needs; of no interest to a reader."""
 
+_SOURCE = '''"""{head}
+"""
+
+import torch
+from torch import device
+
+
+class Stage{stage}(torch.nn.Module):
+    """Parameters:
+
+{holds}    """
+{body}'''
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -163,27 +176,11 @@ def source_text(captured: Captured, plan: Plan, layout: Layout, piece: Segment) 
     for target, values in layout.sends.items():
         head += [f"sends {_describe(value)} to stage {target}" for value in values]
     holds = [
-        f"        self.{name}: {tuple(parameter.shape)}, {_short(parameter.dtype)}"
+        f"        self.{name}: {tuple(parameter.shape)}, {_short(parameter.dtype)}\n"
         for name, parameter in piece.module.named_parameters()
     ]
-    return "\n".join(
-        [
-            '"""' + head[0],
-            *head[1:],
-            '"""',
-            "",
-            "import torch",
-            "from torch import device",
-            "",
-            "",
-            f"class Stage{layout.stage}(torch.nn.Module):",
-            '    """Parameters:',
-            "",
-            *holds,
-            '    """',
-            *_body(captured, piece),
-        ]
-    )
+    body = "\n".join(_body(captured, piece))
+    return _SOURCE.format(head="\n".join(head), stage=layout.stage, holds="".join(holds), body=body)
 
 
 def _body(captured: Captured, piece: Segment) -> list[str]:

@@ -48,7 +48,7 @@ class GracefulStop:
         self.launcher_asks = launcher_asks
         self.at: Position | None = None
         self.changing = threading.Condition()
-        self.held = False
+        self.on_hold = False
         self.position = Position(0)
         self.stream: ActionStream | None = None
         self.make: Callable[[TrainingSegment], ActionStream] | None = None
@@ -68,7 +68,7 @@ class GracefulStop:
         `stream` makes the actions of a segment, in this thread or another.
         """
         with self.changing:
-            self.changing.wait_for(lambda: not self.held)
+            self.changing.wait_for(lambda: not self.on_hold)
             self.position, self.make = Position(epoch, segment.begin), stream
             if self.at == self.position:
                 return None
@@ -83,7 +83,7 @@ class GracefulStop:
         Otherwise it continues from `onward`, which after an epoch is the next one.
         """
         with self.changing:
-            self.changing.wait_for(lambda: not self.held)
+            self.changing.wait_for(lambda: not self.on_hold)
             self.position, self.stream = onward, None
             return self.at == end
 
@@ -118,7 +118,7 @@ class GracefulStop:
 
     def _hold(self) -> RankProgress:
         with self.changing:
-            self.held = True
+            self.on_hold = True
             if self.stream is None:
                 return RankProgress(self.position)
             return RankProgress(self.position, self.stream.segment, self.stream.hold())
@@ -131,11 +131,9 @@ class GracefulStop:
         if self.launcher_asks is None:
             number = int(self.store.get("stop/asked"))
             print(f"pd-train: {draining(number)}", file=sys.stderr, flush=True)
-        others = range(1, self.place.world_size)
-        return [
-            own,
-            *(RankProgress.of(receive_message(self.store, f"stop/{rank}")) for rank in others),
-        ]
+        ranks = range(1, self.place.world_size)
+        others = (receive_message(self.store, f"stop/{rank}") for rank in ranks)
+        return [own, *(RankProgress.of(fields) for fields in others)]
 
     def _go_on(self, at: Position | None) -> None:
         with self.changing:
@@ -144,7 +142,7 @@ class GracefulStop:
                 shorter = self._shortened(self.stream.segment)
                 changed = shorter != self.stream.segment
                 self.stream.go_on(self.make(shorter) if changed else None)
-            self.held = False
+            self.on_hold = False
             self.changing.notify_all()
 
     def _shortened(self, segment: TrainingSegment) -> TrainingSegment:

@@ -11,6 +11,7 @@ import mmap
 import os
 import struct
 import threading
+import time
 from dataclasses import dataclass
 
 SECONDS_BETWEEN_HEARTBEATS = 0.2
@@ -77,7 +78,6 @@ class Heartbeats:
         def go_on() -> None:
             while True:
                 self.beat(rank)
-                pause.wait(SECONDS_BETWEEN_HEARTBEATS)
+                time.sleep(SECONDS_BETWEEN_HEARTBEATS)
 
-        pause = threading.Event()
         threading.Thread(target=go_on, name="heartbeat", daemon=True).start()
