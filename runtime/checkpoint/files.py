@@ -108,7 +108,7 @@ def write_stage(
     partial = _partial(folder, position)
     for part, tensors in zip(_parts(partial), (model, optimizer), strict=True):
         path = part / _file(stage, stages)
-        with _writing(path):
+        with writing(path):
             part.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)  # from a run that was stopped while it wrote
             writer = _StageWriter(part, tensors, stage, stages)
@@ -145,7 +145,7 @@ def publish(
         training=dict(training or {}),
         details=dict(details or {}),
     )
-    with _writing(final):
+    with writing(final):
         for part in _parts(partial):
             for path in part.glob("*.safetensors"):
                 if path.name not in wanted:
@@ -169,7 +169,7 @@ def publish(
 def keep_newest(folder: Path, count: int) -> None:
     """Deletes all checkpoints but the newest `count`. Raises UserError if the disk refuses."""
     for path in _whole(folder)[:-count]:
-        with _writing(path):
+        with writing(path):
             _discard(path)
     for path in folder.glob("epoch-*.old"):  # from a run that was stopped while it deleted
         shutil.rmtree(path, ignore_errors=True)
@@ -317,17 +317,18 @@ def _reading(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(what: Path | str) -> Iterator[None]:
+    """Turns errors of writing `what` into UserError."""
     try:
         yield
     except CheckpointException as error:
         (failure,) = (wrapped[0] for wrapped in error.failures.values())
         if not isinstance(failure, OSError):
             raise
-        raise UserError(f"{path}: cannot be written: {failure.strerror}") from error
+        raise UserError(f"{what}: cannot be written: {failure.strerror}") from error
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{path}: cannot be written: {reason}") from error
+        raise UserError(f"{what}: cannot be written: {reason}") from error
 
 
 def _describe(shape: torch.Size, dtype: torch.dtype) -> str:

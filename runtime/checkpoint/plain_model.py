@@ -6,7 +6,6 @@ from dataclasses import astuple
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -16,7 +15,7 @@ from pipedream.capture.sources.minibatch import Dataset
 from pipedream.capture.sources.user_code import blaming
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
-from pipedream.runtime.checkpoint.files import latest, load_all
+from pipedream.runtime.checkpoint.files import latest, load_all, writing
 from pipedream.runtime.data.reader import in_order
 from pipedream.runtime.engine.evaluation import EvaluationTotals
 from pipedream.runtime.job import Job
@@ -77,12 +76,9 @@ def export(model: nn.Module, checkpoint: Path, target: Path) -> None:
     state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
     tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
     partial = target.with_name(f"{target.name}.partial")
-    try:
+    with writing(f"--export {target}"):
         partial.touch()
         mode = partial.stat().st_mode
         save_file(tensors, partial, metadata={"format": "pt"})
         partial.chmod(mode)  # it makes files for their owner alone
         partial.replace(target)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"--export {target}: cannot be written: {reason}") from error

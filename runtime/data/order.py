@@ -1,6 +1,4 @@
-"""Which examples an epoch has, in which order, and how many each minibatch has of them: the same on
-every rank, and in a resumed run.
-"""
+"""Which examples an epoch has, in which order: the same on every rank, and in a resumed run."""
 
 from __future__ import annotations
 
