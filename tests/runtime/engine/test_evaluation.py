@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -135,7 +135,8 @@ def test_examples_weigh_the_same_in_any_minibatch() -> None:
     one, other = EvaluationTotals(), EvaluationTotals()
     one.add(2.0, 4, (3, 4))
     other.add(7.0, 1, (0, 1))
-    assert EvaluationTotals.result([one.as_json, other.as_json, EvaluationTotals().as_json]) == {
+    totals = (one, other, EvaluationTotals())
+    assert EvaluationTotals.result(astuple(each) for each in totals) == {
         "held_out_loss": pytest.approx(3.0),
         "held_out_accuracy": pytest.approx(0.6),
     }
