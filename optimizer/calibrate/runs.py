@@ -17,6 +17,7 @@ from pipedream.graph.model import Graph
 from pipedream.graph.profile import Profile, Quartiles, TrainingOverheads
 from pipedream.optimizer.calibrate.correction import Observation, calibrate
 from pipedream.optimizer.cuts.planning_graph import Floats
+from pipedream.schedule.schedule import ORDERS
 
 FEWEST = 10
 """Fewer minibatches on a rank give no reliable median."""
@@ -67,6 +68,8 @@ class CalibrationRun:
                 f"{said}: trained on minibatches of {batch_size}, and {path} was measured with"
                 f" {profile.batch_size}: run pd-profile with --batch-size {batch_size}"
             )
+        if plan.order not in (None, *ORDERS):
+            raise UserError(f"{said}: order {plan.order!r} is not known: {', '.join(ORDERS)}")
         if self.measured.device != "cpu":
             raise UserError(
                 f"{said}: ran on GPUs, whose passes are timed when they are launched, not when they"

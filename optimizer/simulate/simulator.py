@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipedream.graph.choices import MICROBATCHES
+from pipedream.graph.choices import DEFAULT_ORDER, MICROBATCHES
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
@@ -47,13 +47,20 @@ def simulate_plan(
     extrapolated from shorter ones (long_rounds.py).
     """
     microbatches = plan.predicted.microbatches or MICROBATCHES
-    spec = PipelineSpec(plan.schedule, plan.replicas, (), microbatches, 1, plan.max_in_flight)
+    spec = PipelineSpec(
+        plan.schedule,
+        plan.replicas,
+        microbatches=microbatches,
+        max_in_flight=plan.max_in_flight,
+        order=plan.order or DEFAULT_ORDER,
+    )
     rules = policy(spec)
     workload = Workload.of(plan, rules, graph, update_rate, overheads)
     ranks = [stage.ranks for stage in plan.stages]
     spec = replace(spec, links=tuple(sorted(workload.forward_bytes)))
     span = SteadySpan.for_simulation(rules)
-    long = plan.schedule == "flush" and span.minibatches * plan.workers > QUICK_MOVES
+    repeats = plan.schedule == "flush" and spec.order == DEFAULT_ORDER
+    long = repeats and span.minibatches * plan.workers > QUICK_MOVES
     for length in rounds_to_play(plan.replicas, microbatches) if long else [microbatches]:
         spec = replace(spec, microbatches=length)
         span = SteadySpan.for_simulation(policy(spec))
@@ -78,10 +85,13 @@ def simulate(
 ) -> Simulation:
     """Simulates `schedule`, whose worker (s, r) is on rank `ranks[s][r]` of the cluster.
 
-    `actions` of each rank, which may run several workers [default: those of its one worker].
+    `actions` of each rank, which may run several workers [default: those of its order].
     """
     if actions is None:
-        actions = {ranks[s][r]: schedule.actions((s, r)) for s, r in schedule.workers}
+        workers: dict[int, list[Worker]] = {}
+        for stage, replica in schedule.workers:
+            workers.setdefault(ranks[stage][replica], []).append((stage, replica))
+        actions = {rank: schedule.actions(*own) for rank, own in workers.items()}
     run = _Simulator(schedule, actions, workload, cluster, ranks)
     run.finish()
     begin, end = steady_window(run.events, span)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import PASSES, interleaved, zero_bubble
+from plans import make_plan
 from schedules import policy, schedule
 
 from pipedream.graph.choices import MICROBATCHES, SCHEDULES
@@ -241,6 +242,20 @@ def test_several_stages_on_a_rank_shorten_the_bubble(ranks, chunks, micro):
     assert found.seconds_per_minibatch * micro == pytest.approx(work + 3 * (ranks - 1))
     assert found.bubble == pytest.approx(3 * (ranks - 1) / (work + 3 * (ranks - 1)))
     assert sorted(found.events) == list(range(ranks))
+
+
+def test_a_plan_is_simulated_in_its_own_order(make_graph):
+    """It was simulated as 1F1B once, one stage on each rank: the later of two on a rank alone."""
+    graph = make_graph("a b c d", "a-b b-c c-d", **dict.fromkeys("abcd", (3, 0, 0)))
+    straight = make_plan(graph, ["a", "b", "c", "d"], (1, 1, 1, 1), schedule="flush")
+    stages = tuple(s.model_copy(update={"ranks": (s.stage % 2,)}) for s in straight.stages)
+    predicted = straight.predicted.model_copy(update={"microbatches": 4})
+    plan = straight.model_copy(
+        update={"stages": stages, "order": "interleaved", "predicted": predicted}
+    )
+    found = simulate_plan(plan, graph)
+    assert sorted(found.events) == [0, 1]
+    assert {event.action.stage for event in found.events[0]} == {0, 2}
 
 
 def test_the_second_halves_of_backward_passes_fill_the_bubble():
