@@ -226,13 +226,18 @@ def keep_until(path: Path, epoch: int) -> None:
 
 
 def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """At every moment the file is the old one or the new one, should the run be killed."""
+    """Keeps the lines that are wanted, without any that cannot be read, such as one cut short.
+
+    At every moment the file is the old one or the new one, should the run be killed.
+    """
     if path.exists():
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]  # the last one may be cut short
+        kept: list[str] = []
+        for line in lines:
+            with suppress(ValueError, KeyError, TypeError):
+                kept += [line] if line.endswith("\n") and wanted(json.loads(line)) else []
         fresh = path.with_name(f"{path.name}.partial")
-        kept = "".join(line for line in whole if wanted(json.loads(line)))
-        fresh.write_text(kept, encoding="utf-8")
+        fresh.write_text("".join(kept), encoding="utf-8")
         fresh.replace(path)
 
 

@@ -62,9 +62,10 @@ def test_records_are_never_half_written_over(keep: Callable[[Path], None], tmp_p
     """A run that was killed as it went on had emptied the file, and not written it yet."""
     path = tmp_path / "records.jsonl"
     lines = [json.dumps({"epoch": epoch, "minibatch": 0}) + "\n" for epoch in (1, 2, 3)]
-    path.write_text("".join(lines))
+    written = [lines[0], "not json\n", *lines[1:], '{"epoch": 1, "mini']
+    path.write_text("".join(written))
     with path.open() as before:
         keep(path)
-        assert before.readlines() == lines
+        assert before.readlines() == written
     assert path.read_text() == "".join(lines[:2])
     assert list(tmp_path.iterdir()) == [path]
