@@ -42,3 +42,4 @@ if accuracy < least:
     sys.exit(f"demo.sh: held-out accuracy {accuracy:.1%} is below {least:.0%}")
 PYTHON
 echo "demo took          $((SECONDS - begun)) s after the install"
+echo "To use pd-profile, pd-optimize and pd-train in your shell: source .venv/bin/activate"
