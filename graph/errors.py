@@ -105,7 +105,7 @@ def _line(text: str, error: ValidationError) -> str:
 
     Empty if the error is in no field, or if the text (JSON) cannot be read as YAML.
     """
-    where = error.errors()[0]["loc"]
+    where = _foremost(error)["loc"]
     try:
         node = yaml.compose(text, _Yaml)
     except (yaml.YAMLError, RecursionError):
@@ -123,8 +123,16 @@ def _line(text: str, error: ValidationError) -> str:
     return f":{node.start_mark.line + 1}"
 
 
+def _foremost(error: ValidationError) -> ErrorDetails:
+    """The first error, or an unknown field if a field is missing: it may be misspelt."""
+    first, *others = error.errors()
+    if first["type"] != "missing":
+        return first
+    return next((other for other in others if other["type"] == "extra_forbidden"), first)
+
+
 def _first(error: ValidationError, model: type[BaseModel]) -> str:
-    first = error.errors()[0]
+    first = _foremost(error)
     where = ".".join(str(part) for part in first["loc"])
     hint = _instead(first["loc"], model) if first["type"] == "extra_forbidden" else ""
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""

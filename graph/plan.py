@@ -19,7 +19,7 @@ from pipedream.graph.choices import (
     ScheduleName,
 )
 from pipedream.graph.cluster import Cluster
-from pipedream.graph.errors import ArtifactModel, read_artifact
+from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
 from pipedream.graph.model import Graph
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -303,6 +303,8 @@ class Plan(ArtifactModel):
 
 def read_plan(path: Path) -> Plan:
     """Reads plan.json. Raises UserError `FILE: where: what is wrong`."""
+    if path.is_dir() and (path / "plan.json").is_file():
+        raise UserError(f"{path}: is a folder; did you mean {path / 'plan.json'}?")
     return read_artifact(path, Plan)
 
 

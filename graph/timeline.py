@@ -188,7 +188,7 @@ def _which(panel: Panel) -> str:
     total = max((event.action.minibatch for event in _passes(panel.ranks)), default=-1) + 1
     if panel.first == 0 and panel.count >= total:
         return f"all {total} minibatches"
-    return f"minibatches {panel.first} to {min(panel.first + panel.count, total) - 1} of {total}"
+    return f"from minibatch {panel.first} of {total}"
 
 
 def _passes(ranks: Timeline) -> Iterator[Event]:

@@ -133,7 +133,7 @@ def _memory_table(outcome: Outcome) -> Table:
     recomputing = [str(stage.stage) for stage in plan.stages if stage.recompute]
     note = f" Forward pass recomputed: stage {', '.join(recomputing)}." if recomputing else ""
     table = make_table(
-        f"Memory of one worker, with {plan.optimizer}'s state",
+        f"Memory of one worker, with {plan.optimizer}'s state (--optimizer)",
         f"At its peak. Activations: what the backward passes need, {measured}.{note}",
         *("stage", "para-\nmeters", "older\nversions", "optimizer\nstate", "gradients"),
         *("activations", "received", "work-\nspace", "in all"),
@@ -178,10 +178,13 @@ def _comparison(outcome: Outcome) -> Table:
         ("data parallelism", predicted.data_parallel_seconds),
     )
     for name, time in rows:
-        remark = f"this plan is {batch * time / seconds:.2f} times as fast"
+        rate = batch * time / seconds
+        remark, but = f"this plan is {rate:.2f} times as fast", "but"
+        if 0 < rate < 0.995:
+            remark, but = f"this plan is {1 / rate:.2f} times slower than {name}", "which"
         if outcome.memory is not None and outcome.whole_model_bytes > outcome.memory:
             needs = show_bytes(outcome.whole_model_bytes)
-            remark += f", but does not fit: it needs {needs} on each device"
+            remark += f", {but} does not fit: it needs {needs} on each device"
         table.add_row(name, show_seconds(batch * time), remark)
     return table
 
@@ -195,12 +198,15 @@ def _simulated(plan: Plan) -> tuple[str, str]:
 
 
 def _remark(outcome: Outcome) -> str:
-    predicted = outcome.plan.predicted
+    predicted, asked = outcome.plan.predicted, outcome.plan.asked
     seconds, bound = predicted.seconds_per_minibatch, predicted.lower_bound_seconds
-    what = "plans"
+    straight = asked is not None and asked.straight
+    what = "straight plans" if straight else "plans"
     if predicted.latency_seconds is not None:
         seconds, bound = predicted.latency_seconds, predicted.latency_lower_bound_seconds or 0.0
         what = "pipelines of stages on devices of one machine or on whole machines"
+        if straight:
+            what = "straight pipelines"
     if outcome.exact:
         return f"The best of all {what} over {outcome.cuts} cuts under this cost model."
     gap = _gap(seconds / bound - 1)

@@ -178,7 +178,7 @@ WRONG = [
     ("pd-train plan.json --config no_yaml.yaml", r"no_yaml.yaml:\d"),
     ("pd-train plan.json --config list.yaml", r"list.yaml:1: expected named fields"),
     ("pd-train plan.json --config unknown_field.yaml", r"unknown_field.yaml.*batchsize"),
-    ("pd-train plan.json --config unknown_field.yaml", r"no such field; did you mean batch_size\?"),
+    ("pd-train plan.json --config unknown_field.yaml", r"unknown field; did you mean batch_size\?"),
     ("pd-train plan.json --config near.yaml", r"near.yaml:6: clip: .*did you mean clip_norm\?"),
     ("pd-train plan.json --config scale.yaml", r"scale.yaml:6: loss_scale: inf is not a finite"),
     ("pd-train plan.json --config no_batch.yaml", r"no_batch.yaml.*batch_size"),
@@ -217,7 +217,7 @@ def assert_one_line(command: str, code: int, error: str, expected: str) -> None:
 ONE_RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 ONE_RANK |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 WRONG_IN_A_RANK = [
-    ("plan.json --config optimizer.yaml", r"optimizer 'SDG': torch.optim has no such class"),
+    ("plan.json --config optimizer.yaml", r"optimizer 'SDG': .* no such class; did you mean SGD\?"),
     ("plan.json --config option.yaml", r"optimizer SGD .*learning"),
     ("plan.json --config betas.yaml", r"optimizer Adam .*IndexError"),
     (

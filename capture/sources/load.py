@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from pipedream.capture.fake_tensors import check_on_meta, on_meta_device, with_memory
 from pipedream.capture.loss import load_loss
@@ -132,7 +132,8 @@ def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | No
     pair = call(source, _data_factory(source, directory), config.data.args)
     if not isinstance(pair, tuple) or len(pair) != 2:
         raise UserError(
-            f"{source} returns a {type(pair).__name__}: return (training set, held-out set or None)"
+            f"{source} must return two things, (training set, held-out set or None), not a"
+            f" {type(pair).__name__}"
         )
     train, held_out = pair
     for which, dataset in (("training", train), ("held-out", held_out)):
@@ -142,6 +143,11 @@ def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | No
             raise UserError(
                 f"{source}: the {which} set is an IterableDataset, and ranks read examples by "
                 "index: return a dataset with __len__ and __getitem__"
+            )
+        if isinstance(dataset, DataLoader):
+            raise UserError(
+                f"{source}: the {which} set is a DataLoader: return the dataset; batch_size in the"
+                " run config makes the minibatches"
             )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             kind = type(dataset).__name__

@@ -60,8 +60,9 @@ def _together(dataset: Any, indices: Sequence[int], source: str) -> Any:
         read = list(at_once(indices)) if at_once else [dataset[index] for index in indices]
     first = read[0]
     if not isinstance(first, (tuple, list)) or len(first) != 2:
+        many = f" of {len(first)}" if isinstance(first, (tuple, list)) else ""
         raise UserError(
-            f"{source}: an example is {type(first).__name__}, not a pair (input, target)"
+            f"{source}: an example is a {type(first).__name__}{many}, not a pair (input, target)"
         )
     try:
         return default_collate(read)

@@ -49,13 +49,13 @@ GROUPS = {
         ),
         option(
             "--machines N,N,...",
-            "Number of components of each level, innermost first: 4,2 is 2 machines of 4 devices."
-            "  [required without --cluster, --like or --calibrate]",
+            "Devices per machine, number of machines, and so on for outer levels: 4,2 is 2 machines"
+            " of 4 devices.  [required without --cluster, --like or --calibrate]",
         ),
         option(
             "--bandwidth B,B,...",
-            "Bytes per second of each level, innermost first: 10GB,1GB.  [required with"
-            " --machines]",
+            "Bytes per second of each level, innermost first: 10GB,1GB. Units: B, GB, GiB, Gbit and"
+            " so on; a number without a unit is bytes per second.  [required with --machines]",
         ),
         option(
             "--latency T,T,...",

@@ -63,6 +63,7 @@ def main(**values: Any) -> None:
         output.compare_plans(task.request, microbatches, options.folder)
     if choices is not None:
         output.write_choices(choices, options.folder)
+    output.say_next(outcome.plan, options.folder)
 
 
 def _plan(task: Task, options: Options) -> tuple[Outcome, Simulation | None]:

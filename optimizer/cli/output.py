@@ -75,6 +75,15 @@ def export_plan(framework: str, plan: Plan, task: Task, folder: Path) -> None:
         click.echo(f"  {note}")
 
 
+def say_next(plan: Plan, folder: Path) -> None:
+    """Prints the command that trains the plan, and a hint if the plan is no pipeline."""
+    if len(plan.stages) == 1 and plan.workers > 1:
+        click.echo(
+            "1 stage: this is data parallelism; add --straight for a pipeline without replicas"
+        )
+    click.echo(f"Next: pd-train {folder}/plan.json --config CONFIG.yaml")
+
+
 def sweep_workers(request: Request, numbers: range, folder: Path) -> None:
     """Prints the table of --sweep; writes it as CSV and as a picture."""
     frame = sweep_frame(list(sweep(request, numbers)))

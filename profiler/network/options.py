@@ -32,8 +32,8 @@ NETWORK_OPTIONS = (
     ),
     option(
         "--machines N,N,...",
-        "Components of each level, innermost first: 4,2 is 2 machines of 4 devices.  [default: the"
-        " ranks of a host, then the hosts]",
+        "Devices per machine, number of machines, and so on for outer levels: 4,2 is 2 machines of"
+        " 4 devices.  [default: the ranks of a host, then the hosts]",
     ),
     option("--largest BYTES", f"The largest message, such as 16MB.  [default: {LARGEST}]"),
 )

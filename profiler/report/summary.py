@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.profile import DirectionFit, Profile, Quartiles
+from pipedream.graph.profile import Profile, Quartiles
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.report.layers import QUANTITIES, layer_names, layers_frame
 from pipedream.profiler.report.table import how_many, make_console, make_table
@@ -88,11 +88,9 @@ def _summary(profile: Profile) -> str:
         )
     if profile.forward is not None and profile.backward is not None:
         lines.append(
-            f"{len(profile.stretches)} stretches timed as a whole differ from their sums by"
-            f" {_off(profile.forward)} forward, {_off(profile.backward)} backward (median, worst)."
+            "Check: parts of the model timed as a whole differ from the sums of their layers by"
+            f" {profile.forward.typical_error:.1%} forward and {profile.backward.typical_error:.1%}"
+            f" backward (median of {len(profile.stretches)}; worst"
+            f" {profile.forward.worst_error:.1%} and {profile.backward.worst_error:.1%})."
         )
     return "\n".join(lines)
-
-
-def _off(fitted: DirectionFit) -> str:
-    return f"{fitted.typical_error:.1%}, {fitted.worst_error:.1%}"

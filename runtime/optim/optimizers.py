@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -84,9 +85,11 @@ def _make(group: ParameterGroup, parameters: Mapping[str, nn.Parameter]) -> Opti
     config = group.optimizer
     kind = getattr(torch.optim, config.name, None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
-        raise UserError(
-            f"optimizer {config.name!r}: torch.optim has no such class; write SGD, AdamW"
-        )
+        names = {name.lower(): name for name in dir(torch.optim) if name[0].isupper()}
+        del names["optimizer"]
+        close = get_close_matches(config.name.lower(), names, n=1)
+        hint = f"did you mean {names[close[0]]}?" if close else "write SGD, AdamW"
+        raise UserError(f"optimizer {config.name!r}: torch.optim has no such class; {hint}")
     if config.name in _UNFIT:
         raise UserError(f"optimizer {config.name} {_UNFIT[config.name]}")
     if config.name == "Muon":

@@ -49,7 +49,9 @@ def finish(context: RankContext) -> None:
             also = "timeline.png, " + f"{MEASURED}, " * _write_measured(context, recording, spent)
         summary = _summary(context, reports, spent) | _try_model(context)
         also += "trace.json, " * local.job.trace + "tensorboard, " * local.job.tensorboard
-        write_summary(local.job.run, summary, also)
+        planned = local.job.plan.batch_size
+        planned_for = None if planned == local.job.config.batch_size else planned
+        write_summary(local.job.run, summary, also, spent.steady, planned_for)
         if local.job.export is not None:
             export_newest(local.job, local.job.export)
 

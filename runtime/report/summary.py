@@ -82,10 +82,13 @@ _SAID = {"planned": "predicted", "expected": "expected", "simulated": "simulated
 """What stands beside the measured time of a minibatch, and what summary.json calls it."""
 
 
-def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None:
+def write_summary(
+    run: Path, summary: Mapping[str, Any], also: str, steady: bool, planned_for: int | None
+) -> None:
     """Writes summary.json in the run's folder, and the main figures to standard output.
 
-    `also`: other files that were written there.
+    `also`: other files that were written there. `steady`: whether times are of the steady state.
+    `planned_for`: the batch size of the plan, if the run has another.
     """
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     measured = summary["seconds_per_minibatch"]
@@ -96,8 +99,11 @@ def write_summary(run: Path, summary: Mapping[str, Any], also: str = "") -> None
     ]
     lines = [
         f"time per minibatch  {', '.join([show_seconds(measured), *said])}",
-        f"samples per second  {summary['samples_per_second']:.0f}",
+        f"samples per second  {summary['samples_per_second']:.0f}"
+        + " in the steady state" * steady,
     ]
+    if planned_for is not None:
+        lines.append(f"planned             for minibatches of {planned_for}, unlike this run's")
     if summary["final_loss"] is not None:
         lines.append(f"final loss          {summary['final_loss']:.4f}")
     if "held_out_loss" in summary:

@@ -166,8 +166,10 @@ def _readers(captured: Captured, stage_of: Mapping[str, int], last: int) -> dict
 def source_text(captured: Captured, plan: Plan, layout: Layout, piece: Segment) -> str:
     """Returns the stage as Python for people to read: `stage0.py`. Nothing reads it back."""
     stage = plan.stages[layout.stage]
+    ranks = "rank" if len(stage.ranks) == 1 else "ranks"
     head = [
-        f"Stage {layout.stage} of {len(plan.stages)}, on ranks {', '.join(map(str, stage.ranks))}.",
+        f"Stage {layout.stage} of {len(plan.stages)}, on {ranks}"
+        f" {', '.join(map(str, stage.ranks))}.",
         "",
     ]
     head += [f"reads input {at} of the model as {name}" for name, at in layout.reads.items()]

@@ -117,8 +117,15 @@ WRONG: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("cluster", lambda d: d["cluster"].update(bandwidth=[1.0]), "cluster: 2 levels of machines"),
     ("id twice", lambda d: d["graph"]["nodes"].append(d["graph"]["nodes"][0]), "a is there twice"),
     ("order", lambda d: d["graph"]["nodes"].reverse(), "b feeds d but does not come before it"),
+    ("misspelt", lambda d: d.update(clusters=d.pop("cluster")), "clusters: unknown field; did you"),
     ("two", lambda d: [d.pop("cluster"), d.pop("graph")], "is missing .and 1 more."),
 ]
+
+
+def test_a_folder_instead_of_the_plan_in_it(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(UserError, match=r"is a folder; did you mean .*/plan\.json\?"):
+        read_plan(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "spoil", "says"), WRONG, ids=[case[0] for case in WRONG])

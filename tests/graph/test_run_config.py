@@ -56,6 +56,7 @@ def test_a_learning_rate_is_a_number(tmp_path: Path) -> None:
         ("batch_size: 8", "batch_size: 0", "batch_size: 0 is too small: give 1 or more"),
         ("batch_size: 8", "batch_size: few", "batch_size: 'few' is not a whole number"),
         ("batch_size: 8", "", "batch_size: is missing"),
+        ("batch_size: 8", "batchsize: 8", r"batchsize: .* did you mean batch_size\?"),
         ("batch_size: 8", "batch_size: 8\nepochs: 0", "epochs: "),
         ("batch_size: 8", "batch_size: 8\nmicrobatches: 0", "microbatches: "),
         ("batch_size: 8", "batch_size: 8\ndtype: float8", "dtype: .* 'float32' or 'float64'"),

@@ -32,7 +32,7 @@ def texts(monkeypatch):
 def test_picture_has_rows_numbers_and_says_what_it_shows(tmp_path, texts):
     draw(played((2, 1), 30), tmp_path / "timeline.png", "digits", count=6)
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
-    assert "digits, minibatches 0 to 5 of 30" in texts
+    assert "digits, from minibatch 0 of 30" in texts
     assert "time in ms" in texts
     assert {"rank 0: stage 0", "rank 1: stage 0, replica 1", "rank 2: stage 1"} <= set(texts)
     assert {"forward", "backward"} <= set(texts)

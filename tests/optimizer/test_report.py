@@ -1,13 +1,16 @@
+from dataclasses import replace
 from io import StringIO
 
 from rich.console import Console
 
 from pipedream.graph.cluster import Cluster, DeviceType
+from pipedream.graph.plan import PlanningOptions
 from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.report import _gap, print_report
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import Rules
 
 
 def report(graph, machines, kinds=(), **options):
@@ -33,7 +36,7 @@ def test_a_row_for_each_stage_and_the_comparison(make_graph):
     assert "0 1 a Linear 30 ms 2 15 ms compute 2 303 kB" in lines
     assert "1 2 b Linear ... c Linear 10 ms 1 10 ms compute 1 200 MB" in lines
     assert "0 1 kB 1 kB 0 B 0 B 200 kB 100 kB 1 kB 303 kB" in lines
-    assert "Memory of one worker, with sgd's state" in lines
+    assert "Memory of one worker, with sgd's state (--optimizer)" in lines
     assert "this plan, per minibatch 15 ms" in lines
     assert "its schedule, simulated - too long to simulate for 3 workers" in lines
     assert "one worker 40 ms this plan is 2.67 times as fast" in lines
@@ -54,6 +57,23 @@ def test_what_does_not_fit_is_said_of_the_simple_plans(make_graph):
     lines = report(graph, (2,), memory=3.5e6)
     remark = "this plan is 2.00 times as fast, but does not fit: it needs 4 MB on each device"
     assert f"one worker 60 ms {remark}" in lines
+
+
+def test_a_plan_slower_than_one_worker_says_how_much_slower(make_graph):
+    # Straight: 30 + 30 ms on one worker, or 1 GB sent between two, there and back.
+    graph = make_graph("a b", "a-b", a=(30, 1e9, 0), b=(30, 10, 0))
+    lines = report(graph, (2,), rules=Rules(straight=True))
+    slower = [line for line in lines if line.startswith("one worker")]
+    assert slower == ["one worker 60 ms this plan is 33.33 times slower than one worker"]
+
+
+def test_the_best_straight_plan_is_not_called_the_best_of_all(make_graph):
+    graph = make_graph("a b", "a-b", a=(30, 10, 0), b=(30, 10, 0))
+    outcome = optimize(Request(graph, Cluster(machines=(2,), bandwidth=(1e9,)), PaperCost()))
+    plan = outcome.plan.model_copy(update={"asked": PlanningOptions(straight=True)})
+    text = StringIO()
+    print_report(replace(outcome, plan=plan), graph, Console(file=text, width=120))
+    assert "The best of all straight plans over" in text.getvalue()
 
 
 def test_a_plan_that_is_not_proved_best_says_how_far_off_it_may_be(make_graph):

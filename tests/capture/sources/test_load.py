@@ -54,6 +54,9 @@ def two_inputs():
 def one_set():
     return data()[0]
 
+def loaders():
+    return torch.utils.data.DataLoader(data()[0], 4), None
+
 def no_sets():
     return 3, None
 
@@ -227,11 +230,15 @@ def test_several_inputs_and_a_target_that_the_model_takes(user: Callable[..., st
 @pytest.mark.parametrize(
     ("factory", "told"),
     [
-        ("one_set", "returns a TensorDataset: return (training set, held-out set or None)"),
+        (
+            "one_set",
+            "must return two things, (training set, held-out set or None), not a TensorDataset",
+        ),
+        ("loaders", "a DataLoader: return the dataset; batch_size in the run config"),
         ("no_sets", "the training set, a int, lacks __len__ or __getitem__"),
         ("empty", "the training set is empty"),
         ("ragged", "3 examples do not fill a batch of 4"),
-        ("no_pairs", "an example is Tensor, not a pair (input, target)"),
+        ("no_pairs", "an example is a Tensor, not a pair (input, target)"),
         ("broken", "OSError: disk gone"),
         ("nosuch", "has no 'nosuch'"),
     ],

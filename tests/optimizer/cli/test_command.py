@@ -47,7 +47,13 @@ def test_writes_plan_graph_and_picture_and_prints_a_table(tmp_path):
     assert (tmp_path / "out" / ("graph.svg" if shutil.which("dot") else "graph.gv")).exists()
     for word in ("stage", "one worker", "data parallelism", "times as fast", "Written:"):
         assert word in done.stdout
+    assert done.stdout.endswith(f"Next: pd-train {tmp_path}/out/plan.json --config CONFIG.yaml\n")
     assert max(map(len, done.stdout.partition("Written:")[0].splitlines())) <= 121
+
+
+def test_one_stage_is_called_data_parallelism(tmp_path):
+    done = pd_optimize(TRANSLATION, "--machines", "2", "--bandwidth", "1TB", "-o", tmp_path)
+    assert "1 stage: this is data parallelism; add --straight for a pipeline" in done.stdout
 
 
 def test_the_graph_keeps_its_text_but_for_the_stages(tmp_path):

@@ -77,7 +77,7 @@ def test_where_calls_and_messages_take_their_time_a_large_minibatch_is_best(curv
         assert float(row["seconds_per_example"]) == pytest.approx((5 + 0.1 * size) * 1e-3 / size)
     assert "Batch size 4 is the fastest: 1.35 ms per example, simulated" in out
     assert "3.78 times as fast as 1, 1.93 times as fast as 2" in out
-    assert out.endswith("In the run config: batch_size: 4\n")
+    assert "In the run config: batch_size: 4\nNext: pd-train " in out
     assert max(map(len, out.splitlines()[:10])) <= 121
 
 
@@ -113,7 +113,7 @@ def test_of_a_settled_update_one_between_is_best(curve, run, objective):
     plan = read_plan(folder / "plan" / "plan.json")
     assert (plan.batch_size, plan.predicted.microbatches) == (4, 4)
     assert "49 ms per update of 16 examples, simulated; 1.55 times as fast as 1" in out
-    assert out.endswith("In the run config: batch_size: 4, microbatches: 4\n")
+    assert "In the run config: batch_size: 4, microbatches: 4\nNext: pd-train " in out
 
 
 def test_a_size_that_does_not_divide_the_update_is_left_out(curve, run):

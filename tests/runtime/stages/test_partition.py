@@ -122,6 +122,7 @@ def test_the_stage_can_be_read_as_python() -> None:
     layout = layouts(captured, plan)[1]
     text = source_text(captured, plan, layout, layout.build(captured))
     ast.parse(text)
+    assert text.startswith('"""Stage 1 of 3, on rank 1.')
     assert "class Stage1(torch.nn.Module)" in text
     assert "# node4: Linear(in_features=6, out_features=6, bias=True)" in text
     assert "receives tanh (4, 6) float32 from stage 0" in text
