@@ -128,7 +128,7 @@ def uses(actions: Iterable[Action]) -> Counter[int]:
 
 class Versions:
     """The versions of a worker's weights that exist as it goes through its actions: the newest, and
-    those on which a minibatch has yet to go backward, in flight or still to come.
+    those on which a backward pass is still to be run, in flight or to come.
     """
 
     def __init__(self, actions: Iterable[Action]) -> None:

@@ -33,7 +33,7 @@ class LearningRate:
     """The steps of one scheduler, if there is one.
 
     `metric` is what it looks at, if at anything. Its steps so far are `advances`, or `metrics`:
-    what it was told, None for what is no finite number.
+    what it was told, None for one that is not finite.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LearningRate:
         self._step(math.nan if known is None else known)
 
     def restore(self, advances: int, metrics: Sequence[float | None]) -> None:
-        """Does all steps again: some schedulers have a state that is no JSON."""
+        """Does all steps again: some schedulers have a state that is not JSON."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no step of the optimizer came before
             if self.metric is not None:
