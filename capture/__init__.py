@@ -1,4 +1,4 @@
-"""An unmodified model becomes a graph, and modules that run parts of that graph.
+"""Turns an unmodified model into a graph, and into modules that run parts of it.
 
 `export` captures a model by torch.export; `grouping`, `functionalize`, `constants` and
 `autograd_functions` are its steps, `capture_errors` and `determinism_check` its error messages.

@@ -55,7 +55,7 @@ class Value:
 
 @dataclass(frozen=True)
 class OutSpec:
-    """The structure that a model returns: a pytree, and by index its leaves that are no tensors."""
+    """The structure that a model returns: a pytree, and by index the leaves that are no tensor."""
 
     tree: pytree.TreeSpec
     fixed: Mapping[int, Any]

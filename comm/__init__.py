@@ -1,4 +1,4 @@
-"""Processes that meet, exchange tensors and add them up.
+"""Rendezvous, point-to-point messages and all-reduce between processes.
 
 `launcher` reads what torchrun, mpirun or srun says of this process; `rendezvous` joins it with the
 others. `transport` carries the tensors between stages, `buckets` adds up gradients,

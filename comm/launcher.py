@@ -127,7 +127,7 @@ def restarts() -> int:
 
 
 def speaks() -> bool:
-    """Whether this process should print an error that all ranks may have: always true in the end.
+    """Whether to print an error that all ranks may have: always True, after a delay on ranks > 0.
 
     Ranks other than 0 wait first: if rank 0 has the same error, their launcher stops them.
     """

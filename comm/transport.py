@@ -151,7 +151,7 @@ class Transport:
         try:
             dist.barrier()
         except RuntimeError as error:
-            raise PeerLost("the ranks did not all come to the end of the epoch") from error
+            raise PeerLost("the ranks did not all reach the end of the epoch") from error
 
     def drain(self) -> None:
         """Waits until every send has arrived. Raises PeerLost."""

@@ -33,7 +33,7 @@ class _LevelEntry(ArtifactModel):
     @classmethod
     def _check_ring(cls, ring: Link | None, info: ValidationInfo) -> Link | None:
         if ring is not None and info.data.get("count") == 1:
-            raise ValueError("there is none over one component")
+            raise ValueError("a level with one component has no all-reduce")
         return ring
 
 

@@ -163,7 +163,7 @@ class Predicted(ArtifactModel):
     seconds_per_minibatch: Amount
     """Of the slowest stage."""
     expected_seconds_per_minibatch: Amount | None = None
-    """The same in a run, where workers wait for the slowest, if it is known how times vary."""
+    """Expected in a run, where workers wait for the slowest; None if the variation is unknown."""
     lower_bound_seconds: Amount
     """No plan takes less per minibatch."""
     one_worker_seconds: Amount
@@ -174,7 +174,7 @@ class Predicted(ArtifactModel):
 
     @property
     def seconds_shared_out(self) -> float:
-        """Per minibatch: of a batch's time its part, where that is what the plan is for."""
+        """Seconds per minibatch; for a latency plan, the batch time divided by its minibatches."""
         if self.latency_seconds is None or self.microbatches is None:
             return self.seconds_per_minibatch
         return self.latency_seconds / self.microbatches

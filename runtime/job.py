@@ -114,13 +114,13 @@ class Job:
         if wanted != AsynchronousConfig() and self.order != DEFAULT_ORDER:
             raise UserError(
                 f"asynchronous: the corrections are for plans of order {DEFAULT_ORDER}, and this "
-                f"one has order {self.order}: take asynchronous out of the run config"
+                f"one has order {self.order}: remove `asynchronous` from the run config"
             )
         if wanted != AsynchronousConfig() and self.schedule != "weight-stashing":
             (name, *_) = wanted.model_dump(exclude_defaults=True)
             raise UserError(
                 f"asynchronous: {name} in the run config is for weight-stashing, and the schedule "
-                f"is {self.schedule}: take it out, or train with --schedule weight-stashing"
+                f"is {self.schedule}: remove it, or train with --schedule weight-stashing"
             )
         _ = self.optimizer
 
@@ -187,7 +187,7 @@ class Job:
         try:
             self.run.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"-o {self.run}: cannot be made: {error.strerror}") from error
+            raise UserError(f"-o {self.run}: cannot be created: {error.strerror}") from error
         if not os.access(self.run, os.W_OK | os.X_OK):
             raise UserError(f"-o {self.run}: cannot be written: Permission denied")
         if self.saved is not None and not self.goes_on:

@@ -39,7 +39,7 @@ class LocalModel:
         self._build(capture_all(job, self.examples, place))
 
     def _build(self, captures: Captures) -> None:
-        """Keeps this rank's stages of the captured model; the others may go."""
+        """Keeps this rank's stages of the captured model; the others are freed."""
         job = self.job
         self.layouts = layouts(captures.whole, job.plan)
         self.tied = tied(captures.whole, self.layouts)
@@ -72,7 +72,7 @@ class LocalModel:
             if not self.job.policy.same_everywhere:
                 raise UserError(
                     f"{holders}: with {self.job.schedule} each stage would learn its own; use "
-                    "--schedule flush or 2bw, or untie the weights"
+                    "--schedule flush, gpipe or 2bw, or untie the weights"
                 )
             ranks = [group for stage in stages for group in self.job.plan.rank_assignment[stage]]
             if len(set(ranks)) < len(ranks):

@@ -96,7 +96,7 @@ def parse_action(text: str) -> Action:
     """Returns the action that prints as `text`. Raises ValueError."""
     match = _TEXT.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no action: expected something like 2F0 or 0.1SA5@3>1.2")
+        raise ValueError(f"{text!r} is not an action: expected something like 2F0 or 0.1SA5@3>1.2")
     number = {name: int(value or 0) for name, value in match.groupdict().items() if name != "kind"}
     return Action(
         kind=Kind(match["kind"]),
@@ -128,7 +128,7 @@ def uses(actions: Iterable[Action]) -> Counter[int]:
 
 class Versions:
     """The versions of a worker's weights that exist as it goes through its actions: the newest, and
-    those on which a minibatch has yet to go backward, in flight or still to come.
+    those on which a backward pass is still to be run, in flight or to come.
     """
 
     def __init__(self, actions: Iterable[Action]) -> None:
@@ -137,7 +137,7 @@ class Versions:
         self.alive = {0}
 
     def gone_backward(self, version: int) -> None:
-        """Called when a minibatch on `version` has gone backward."""
+        """Called when the backward pass of a minibatch on `version` is done."""
         self.left[version] -= 1
         if not self.left[version] and version != self.newest:
             self.alive.remove(version)

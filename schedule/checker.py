@@ -213,7 +213,7 @@ class _Replay:
         minibatch = action.minibatch
         self._check_version(worker, state, action)
         if minibatch in state.halfway:
-            raise self._unsound(worker, "has begun to go backward before")
+            raise self._unsound(worker, "has begun its backward pass before")
         self._take(worker, state, Kind.RECV_GRADIENT, self.targets[worker[0]], minibatch)
         state.halfway.add(minibatch)
         state.returned.add(minibatch)
@@ -232,7 +232,7 @@ class _Replay:
         return True
 
     def _check_version(self, worker: Worker, state: _WorkerReplay, action: Action) -> None:
-        """Of a minibatch that goes backward."""
+        """Called for each backward pass."""
         version = state.in_flight.get(action.minibatch)
         if version is None:
             raise self._unsound(worker, "backward without a forward")
@@ -358,7 +358,7 @@ class _Replay:
         step = self.spec.replicas[stage]
         for minibatch in range(first + (replica - first) % step, first + size, step):
             if minibatch not in state.backward:
-                raise self._unsound(worker, f"minibatch {minibatch} has not gone backward")
+                raise self._unsound(worker, f"minibatch {minibatch} has not had its backward pass")
 
     def _finish(self, worker: Worker, state: _WorkerReplay) -> None:
         stage, replica = worker

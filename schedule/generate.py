@@ -63,17 +63,17 @@ class _WorkerProgress:
 class ListScheduler:
     """A schedule's rules in a balanced pipeline: a pass of a stage of r replicas takes r units.
 
-    A worker goes forward until as many minibatches are in flight as the rules allow, and from then
-    on backward and forward in turn: it rather waits for the activations of the next minibatch than
-    go backward early and wait later, when all workers could be busy. It goes backward at once where
-    there is nothing to go forward with: all minibatches are in, or the weights for the next one
-    are those of an update that these backward passes make. A worker goes forward in ascending order
-    of the minibatches and backward in that order or, round by round, in the opposite one: always in
-    one that all stages share, so that the messages between two workers have the same order at both
-    ends. Having done its backward passes of a round it waits for the other replicas of its stage.
+    A worker runs forward passes until as many minibatches are in flight as the rules allow, then
+    backward and forward passes in turn: it prefers to wait for the activations of the next
+    minibatch over running a backward pass early, and waiting when all workers could be busy. It
+    runs backward passes at once if there is no forward pass to wait for: all minibatches are in, or
+    the next one needs the update that these backward passes make. Forward passes are in ascending
+    order of the minibatches, backward passes in that order or, round by round, in the opposite one:
+    all stages share it, so that the messages between two workers have the same order at both ends.
+    Having done its backward passes of a round it waits for the other replicas of its stage.
 
     Where there is less room than the steady state needs, all may wait for a minibatch that cannot
-    come: then the first that can go backward does. So it always ends: a minibatch waits only for
+    come: then the first that can goes backward. So it always ends: a minibatch waits only for
     smaller ones and, within a round of all forward passes first, the backward passes of larger
     ones that wait for nothing but forward passes.
 

@@ -40,7 +40,7 @@ def useful_in_flight(
 ) -> tuple[int, ...]:
     """How many minibatches each replica of a stage has in flight so that the pipeline keeps `pace`.
 
-    In the steady state a worker of a stage of r replicas goes forward and backward once in r
+    In the steady state a worker of a stage of r replicas runs both passes once in r
     periods, always at the same moments of them. With d between the forward and the backward pass of
     a minibatch, floor(d / (r periods)) + 1 are in flight. From the last stage to the first: forward
     begins as late as the stages that read from it allow, and backward as soon as their gradients

@@ -30,7 +30,7 @@ from pipedream.schedule.spec import PipelineSpec
 
 class Peak(NamedTuple):
     """The most a worker holds at once: minibatches between forward and backward, and versions of
-    its weights (the newest, and those on which a minibatch has yet to go backward).
+    its weights (the newest, and those on which a backward pass is still to be run).
     """
 
     in_flight: int
@@ -122,13 +122,13 @@ class WeightStashing(Policy):
 
 
 class VerticalSync(Policy):
-    """PipeDream's other way (SOSP 2019, section 3.3): w(t+1) = w(t) - lr grad f(w_1(t-n+1), ...,
+    """PipeDream's alternative (SOSP 2019, section 3.3): w(t+1) = w(t) - lr grad f(w_1(t-n+1), ...,
     w_n(t-n+1)) for n stages.
 
     The version of a minibatch is fixed when it enters the first stage. That version, number v of a
     stage of r_0 replicas, has learned from minibatches 0 to v r_0 - 1; a stage of r replicas uses
     the newest of its versions that has learned from none but these, number floor(v r_0 / r). All
-    of them have gone backward when the first stage has made its version, so it is there.
+    their backward passes are over when the first stage has made its version, so it is there.
     """
 
     same_everywhere = False
@@ -138,7 +138,7 @@ class VerticalSync(Policy):
         return entered * self.spec.replicas[0] // self.spec.replicas[stage] if stage else newest
 
     def versions(self, stage: int) -> int:
-        """When minibatch b goes backward, the stage is at version floor(b / s), s = k r, and b runs
+        """At the backward pass of minibatch b the stage is at version floor(b / s), s = k r; b runs
         on floor(v s_0 / s). Of the first stage's minibatches in flight, F on each replica, the
         newest is at most v s_0 + s_0 + F r_0 - r_0 - 1; v s_0 is a multiple of gcd(s_0, s).
         """

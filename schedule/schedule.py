@@ -174,8 +174,7 @@ def write_actions(schedule: Schedule, workers: Collection[Worker], passes: Passe
 
 
 _Messages: TypeAlias = tuple[Kind, Sequence[Sequence[Worker]], Kind, Sequence[Sequence[Worker]]]
-"""Of a pass: what is received before it, from the workers of which stages, and what is sent then.
-"""
+"""The messages around a pass: received before it, sent after it; with the workers of each stage."""
 
 
 class _ActionWriter:

@@ -69,8 +69,8 @@ class SteadySpan:
 def steady_window(timeline: Timeline, span: SteadySpan | None) -> tuple[float, float]:
     """When the span begins and ends, in the seconds of the timeline.
 
-    From when every minibatch before `first` has gone backward in all stages to when every one
-    before `last` has; without a span from the first action to the last.
+    From when all stages have run the backward passes before minibatch `first` to when they have
+    run those before `last`; without a span from the first action to the last.
     """
     events = [event for events in timeline.values() for event in events]
     begin = min((event.begin for event in events), default=0.0)

@@ -79,7 +79,7 @@ class CalibrationRun:
             if rank.minibatches < FEWEST:
                 raise UserError(
                     f"{said}: {rank.minibatches} minibatches were measured on rank {rank.rank},"
-                    f" at least {FEWEST} are needed: train on more examples, or longer legs"
+                    f" at least {FEWEST} are needed: use more examples or a larger --save-every"
                 )
 
     @property

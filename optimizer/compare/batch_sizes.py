@@ -51,7 +51,7 @@ def options_by_size(options: Options, typed: Callable[[str], bool]) -> dict[int,
         )
     if not any(by_size.values()):
         sizes = ", ".join(map(str, by_size))
-        raise UserError(f"--global-batch {whole}: is a multiple of no batch size ({sizes})")
+        raise UserError(f"--global-batch {whole}: is not a multiple of any batch size ({sizes})")
     return by_size
 
 
@@ -64,10 +64,10 @@ def _check(options: Options, typed: Callable[[str], bool]) -> None:
     if typed("profile"):
         raise UserError(f"--profile: in {folder} each batch size has its own: leave it out")
     if options.folder.resolve() == folder.resolve():
-        raise UserError(f"-o {folder}: what was profiled is there: name another folder")
+        raise UserError(f"-o {folder}: this is the profile folder: choose another")
     if options.global_batch is not None and typed("microbatches"):
         raise UserError(
-            "--global-batch and --microbatches both say what an update is of: give one of them"
+            "--global-batch and --microbatches both set the examples per update: give one of them"
         )
 
 
@@ -152,7 +152,7 @@ def print_choices(choices: Choices) -> None:
     without = [choice for choice in choices.of if choice.problem]
     lines = [f"batch size {choice.batch_size}: {choice.problem}" for choice in without]
     if not choices.planned:
-        raise UserError(f"there is a plan for no batch size; {lines[0]}")
+        raise UserError(f"no batch size has a plan; {lines[0]}")
     print_table(make_console(), choices_table(choices))
     for line in lines:
         click.echo(line)

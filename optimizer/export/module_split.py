@@ -66,8 +66,8 @@ def split_modules(
     for position, modules in enumerate(stages):
         if not modules:
             raise UserError(
-                f"stage {position} of the plan has the greater part of no module, and only whole"
-                " ones can be given to it; plan for fewer machines"
+                f"stage {position} of the plan does not contain most of any module, and only"
+                " whole ones can be given to it; plan for fewer machines"
             )
     moved = _placed(plan, graph, {name: stage_of[unit] for name, unit in unit_of.items()})
     _check_links(graph, unit_of, moved)
@@ -139,7 +139,7 @@ def _check_links(graph: Graph, unit_of: Mapping[str, str], stage_of: Mapping[str
         if passed > 1:
             raise UserError(
                 f"{_name(graph, source)} of stage {stage_of[source]} is read in stage"
-                f" {stage_of[target]}, and tensors go from one stage to the next alone;"
+                f" {stage_of[target]}, and tensors can pass only to the next stage;"
                 " plan for fewer machines, or export to torch"
             )
         if passed < 0 and source in unit_of and target in unit_of:

@@ -49,11 +49,11 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 class State(BaseModel):
-    """state.json: the position of the data, and what of the training is no tensor.
+    """state.json: the position of the data, and the training state other than tensors.
 
     `epoch` whole epochs and `minibatch` minibatches of the next one are behind it. `training` is
     what the run needs to go on beside the tensors: such as the state of a learning rate scheduler.
-    `details` is what the run wants to be known by.
+    `details` are identifying details of the run.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -105,7 +105,9 @@ class Order:
                 "minibatches themselves, so write 1"
             )
         if not isinstance(indices, Iterable):
-            raise UserError(f"{source} gives a {type(indices).__name__}, which gives no indices")
+            raise UserError(
+                f"{source} returns a {type(indices).__name__}, which is not iterable over indices"
+            )
         return indices
 
     def _checked(self, indices: Sequence[Any], epoch: int) -> list[int]:
@@ -114,8 +116,8 @@ class Order:
         for index in indices:
             if not isinstance(index, (int, np.integer)) or not 0 <= index < count:
                 raise UserError(
-                    f"sampler {source}: gives {index!r}, which is no index of one of {count} "
-                    "examples"
+                    f"sampler {source}: gives {index!r}, which is not a valid index "
+                    f"(0 to {count - 1})"
                 )
         sizes = self._sizes(len(indices))
         expected = getattr(self, "sizes", sizes)

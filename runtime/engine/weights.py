@@ -18,7 +18,7 @@ from pipedream.runtime.engine.prediction import Prediction
 
 @dataclass(eq=False)
 class Version:
-    """One version of a stage's parameters; `users` minibatches have yet to go backward on it.
+    """One version of a stage's parameters; `users` backward passes on it are still to be run.
 
     `number` counts updates from the start of the run. With `ahead`, the tensors are predicted: as
     expected that many updates later.
@@ -44,7 +44,7 @@ class Weights:
         updates: int = 0,
         prediction: Prediction | None = None,
     ) -> None:
-        """`updates`: how many the run has behind it."""
+        """`updates`: the number of updates made so far."""
         self.parameters = dict(parameters)
         self.gradients: dict[str, torch.Tensor] = {}
         self.spare: list[dict[str, torch.Tensor]] = []
@@ -59,10 +59,10 @@ class Weights:
         self.expected, self.current.users = {}, 0
 
     def expect(self, uses: Mapping[int, int]) -> None:
-        """How many minibatches of the segment run on each version, those that are done among them.
+        """How many minibatches of the segment run on each version, including those already done.
 
         A version is kept until all of them are done: 2BW and vertical sync begin on one that is
-        not the newest any more. To be told again where the segment becomes another.
+        not the newest any more. Call again if the segment is replaced.
         """
         for version in (self.current, *self.older):
             if not version.ahead:

@@ -68,7 +68,7 @@ def nesterov_form(config: OptimizerConfig, momentum: float) -> OptimizerConfig:
         )
     if any(group.name is not None for group in config.groups):
         raise UserError(
-            "asynchronous: nesterov: it is a form of one optimizer: take name out of the "
+            "asynchronous: nesterov: it is a form of one optimizer: remove `name` from the "
             "optimizer's groups, or leave nesterov out"
         )
     groups = (
@@ -91,7 +91,7 @@ def _form(name: str, args: dict[str, Any], momentum: float) -> dict[str, Any]:
     for refused in ("dampening", "amsgrad"):
         if args.get(refused):
             raise UserError(
-                f"asynchronous: nesterov: it has no {refused}: take that out of the optimizer's "
+                f"asynchronous: nesterov: it has no {refused}: remove that from the optimizer's "
                 "args"
             )
     if name == "SGD":

@@ -106,7 +106,7 @@ def _check_matrices(parameters: Mapping[str, Tensor]) -> None:
         if parameter.dim() != 2:
             raise UserError(
                 f"optimizer Muon learns matrices, and {name} has {parameter.dim()} dimensions: "
-                f"give it and its like to another, groups: [{{match: [{name!r}], name: AdamW}}]"
+                f"assign these to another optimizer, groups: [{{match: [{name!r}], name: AdamW}}]"
             )
 
 

@@ -33,7 +33,7 @@ class LearningRate:
     """The steps of one scheduler, if there is one.
 
     `metric` is what it looks at, if at anything. Its steps so far are `advances`, or `metrics`:
-    what it was told, None for what is no finite number.
+    what it was told, None for one that is not finite.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LearningRate:
         self._step(math.nan if known is None else known)
 
     def restore(self, advances: int, metrics: Sequence[float | None]) -> None:
-        """Does all steps again: some schedulers have a state that is no JSON."""
+        """Does all steps again: some schedulers have a state that is not JSON."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # no step of the optimizer came before
             if self.metric is not None:
@@ -141,11 +141,11 @@ def _looks_at_a_metric(kind: type[LRScheduler]) -> bool:
 def _check_metric(config: SchedulerConfig, kind: type[LRScheduler]) -> None:
     looks = _looks_at_a_metric(kind)
     if config.metric is not None and not looks:
-        raise UserError(f"scheduler {config.name} looks at no metric: take metric out")
+        raise UserError(f"scheduler {config.name} uses no metric: remove `metric`")
     if config.every == "update" and looks:
         raise UserError(
-            f"scheduler {config.name} looks at a metric, which an update has none of: take every "
-            "out"
+            f"scheduler {config.name} uses a metric, which is not available per update: "
+            "remove `every`"
         )
 
 
@@ -180,7 +180,7 @@ def _parts(config: SchedulerConfig) -> list[SchedulerConfig]:
         ) from error
     if any("every" in part.model_fields_set for part in schedulers):
         raise UserError(
-            f"scheduler {config.name}: schedulers: all step as it does: take every out of them, "
+            f"scheduler {config.name}: schedulers: all step as it does: remove `every` from them, "
             "and write it beside its own name"
         )
     return schedulers

@@ -24,8 +24,8 @@ from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.schedule.action import Action, Kind
 
 GROWTH, BACKOFF, PATIENCE = 2.0, 0.5, 2_000
-"""Of a scale that is found by itself, as in torch.amp.GradScaler: every so many updates that went
-well it grows, after one that did not it falls."""
+"""Constants of the automatic loss scale, as in torch.amp.GradScaler: it grows after so many updates
+that went well, and falls after one that did not."""
 
 FIRST_SCALE = 65_536.0
 
@@ -264,6 +264,6 @@ def check_joint_updates(config: RunConfig, actions: Mapping[int, Sequence[Action
             elif action.version > min(newest.values()) and action.kind is Kind.FORWARD:
                 raise UserError(
                     f"rank {rank} needs version {action.version} of stage {action.stage} at "
-                    f"{action}, before all of its stages have made that update: the order of the "
-                    "plan goes without clip_norm, nan: skip and loss_scale"
+                    f"{action}, before all of its stages have made that update: "
+                    "this order does not support clip_norm, nan: skip and loss_scale"
                 )

@@ -1,4 +1,4 @@
-"""What a run tells: while it goes on, and at its end.
+"""What a run reports, during training and at the end.
 
 `live_table`, `tensorboard` and `summary` show losses and ranks; `recording` brings the events of
 all ranks together on one `clock`, and `utilisation` and `stage_times` say what they spent their

@@ -58,7 +58,7 @@ class Recorder:
         self.epochs[epoch] = [event for event in events if event.action.minibatch >= first]
 
     def sent(self) -> SentEvents:
-        """All of it, by the clock of rank 0; the clocks have been read for the last time."""
+        """All events, in rank 0's time. Call after the final clock reading."""
         common = self.clock.common
         return [
             (epoch, [(str(e.action), common(e.begin), common(e.end)) for e in events])

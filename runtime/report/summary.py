@@ -111,7 +111,7 @@ def write_summary(
     if "held_out_accuracy" in summary:
         lines.append(f"held-out accuracy   {summary['held_out_accuracy']:.1%}")
     if left_out := max(rank["updates_left_out"] for rank in summary["ranks"]):
-        lines.append(f"updates left out    {left_out}: their gradients were no numbers")
+        lines.append(f"updates left out    {left_out}: non-finite gradients")
     fullest = max(summary["ranks"], key=lambda rank: rank["peak_memory_bytes"])
     measured_memory = show_bytes(fullest["peak_memory_bytes"])
     planned = fullest["predicted_memory_bytes"]

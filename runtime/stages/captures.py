@@ -105,7 +105,7 @@ def _evaluation(
         )
     if place.rank == 0:
         print(
-            f"pd-train: the held-out data are tried after training, on one worker: {why}",
+            f"pd-train: the held-out data are evaluated after training, on one worker: {why}",
             file=sys.stderr,
         )
     return None

@@ -44,7 +44,7 @@ def make_compute(piece: Segment, config: RunConfig, device: torch.device) -> Com
     if config.compile is not None:
         known = torch.compiler.list_backends(exclude_tags=())
         if config.compile not in known:
-            raise UserError(f"compile: {config.compile!r} is no backend here; write inductor")
+            raise UserError(f"compile: backend {config.compile!r} is not available; write inductor")
         for module in piece.module.modules():
             if isinstance(module, SeedHook):  # a compiled one would seed only once
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore
@@ -117,7 +117,7 @@ def capture_rest(
     captured = capture(model, batch.first(rest).inputs, training=training)
     difference = _difference(whole, captured, plan)
     if difference is not None:
-        raise UserError(f"the model is another one: {difference}")
+        raise UserError(f"the model differs: {difference}")
     return captured
 
 

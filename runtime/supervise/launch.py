@@ -174,7 +174,7 @@ def _watch(
             return _failed(*next(iter(causes.items())), heartbeats)
         still = ages.too_old(rank for rank, code in enumerate(codes) if code is None)
         if still is not None:
-            words = f"has not stirred for {timeout:g} s{_at(heartbeats, still)}"
+            words = f"has not responded for {timeout:g} s{_at(heartbeats, still)}"
             return _End(1, f"rank {still} {words}")
         if failed:
             # Whoever they have lost is about to be seen; if nobody dies, they are the news.
@@ -264,7 +264,7 @@ def _cut_off(noticed: Sequence[int], silent: Sequence[int], heartbeats: Heartbea
     else:
         rank = noticed[0]
         return _End(1, f"rank {rank} lost its connection to the others{_at(heartbeats, rank)}")
-    return _End(1, f"rank {rank} does not answer the others any more{_at(heartbeats, rank)}")
+    return _End(1, f"rank {rank} no longer responds to the other ranks{_at(heartbeats, rank)}")
 
 
 def _got(number: int) -> str:

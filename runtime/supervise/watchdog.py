@@ -150,7 +150,7 @@ class Watchdog:
 
     def _line(self, rank: int) -> str:
         words = self.activities.get(rank, "")
-        return f"rank {rank} has not stirred for {self.timeout:g} s {words}".strip()
+        return f"rank {rank} has not responded for {self.timeout:g} s {words}".strip()
 
 
 def _beat(timeout: float) -> float:

@@ -181,7 +181,7 @@ class Hit:
         """What the launcher has to say of it."""
         if self.signal != signal.SIGSTOP:
             return f"pd-train: rank {self.rank} was killed by {self.signal.name}"
-        how = "has not stirred" if self.action else "does not answer the others any more"
+        how = "has not responded" if self.action else "no longer responds to the other ranks"
         return f"pd-train: rank {self.rank} {how}"
 
 

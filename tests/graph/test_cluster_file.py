@@ -118,7 +118,11 @@ WRONG = [
     ("[1MB, 0.2ms]", "[1MB]", "7: levels.0.send.points.1.1: is missing"),
     ("{latency: 60us, bandwidth: 3GB}", "{latency: 60us}", "8: levels.0.all-reduce: give either"),
     ("bandwidth: 3GB}", "bandwidth: 3GB, n: 4}", "8: levels.0.all-reduce.n: unknown field"),
-    ("count: 4", "count: 1", "8: levels.0.all-reduce: there is none over one component"),
+    (
+        "count: 4",
+        "count: 1",
+        "8: levels.0.all-reduce: a level with one component has no all-reduce",
+    ),
     ("speed: 2", "speed: 0", "13: kinds.0.speed: 0 is too small: give more than 0"),
     ("speed: 2", "speed: fast", "13: kinds.0.speed: 'fast' is not a number"),
     ("{name: old}", "old", "14: kinds.1: 'old' is not a set of named fields"),

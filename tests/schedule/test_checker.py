@@ -119,7 +119,7 @@ def test_messages_of_one_rank_to_itself_have_an_order_for_each_link():
     [
         ("1BI1", "1BW1", "the second half without the first"),
         ("1BI0", "1SG0>0", "sends what is not made yet"),
-        ("1BW3", "1U0/4@1", "minibatch 3 has not gone backward"),
+        ("1BW3", "1U0/4@1", "minibatch 3 has not had its backward pass"),
         ("1F0", "1BI0", "backward without a forward"),
     ],
 )
@@ -129,7 +129,10 @@ def test_halves_that_change_places_are_noticed(one, other, problem):
 
 @pytest.mark.parametrize(
     ("half", "problem"),
-    [("1BI1", "at 1BW1: backward without a forward"), ("1BW1", "has begun to go backward before")],
+    [
+        ("1BI1", "at 1BW1: backward without a forward"),
+        ("1BW1", "has begun its backward pass before"),
+    ],
 )
 def test_a_pass_that_is_halved_is_not_whole_as_well(half, problem):
     orders = zero_bubble(2, 4, 4)

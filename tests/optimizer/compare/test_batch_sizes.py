@@ -159,19 +159,19 @@ WRONG = {
     "both": (
         "curve",
         ("--global-batch", "4", "--schedule", "flush", "--microbatches", "2"),
-        "--global-batch and --microbatches both say",
+        "--global-batch and --microbatches both set the examples per update",
     ),
     "no divisor": (
         "curve",
         ("--global-batch", "5", "--schedule", "flush"),
-        "--global-batch 5: is a multiple of no batch size (2, 4)",
+        "--global-batch 5: is not a multiple of any batch size (2, 4)",
     ),
     "a profile": ("curve", ("--profile", "curve/batch-2/profile.json"), "leave it out"),
-    "into the folder": ("curve", ("-o", "curve"), "name another folder"),
+    "into the folder": ("curve", ("-o", "curve"), "this is the profile folder: choose another"),
     "nothing fits": (
         "curve",
         ("--memory", "1kB"),
-        "there is a plan for no batch size; batch size 2: --memory 1 kB",
+        "no batch size has a plan; batch size 2: --memory 1 kB",
     ),
     "another model": ("other", (), "batch-4 is of another model than batch-2: a is Sort(a) at 2"),
     "a name that lies": (

@@ -131,10 +131,10 @@ def test_it_is_the_sampler_itself_that_draws():
     ("source", "args", "says"),
     [
         ("by_the_clock", {}, "gives another order when it is made again"),
-        ("in_batches", {}, r"gives \[0, 1\], which is no index of one of 20 examples"),
+        ("in_batches", {}, r"gives \[0, 1\], which is not a valid index \(0 to 19\)"),
         ("of_two", {}, "num_replicas is 2: .* write 1"),
-        ("nothing", {}, "gives a NoneType"),
-        (f"{TORCH}:SubsetRandomSampler", {"indices": [20]}, "gives 20, which is no index"),
+        ("nothing", {}, "returns a NoneType, which is not iterable over indices"),
+        (f"{TORCH}:SubsetRandomSampler", {"indices": [20]}, "gives 20, which is not a valid index"),
         (f"{TORCH}:RandomSampler", {"sample": 3}, "its signature is RandomSampler"),
     ],
 )

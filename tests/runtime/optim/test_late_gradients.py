@@ -280,7 +280,7 @@ def test_the_form_of_a_group_is_that_of_the_optimizer() -> None:
         (OptimizerConfig(name="SGD", args={"dampening": 0.1}), "it has no dampening"),
         (
             OptimizerConfig(groups=(GroupConfig(match=("*",), name="Adam"),)),
-            "take name out of the optimizer's groups",
+            "remove `name` from the optimizer's groups",
         ),
         (
             OptimizerConfig(groups=(GroupConfig(match=("*",), args={"dampening": 0.1}),)),

@@ -119,8 +119,11 @@ def states(job: Job) -> str:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"name": "StepLR", "metric": "loss"}, "StepLR looks at no metric: take metric out"),
-        ({"name": "ReduceLROnPlateau", "every": "update"}, "take every out$"),
+        ({"name": "StepLR", "metric": "loss"}, "StepLR uses no metric: remove `metric`"),
+        (
+            {"name": "ReduceLROnPlateau", "every": "update"},
+            "metric, which is not available per update: remove `every`$",
+        ),
         ({"name": "ReduceLROnPlateau", "args": {"mode": "least"}}, "mode least is unknown"),
         ({"name": "LambdaLR", "args": {"lr_lambda": "lambda n: 1 / n"}}, "write package.module:"),
         ({"name": "LambdaLR", "args": {"lr_lambda": "small_models:up"}}, "has no 'up'"),
@@ -137,7 +140,7 @@ def states(job: Job) -> str:
                 "name": "ChainedScheduler",
                 "args": {"schedulers": [{"name": "ExponentialLR", "every": "update"}]},
             },
-            "ChainedScheduler: schedulers: all step as it does: take every out of them",
+            "ChainedScheduler: schedulers: all step as it does: remove `every` from them",
         ),
     ],
 )

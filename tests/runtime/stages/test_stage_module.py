@@ -58,9 +58,9 @@ class Crossing(small_models.Chain):
             3,
             r"test_stage_module.py:\d+: Fixed cannot be captured: RuntimeError: shape .*invalid",
         ),
-        (Longer, 3, "the model is another one: the plan has no more nodes where .* 'Exp'"),
-        (Other, 3, r"the model is another one: node\d \(.*\) is of another module"),
-        (Crossing, 3, "the model is another one: other stages exchange tensors"),
+        (Longer, 3, "the model differs: the plan has no more nodes where .* 'Exp'"),
+        (Other, 3, r"the model differs: node\d \(.*\) is of another module"),
+        (Crossing, 3, "the model differs: other stages exchange tensors"),
         (small_models.Noisy, 1, "Expected more than 1 value per channel when training"),
     ],
 )

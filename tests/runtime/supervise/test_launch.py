@@ -157,7 +157,7 @@ def test_a_stopped_worker_is_noticed(start, tmp_path):
     begin = time.monotonic()
     code, _, error = finished(process, tmp_path)
     assert code == 1
-    assert error == "pd-train: rank 1 has not stirred for 1.5 s at 1B3; all workers stopped\n"
+    assert error == "pd-train: rank 1 has not responded for 1.5 s at 1B3; all workers stopped\n"
     assert time.monotonic() - begin < 10
 
 
@@ -185,7 +185,7 @@ def test_the_one_that_all_others_have_lost_is_named(start, tmp_path):
     """
     code, _, error = finished(start(script, workers=3), tmp_path, 3)
     assert code == 1
-    line = "pd-train: rank 1 does not answer the others any more at 1F2; all workers stopped\n"
+    line = "pd-train: rank 1 no longer responds to the other ranks at 1F2; all workers stopped\n"
     assert error == line
 
 
@@ -199,7 +199,7 @@ def test_one_that_was_stopped_on_its_way_to_the_others_is_named(start, tmp_path)
     """
     code, _, error = finished(start(script, workers=3), tmp_path, 3)
     assert code == 1
-    line = "pd-train: rank 1 does not answer the others any more; all workers stopped\n"
+    line = "pd-train: rank 1 no longer responds to the other ranks; all workers stopped\n"
     assert error == line
 
 

@@ -90,7 +90,7 @@ def test_all_name_the_one_that_stands_still(rings: list[Ring]) -> None:
     time.sleep(0.3)
     ring.stopped[2].set()
     until(lambda: {0, 1, 3} <= ring.said.keys())
-    line = "rank 2 has not stirred for 1 s in epoch 1 at 2F7, minibatch 7"
+    line = "rank 2 has not responded for 1 s in epoch 1 at 2F7, minibatch 7"
     assert [ring.said[rank] for rank in (0, 1, 3)] == [line] * 3
 
 
@@ -103,7 +103,7 @@ def test_one_of_two_that_stand_still_is_named(rings: list[Ring]) -> None:
     ring.stopped[1].set()
     ring.stopped[2].set()
     until(lambda: {0, 3} <= ring.said.keys())
-    assert ring.said[0] == ring.said[3] == "rank 2 has not stirred for 1 s at work"
+    assert ring.said[0] == ring.said[3] == "rank 2 has not responded for 1 s at work"
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_the_host_of_the_store_is_known_by_its_silence(rings: list[Ring]) -> Non
     for stopped in ring.stopped:
         stopped.set()
     until(lambda: {1, 2} <= ring.said.keys())
-    assert ring.said == dict.fromkeys((1, 2), "rank 0 has not stirred for 1 s at 0F7")
+    assert ring.said == dict.fromkeys((1, 2), "rank 0 has not responded for 1 s at 0F7")
 
 
 @pytest.mark.slow
@@ -188,7 +188,7 @@ def test_every_rank_of_a_run_names_the_one_that_was_stopped(tmp_path: Path) -> N
     for rank in range(2):
         (line,) = (line for line in done[rank].error.splitlines() if "pd-train: " in line)
         assert re.fullmatch(
-            rf"pd-train: rank {rank}: rank 2 has not stirred for 10 s in epoch \d at 2\S+, "
+            rf"pd-train: rank {rank}: rank 2 has not responded for 10 s in epoch \d at 2\S+, "
             r"minibatch \d+",
             line,
         )
