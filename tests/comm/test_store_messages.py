@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore
 
-from pipedream.comm import store_messages as exchange
+from pipedream.comm import store_messages
 
 
 def test_what_is_told_is_heard_once(monkeypatch):
-    monkeypatch.setattr(exchange, "_PIECE", 7)
+    monkeypatch.setattr(store_messages, "_PIECE", 7)
     store, value = HashStore(), {"rank": 3, "seen": ["0F0", 1.25, None], "name": "größer"}
-    exchange.tell(store, "report/3", value)
-    assert exchange.hear(store, "report/3") == value
+    store_messages.send_message(store, "report/3", value)
+    assert store_messages.receive_message(store, "report/3") == value
     assert not store.check(["report/3"])
     assert not store.check(["report/3/0"])
 
@@ -20,5 +20,5 @@ def test_what_is_told_is_heard_once(monkeypatch):
 @pytest.mark.parametrize("value", [[], {}, None, ""])
 def test_little_is_heard_too(value):
     store = HashStore()
-    exchange.tell(store, "key", value)
-    assert exchange.hear(store, "key") == value
+    store_messages.send_message(store, "key", value)
+    assert store_messages.receive_message(store, "key") == value

@@ -217,8 +217,8 @@ def test_a_rank_that_cannot_ask_where_to_stop_goes_on() -> None:
     stream = graceful_stop.begin_segment(0, TrainingSegment(0, 10), whole_segment)
     graceful_stop.thread.join(20)
     assert stream is not None
-    assert not stream.held
-    assert not graceful_stop.held
+    assert not stream.on_hold
+    assert not graceful_stop.on_hold
     assert graceful_stop.at is None
 
 

@@ -92,7 +92,7 @@ def test_a_run_goes_on_with_the_workers_that_are_left(folder: Path) -> None:
         again,
     )
     kept, made = (read_plan(folder / path) for path in ("plan/plan.json", "run/plan-2/plan.json"))
-    assert (kept.replicas, made.spec.replicas) == ((1, 1, 1), (1, 1))
+    assert (kept.replicas, made.replicas) == ((1, 1, 1), (1, 1))
     stages = sorted(path.name for path in (folder / "run").glob("stage*"))
     assert stages == ["stage0.py", "stage1.py"]
     found = replace(whole, run=folder / "run", resume=True)
