@@ -279,8 +279,8 @@ class Plan(ArtifactModel):
     @property
     def max_in_flight(self) -> tuple[int, ...] | None:
         """How many minibatches each stage may have in flight, where the planner has said so."""
-        found = [stage.in_flight for stage in self.stages if stage.in_flight is not None]
-        return tuple(found) if len(found) == len(self.stages) else None
+        counts = [stage.in_flight for stage in self.stages if stage.in_flight is not None]
+        return tuple(counts) if len(counts) == len(self.stages) else None
 
     @property
     def rank_assignment(self) -> tuple[tuple[WorkerGroup, ...], ...]:

@@ -107,7 +107,7 @@ _EXAMPLES = (
 @click.command("pd-profile", cls=Command, groups=_GROUPS, examples=_EXAMPLES)
 @click.argument("model", metavar="[MODEL]", required=False)
 def main(**parameters: Any) -> int:
-    """Measures the time and memory of each layer of MODEL: torchvision:NAME, timm:NAME,
+    """Measure the time and memory of each layer of MODEL: torchvision:NAME, timm:NAME,
     transformers:NAME, package.module:factory, or the path of a run config.
 
     Writes graph.txt, which pd-optimize reads, profile.json with all measurements, layers.csv with
