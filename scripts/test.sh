@@ -5,6 +5,10 @@
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" || exit 1
 
+# Whenever ranks connect, torch asks DNS for the name of 127.0.0.1. Where nobody answers that takes
+# ten seconds; it needs no answer.
+export RES_OPTIONS="timeout:1 attempts:1"
+
 # The other checks run beside the tests, which leave cores idle while processes wait for each other.
 # Their output is printed after that of the tests.
 output=$(mktemp)

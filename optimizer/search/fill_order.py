@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import ceil
 from operator import sub
 from typing import NamedTuple
@@ -93,8 +94,9 @@ class FillOrder:
         return tuple(map(sub, self.begun(self.states[target]), self.begun(self.states[source])))
 
 
+@lru_cache(maxsize=64)  # memory limits and several searches ask for the same one again
 def build_fill_order(
-    machines: Sequence[int], types: DeviceTypes, rules: Rules, with_downstream: bool
+    machines: tuple[int, ...], types: DeviceTypes, rules: Rules, with_downstream: bool
 ) -> FillOrder:
     """The fill order; `with_downstream`: costs depend on the workers behind a stage."""
     return _FillOrderBuilder(Mesh(machines), types, rules, with_downstream).build()
