@@ -19,8 +19,8 @@ _UNTIL_RANK_0_HAS_SPOKEN = 5.0  # seconds
 
 
 @dataclass(frozen=True)
-class Place:
-    """The rank of this process as its launcher gave it, and the address where all ranks meet."""
+class RankInfo:
+    """The rank of this process as its launcher gave it, and the address of the rendezvous."""
 
     rank: int
     world_size: int
@@ -72,7 +72,7 @@ _LAUNCHERS = (
 )
 
 
-def environment(variables: Mapping[str, str] = os.environ) -> Place | None:
+def environment(variables: Mapping[str, str] = os.environ) -> RankInfo | None:
     """The rank of this process by torchrun, mpirun (Open MPI, MPICH) or srun; None without them.
 
     mpirun and srun give no address: on one machine the port is derived from the name of the job; on
@@ -84,7 +84,7 @@ def environment(variables: Mapping[str, str] = os.environ) -> Place | None:
     return None
 
 
-def _place(launcher: _Launcher, variables: Mapping[str, str]) -> Place:
+def _place(launcher: _Launcher, variables: Mapping[str, str]) -> RankInfo:
     rank = _number(variables, launcher.rank)
     world_size = _number(variables, launcher.world_size)
     local_rank = _number(variables, launcher.local_rank, rank)
@@ -100,7 +100,7 @@ def _place(launcher: _Launcher, variables: Mapping[str, str]) -> Place:
             "(mpirun -x MASTER_ADDR=HOST)"
         )
     port = _number(variables, "MASTER_PORT", _port(launcher, variables))
-    return Place(rank, world_size, local_rank, local_world_size, address or LOCALHOST, port)
+    return RankInfo(rank, world_size, local_rank, local_world_size, address or LOCALHOST, port)
 
 
 def _number(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -126,12 +126,12 @@ def restarts() -> int:
     return int(os.environ.get(RESTARTS, "0") or 0)
 
 
-def speaks() -> bool:
+def reports_errors() -> bool:
     """Whether to print an error that all ranks may have: always True, after a delay on ranks > 0.
 
     Ranks other than 0 wait first: if rank 0 has the same error, their launcher stops them.
     """
-    place = environment()
-    if place is not None and place.rank > 0:
+    rank_info = environment()
+    if rank_info is not None and rank_info.rank > 0:
         time.sleep(_UNTIL_RANK_0_HAS_SPOKEN)
     return True

@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipedream.comm.launcher import Place, restarts
+from pipedream.comm.launcher import RankInfo, restarts
 from pipedream.graph.errors import UserError
 
 
-class NotMet(RuntimeError):
+class RendezvousError(RuntimeError):
     """Not all ranks joined in time."""
 
 
-def choose_device(name: str, place: Place) -> tuple[torch.device, str]:
+def choose_device(name: str, rank_info: RankInfo) -> tuple[torch.device, str]:
     """The device of this rank, cpu or cuda, and its backend.
 
     NCCL if every rank of the machine has its own GPU; gloo on CPUs and if ranks share a GPU. Raises
@@ -30,31 +30,33 @@ def choose_device(name: str, place: Place) -> tuple[torch.device, str]:
     count = torch.cuda.device_count()
     if count == 0:
         raise UserError("--device cuda: torch sees no GPU here; use --device cpu")
-    torch.cuda.set_device(place.local_rank % count)
-    device = torch.device("cuda", place.local_rank % count)
-    return device, "nccl" if place.local_world_size <= count else "gloo"
+    torch.cuda.set_device(rank_info.local_rank % count)
+    device = torch.device("cuda", rank_info.local_rank % count)
+    return device, "nccl" if rank_info.local_world_size <= count else "gloo"
 
 
-def meet(place: Place, timeout: float) -> Store:
-    """Connects to the store that all ranks share. Raises NotMet if not all ranks join in time."""
-    with _meeting(place):
-        address = f"tcp://{place.master_address}:{place.master_port}"
+def connect_store(rank_info: RankInfo, timeout: float) -> Store:
+    """Connects to the store that all ranks share. Raises RendezvousError if some rank is late."""
+    with _meeting(rank_info):
+        address = f"tcp://{rank_info.master_address}:{rank_info.master_port}"
         limit = timedelta(seconds=timeout)
-        met = rendezvous(address, place.rank, place.world_size, timeout=limit)
+        met = rendezvous(address, rank_info.rank, rank_info.world_size, timeout=limit)
         store, _, _ = next(met)
         store.set_timeout(limit)
     # The store of torchrun outlives a restart; the prefix hides entries of earlier workers.
     return PrefixStore(f"restart-{restarts()}", store)
 
 
-def join(place: Place, met: Store, backend: str, device: torch.device, timeout: float) -> Store:
-    """Joins the process group of all ranks; returns the store of the run. Raises NotMet."""
-    with _meeting(place):
+def join(
+    rank_info: RankInfo, met: Store, backend: str, device: torch.device, timeout: float
+) -> Store:
+    """Joins the process group; returns the store of the run. Raises RendezvousError."""
+    with _meeting(rank_info):
         dist.init_process_group(
             backend,
             store=met,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=rank_info.rank,
+            world_size=rank_info.world_size,
             timeout=timedelta(seconds=timeout),
             device_id=device if backend == "nccl" else None,
         )
@@ -62,12 +64,12 @@ def join(place: Place, met: Store, backend: str, device: torch.device, timeout: 
 
 
 @contextmanager
-def _meeting(place: Place) -> Iterator[None]:
+def _meeting(rank_info: RankInfo) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        where = f"{place.master_address}:{place.master_port}"
+        where = f"{rank_info.master_address}:{rank_info.master_port}"
         reason = (str(error).strip() or "no message").splitlines()[0]
-        raise NotMet(
-            f"the {place.world_size} ranks did not all meet at {where}: {reason}"
+        raise RendezvousError(
+            f"the {rank_info.world_size} ranks did not all meet at {where}: {reason}"
         ) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 
 _PIECE = 1 << 20
 _SECONDS_BETWEEN_LOOKS = 0.002
@@ -37,10 +37,10 @@ def receive_message(store: Store, key: str) -> Any:
     return json.loads(text)
 
 
-def broadcast(store: Store, place: Place, key: str, value: Any) -> Any:
+def broadcast(store: Store, rank_info: RankInfo, key: str, value: Any) -> Any:
     """Returns rank 0's `value` on every rank, once rank 0 has come here."""
-    if place.rank > 0:
-        return receive_message(store, f"{key}/{place.rank}")
-    for rank in range(1, place.world_size):
+    if rank_info.rank > 0:
+        return receive_message(store, f"{key}/{rank_info.rank}")
+    for rank in range(1, rank_info.world_size):
         send_message(store, f"{key}/{rank}", value)
     return value

@@ -186,22 +186,22 @@ def _measure_network(parameters: Mapping[str, Any]) -> int:
     # Otherwise torch adds C++ traces to the line that says that a rank was lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    from pipedream.comm.launcher import environment, speaks
+    from pipedream.comm.launcher import environment, reports_errors
     from pipedream.profiler.network.options import network_options
 
     try:
-        place = environment()
-        options = network_options(parameters, place)
-        assert place is not None
-        if place.rank == 0:
+        rank_info = environment()
+        options = network_options(parameters, rank_info)
+        assert rank_info is not None
+        if rank_info.rank == 0:
             _make_folder(options.output)
 
         from pipedream.profiler.network.command import measure_network
 
         with _enough_memory(options.device, "--largest"), _progress() as step:
-            measure_network(options, place, lambda what: step(what, 0.0, 0.0))
+            measure_network(options, rank_info, lambda what: step(what, 0.0, 0.0))
     except (UserError, OSError):
-        if speaks():
+        if reports_errors():
             raise
         return UserError.exit_code
     return 0

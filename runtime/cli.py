@@ -14,7 +14,7 @@ from pipedream.graph.choices import SCHEDULES
 from pipedream.graph.command import COUNT, PATH, Command, FiniteRange, UserError, option
 
 if TYPE_CHECKING:
-    from pipedream.comm.launcher import Place
+    from pipedream.comm.launcher import RankInfo
     from pipedream.runtime.job import Job
 
 
@@ -141,8 +141,8 @@ def main(
 
     try:
         job = _job(plan, config, output, replan, options)
-        place = environment()
-        return _start(job, workers, max_restarts) if place is None else _work(job, place)
+        rank_info = environment()
+        return _start(job, workers, max_restarts) if rank_info is None else _work(job, rank_info)
     except (UserError, OSError):
         if launch.reports_the_error():
             raise
@@ -194,38 +194,38 @@ def _start(job: Job, workers: int | None, max_restarts: int) -> int:
     return launch.spawn(sys.argv, workers or planned, job.timeout, max_restarts, replan)
 
 
-def _work(job: Job, place: Place) -> int:
+def _work(job: Job, rank_info: RankInfo) -> int:
     """Runs this process's part of the run. Returns its exit code."""
     from pipedream.runtime.supervise import launch
 
     # Before the imports, which take seconds.
     launch.die_with_parent()
-    heartbeats = launch.start_heartbeat(place.rank)
+    heartbeats = launch.start_heartbeat(rank_info.rank)
 
     from pipedream.comm.transport import PeerLost
     from pipedream.runtime.data.reader import DataLost
     from pipedream.runtime.trainer import Stopped, train
 
     try:
-        train(job, place, heartbeats)
+        train(job, rank_info, heartbeats)
     except Stopped as stopped:
-        if place.rank == 0:
+        if rank_info.rank == 0:
             print(f"pd-train: {stopped}", file=sys.stderr, flush=True)
         return launch.STOPPED if heartbeats is not None else launch.code_of_stopped()
     except PeerLost as error:
         if heartbeats is not None and error.peer is not None:
-            heartbeats.report_lost(place.rank, error.peer)
+            heartbeats.report_lost(rank_info.rank, error.peer)
         if heartbeats is None:
-            print(f"pd-train: rank {place.rank}: {error}", file=sys.stderr, flush=True)
+            print(f"pd-train: rank {rank_info.rank}: {error}", file=sys.stderr, flush=True)
             launch.let_the_cause_show()
         # Not sys.exit: what is left of the process group would wait for the lost peer.
         os._exit(launch.PEER_LOST)
     except DataLost as error:
         if heartbeats is None:
-            message = f"pd-train: rank {place.rank}: data_workers: {error}"
+            message = f"pd-train: rank {rank_info.rank}: data_workers: {error}"
             print(message, file=sys.stderr, flush=True)
         else:
-            heartbeats.report(place.rank, f"{heartbeats.of(place.rank).words} ({error})")
+            heartbeats.report(rank_info.rank, f"{heartbeats.of(rank_info.rank).words} ({error})")
         os._exit(launch.DATA_LOST)
     return 0
 

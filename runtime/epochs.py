@@ -59,7 +59,7 @@ def train_epochs(context: RankContext) -> Position | None:
 
 def _leave_together(context: RankContext) -> None:
     """Once rank 0 has saved: mpirun ends all when one leaves with another code than 0."""
-    broadcast(context.store, context.local.place, "saved", True)  # however long it takes
+    broadcast(context.store, context.local.rank_info, "saved", True)  # however long it takes
     context.transport.barrier()  # until then rank 0 keeps the store
 
 
@@ -75,14 +75,14 @@ def _try_if_due(context: RankContext, done: int) -> None:
 
 def _try_held_out(context: RankContext, evaluation: Evaluation, epoch: int) -> None:
     """Evaluates the held-out data after `epoch` epochs. Raises as `Evaluation.run` does."""
-    local, place = context.local, context.local.place
+    local, rank_info = context.local, context.local.rank_info
     context.say(f"at the held-out data after epoch {epoch}")
     tensors = {stage.stage: stage.saved for stage in local.stages}
     totals = evaluation.run(local.examples.to_try(), tensors, context.transport, local.loss)
     key = f"held-out/{epoch}"
-    send_message(context.store, f"{key}/{place.rank}", astuple(totals))
+    send_message(context.store, f"{key}/{rank_info.rank}", astuple(totals))
     if context.display is not None:
-        keys = (f"{key}/{rank}" for rank in range(place.world_size))
+        keys = (f"{key}/{rank}" for rank in range(rank_info.world_size))
         of_ranks = [receive_message(context.store, each) for each in keys]
         context.metrics = EvaluationTotals.result(of_ranks)
         context.display.held_out(epoch, epoch * local.examples.minibatches, context.metrics)
@@ -97,8 +97,8 @@ def _show_scheduler(context: RankContext, key: str) -> None:
     name = context.stepping.rate.metric
     if name is None or name == "loss":
         return
-    place = context.local.place
-    metric = broadcast(context.store, place, f"{key}/{name}", context.metrics.get(name))
+    rank_info = context.local.rank_info
+    metric = broadcast(context.store, rank_info, f"{key}/{name}", context.metrics.get(name))
     if metric is None:
         raise UserError(f"scheduler: metric: the held-out data give no {name}: write held_out_loss")
     context.stepping.see(metric)
@@ -127,7 +127,7 @@ class _Training:
         self.begin = time.perf_counter()
         context.recorder.begin()
         shown = nullcontext() if display is None else display.watching(self.losses)
-        publishing = publishing_status(context.store, local.place.rank, self._status)
+        publishing = publishing_status(context.store, local.rank_info.rank, self._status)
         minibatches = local.examples.epoch(self.number)
         with shown, publishing, Reader(minibatches, self._to_read()) as data:
             stopped = self._run_segments(self._engine(), data)
@@ -171,7 +171,7 @@ class _Training:
 
     def _executor(self, stage: LocalStage) -> Executor:
         context, local, job = self.context, self.local, self.local.job
-        together = job.policy.same_everywhere
+        together = job.policy.uniform_updates
         return Executor(
             stage_modules=stage.stage_modules,
             transport=context.transport,
@@ -196,7 +196,7 @@ class _Training:
 
     def _to_read(self) -> list[int]:
         """The minibatches whose inputs or targets this rank needs."""
-        own, stages = [stage.layout for stage in self.local.stages], len(self.local.layouts)
+        own, stages = [stage.interface for stage in self.local.stages], len(self.local.interfaces)
         return [
             minibatch + segment.begin
             for segment in self.ahead

@@ -15,7 +15,7 @@ from pipedream.graph.plan import Plan, workers_by_rank
 from pipedream.graph.run_config import AsynchronousConfig, OptimizerConfig, RunConfig
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.optim.late_gradients import nesterov_form
-from pipedream.schedule.action import Link, Worker
+from pipedream.schedule.action import StageLink, Worker
 from pipedream.schedule.policy import Policy, policy
 from pipedream.schedule.schedule import ORDERS
 from pipedream.schedule.spec import PipelineSpec
@@ -56,7 +56,7 @@ class Job:
         return policy(self.spec())
 
     def spec(
-        self, links: Collection[Link] = (), tied: Mapping[str, Sequence[int]] | None = None
+        self, links: Collection[StageLink] = (), tied: Mapping[str, Sequence[int]] | None = None
     ) -> PipelineSpec:
         """Returns the pipeline; its `links` and `tied` stages are known when the model is captured.
 

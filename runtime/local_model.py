@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from pipedream.capture.loss import load_loss
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.comm.rendezvous import choose_device
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.errors import UserError
@@ -18,7 +18,7 @@ from pipedream.runtime.job import Job
 from pipedream.runtime.local_stage import LocalStage
 from pipedream.runtime.optim.stepping import check_joint_updates
 from pipedream.runtime.stages.captures import Captures, capture_all
-from pipedream.runtime.stages.partition import layouts, links, tied
+from pipedream.runtime.stages.partition import interfaces, links, tied
 from pipedream.schedule.action import Action
 from pipedream.schedule.checker import UnsoundError, check_ranks
 from pipedream.schedule.schedule import Schedule
@@ -30,19 +30,19 @@ _MOST_CHECKED = 1_000
 class LocalModel:
     """All ranks build the same model from the same seed; each keeps the `stages` that it runs."""
 
-    def __init__(self, job: Job, place: Place) -> None:
-        self.job, self.place = job, place
-        self.workers = job.workers_of(place.rank)
-        self.device, self.backend = choose_device(job.device, place)
+    def __init__(self, job: Job, rank_info: RankInfo) -> None:
+        self.job, self.rank_info = job, rank_info
+        self.workers = job.workers_of(rank_info.rank)
+        self.device, self.backend = choose_device(job.device, rank_info)
         self.examples = Examples(job, self.device)
         self.rng = MinibatchRng(job.config.seed, self.device)
-        self._build(capture_all(job, self.examples, place))
+        self._build(capture_all(job, self.examples, rank_info))
 
     def _build(self, captures: Captures) -> None:
         """Keeps this rank's stages of the captured model; the others are freed."""
         job = self.job
-        self.layouts = layouts(captures.whole, job.plan)
-        self.tied = tied(captures.whole, self.layouts)
+        self.interfaces = interfaces(captures.whole, job.plan)
+        self.tied = tied(captures.whole, self.interfaces)
         self._check_tied()
         if job.order != DEFAULT_ORDER:
             most = whole_updates(_MOST_CHECKED, job.policy)
@@ -50,17 +50,17 @@ class LocalModel:
             for minibatches in {min(len(segment), most) for segment in segments}:
                 self._check_order(minibatches)
         self.stages = tuple(
-            LocalStage(job, worker, captures, self.layouts[worker[0]], self.rng)
+            LocalStage(job, worker, captures, self.interfaces[worker[0]], self.rng)
             for worker in self.workers
         )
-        if self.place.rank == 0:
+        if self.rank_info.rank == 0:
             self._forget_other_stages()
         self.evaluation = captures.evaluation
         self.loss = load_loss(job.config.loss, job.directory)
 
     def _forget_other_stages(self) -> None:
         """Deletes the text of stages that an earlier plan of this run had, and this one has not."""
-        kept = {f"stage{stage}.py" for stage in range(len(self.layouts))}
+        kept = {f"stage{stage}.py" for stage in range(len(self.interfaces))}
         for path in self.job.run.glob("stage*.py"):
             if path.name not in kept:
                 path.unlink()
@@ -69,7 +69,7 @@ class LocalModel:
         """Raises UserError where stages share a parameter and cannot learn it together."""
         for name, stages in self.tied.items():
             holders = f"parameter {name} is used in stages {' and '.join(map(str, stages))}"
-            if not self.job.policy.same_everywhere:
+            if not self.job.policy.uniform_updates:
                 raise UserError(
                     f"{holders}: with {self.job.schedule} each stage would learn its own; use "
                     "--schedule flush, gpipe or 2bw, or untie the weights"
@@ -93,7 +93,7 @@ class LocalModel:
             raise UserError(
                 f"order {self.job.order} of the plan, for {minibatches} minibatches: {problem}"
             ) from error
-        if self.job.policy.same_everywhere:
+        if self.job.policy.uniform_updates:
             check_joint_updates(self.job.config, actions)
 
     @cache  # noqa: B019 - lives as long as the process
@@ -103,7 +103,7 @@ class LocalModel:
 
     def schedule(self, minibatches: int) -> Schedule:
         """Of that many minibatches, from an empty pipeline to an empty one."""
-        return Schedule(self.job.spec(links(self.layouts), self.tied), minibatches)
+        return Schedule(self.job.spec(links(self.interfaces), self.tied), minibatches)
 
     @property
     def every(self) -> int | None:

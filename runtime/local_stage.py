@@ -15,7 +15,7 @@ from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.optim.stepping import StageStepping
 from pipedream.runtime.stages.captures import Captures
-from pipedream.runtime.stages.partition import Layout, layouts, source_text
+from pipedream.runtime.stages.partition import StageInterface, interfaces, source_text
 from pipedream.runtime.stages.stage_module import Compute, StageModule, StageModules, make_compute
 from pipedream.schedule.action import Worker
 
@@ -28,9 +28,14 @@ class LocalStage:
     """
 
     def __init__(
-        self, job: Job, worker: Worker, captures: Captures, layout: Layout, rng: MinibatchRng
+        self,
+        job: Job,
+        worker: Worker,
+        captures: Captures,
+        interface: StageInterface,
+        rng: MinibatchRng,
     ) -> None:
-        self.job, self.layout, self.rng = job, layout, rng
+        self.job, self.interface, self.rng = job, interface, rng
         self.stage, self.replica = worker
         if self.replica == 0:
             self._write_source(captures.whole)
@@ -52,12 +57,12 @@ class LocalStage:
             seed_each(piece, operator_positions(captured.module), self.rng)
             return make_compute(piece, self.job.config, device)
 
-        layout = layouts(captured, self.job.plan)[self.stage]
-        return StageModule.of(captured, layout, device, compute)
+        interface = interfaces(captured, self.job.plan)[self.stage]
+        return StageModule.of(captured, interface, device, compute)
 
     def _write_source(self, captured: Captured) -> None:
         self.job.run.mkdir(parents=True, exist_ok=True)
-        text = source_text(captured, self.job.plan, self.layout, self.layout.build(captured))
+        text = source_text(captured, self.job.plan, self.interface, self.interface.build(captured))
         (self.job.run / f"stage{self.stage}.py").write_text(text, encoding="utf-8")
 
     def make_stepping(self, tied: Mapping[str, Sequence[int]]) -> StageStepping:
@@ -66,7 +71,7 @@ class LocalStage:
         In a norm over all ranks, a parameter counts once: in the first replica, and where several
         stages hold it (`tied`), in the first of them.
         """
-        together = self.job.policy.same_everywhere
+        together = self.job.policy.uniform_updates
         first = {name: min(stages) == self.stage for name, stages in tied.items()}
         counted = [name for name in self.parameters if first.get(name, True)]
         return StageStepping(

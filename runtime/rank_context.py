@@ -6,7 +6,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from pipedream.comm.buckets import make_groups
-from pipedream.comm.rendezvous import join, meet
+from pipedream.comm.rendezvous import connect_store, join
 from pipedream.comm.store_messages import broadcast
 from pipedream.comm.transport import Transport
 from pipedream.graph.run_config import AsynchronousConfig
@@ -46,18 +46,20 @@ class RankContext:
         self, local: LocalModel, heartbeats: Heartbeats | None, store: Store | None = None
     ) -> None:
         """`store` is there if the ranks have met before, to plan again."""
-        job, place = local.job, local.place
+        job, rank_info = local.job, local.rank_info
         self.local, self.heartbeats = local, heartbeats
-        met = store or meet(place, job.timeout)
-        self.store = join(place, met, local.backend, local.device, job.timeout)
-        self.watchdog = Watchdog.of(self.store, place, job.timeout) if heartbeats is None else None
-        self.clock = Clock(self.store, place.rank, place.world_size)
+        met = store or connect_store(rank_info, job.timeout)
+        self.store = join(rank_info, met, local.backend, local.device, job.timeout)
+        self.watchdog = (
+            Watchdog.of(self.store, rank_info, job.timeout) if heartbeats is None else None
+        )
+        self.clock = Clock(self.store, rank_info.rank, rank_info.world_size)
         self.clock.read()
         self.recorder = Recorder(self.clock, job.trace, whole_updates(1, job.policy))
         self.assignment = job.plan.rank_assignment
         self.groups = make_groups(self.assignment, local.tied)
         self.transport = Transport(
-            local.device, local.backend, rank_links(self.assignment, links(local.layouts))
+            local.device, local.backend, rank_links(self.assignment, links(local.interfaces))
         )
         self.stepping = self._stepping()
         self.first = resume(local, self.stepping) if job.goes_on else Position(0)
@@ -66,14 +68,14 @@ class RankContext:
         self.graceful_stop = self._graceful_stop()
         tensors = (tensor for stage in local.stages for tensor in stage.tensors())
         self.memory = PeakMemory(local.device, tensors)
-        self.display = self._display() if place.rank == 0 else None
+        self.display = self._display() if rank_info.rank == 0 else None
         self.peak_in_flight = {stage.stage: 0 for stage in local.stages}
         self.metrics: dict[str, float] = {}
 
     def say(self, words: str) -> None:
         """Tells those who watch this rank what it does from now on."""
         if self.heartbeats is not None:
-            self.heartbeats.report(self.local.place.rank, words)
+            self.heartbeats.report(self.local.rank_info.rank, words)
         if self.watchdog is not None:
             self.watchdog.say(words)
 
@@ -90,7 +92,7 @@ class RankContext:
             if stage.replica == 0
         }
         self.saver.begin(position, parts, self.stepping.state())
-        broadcast(self.store, self.local.place, f"at/{position}", True)
+        broadcast(self.store, self.local.rank_info, f"at/{position}", True)
 
     def _average_buffers(self, stage: LocalStage) -> None:
         """Replaces batch-norm statistics and the like by their mean over the stage's replicas."""
@@ -109,9 +111,9 @@ class RankContext:
         local = self.local
         return Saver(
             folder=local.job.checkpoints,
-            stages=len(local.layouts),
+            stages=len(local.interfaces),
             store=self.store,
-            publishes=local.place.rank == 0,
+            publishes=local.rank_info.rank == 0,
             timeout=local.job.timeout,
             keep=local.job.keep,
             recorded=lambda at: self.display is None or self.display.has_recorded(at),
@@ -125,7 +127,7 @@ class RankContext:
         heartbeats = self.heartbeats
         return GracefulStop(
             self.store,
-            self.local.place,
+            self.local.rank_info,
             self.local.job.policy,
             None if heartbeats is None else lambda: heartbeats.stop_requested,
         )
@@ -136,7 +138,7 @@ class RankContext:
             {stage.stage: stage.make_stepping(local.tied) for stage in local.stages},
             job.config,
             LossSum(self._add_up, local.device),
-            self._add_up if job.policy.same_everywhere else None,
+            self._add_up if job.policy.uniform_updates else None,
         )
 
     def _weights(self, stage: LocalStage) -> Weights:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 from pipedream.capture.compute_settings import keep_freed_memory
-from pipedream.comm.launcher import Place
-from pipedream.comm.rendezvous import NotMet, meet
+from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rendezvous import RendezvousError, connect_store
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
 from pipedream.runtime.epochs import train_epochs
@@ -28,27 +28,27 @@ class Stopped(Exception):
     """The run was asked to stop, and has saved; the message says where."""
 
 
-def train(job: Job, place: Place, heartbeats: Heartbeats | None = None) -> None:
+def train(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None = None) -> None:
     """Trains as this rank; `heartbeats` is there if pd-train's launcher started it.
 
     Raises UserError, PeerLost if other ranks are lost, Stopped after a graceful stop.
     """
-    planned, started = job.plan.workers, place.world_size
+    planned, started = job.plan.workers, rank_info.world_size
     if started > planned or (started < planned and job.replan is None):
         raise UserError(
             f"the plan is for {planned} workers and {started} were started: start {planned}, "
             "fewer with --replan, or make another plan with pd-optimize"
         )
     keep_freed_memory()
-    with locked(job.run) if place.rank == 0 else nullcontext():
+    with locked(job.run) if rank_info.rank == 0 else nullcontext():
         try:
             store = None
             if started < planned:
-                store = meet(place, job.timeout)
-                job, place = replanned(job, place, store)
-            if place.rank < job.plan.workers:
-                _watched(RankContext(LocalModel(job, place), heartbeats, store))
-        except NotMet as error:
+                store = connect_store(rank_info, job.timeout)
+                job, rank_info = replanned(job, rank_info, store)
+            if rank_info.rank < job.plan.workers:
+                _watched(RankContext(LocalModel(job, rank_info), heartbeats, store))
+        except RendezvousError as error:
             raise PeerLost(str(error)) from error
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise PeerLost("the store of the ranks does not answer any more") from error

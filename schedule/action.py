@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 Worker: TypeAlias = tuple[int, int]
 """(stage, replica)."""
 
-Link: TypeAlias = tuple[int, int]
+StageLink: TypeAlias = tuple[int, int]
 """(source stage, target stage): the activation goes forward, its gradient comes back."""
 
 

@@ -7,7 +7,7 @@ from math import lcm
 from typing import NamedTuple, TypeAlias
 
 from pipedream.graph.plan import RankAssignment
-from pipedream.schedule.action import SENDS, Action, Kind, Link
+from pipedream.schedule.action import SENDS, Action, Kind, StageLink
 
 _MOST_STAGES = 1 << 15
 
@@ -23,7 +23,7 @@ class Channel(NamedTuple):
 
     source: int
     target: int
-    link: Link
+    link: StageLink
     is_gradient: bool = False
 
     @staticmethod
@@ -55,7 +55,7 @@ class Channel(NamedTuple):
         return 2 * (source * _MOST_STAGES + target) + self.is_gradient
 
 
-def rank_links(assignment: RankAssignment, links: Iterable[Link]) -> list[RankLink]:
+def rank_links(assignment: RankAssignment, links: Iterable[StageLink]) -> list[RankLink]:
     """Every pair of ranks that exchange messages, in the same order on all ranks.
 
     Minibatch b goes from replica b mod r of a stage to b mod q of another; gradients come back.

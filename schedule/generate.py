@@ -84,7 +84,7 @@ class ListScheduler:
 
     def __init__(self, spec: PipelineSpec, policy: Policy, minibatches: int) -> None:
         self.policy, self.minibatches = policy, minibatches
-        self.in_turn, self.version = policy.in_turn, policy.version
+        self.backward_oldest_first, self.version = policy.backward_oldest_first, policy.version
         self.set_by_first = policy.set_by_first
         self.stages = [self._stage(number) for number in range(len(spec.replicas))]
         self.workers: list[_WorkerProgress] = []
@@ -146,7 +146,7 @@ class ListScheduler:
                 return None
         if not in_flight:
             return None
-        if self.in_turn:
+        if self.backward_oldest_first:
             minibatch = oldest
         elif progress.coming < min(stage.end, self.minibatches):
             return None
@@ -182,7 +182,7 @@ class ListScheduler:
         stage = progress.stage
         over = time + len(stage.workers)
         stage.backward_over[minibatch] = progress.busy_until = over
-        if self.in_turn:
+        if self.backward_oldest_first:
             progress.in_flight.popleft()
         else:
             progress.in_flight.pop()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
-from pipedream.schedule.action import Link
+from pipedream.schedule.action import StageLink
 
 
 def warm_up(replicas: Sequence[int], stage: int) -> int:
@@ -31,12 +31,15 @@ class StageTimes:
     forward: Sequence[float]
     backward: Sequence[float]
     update: Sequence[float]
-    there: Mapping[Link, float] = field(default_factory=dict)
-    back: Mapping[Link, float] = field(default_factory=dict)
+    there: Mapping[StageLink, float] = field(default_factory=dict)
+    back: Mapping[StageLink, float] = field(default_factory=dict)
 
 
 def useful_in_flight(
-    replicas: Sequence[int], pace: StageTimes, links: Sequence[Link], in_step: bool
+    replicas: Sequence[int],
+    pace: StageTimes,
+    links: Sequence[StageLink],
+    synchronized: bool,
 ) -> tuple[int, ...]:
     """How many minibatches each replica of a stage has in flight so that the pipeline keeps `pace`.
 
@@ -46,7 +49,7 @@ def useful_in_flight(
     begins as late as the stages that read from it allow, and backward as soon as their gradients
     are there, then moved on to where it does not meet the next forward pass.
 
-    With `in_step` the replicas of a stage wait for one another after each minibatch, or after some,
+    If `synchronized`, the replicas of a stage wait for one another after each minibatch or some,
     and begin with r minibatches at once, when the last of them is there. Minibatch b then comes b
     mod r periods early at this stage and b mod q at the next one, of q replicas: forward waits for
     the largest b mod q - b mod r, which is q - g periods, g the greatest common divisor; backward
@@ -64,9 +67,9 @@ def useful_in_flight(
         for target in targets:
             there, link = replicas[target], (stage, target)
             shared = gcd(here, there)
-            wait = (there - shared) * pace.period if in_step else 0.0
+            wait = (there - shared) * pace.period if synchronized else 0.0
             latest.append(begins[target] - wait - pace.there.get(link, 0.0) - takes)
-            wait = (here - shared) * pace.period if in_step else 0.0
+            wait = (here - shared) * pace.period if synchronized else 0.0
             gradient.append(
                 returns[target] + pace.backward[target] + pace.back.get(link, 0.0) + wait
             )
@@ -90,8 +93,8 @@ def _place(between: float, forward: float, backward: float, turn: float) -> tupl
     return whole + 1, whole * turn + moment
 
 
-def steady_in_flight(replicas: Sequence[int], in_step: bool) -> tuple[int, ...]:
+def steady_in_flight(replicas: Sequence[int], synchronized: bool) -> tuple[int, ...]:
     """As `useful_in_flight`, where all workers share the work equally and messages take no time."""
     links = [(stage, stage + 1) for stage in range(len(replicas) - 1)]
     pace = StageTimes(period=2, forward=replicas, backward=replicas, update=[0] * len(replicas))
-    return useful_in_flight(replicas, pace, links, in_step)
+    return useful_in_flight(replicas, pace, links, synchronized)

@@ -47,18 +47,18 @@ class Policy(ABC):
 
     spec: PipelineSpec
 
-    in_turn: ClassVar[bool] = True
+    backward_oldest_first: ClassVar[bool] = True
     """Backward passes as they come, oldest minibatch first; else a worker does all its forward
     passes of a round, and then the backward passes, newest minibatch first."""
 
-    same_everywhere: ClassVar[bool] = True
+    uniform_updates: ClassVar[bool] = True
     """All stages run a minibatch on the version of the same number and update at the same
     minibatches, as stages that share parameters have to."""
 
     drains: ClassVar[bool] = False
     """The pipeline empties after every round."""
 
-    in_step: ClassVar[bool] = True
+    synchronized: ClassVar[bool] = True
     """The replicas of a stage wait for one another again and again, while others go on."""
 
     set_by_first: ClassVar[bool] = False
@@ -83,7 +83,7 @@ class Policy(ABC):
     @cached_property
     def window(self) -> tuple[int, ...]:
         """The bound of each stage: the spec's, or as many as let no worker wait."""
-        return self.spec.max_in_flight or steady_in_flight(self.spec.replicas, self.in_step)
+        return self.spec.max_in_flight or steady_in_flight(self.spec.replicas, self.synchronized)
 
     def peak(self, stage: int) -> Peak:
         """Returns the most that a worker of `stage` holds."""
@@ -109,7 +109,7 @@ class WeightStashing(Policy):
     w_n(t)) for n stages.
     """
 
-    same_everywhere = False
+    uniform_updates = False
 
     def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
         return newest
@@ -131,7 +131,7 @@ class VerticalSync(Policy):
     their backward passes are over when the first stage has made its version, so it is there.
     """
 
-    same_everywhere = False
+    uniform_updates = False
     set_by_first = True
 
     def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
@@ -178,7 +178,7 @@ class Flush(Policy):
     training the plain model on batches of m minibatches.
     """
 
-    in_step = False
+    synchronized = False
     drains = True
 
     def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
@@ -200,7 +200,7 @@ class GPipe(Flush):
     Learns what flush learns, and holds more: all m minibatches of a round.
     """
 
-    in_turn = False
+    backward_oldest_first = False
 
     def in_flight(self, stage: int) -> int:
         return -(-self.spec.microbatches // self.spec.replicas[stage])
@@ -220,6 +220,6 @@ def policy(spec: PipelineSpec) -> Policy:
     return _POLICIES[spec.name](spec)
 
 
-def same_everywhere(name: ScheduleName) -> bool:
+def uniform_updates(name: ScheduleName) -> bool:
     """Returns whether the schedule of that name updates all stages at the same minibatches."""
-    return _POLICIES[name].same_everywhere
+    return _POLICIES[name].uniform_updates

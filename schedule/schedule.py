@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from pipedream.graph.choices import DEFAULT_ORDER
-from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Link, Worker, show_worker
+from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, StageLink, Worker, show_worker
 from pipedream.schedule.generate import ListScheduler, Step
 from pipedream.schedule.policy import Policy, policy
 from pipedream.schedule.spec import PipelineSpec
@@ -37,7 +37,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         assert self.minibatches >= 0, self.minibatches
-        same = self.policy.same_everywhere
+        same = self.policy.uniform_updates
         assert same or not self.spec.tied, "tied stages learn at the same minibatches"
 
     @cached_property
@@ -130,7 +130,10 @@ ORDERS: dict[str, Order] = {DEFAULT_ORDER: one_forward_one_backward}
 
 
 def forwards(
-    replicas: Sequence[int], links: Collection[Link], minibatches: int, workers: Sequence[Worker]
+    replicas: Sequence[int],
+    links: Collection[StageLink],
+    minibatches: int,
+    workers: Sequence[Worker],
 ) -> list[Action]:
     """What a rank with these `workers` does where there are forward passes alone, as in evaluation.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipedream.graph.choices import DEFAULT_ORDER, ScheduleName
-from pipedream.schedule.action import Link, Worker
+from pipedream.schedule.action import StageLink, Worker
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PipelineSpec:
 
     name: ScheduleName
     replicas: tuple[int, ...]
-    links: tuple[Link, ...] = ()
+    links: tuple[StageLink, ...] = ()
     microbatches: int = 1
     accumulate: int = 1
     max_in_flight: tuple[int, ...] | None = None

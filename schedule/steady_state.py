@@ -40,7 +40,7 @@ class SteadySpan:
         workers = sum(replicas)
         turn = lcm(*replicas)
         turn = turn if turn <= 4 * workers else max(replicas)
-        if policy.same_everywhere:
+        if policy.uniform_updates:
             turn = lcm(microbatches, turn)
         if policy.drains:
             return SteadySpan(3 * turn, turn, 3 * turn)

@@ -5,9 +5,12 @@
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" || exit 1
 
-# Whenever ranks connect, torch asks DNS for the name of 127.0.0.1. Where nobody answers that takes
-# ten seconds; it needs no answer.
+# Whenever ranks connect, torch asks DNS for the name of 127.0.0.1. A server that drops the question
+# would cost ten seconds each time.
 export RES_OPTIONS="timeout:1 attempts:1"
+
+# The tests start pipedream some hundred times: it need not be compiled each time.
+unset PYTHONDONTWRITEBYTECODE
 
 # The other checks run beside the tests, which leave cores idle while processes wait for each other.
 # Their output is printed after that of the tests.

@@ -268,10 +268,18 @@ WRONG_TOGETHER = [
 )
 def test_two_workers_say_it_once(words: str, expected: str, folder: Path) -> None:
     command = f"pd-train {words}"
+    done = typed(folder, command.split(), {"PYTHONPATH": str(SUPPORT)})
+    kept = [line for line in done.error.splitlines() if not line.startswith("epoch ")]
+    assert_one_line(command, done.code, "\n".join(kept), expected)
+
+
+@pytest.mark.slow
+def test_two_programs_say_it_once_and_are_gone(folder: Path) -> None:
+    words, expected = WRONG_TOGETHER[0]
+    command = f"pd-train {words}"
     process = start(folder, command.split(), {"PYTHONPATH": str(SUPPORT)})
     _, error = process.communicate(timeout=100)
-    kept = [line for line in error.splitlines() if not line.startswith("epoch ")]
-    assert_one_line(command, process.returncode, "\n".join(kept), expected)
+    assert_one_line(command, process.returncode, error.strip(), expected)
     assert nobody_left(process.pid)
 
 

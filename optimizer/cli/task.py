@@ -99,9 +99,9 @@ def _in_rounds(options: Options) -> bool:
 
     Raises UserError if --microbatches was typed and nothing uses it.
     """
-    from pipedream.schedule.policy import same_everywhere
+    from pipedream.schedule.policy import uniform_updates
 
-    in_rounds = options.schedule is not None and same_everywhere(options.schedule)
+    in_rounds = options.schedule is not None and uniform_updates(options.schedule)
     unused = not (in_rounds or options.compare or options.objective == "latency")
     if unused and options.microbatches is not None:
         raise UserError(

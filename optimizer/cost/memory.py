@@ -17,7 +17,7 @@ from pipedream.graph.choices import MICROBATCHES, OptimizerName, ScheduleName
 from pipedream.graph.plan import StageMemory
 from pipedream.optimizer.cuts.downsets import Cuts, States
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
-from pipedream.schedule.policy import Peak, Policy, policy, same_everywhere
+from pipedream.schedule.policy import Peak, Policy, policy, uniform_updates
 from pipedream.schedule.spec import PipelineSpec
 
 STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2}
@@ -134,7 +134,7 @@ class MemoryModel:
         saved = self._saved[:, ends] - self._saved[:, start, None]
         before = self._parameters[:, ends] - self._parameters[:, start, None]
         whole = before[-1:]
-        whole_round = same_everywhere(self.settings.schedule)
+        whole_round = uniform_updates(self.settings.schedule)
         gradients = 0 * before + whole if whole_round else whole - before
         busy = self._nodes[:, ends] > self._nodes[:, start, None]
         workspace = np.where(busy, self._workspace[:, None], 0.0)

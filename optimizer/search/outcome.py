@@ -136,7 +136,7 @@ def _microbatches(request: Request, replicas: Sequence[int]) -> int | None:
     """How many make one update, None for schedules that update after every minibatch."""
     settings = request.settings
     policy = settings.policy(replicas)
-    if not policy.same_everywhere:
+    if not policy.uniform_updates:
         return None
     least = policy.least_microbatches
     if request.microbatches is not None and request.microbatches < least:

@@ -18,7 +18,7 @@ from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.stages import Rules
 from pipedream.optimizer.simulate.workload import UPDATE_RATE
-from pipedream.schedule.policy import same_everywhere
+from pipedream.schedule.policy import uniform_updates
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Request:
         if overheads is None:
             return PlanningGraph.of(self.graph, self.footprints)
         settings = self.settings
-        per_update = settings.microbatches if same_everywhere(settings.schedule) else 1
+        per_update = settings.microbatches if uniform_updates(settings.schedule) else 1
         return PlanningGraph.of(
             self.graph,
             self.footprints,

@@ -41,7 +41,7 @@ def required_in_flight(plan: Plan, workload: Workload, policy: Policy) -> tuple[
         there={link: _message(plan, link, sent) for link, sent in workload.forward_bytes.items()},
         back={link: _message(plan, link, sent) for link, sent in workload.backward_bytes.items()},
     )
-    return useful_in_flight(plan.replicas, pace, list(workload.forward_bytes), policy.in_step)
+    return useful_in_flight(plan.replicas, pace, list(workload.forward_bytes), policy.synchronized)
 
 
 def _update(plan: Plan, policy: Policy, stage: int, work: StageWork) -> float:

@@ -11,7 +11,7 @@ from pipedream.graph.plan import Plan, Simulated
 from pipedream.graph.profile import TrainingOverheads
 from pipedream.graph.timeline import Event
 from pipedream.optimizer.cost.memory import HeldBytes
-from pipedream.schedule.action import Link
+from pipedream.schedule.action import StageLink
 from pipedream.schedule.policy import Policy
 
 UPDATE_RATE = 5e10
@@ -48,8 +48,8 @@ class Workload:
     """
 
     stages: tuple[StageWork, ...]
-    forward_bytes: Mapping[Link, float]
-    backward_bytes: Mapping[Link, float]
+    forward_bytes: Mapping[StageLink, float]
+    backward_bytes: Mapping[StageLink, float]
 
     @staticmethod
     def of(
@@ -67,8 +67,8 @@ class Workload:
         before the tensor learns.
         """
         stage_of = plan.stage_of
-        forward: dict[Link, float] = defaultdict(float)
-        backward: dict[Link, float] = defaultdict(float)
+        forward: dict[StageLink, float] = defaultdict(float)
+        backward: dict[StageLink, float] = defaultdict(float)
         learning = _learning(graph)
         for name, node in graph.nodes.items():
             if node.is_input and not graph.predecessors[name]:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from pipedream.capture.compute_settings import keep_freed_memory
-from pipedream.comm.launcher import Place
-from pipedream.comm.rendezvous import NotMet, choose_device, join, meet
+from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rendezvous import RendezvousError, choose_device, connect_store, join
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
 from pipedream.profiler.device import device_name
@@ -29,39 +29,41 @@ _SECONDS_FOR_LAUNCHER = 2.0  # to notice which rank failed
 _SECONDS_FOR_RANK_0 = 5.0  # to print its error
 
 
-def measure_network(options: NetworkOptions, place: Place, step: Callable[[str], None]) -> None:
+def measure_network(
+    options: NetworkOptions, rank_info: RankInfo, step: Callable[[str], None]
+) -> None:
     """Measures as one of the ranks; rank 0 writes and prints the results.
 
     Raises UserError. If another rank is lost, prints one line and ends the process.
     """
-    device, backend = choose_device(options.device, place)
+    device, backend = choose_device(options.device, rank_info)
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     try:
-        store = join(place, meet(place, _TIMEOUT), backend, device, _TIMEOUT)
-        hosts = _hosts(store, place)
+        store = join(rank_info, connect_store(rank_info, _TIMEOUT), backend, device, _TIMEOUT)
+        hosts = _hosts(store, rank_info)
         measured_levels = levels_of(hosts) if options.machines is None else levels(options.machines)
         pairs = [pair for level in measured_levels for pair in level.pairs]
         groups = [group for level in measured_levels for group in level.groups]
         wire = Wire(device, backend, pairs, groups)
         measured = [measure(level, wire, options.effort, step) for level in measured_levels]
         wire.transport.drain()
-        if place.rank == 0:
+        if rank_info.rank == 0:
             report(measured, _provenance(device, backend, hosts, options.effort), options.output)
         with peer_errors():
             dist.barrier()
             dist.destroy_process_group()
-    except NotMet as error:
-        _leave(place, str(error))
+    except RendezvousError as error:
+        _leave(rank_info, str(error))
     except PeerLost as error:
-        _leave(place, f"another rank does not answer any more: {error}")
+        _leave(rank_info, f"another rank does not answer any more: {error}")
 
 
-def _hosts(store: Store, place: Place) -> list[str]:
+def _hosts(store: Store, rank_info: RankInfo) -> list[str]:
     """The host name of each rank."""
     with peer_errors():
-        store.set(f"host/{place.rank}", socket.gethostname())
-        return [store.get(f"host/{rank}").decode() for rank in range(place.world_size)]
+        store.set(f"host/{rank_info.rank}", socket.gethostname())
+        return [store.get(f"host/{rank}").decode() for rank in range(rank_info.world_size)]
 
 
 def _provenance(device: torch.device, backend: str, hosts: Sequence[str], effort: Effort) -> str:
@@ -73,13 +75,13 @@ def _provenance(device: torch.device, backend: str, hosts: Sequence[str], effort
     )
 
 
-def _leave(place: Place, line: str) -> None:
+def _leave(rank_info: RankInfo, line: str) -> None:
     """Prints the error and ends the process, whose threads may be waiting for the lost rank.
 
     Ranks other than 0 wait first, so that rank 0 prints the error and the launcher stops the rest.
     """
-    if place.rank > 0:
+    if rank_info.rank > 0:
         time.sleep(_SECONDS_FOR_RANK_0)
-    print(f"pd-profile: rank {place.rank}: {line}", file=sys.stderr, flush=True)
+    print(f"pd-profile: rank {rank_info.rank}: {line}", file=sys.stderr, flush=True)
     time.sleep(_SECONDS_FOR_LAUNCHER)
     os._exit(UserError.exit_code)

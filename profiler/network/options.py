@@ -12,7 +12,7 @@ from pipedream.graph.units import parse_bytes
 from pipedream.profiler.network.levels import parse_machines
 
 if TYPE_CHECKING:
-    from pipedream.comm.launcher import Place
+    from pipedream.comm.launcher import RankInfo
 
 LARGEST = "64MB"
 _SMALLEST = 900  # bytes
@@ -81,7 +81,7 @@ def check_no_network_options(parameters: Mapping[str, Any]) -> None:
             )
 
 
-def network_options(parameters: Mapping[str, Any], place: Place | None) -> NetworkOptions:
+def network_options(parameters: Mapping[str, Any], rank_info: RankInfo | None) -> NetworkOptions:
     """The options in the parameters of the command, checked for the ranks that were started.
 
     Raises UserError.
@@ -97,15 +97,15 @@ def network_options(parameters: Mapping[str, Any], place: Place | None) -> Netwo
     device, machines = parameters["device"], parameters["machines"]
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device {device}: with --network write cpu, or cuda for a GPU each")
-    if place is None or place.world_size < 2:
-        reason = "this is the only process" if place is None else "only one rank was started"
+    if rank_info is None or rank_info.world_size < 2:
+        reason = "this is the only process" if rank_info is None else "only one rank was started"
         raise UserError(
             f"--network measures between ranks, and {reason}: start several, such as torchrun "
             "--standalone --nproc-per-node=2 --no-python pd-profile --network -o runs/network"
         )
     return NetworkOptions(
         parameters["output"],
-        None if machines is None else parse_machines(machines, place.world_size),
+        None if machines is None else parse_machines(machines, rank_info.world_size),
         device,
         parameters["threads"],
         Effort(

@@ -6,7 +6,7 @@ import torch
 
 from pipedream.capture.sources.load import load_data
 from pipedream.graph.errors import UserError
-from pipedream.runtime.data.order import Order
+from pipedream.runtime.data.order import EpochOrder
 from pipedream.runtime.data.reader import Batch, Epoch
 from pipedream.runtime.job import Job
 
@@ -20,7 +20,7 @@ class Examples:
     def __init__(self, job: Job, device: torch.device) -> None:
         self.config, self.device = job.config, device
         self.training, self.held_out = load_data(job.config, job.directory)
-        self.order = Order(self.training, job.config, job.directory)
+        self.order = EpochOrder(self.training, job.config, job.directory)
         self.sizes = self.order.sizes
         self.minibatches = len(self.sizes)
         self.kind: str | None = None

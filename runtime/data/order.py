@@ -47,7 +47,7 @@ class Sizes:
         return self.rest if minibatch == self.last else self.batch_size
 
 
-class Order:
+class EpochOrder:
     """`order(number)` returns the indices of an epoch's examples, by the seed and the number alone.
 
     Without a sampler all examples in a random order. A sampler is made anew for each epoch, with

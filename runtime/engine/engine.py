@@ -11,7 +11,7 @@ from pipedream.comm.transport import PeerLost, Transport
 from pipedream.graph.timeline import Event
 from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches
-from pipedream.runtime.stages.partition import Layout
+from pipedream.runtime.stages.partition import StageInterface
 from pipedream.schedule.action import RECEIVES, Action, Kind
 
 LOOK_AHEAD = 16
@@ -67,14 +67,14 @@ class Engine:
 
 
 def minibatches_read(
-    actions: Iterable[Action], layouts: Sequence[Layout], stages: int
+    actions: Iterable[Action], interfaces: Sequence[StageInterface], stages: int
 ) -> list[int]:
     """The minibatches that a rank reads in its forward passes, in that order.
 
-    `layouts` are those of its stages, of so many: those that read an input of the model, and the
+    `interfaces` are those of its stages, of so many: those that read an input of the model, and the
     last one for the target. Reading the same minibatch twice in a row counts once.
     """
-    reading = {each.stage for each in layouts if each.reads or each.stage == stages - 1}
+    reading = {each.stage for each in interfaces if each.reads or each.stage == stages - 1}
     passes = (
         action.minibatch
         for action in actions

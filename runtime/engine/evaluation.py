@@ -26,7 +26,7 @@ from pipedream.runtime.engine.engine import Engine, minibatches_read
 from pipedream.runtime.engine.forward import ForwardExecutor
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.engine.training_segment import TrainingSegment
-from pipedream.runtime.stages.partition import Layout, first_difference, layouts, links
+from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
 from pipedream.schedule.action import Action, Worker
 from pipedream.schedule.schedule import forwards
@@ -94,9 +94,13 @@ class EvaluationExecutor(ForwardExecutor):
         self.totals.add(mean, self.sizes.of(action.minibatch), hit)
 
     def _after_forward(
-        self, action: Action, state: MinibatchState, layout: Layout, values: Mapping[str, Tensor]
+        self,
+        action: Action,
+        state: MinibatchState,
+        interface: StageInterface,
+        values: Mapping[str, Tensor],
     ) -> None:
-        if not layout.sends:
+        if not interface.sends:
             self._activations_sent(action.minibatch, state)
 
     def _activations_sent(self, minibatch: int, state: MinibatchState) -> None:
@@ -129,8 +133,8 @@ class Evaluation:
         """For a model without `obstacle`; `rest`: captured for a smaller last minibatch."""
 
         def stage_module(captured: Captured, stage: int) -> StageModule:
-            layout = layouts(captured, plan)[stage]
-            return StageModule.of(captured, layout, device, lambda _, piece: plain(piece))
+            interface = interfaces(captured, plan)[stage]
+            return StageModule.of(captured, interface, device, lambda _, piece: plain(piece))
 
         stage_modules = {
             stage: StageModules(
@@ -140,7 +144,7 @@ class Evaluation:
             )
             for stage, _ in workers
         }
-        every = links(layouts(captured, plan))
+        every = links(interfaces(captured, plan))
         actions = forwards(plan.replicas, every, len(sizes), workers)
         return Evaluation(stage_modules, sizes, actions, plan.rank_assignment)
 
@@ -162,8 +166,8 @@ class Evaluation:
             )
             for stage, stage_modules in self.stage_modules.items()
         }
-        layouts = [each.whole.layout for each in self.stage_modules.values()]
-        minibatches = minibatches_read(self.actions, layouts, len(self.assignment))
+        interfaces = [each.whole.interface for each in self.stage_modules.values()]
+        minibatches = minibatches_read(self.actions, interfaces, len(self.assignment))
         stream = ActionStream(TrainingSegment(0, len(self.sizes)), self.actions)
         with torch.no_grad(), Reader(held_out, minibatches) as data:
             Engine(executors, transport).run(stream, data)

@@ -19,7 +19,7 @@ from pipedream.runtime.engine.minibatch_state import BackwardRoots, MinibatchSta
 from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.stepping import Stepping
-from pipedream.runtime.stages.partition import Layout
+from pipedream.runtime.stages.partition import StageInterface
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, uses
 
 
@@ -90,17 +90,21 @@ class Executor(ForwardExecutor):
         state.loss = loss if scale == 1.0 else loss * scale
 
     def _after_forward(
-        self, action: Action, state: MinibatchState, layout: Layout, values: Mapping[str, Tensor]
+        self,
+        action: Action,
+        state: MinibatchState,
+        interface: StageInterface,
+        values: Mapping[str, Tensor],
     ) -> None:
         if not self.recompute:
-            _keep_edges(state, layout, values)
+            _keep_edges(state, interface, values)
         received = state.received
-        state.received = {name: received[name] for name in layout.received_for_gradient}
+        state.received = {name: received[name] for name in interface.received_for_gradient}
 
     def _receive_gradient(self, action: Action) -> None:
         assert action.peer is not None
         gradients = self.states[action.minibatch].gradients
-        sends = self.stage_modules.of(action.minibatch).layout.sends
+        sends = self.stage_modules.of(action.minibatch).interface.sends
         sent = [value for value in sends[action.peer[0]] if value.requires_grad]
         tensors = self.transport.receive(self._channel(action))
         for value, tensor in zip(sent, tensors, strict=True):
@@ -145,10 +149,10 @@ class Executor(ForwardExecutor):
                 results = state.recomputation.run(stage_module.compute, state.version.tensors)
             state.recomputation = None
             values = dict(zip(stage_module.piece.outputs, results, strict=True))
-            _keep_edges(state, stage_module.layout, values)
+            _keep_edges(state, stage_module.interface, values)
         state.ends = BackwardRoots.of(state)
         state.gradients, state.edges, state.loss = {}, {}, None
-        state.sent = not stage_module.layout.receives
+        state.sent = not stage_module.interface.receives
         return state
 
     @contextmanager
@@ -178,7 +182,7 @@ class Executor(ForwardExecutor):
     def _send_gradient(self, action: Action) -> None:
         assert action.peer is not None
         state = self.states[action.minibatch]
-        receives = self.stage_modules.of(action.minibatch).layout.receives
+        receives = self.stage_modules.of(action.minibatch).interface.receives
         values = receives[action.peer[0]]
         message = [state.gradients.pop(value.name) for value in values if value.requires_grad]
         self.transport.send(self._channel(action), message)
@@ -227,9 +231,11 @@ def _closing(actions: Sequence[Action]) -> set[int]:
     return closing
 
 
-def _keep_edges(state: MinibatchState, layout: Layout, values: Mapping[str, Tensor]) -> None:
+def _keep_edges(
+    state: MinibatchState, interface: StageInterface, values: Mapping[str, Tensor]
+) -> None:
     """Keeps the graph edges of what is sent, so that its data can be freed once sent."""
-    needed = {name: values[name] for name in layout.sent if values[name].requires_grad}
+    needed = {name: values[name] for name in interface.sent if values[name].requires_grad}
     state.edges = {name: get_gradient_edge(tensor) for name, tensor in needed.items()}
 
 

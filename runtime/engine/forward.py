@@ -16,7 +16,7 @@ from pipedream.comm.transport import PeerLost, Transport
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import RankAssignment
 from pipedream.runtime.engine.minibatch_state import MinibatchState
-from pipedream.runtime.stages.partition import Layout
+from pipedream.runtime.stages.partition import StageInterface
 from pipedream.runtime.stages.stage_module import StageModules
 from pipedream.schedule.action import Action, Kind, Worker
 from pipedream.schedule.channel import Channel
@@ -90,11 +90,11 @@ class ForwardExecutor(ABC):
     def post(self, action: Action) -> None:
         """Posts a receive that is still to come, with buffers for its tensors."""
         assert action.peer is not None
-        layout = self.stage_modules.of(action.minibatch).layout
+        interface = self.stage_modules.of(action.minibatch).interface
         if action.kind is Kind.RECV_ACTIVATION:
-            values = layout.receives[action.peer[0]]
+            values = interface.receives[action.peer[0]]
         else:
-            sent = layout.sends[action.peer[0]]
+            sent = interface.sends[action.peer[0]]
             values = tuple(value for value in sent if value.requires_grad)
         self.transport.post(self._channel(action), values)
 
@@ -110,7 +110,7 @@ class ForwardExecutor(ABC):
         state = self.states.setdefault(action.minibatch, MinibatchState())
         channel = self._channel(action)
         tensors = self.transport.receive(channel)
-        values = self.stage_modules.of(action.minibatch).layout.receives[action.peer[0]]
+        values = self.stage_modules.of(action.minibatch).interface.receives[action.peer[0]]
         state.messages.append((channel, tensors))
         for value, tensor in zip(values, tensors, strict=True):
             state.received[value.name] = tensor.requires_grad_(value.requires_grad)
@@ -118,9 +118,9 @@ class ForwardExecutor(ABC):
     def _forward(self, action: Action) -> None:
         state = self.states.setdefault(action.minibatch, MinibatchState())
         stage_module = self.stage_modules.of(action.minibatch)
-        layout, segment = stage_module.layout, stage_module.piece
-        read = self.data.inputs(action.minibatch, layout.reads.values())
-        known = {**state.received, **dict(zip(layout.reads, read, strict=True))}
+        interface, segment = stage_module.interface, stage_module.piece
+        read = self.data.inputs(action.minibatch, interface.reads.values())
+        known = {**state.received, **dict(zip(interface.reads, read, strict=True))}
         inputs = tuple(known[name] for name in segment.inputs)
         tensors = self._prepare(action, state, segment, inputs)
         with computing(action):
@@ -129,8 +129,8 @@ class ForwardExecutor(ABC):
         if action.stage == len(self.assignment) - 1:
             output = stage_module.output({**known, **values})
             self._take_output(action, state, output, self.data.target(action.minibatch))
-        state.leaving = {name: apart(values[name], state.received) for name in layout.sent}
-        self._after_forward(action, state, layout, values)
+        state.leaving = {name: apart(values[name], state.received) for name in interface.sent}
+        self._after_forward(action, state, interface, values)
 
     @abstractmethod
     def _prepare(
@@ -144,14 +144,18 @@ class ForwardExecutor(ABC):
 
     @abstractmethod
     def _after_forward(
-        self, action: Action, state: MinibatchState, layout: Layout, values: Mapping[str, Tensor]
+        self,
+        action: Action,
+        state: MinibatchState,
+        interface: StageInterface,
+        values: Mapping[str, Tensor],
     ) -> None:
         """Called with all that a forward pass has computed; some of it is `leaving`."""
 
     def _send_activation(self, action: Action) -> None:
         assert action.peer is not None
         state = self.states[action.minibatch]
-        sends = self.stage_modules.of(action.minibatch).layout.sends
+        sends = self.stage_modules.of(action.minibatch).interface.sends
         message = [state.leaving[value.name] for value in sends[action.peer[0]]]
         self.transport.send(self._channel(action), message)
         if action.peer[0] == max(sends):

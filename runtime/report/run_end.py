@@ -31,15 +31,17 @@ def finish(context: RankContext) -> None:
 
     Once rank 0 has saved, no rank waits for it: evaluation may take longer than the timeout.
     """
-    local, place = context.local, context.local.place
+    local, rank_info = context.local, context.local.rank_info
     context.say("at the end of the run")
-    broadcast(context.store, place, "saved", True)  # its last save may take long
+    broadcast(context.store, rank_info, "saved", True)  # its last save may take long
     context.clock.read()
     send_message(
-        context.store, f"report/{place.rank}", [_reports(context), context.recorder.sent()]
+        context.store, f"report/{rank_info.rank}", [_reports(context), context.recorder.sent()]
     )
-    if place.rank == 0:
-        messages = [receive_message(context.store, f"report/{r}") for r in range(place.world_size)]
+    if rank_info.rank == 0:
+        messages = [
+            receive_message(context.store, f"report/{r}") for r in range(rank_info.world_size)
+        ]
         reports = [report for of_rank, _ in messages for report in of_rank]
         recording = Recording.of([sent for _, sent in messages])
         spent = _utilisation(context, recording, reports)
@@ -61,7 +63,7 @@ def _reports(context: RankContext) -> list[dict[str, Any]]:
     stepping = context.stepping
     return [
         {
-            "rank": context.local.place.rank,
+            "rank": context.local.rank_info.rank,
             "stage": stage.stage,
             "replica": stage.replica,
             "peak_memory_bytes": context.memory.bytes,

@@ -12,14 +12,14 @@ from torch import nn
 from pipedream.capture.compute_settings import lowered
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.sources.load import load_config_model
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.evaluation import Evaluation, obstacle
 from pipedream.runtime.job import Job
-from pipedream.runtime.stages.partition import layouts
+from pipedream.runtime.stages.partition import interfaces
 from pipedream.runtime.stages.stage_module import capture_rest
 
 
@@ -41,7 +41,7 @@ class Captures:
     evaluation: Evaluation | None
 
 
-def capture_all(job: Job, examples: Examples, place: Place) -> Captures:
+def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
     """The same on all ranks, but for `evaluation`. Raises UserError if the model is unsuitable."""
     model = load_config_model(job.config, job.directory)
     first = examples.first()
@@ -55,7 +55,7 @@ def capture_all(job: Job, examples: Examples, place: Place) -> Captures:
         [name for name, _ in model.named_parameters()],
         frozenset(model.state_dict()),
         frozenset(name for name, _ in model.named_buffers()),
-        _evaluation(job, examples, place, model, first),
+        _evaluation(job, examples, rank_info, model, first),
     )
 
 
@@ -65,7 +65,7 @@ def _rest(
     sizes = examples.sizes
     if not sizes.rest:
         return None
-    layouts(whole, job.plan)  # first of all it has to be the model that was planned
+    interfaces(whole, job.plan)  # first of all it has to be the model that was planned
     try:
         return capture_rest(model, first, sizes.rest, whole, job.plan)
     except UserError as error:
@@ -77,7 +77,7 @@ def _rest(
 
 
 def _evaluation(
-    job: Job, examples: Examples, place: Place, model: nn.Module, first: Batch
+    job: Job, examples: Examples, rank_info: RankInfo, model: nn.Module, first: Batch
 ) -> Evaluation | None:
     if job.config.evaluate_every is None or not job.evaluate:
         return None
@@ -95,7 +95,7 @@ def _evaluation(
             why = f"for the last {sizes.rest} of {sizes.examples} examples {error}"
     model.train()
     if why is None:
-        workers = job.workers_of(place.rank)
+        workers = job.workers_of(rank_info.rank)
         return Evaluation.of(captured, rest, job.plan, workers, sizes, examples.device)
     scheduler = job.config.scheduler
     if scheduler is not None and scheduler.needs_held_out:
@@ -103,7 +103,7 @@ def _evaluation(
             f"scheduler {scheduler.name}: metric: {scheduler.metric}: the held-out data do not go "
             f"through the pipeline, {why}: write metric: loss"
         )
-    if place.rank == 0:
+    if rank_info.rank == 0:
         print(
             f"pd-train: the held-out data are evaluated after training, on one worker: {why}",
             file=sys.stderr,

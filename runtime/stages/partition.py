@@ -31,7 +31,7 @@ class Stage{stage}(torch.nn.Module):
 
 
 @dataclass(frozen=True)
-class Layout:
+class StageInterface:
     """Where the tensors of one stage come from and go to.
 
     `receives[s]`: the values that stage s sends here; `sends[t]`: those that stage t reads; both in
@@ -63,8 +63,8 @@ class Layout:
         return tuple(value.name for value in received if value.requires_grad)
 
 
-def layouts(captured: Captured, plan: Plan) -> tuple[Layout, ...]:
-    """Returns the layout of every stage.
+def interfaces(captured: Captured, plan: Plan) -> tuple[StageInterface, ...]:
+    """Returns the interface of every stage.
 
     Raises UserError if the captured model is not the one that was planned.
     """
@@ -82,7 +82,7 @@ def layouts(captured: Captured, plan: Plan) -> tuple[Layout, ...]:
 
     stages = range(len(plan.stages))
     return tuple(
-        Layout(
+        StageInterface(
             stage=stage,
             nodes=tuple(node for node in captured.graph.order if stage_of[node] == stage),
             reads={name: at for name, at in inputs.items() if stage in readers[name]},
@@ -93,20 +93,24 @@ def layouts(captured: Captured, plan: Plan) -> tuple[Layout, ...]:
     )
 
 
-def links(layouts: Sequence[Layout]) -> tuple[tuple[int, int], ...]:
+def links(interfaces: Sequence[StageInterface]) -> tuple[tuple[int, int], ...]:
     """Returns the pairs of stages that exchange tensors."""
-    return tuple((layout.stage, target) for layout in layouts for target in layout.sends)
+    return tuple(
+        (interface.stage, target) for interface in interfaces for target in interface.sends
+    )
 
 
-def tied(captured: Captured, layouts: Sequence[Layout]) -> dict[str, tuple[int, ...]]:
+def tied(captured: Captured, interfaces: Sequence[StageInterface]) -> dict[str, tuple[int, ...]]:
     """Returns the parameters that several stages hold, by their first name, with those stages."""
     first: dict[int, str] = {}
     holders: dict[str, dict[int, None]] = {}
-    for layout in layouts:
-        for node in layout.nodes:
+    for interface in interfaces:
+        for node in interface.nodes:
             for name in captured.parameters[node]:
                 parameter = captured.module.get_parameter(name)
-                holders.setdefault(first.setdefault(id(parameter), name), {})[layout.stage] = None
+                holders.setdefault(first.setdefault(id(parameter), name), {})[interface.stage] = (
+                    None
+                )
     return {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
 
 
@@ -163,26 +167,28 @@ def _readers(captured: Captured, stage_of: Mapping[str, int], last: int) -> dict
     return readers
 
 
-def source_text(captured: Captured, plan: Plan, layout: Layout, piece: Segment) -> str:
+def source_text(captured: Captured, plan: Plan, interface: StageInterface, piece: Segment) -> str:
     """Returns the stage as Python for people to read: `stage0.py`. Nothing reads it back."""
-    stage = plan.stages[layout.stage]
+    stage = plan.stages[interface.stage]
     ranks = "rank" if len(stage.ranks) == 1 else "ranks"
     head = [
-        f"Stage {layout.stage} of {len(plan.stages)}, on {ranks}"
+        f"Stage {interface.stage} of {len(plan.stages)}, on {ranks}"
         f" {', '.join(map(str, stage.ranks))}.",
         "",
     ]
-    head += [f"reads input {at} of the model as {name}" for name, at in layout.reads.items()]
-    for source, values in layout.receives.items():
+    head += [f"reads input {at} of the model as {name}" for name, at in interface.reads.items()]
+    for source, values in interface.receives.items():
         head += [f"receives {_describe(value)} from stage {source}" for value in values]
-    for target, values in layout.sends.items():
+    for target, values in interface.sends.items():
         head += [f"sends {_describe(value)} to stage {target}" for value in values]
     holds = [
         f"        self.{name}: {tuple(parameter.shape)}, {_short(parameter.dtype)}\n"
         for name, parameter in piece.module.named_parameters()
     ]
     body = "\n".join(_body(captured, piece))
-    return _SOURCE.format(head="\n".join(head), stage=layout.stage, holds="".join(holds), body=body)
+    return _SOURCE.format(
+        head="\n".join(head), stage=interface.stage, holds="".join(holds), body=body
+    )
 
 
 def _body(captured: Captured, piece: Segment) -> list[str]:

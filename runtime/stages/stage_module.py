@@ -23,7 +23,7 @@ from pipedream.graph.plan import Plan, PlannedGraph
 from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.randomness import SeedHook
-from pipedream.runtime.stages.partition import Layout, first_difference, layouts, links
+from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 
 Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
 """(parameters and buffers by name, inputs) -> what the stage's module gives."""
@@ -65,7 +65,7 @@ class StageModule:
     `outputs`: the names of the values that the model returns, in the structure `out_spec`.
     """
 
-    layout: Layout
+    interface: StageInterface
     piece: Segment
     compute: Compute
     outputs: Sequence[str]
@@ -74,14 +74,14 @@ class StageModule:
     @staticmethod
     def of(
         captured: Captured,
-        layout: Layout,
+        interface: StageInterface,
         device: torch.device,
         compute: Callable[[Captured, Segment], Compute],
     ) -> StageModule:
-        """Builds the stage of `layout` from `captured`; `compute` may still change the piece."""
-        piece = freeze_constants(layout.build(captured).to(device), captured.owner)
+        """Builds the stage of `interface` from `captured`; `compute` may still change the piece."""
+        piece = freeze_constants(interface.build(captured).to(device), captured.owner)
         run = compute(captured, piece)
-        return StageModule(layout, piece, run, captured.outputs, captured.out_spec)
+        return StageModule(interface, piece, run, captured.outputs, captured.out_spec)
 
     def output(self, known: Mapping[str, torch.Tensor]) -> Any:
         """Returns what the model returns, from the values of the last stage by name."""
@@ -130,6 +130,6 @@ def _difference(whole: Captured, other: Captured, plan: Plan) -> str | None:
         expected = (whole.module_paths[node], *whole.parameters[node])
         if expected != (other.module_paths[again], *other.parameters[again]):
             return f"{again} ({other.graph.nodes[again].description}) is of another module"
-    if links(layouts(whole, plan)) != links(layouts(other, plan)):
+    if links(interfaces(whole, plan)) != links(interfaces(other, plan)):
         return "other stages exchange tensors"
     return None

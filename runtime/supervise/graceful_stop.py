@@ -18,7 +18,7 @@ from types import FrameType
 
 from torch._C._distributed_c10d import Store
 
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.training_segment import (
@@ -41,10 +41,14 @@ class GracefulStop:
     """
 
     def __init__(
-        self, store: Store, place: Place, policy: Policy, launcher_asks: Callable[[], bool] | None
+        self,
+        store: Store,
+        rank_info: RankInfo,
+        policy: Policy,
+        launcher_asks: Callable[[], bool] | None,
     ) -> None:
         own: Store = store.clone()  # type: ignore[attr-defined]
-        self.store, self.place, self.policy = own, place, policy
+        self.store, self.rank_info, self.policy = own, rank_info, policy
         self.launcher_asks = launcher_asks
         self.at: Position | None = None
         self.changing = threading.Condition()
@@ -97,7 +101,7 @@ class GracefulStop:
             if self._is_asked():
                 progress = self._collect(self._hold())
                 chosen = stopping_position(progress, self.policy)
-                at = broadcast(self.store, self.place, "stop/at", astuple(chosen))
+                at = broadcast(self.store, self.rank_info, "stop/at", astuple(chosen))
                 self._go_on(Position(*at))
         except RuntimeError:  # the store is gone: who waits for a message will say so
             self._go_on(None)
@@ -125,13 +129,13 @@ class GracefulStop:
 
     def _collect(self, own: RankProgress) -> list[RankProgress]:
         """Returns the progress of all ranks on rank 0; the others send theirs."""
-        if self.place.rank > 0:
-            send_message(self.store, f"stop/{self.place.rank}", own.as_json)
+        if self.rank_info.rank > 0:
+            send_message(self.store, f"stop/{self.rank_info.rank}", own.as_json)
             return [own]
         if self.launcher_asks is None:
             number = int(self.store.get("stop/asked"))
             print(f"pd-train: {draining(number)}", file=sys.stderr, flush=True)
-        ranks = range(1, self.place.world_size)
+        ranks = range(1, self.rank_info.world_size)
         others = (receive_message(self.store, f"stop/{rank}") for rank in ranks)
         return [own, *(RankProgress.of(fields) for fields in others)]
 

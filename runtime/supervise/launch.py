@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from pipedream.comm.launcher import LOCALHOST, PORTS, RESTARTS, Place, speaks
+from pipedream.comm.launcher import LOCALHOST, PORTS, RESTARTS, RankInfo, reports_errors
 from pipedream.graph.errors import UserError
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 
@@ -115,10 +115,10 @@ def _run(
     children: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(workers):
-            place = Place(rank, workers, rank, workers, LOCALHOST, port)
+            rank_info = RankInfo(rank, workers, rank, workers, LOCALHOST, port)
             descriptors = parent_death_pipe, error_token, memory
             try:
-                children.append(_start(command, place, attempt, descriptors))
+                children.append(_start(command, rank_info, attempt, descriptors))
             except OSError as error:
                 return _End(1, f"rank {rank} cannot be started: {error.strerror}")
         return _watch(children, caught, Heartbeats(memory), timeout)
@@ -129,14 +129,14 @@ def _run(
 
 
 def _start(
-    command: Sequence[str], place: Place, attempt: int, descriptors: tuple[int, int, int]
+    command: Sequence[str], rank_info: RankInfo, attempt: int, descriptors: tuple[int, int, int]
 ) -> subprocess.Popen[bytes]:
-    threads = max(1, _cores() // place.world_size)
+    threads = max(1, _cores() // rank_info.world_size)
     parent_death_pipe, error_token, heartbeats = descriptors
     variables = {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
-        **place.variables(),
+        **rank_info.variables(),
         RESTARTS: str(attempt),
         _PARENT_DEATH_PIPE: str(parent_death_pipe),
         _ERROR_TOKEN: str(error_token),
@@ -375,9 +375,9 @@ def _open_error_token() -> int:
 def reports_the_error() -> bool:
     """Returns whether this worker reports an error that all workers may have.
 
-    Among the workers of `spawn`, the first that asks does; elsewhere see `speaks`.
+    Among the workers of `spawn`, the first that asks does; elsewhere see `reports_errors`.
     """
     error_token = os.environ.pop(_ERROR_TOKEN, None)
     if error_token is not None:
         return os.read(int(error_token), 1) == b"!"
-    return speaks()
+    return reports_errors()

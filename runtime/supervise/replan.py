@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch._C._distributed_c10d import Store
 
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.comm.store_messages import broadcast
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, moved, read_plan
@@ -16,26 +16,28 @@ from pipedream.graph.units import show_seconds
 from pipedream.runtime.job import Job
 
 
-def replanned(job: Job, place: Place, store: Store) -> tuple[Job, Place]:
-    """Returns the job under a plan for the workers there are, and this rank's place in it.
+def replanned(job: Job, rank_info: RankInfo, store: Store) -> tuple[Job, RankInfo]:
+    """Returns the job under a plan for the workers there are, and this rank's number in it.
 
     Rank 0 plans and sends the plan to the others; it is kept in the run folder, as `plan-3` for 3
     workers. The plan uses the first ranks. All ranks raise UserError if there is no such plan, for
     example if nothing fits into the memory of so few workers.
     """
-    answer = broadcast(store, place, "plan", _planned(job, place) if place.rank == 0 else None)
+    answer = broadcast(
+        store, rank_info, "plan", _planned(job, rank_info) if rank_info.rank == 0 else None
+    )
     if "error" in answer:
         raise UserError(answer["error"])
     plan = Plan.model_validate_json(answer["plan"])
     replanned_job = replace(job, plan=plan)
     replanned_job.check_microbatches()
-    here = min(place.local_world_size, plan.workers)
-    return replanned_job, replace(place, world_size=plan.workers, local_world_size=here)
+    here = min(rank_info.local_world_size, plan.workers)
+    return replanned_job, replace(rank_info, world_size=plan.workers, local_world_size=here)
 
 
-def _planned(job: Job, place: Place) -> dict[str, str]:
+def _planned(job: Job, rank_info: RankInfo) -> dict[str, str]:
     try:
-        return {"plan": _plan(job, place.world_size).model_dump_json()}
+        return {"plan": _plan(job, rank_info.world_size).model_dump_json()}
     except UserError as error:
         return {"error": error.message}
 

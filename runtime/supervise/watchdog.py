@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.comm.transport import PeerLost
 from pipedream.runtime.supervise.launch import PEER_LOST
 
@@ -46,19 +46,19 @@ class Watchdog:
     lost: Callable[[str], None]
 
     @staticmethod
-    def of(store: Store, place: Place, timeout: float) -> Watchdog | None:
+    def of(store: Store, rank_info: RankInfo, timeout: float) -> Watchdog | None:
         """Returns the watchdog that ends this process if another is lost; None if alone."""
 
         def leave(line: str) -> None:
-            print(f"pd-train: rank {place.rank}: {line}", file=sys.stderr, flush=True)
+            print(f"pd-train: rank {rank_info.rank}: {line}", file=sys.stderr, flush=True)
             time.sleep(_UNTIL_ALL_HAVE_HEARD * _beat(timeout))
             os._exit(PEER_LOST)
 
-        if place.world_size == 1:
+        if rank_info.world_size == 1:
             return None
         host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
         own: Store = store.clone()  # type: ignore[attr-defined]
-        return Watchdog(own, place.rank, place.world_size, timeout, host, leave)
+        return Watchdog(own, rank_info.rank, rank_info.world_size, timeout, host, leave)
 
     def __post_init__(self) -> None:
         self.seconds = _beat(self.timeout)

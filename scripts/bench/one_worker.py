@@ -18,7 +18,7 @@ import torch
 from bench_runtime import MODELS, Same, Still, engine_of, plain_loop, prepare, rank_of
 
 from pipedream.capture.compute_settings import keep_freed_memory
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 
 TURNS = 9
 MINIBATCHES = 10
@@ -27,7 +27,7 @@ MINIBATCHES = 10
 class Bench:
     def __init__(self, folder: Path) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.rank = rank_of(folder, Place(0, 1, 0, 1, "127.0.0.1", 0), device)
+        self.rank = rank_of(folder, RankInfo(0, 1, 0, 1, "127.0.0.1", 0), device)
         self.batch = self.rank.examples.epoch(1).batch(0)
         self.plain = plain_loop(self.rank, self.batch)
 

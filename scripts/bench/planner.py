@@ -164,16 +164,16 @@ def cell(row: pd.Series) -> str:  # type: ignore[type-arg]
 
 def draw(parts: Mapping[str, pd.DataFrame], path: Path) -> None:
     """Seconds as nodes, devices and levels grow, each with how good the plan is (PNG)."""
-    figure, panels = plt.subplots(1, 3, figsize=(12, 3.8), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(12, 3.8), sharey=True, interface="constrained")
     for panel, (part, table) in zip(panels, parts.items(), strict=True):
         nodes, seconds = table["nodes"], table["process_seconds"]
         across = [f"{count:,}" for count in nodes] if part == "nodes" else list(table["machines"])
         panel.bar(across, seconds, width=0.6, color="#56B4E9")
-        for place, (_, row) in enumerate(table.iterrows()):
+        for rank_info, (_, row) in enumerate(table.iterrows()):
             note = f"{row['process_seconds']:.1f} s\n{quality(row)}"
             panel.annotate(
                 note,
-                (place, row["process_seconds"]),
+                (rank_info, row["process_seconds"]),
                 xytext=(0, 4),
                 textcoords="offset points",
                 ha="center",

@@ -88,10 +88,10 @@ def plans(asked: Request) -> dict[str, Plan]:
     """Pipelines of two stages, the best and one with another cut, and two replicas."""
     planning = asked.planning
     before = np.cumsum(planning.compute_seconds) / planning.compute_seconds.sum()
-    place = int(np.abs(before - 0.4).argmin()) + 1
+    rank_info = int(np.abs(before - 0.4).argmin()) + 1
     return {
         "best": optimize(asked).plan,
-        "two fifths": given_plan(asked, planning, [place, len(planning)], [1, 1]).plan,
+        "two fifths": given_plan(asked, planning, [rank_info, len(planning)], [1, 1]).plan,
         "replicas": given_plan(asked, planning, [len(planning)], [2]).plan,
     }
 

@@ -40,7 +40,7 @@ from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.capture.export import Value
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.buckets import StageGroups
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.comm.transport import Message, Transport
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.plan import read_plan
@@ -167,10 +167,10 @@ class Same:
         return self.batch.target
 
 
-def rank_of(folder: Path, place: Place, device: str = "cpu") -> LocalModel:
+def rank_of(folder: Path, rank_info: RankInfo, device: str = "cpu") -> LocalModel:
     """Ready to train the plan that `prepare` has made."""
     plan, config = read_plan(folder / "plan/plan.json"), read_config(folder / "run.yaml")
-    return LocalModel(Job(plan, config, folder, folder / "run", device=device), place)
+    return LocalModel(Job(plan, config, folder, folder / "run", device=device), rank_info)
 
 
 def plain_loop(rank: LocalModel, batch: Batch) -> Callable[[], None]:
@@ -210,7 +210,7 @@ class Bench:
 
     def __init__(self, number: int, folder: Path) -> None:
         self.number = number
-        self.rank = rank_of(folder, Place(number, 2, number, 2, "127.0.0.1", 0))
+        self.rank = rank_of(folder, RankInfo(number, 2, number, 2, "127.0.0.1", 0))
         self.batch = self.rank.examples.epoch(1).batch(0)
         self.still, self.transport = Still(), Transport(torch.device("cpu"), "gloo")
         self.plain = plain_loop(self.rank, self.batch)
@@ -229,7 +229,7 @@ class Bench:
     def engine(self, name: ScheduleName, minibatches: int, microbatches: int, alone: bool) -> float:
         """Seconds of a whole run of our engine; its events are in `self.events`."""
         rank = self.rank
-        spec = PipelineSpec(name, rank.job.plan.replicas, links(rank.layouts), microbatches)
+        spec = PipelineSpec(name, rank.job.plan.replicas, links(rank.interfaces), microbatches)
         actions = Schedule(spec, minibatches).actions(*rank.workers)
         engine = engine_of(rank, self.still if alone else self.transport)
         begin = time.perf_counter()

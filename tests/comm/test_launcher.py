@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipedream.comm.launcher import Place, environment
+from pipedream.comm.launcher import RankInfo, environment
 from pipedream.graph.errors import UserError
 
 OPEN_MPI = {
@@ -33,23 +33,23 @@ def test_no_launcher_no_place():
 
 
 def test_place_in_torchruns_words_reads_back():
-    place = Place(3, 8, 1, 2, "10.0.0.1", 29500)
-    assert environment(place.variables()) == place
+    rank_info = RankInfo(3, 8, 1, 2, "10.0.0.1", 29500)
+    assert environment(rank_info.variables()) == rank_info
 
 
 def test_place_under_mpirun():
-    place = environment(OPEN_MPI)
-    assert place == Place(1, 4, 1, 4, "127.0.0.1", place.master_port)
+    rank_info = environment(OPEN_MPI)
+    assert rank_info == RankInfo(1, 4, 1, 4, "127.0.0.1", rank_info.master_port)
     other_rank = environment(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0"})
     other_job = environment(OPEN_MPI | {"PMIX_NAMESPACE": "prterun-host-7806@1"})
-    assert other_rank.master_port == place.master_port != other_job.master_port
+    assert other_rank.master_port == rank_info.master_port != other_job.master_port
     assert environment(OPEN_MPI | {"MASTER_PORT": "4321"}).master_port == 4321
 
 
 def test_place_under_mpich_and_slurm():
     assert environment({"PMI_RANK": "1", "PMI_SIZE": "2"}).rank == 1
-    place = environment(SLURM | {"MASTER_ADDR": "node0"})
-    assert place == Place(3, 4, 1, 2, "node0", place.master_port)
+    rank_info = environment(SLURM | {"MASTER_ADDR": "node0"})
+    assert rank_info == RankInfo(3, 4, 1, 2, "node0", rank_info.master_port)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from processes import free_port, run_processes
 from training import chain_config
 
 from pipedream.capture.export import capture
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.graph.run_config import OptimizerConfig
 from pipedream.runtime import epochs
 from pipedream.runtime.engine.engine import Engine
@@ -38,7 +38,7 @@ def left_alive(rank: int, workers: int, job: Job, port: int) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(epochs, "Engine", Seen)
         gc.disable()
-        train(job, Place(rank, workers, rank, workers, "127.0.0.1", port))
+        train(job, RankInfo(rank, workers, rank, workers, "127.0.0.1", port))
     return len(engines), sum(engine() is not None for engine in engines)
 
 

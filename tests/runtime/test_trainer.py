@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import small_models
 import torch
-from commands import interrupt, start
+from commands import interrupt, start, typed
 from plans import cut, make_plan
 from safetensors.torch import load_file
 from training import losses, run_jobs, weights
@@ -67,6 +67,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+VARIABLES = {"PYTHONPATH": str(SUPPORT)}
 TRAIN = ("pd-train", "plan.json", "--config", "run.yaml")
 LAUNCHERS = {
     "alone": (),
@@ -146,14 +147,16 @@ def test_a_run_goes_on_when_a_worker_was_killed(launcher: str, folder: Path) -> 
     (folder / "deadly.yaml").write_text(CONFIG.replace("classes", "deadly"))
     words = ["pd-train", "plan.json", "--config", "deadly.yaml", "-o", "run", "--save-every", "4"]
     if launcher == "alone":
-        done = run(folder, *words, "--max-restarts", "1")
+        done = typed(folder, [*words, "--max-restarts", "1"], VARIABLES)
         line = (
             r"pd-train: rank 1 was killed by SIGKILL in epoch 2 at 1\S+, minibatch \d+; restart 1"
         )
-        assert re.match(line, done.stderr.splitlines()[1])
+        assert re.match(line, done.error.splitlines()[1])
+        assert done.code == 0, done.error
     else:
-        done = run(folder, *LAUNCHERS["torchrun"][:-1], "--max-restarts=1", "--no-python", *words)
-    assert done.returncode == 0, done.stderr
+        torchrun = [*LAUNCHERS["torchrun"][:-1], "--max-restarts=1", "--no-python"]
+        program = run(folder, *torchrun, *words)
+        assert program.returncode == 0, program.stderr
     killed = replace(whole, run=folder / "run")
     assert losses(killed) == losses(whole)
     for name, tensor in weights(whole).items():
@@ -174,8 +177,9 @@ def test_ctrl_c_saves_and_the_run_goes_on(folder: Path) -> None:
     assert line == f"pd-train: saved run/checkpoints/{stopped}; go on with --resume"
     assert stopped is not None
     assert len(losses(job)) == 15 * stopped.epoch + stopped.minibatch
-    again = run(folder, *TRAIN, "-o", "run", "--resume", "--epochs", str(stopped.epoch + 1))
-    assert again.returncode == 0, again.stderr
+    words = [*TRAIN, "-o", "run", "--resume", "--epochs", str(stopped.epoch + 1)]
+    again = typed(folder, words, VARIABLES)
+    assert again.code == 0, again.error
 
 
 @pytest.mark.slow
@@ -209,8 +213,9 @@ def test_a_run_is_exported_for_the_plain_model(folder: Path) -> None:
     state = load_file(target)
     model.load_state_dict(state)
     assert {"a.linear.weight", "c.linear.weight"} <= state.keys()
-    done = run(folder, *TRAIN, "-o", "run", "--resume", "--export", "again.safetensors")
-    assert (done.returncode, done.stdout) == (0, "Written: again.safetensors\n"), done.stderr
+    words = [*TRAIN, "-o", "run", "--resume", "--export", "again.safetensors"]
+    done = typed(folder, words, VARIABLES)
+    assert (done.code, done.out) == (0, "Written: again.safetensors\n"), done.error
     assert (folder / "again.safetensors").read_bytes() == target.read_bytes()
 
 

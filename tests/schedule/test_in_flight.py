@@ -10,9 +10,9 @@ import pytest
 from pipedream.schedule.in_flight import StageTimes, steady_in_flight, useful_in_flight, warm_up
 
 
-@pytest.mark.parametrize("in_step", [True, False])
+@pytest.mark.parametrize("synchronized", [True, False])
 def test_of_equal_work_a_worker_goes_backward_right_after_another_forward_pass(
-    in_step: bool,
+    synchronized: bool,
 ) -> None:
     """Then d rounds of r minibatches go by in between, d r >= e q + q for e at the next stage of q,
     and with all replicas in step q - g and r - g more.
@@ -22,9 +22,9 @@ def test_of_equal_work_a_worker_goes_backward_right_after_another_forward_pass(
             found = [1] * stages
             for stage in range(stages - 2, -1, -1):
                 here, behind = replicas[stage : stage + 2]
-                apart = here + behind - 2 * gcd(here, behind) if in_step else 0
+                apart = here + behind - 2 * gcd(here, behind) if synchronized else 0
                 found[stage] = 1 - (-(found[stage + 1] * behind + apart) // here)
-            assert steady_in_flight(replicas, in_step) == tuple(found)
+            assert steady_in_flight(replicas, synchronized) == tuple(found)
 
 
 def test_of_one_replica_each_it_is_pipedreams_number() -> None:
@@ -34,7 +34,7 @@ def test_of_one_replica_each_it_is_pipedreams_number() -> None:
 
 def room(pace: StageTimes, replicas: tuple[int, ...] = (1, 1)) -> tuple[int, ...]:
     links = [(stage, stage + 1) for stage in range(len(replicas) - 1)]
-    return useful_in_flight(replicas, pace, links, in_step=True)
+    return useful_in_flight(replicas, pace, links, synchronized=True)
 
 
 def test_a_slow_message_takes_one_more() -> None:
@@ -60,4 +60,9 @@ def test_a_stage_with_time_left_waits_for_its_gradient_instead() -> None:
 def test_a_stage_on_a_branch_begins_no_sooner_than_it_must() -> None:
     """Stage 1 reads the data alone, and only the last stage reads from it: two in flight do."""
     pace = StageTimes(2.0, (1.0,) * 4, (1.0,) * 4, (0.0,) * 4)
-    assert useful_in_flight((1,) * 4, pace, [(0, 2), (1, 3), (2, 3)], in_step=True) == (3, 2, 2, 1)
+    assert useful_in_flight((1,) * 4, pace, [(0, 2), (1, 3), (2, 3)], synchronized=True) == (
+        3,
+        2,
+        2,
+        1,
+    )

@@ -204,7 +204,7 @@ def pace(name, replicas, microbatches=1, max_in_flight=None):
     each replica of its stage, so with nobody waiting it is 2.
     """
     turn = lcm(*replicas, microbatches)
-    deepest = steady_in_flight(replicas, in_step=True)[0] * replicas[0]
+    deepest = steady_in_flight(replicas, synchronized=True)[0] * replicas[0]
     filled = turn * (4 - 3 * (-deepest // turn))
     minibatches = 2 * filled + 3 * turn
     links = chain(len(replicas))
@@ -233,7 +233,7 @@ def test_nobody_waits_in_the_steady_state(name):
 def test_nobody_waits_with_2bw_whose_rounds_are_whole_turns():
     for replicas in UP_TO_FOUR:
         turn = lcm(*replicas)
-        in_flight = steady_in_flight(replicas, in_step=True)
+        in_flight = steady_in_flight(replicas, synchronized=True)
         most = max(n * r for n, r in zip(in_flight, replicas, strict=True))
         assert pace("2bw", replicas, turn * -(-most // turn)) == 2
 
@@ -244,14 +244,16 @@ def test_nobody_waits_within_a_long_round_of_flush():
         count = 24 * lcm(*replicas)
         made = schedule("flush", replicas, chain(len(replicas)), count, count)
         ends = max(steps[-1].time for steps in made.steps.values())
-        filling = 4 * (sum(replicas) + steady_in_flight(replicas, in_step=False)[0] * replicas[0])
+        filling = 4 * (
+            sum(replicas) + steady_in_flight(replicas, synchronized=False)[0] * replicas[0]
+        )
         assert ends <= 2 * count + filling
 
 
 @pytest.mark.slow
 def test_one_less_in_flight_at_the_first_stage_and_somebody_waits():
     for replicas in UP_TO_FOUR:
-        first, *others = steady_in_flight(replicas, in_step=True)
+        first, *others = steady_in_flight(replicas, synchronized=True)
         if first > 1:
             assert pace("weight-stashing", replicas, max_in_flight=(first - 1, *others)) > 2
 
@@ -260,13 +262,13 @@ def test_warm_up():
     assert [warm_up((1, 1, 1), stage) for stage in range(3)] == [3, 2, 1]
     assert [warm_up((4, 3, 1), stage) for stage in range(3)] == [2, 2, 1]
     assert [warm_up((1, 5, 2), stage) for stage in range(3)] == [8, 2, 1]
-    for in_step in (True, False):
-        assert steady_in_flight((1, 1, 1), in_step) == (3, 2, 1)
-        assert steady_in_flight((15, 1), in_step) == (2, 1)
-    assert steady_in_flight((4, 3, 1), in_step=True) == (4, 2, 1)
-    assert steady_in_flight((4, 3, 1), in_step=False) == (3, 2, 1)
-    assert steady_in_flight((1, 5, 2), in_step=True) == (20, 3, 1)
-    assert steady_in_flight((1, 5, 2), in_step=False) == (11, 2, 1)
+    for synchronized in (True, False):
+        assert steady_in_flight((1, 1, 1), synchronized) == (3, 2, 1)
+        assert steady_in_flight((15, 1), synchronized) == (2, 1)
+    assert steady_in_flight((4, 3, 1), synchronized=True) == (4, 2, 1)
+    assert steady_in_flight((4, 3, 1), synchronized=False) == (3, 2, 1)
+    assert steady_in_flight((1, 5, 2), synchronized=True) == (20, 3, 1)
+    assert steady_in_flight((1, 5, 2), synchronized=False) == (11, 2, 1)
 
 
 def test_what_workers_hold():
@@ -339,7 +341,7 @@ def test_sound_with_any_room(name):
 def test_sound_for_any_number_of_minibatches(name, stages):
     for replicas in itertools.product(range(1, 5), repeat=stages):
         least = policy(name, replicas).least_microbatches
-        long = 3 * max(least, steady_in_flight(replicas, in_step=True)[0] * replicas[0]) + 2
+        long = 3 * max(least, steady_in_flight(replicas, synchronized=True)[0] * replicas[0]) + 2
         for minibatches, microbatches in ((0, 4), (1, 1), (3, 4), (13, 3), (long, least)):
             check(schedule(name, replicas, chain(stages), minibatches, microbatches))
 

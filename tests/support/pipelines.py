@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from schedules import assigned
 
 from pipedream.graph.plan import RankAssignment, workers_by_rank
-from pipedream.schedule.action import Action, Kind, Link, Worker
+from pipedream.schedule.action import Action, Kind, StageLink, Worker
 from pipedream.schedule.generate import Step
 from pipedream.schedule.schedule import ORDERS, Passes, Schedule, write_actions
 from pipedream.schedule.spec import PipelineSpec
@@ -135,14 +135,14 @@ class Orders:
 
 
 def interleaved(
-    ranks: int, stages: int, minibatches: int, microbatches: int, links: Sequence[Link] = ()
+    ranks: int, stages: int, minibatches: int, microbatches: int, links: Sequence[StageLink] = ()
 ) -> Orders:
     pipeline = _flush("interleaved", stages, minibatches, microbatches, links)
     return Orders.made(pipeline, [[stage % ranks] for stage in range(stages)])
 
 
 def zero_bubble(
-    stages: int, minibatches: int, microbatches: int, links: Sequence[Link] = ()
+    stages: int, minibatches: int, microbatches: int, links: Sequence[StageLink] = ()
 ) -> Orders:
     pipeline = _flush("zero-bubble", stages, minibatches, microbatches, links)
     return Orders.made(pipeline, [[stage] for stage in range(stages)])
@@ -155,7 +155,7 @@ def halved(made: Schedule) -> Orders:
 
 
 def _flush(
-    order: str, stages: int, minibatches: int, microbatches: int, links: Sequence[Link]
+    order: str, stages: int, minibatches: int, microbatches: int, links: Sequence[StageLink]
 ) -> Schedule:
     chain = tuple((stage, stage + 1) for stage in range(stages - 1))
     spec = PipelineSpec(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.plan import RankAssignment, WorkerGroup
 from pipedream.schedule import policy as policies
-from pipedream.schedule.action import Link
+from pipedream.schedule.action import StageLink
 from pipedream.schedule.policy import Policy
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
@@ -16,7 +16,7 @@ from pipedream.schedule.spec import PipelineSpec
 def schedule(
     name: ScheduleName,
     replicas: Sequence[int],
-    links: Iterable[Link],
+    links: Iterable[StageLink],
     minibatches: int,
     microbatches: int = 1,
     tied: Sequence[int] = (),

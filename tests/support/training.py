@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import socket
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,7 +16,7 @@ import torch
 from processes import free_port, run_processes
 from torch import Tensor
 
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime import local_model
 from pipedream.runtime.checkpoint.files import latest, load_all
@@ -25,32 +27,45 @@ from pipedream.runtime.trainer import train
 
 
 def run_jobs(jobs: Sequence[Job], seconds: float = 100.0) -> None:
-    """Trains each job, all of them with the same number of workers."""
-    (workers,) = {job.plan.workers for job in jobs}
+    """Trains each job; one of few workers on the first of the processes."""
     ports = [free_port() for _ in jobs]
-    run_processes(_train_all, workers, jobs, ports, seconds=seconds)
+    most = max(job.plan.workers for job in jobs)
+    run_processes(_train_all, most, jobs, ports, seconds=seconds)
 
 
-def _train_all(rank: int, workers: int, jobs: Sequence[Job], ports: Sequence[int]) -> None:
+def _train_all(rank: int, _: int, jobs: Sequence[Job], ports: Sequence[int]) -> None:
     # The commands' own tests look at the picture.
     with patch("pipedream.runtime.report.recording.draw"), capturing_once():
         for job, port in zip(jobs, ports, strict=True):
-            gc.freeze()  # a run ends with unfreezing all that the process has ever imported
-            train(job, Place(rank, workers, rank, workers, "127.0.0.1", port))
+            workers = job.plan.workers
+            if rank < workers:
+                if rank:
+                    _wait_for(port)
+                gc.freeze()  # a run ends with unfreezing all that the process has ever imported
+                train(job, RankInfo(rank, workers, rank, workers, "127.0.0.1", port))
+
+
+def _wait_for(port: int) -> None:
+    """Until rank 0 listens; torch would look again after a second."""
+    while True:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            return
+        time.sleep(0.01)
 
 
 @contextmanager
 def capturing_once() -> Iterator[None]:
-    """In here runs that differ in schedule and optimizer alone share a capture of the model, which
-    takes most of a small run's time. Each gets a copy, as it was before anyone trained it.
+    """In here runs that differ in plan, schedule and optimizer alone share a capture of the model,
+    which takes most of a small run's time. Each gets a copy, as it was before anyone trained it.
     """
     untouched: dict[str, tuple[Captures, Tensor]] = {}
 
-    def captures(job: Job, examples: Examples, place: Place) -> Captures:
+    def captures(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
         config = job.config.model_copy(update={"optimizer": None, "microbatches": None})
-        key = repr((job.plan, job.evaluate, job.directory, config))
+        evaluates = job.evaluate and config.evaluate_every is not None
+        key = repr((job.plan if evaluates else None, job.directory, config))
         if key not in untouched:
-            untouched[key] = capture_all(job, examples, place), torch.get_rng_state()
+            untouched[key] = capture_all(job, examples, rank_info), torch.get_rng_state()
         captured, state = untouched[key]
         torch.set_rng_state(state)
         return copy.deepcopy(captured)

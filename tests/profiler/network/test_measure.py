@@ -15,7 +15,7 @@ import pytest
 from commands import PROGRAMS, typed
 from processes import free_port, run_processes
 
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.graph.cluster import Link
 from pipedream.graph.cluster_file import read_cluster
 from pipedream.graph.errors import UserError
@@ -26,7 +26,7 @@ from pipedream.profiler.network.options import Effort
 
 NETWORK = ("pd-profile", "--network")
 QUICK = ("--largest", "60kB", "--repeats", "3", "--warmup", "1")
-ONE_RANK_OF_TWO = Place(0, 2, 0, 2, "127.0.0.1", 1).variables()
+ONE_RANK_OF_TWO = RankInfo(0, 2, 0, 2, "127.0.0.1", 1).variables()
 GRAPH = """
 node1 -- Input -- forward_compute_time=0.0, backward_compute_time=0.0, activation_size=4000.0, parameter_size=0.0
 node2 -- Linear -- forward_compute_time=5.0, backward_compute_time=9.0, activation_size=4000.0, parameter_size=9000.0
@@ -194,7 +194,7 @@ def test_a_lost_rank_ends_it_with_one_line(tmp_path: Path) -> None:
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
-                **Place(rank, 2, rank, 2, "127.0.0.1", port).variables(),
+                **RankInfo(rank, 2, rank, 2, "127.0.0.1", port).variables(),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -254,12 +254,12 @@ class _Clock:
 def _busy_shares(rank: int, ranks: int, port: int) -> list[float]:
     import torch
 
-    from pipedream.comm.rendezvous import join, meet
+    from pipedream.comm.rendezvous import connect_store, join
     from pipedream.profiler.network import interference
     from pipedream.profiler.network.wire import Wire
 
-    place, device = Place(rank, ranks, rank, ranks, "127.0.0.1", port), torch.device("cpu")
-    join(place, meet(place, 60.0), "gloo", device, 60.0)
+    rank_info, device = RankInfo(rank, ranks, rank, ranks, "127.0.0.1", port), torch.device("cpu")
+    join(rank_info, connect_store(rank_info, 60.0), "gloo", device, 60.0)
     wire = Wire(device, "gloo", [(0, 1)], [(0, 1)])
 
     clock = _Clock()

@@ -17,7 +17,7 @@ from torch.utils.data import RandomSampler, Sampler
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
-from pipedream.runtime.data.order import Order, Sizes
+from pipedream.runtime.data.order import EpochOrder, Sizes
 from pipedream.runtime.data.reader import Epoch
 
 HERE = __name__
@@ -64,7 +64,7 @@ def nothing() -> None:
     return None
 
 
-def order(source: str, seed: int = 0, drop_last: bool = False, **args: object) -> Order:
+def order(source: str, seed: int = 0, drop_last: bool = False, **args: object) -> EpochOrder:
     config = RunConfig(
         format="pipedream-run/1",
         model=Factory(source="mine:model"),
@@ -74,7 +74,7 @@ def order(source: str, seed: int = 0, drop_last: bool = False, **args: object) -
         drop_last=drop_last,
         seed=seed,
     )
-    return Order(DATA, config, Path())
+    return EpochOrder(DATA, config, Path())
 
 
 TORCH = "torch.utils.data"

@@ -36,7 +36,7 @@ from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
-from pipedream.runtime.stages.partition import Layout, layouts, links
+from pipedream.runtime.stages.partition import StageInterface, interfaces, links
 from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
 from pipedream.schedule.channel import rank_links
 from pipedream.schedule.checker import check_ranks
@@ -65,7 +65,7 @@ def plan_of(captured: Captured, replicas: Sequence[int]) -> Plan:
 
 def links_of(name: str, stages: int) -> Sequence[tuple[int, int]]:
     captured = captured_model(name)
-    return links(layouts(captured, plan_of(captured, [1] * stages)))
+    return links(interfaces(captured, plan_of(captured, [1] * stages)))
 
 
 class Data:
@@ -91,16 +91,18 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=workers)
     captured = captured_model(name)
-    every = layouts(captured, plan_of(captured, orders.schedule.spec.replicas))
+    every = interfaces(captured, plan_of(captured, orders.schedule.spec.replicas))
     assignment = orders.assignment
     taken = rank_links(assignment, links(every))
     transport = Transport(CPU, "nccl" if again else "gloo", taken)
     losses = dict[int, float]()
     executors, groups = {}, make_groups(assignment, {})
-    for layout in every:
-        if rank in orders.ranks[layout.stage]:
-            own = groups[layout.stage]
-            executors[layout.stage] = executor(captured, layout, orders, transport, own, again)
+    for interface in every:
+        if rank in orders.ranks[interface.stage]:
+            own = groups[interface.stage]
+            executors[interface.stage] = executor(
+                captured, interface, orders, transport, own, again
+            )
     engine = Engine(executors, transport, after=lambda action: None)
     minibatches = orders.schedule.minibatches
     for epoch in range(EPOCHS):
@@ -120,9 +122,14 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
 
 
 def executor(
-    captured: Captured, layout: Layout, orders: Orders, transport: Transport, groups, again: bool
+    captured: Captured,
+    interface: StageInterface,
+    orders: Orders,
+    transport: Transport,
+    groups,
+    again: bool,
 ) -> Executor:
-    stage_module = StageModule.of(captured, layout, CPU, lambda _, piece: plain(piece))
+    stage_module = StageModule.of(captured, interface, CPU, lambda _, piece: plain(piece))
     parameters = dict(stage_module.piece.module.named_parameters())
     optimizer = make_optimizer(OPTIMIZER, parameters)
     config, rate = chain_config(OPTIMIZER), LearningRate(None, optimizer, Path())
@@ -130,7 +137,7 @@ def executor(
         stage_modules=StageModules(stage_module),
         weights=Weights(parameters),
         stepping=Stepping(
-            {layout.stage: StageStepping(optimizer, parameters, config, rate, ())},
+            {interface.stage: StageStepping(optimizer, parameters, config, rate, ())},
             config,
             LossSum(lambda tensor: None, CPU),
             None,
@@ -141,7 +148,7 @@ def executor(
         loss=nn.functional.mse_loss,
         on_loss=lambda b, loss: None,
         rng=MinibatchRng(0, CPU),
-        recompute=again and layout.stage < len(orders.ranks) - 1,
+        recompute=again and interface.stage < len(orders.ranks) - 1,
     )
 
 

@@ -24,7 +24,7 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.data.reader import Epoch
 from pipedream.runtime.job import Job
-from pipedream.runtime.stages.partition import layouts, links
+from pipedream.runtime.stages.partition import interfaces, links
 
 SUPPORT = Path(small_models.__file__).parent
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -153,14 +153,14 @@ SCHEDULES_IN_BOTH: Sequence[ScheduleName] = ("weight-stashing", "flush")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("replicas", REPLICAS, ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE)
 def test_losses_and_weights_are_those_of_the_serial_reference(
-    name: str, replicas: tuple[int, ...], serial: ModuleType, tmp_path: Path
+    name: str, dtype: str, serial: ModuleType, tmp_path: Path
 ) -> None:
-    parts = ("a", "bc") if len(replicas) == 2 else ("a", "b", "c")
-    jobs = []
-    for dtype in TOLERANCE:
-        captured = capture(getattr(small_models, name)(), (torch.randn(4, 6),))
+    captured = capture(getattr(small_models, name)(), (torch.randn(4, 6),))
+    jobs, parts_of = [], []
+    for replicas in REPLICAS:
+        parts = ("a", "bc") if len(replicas) == 2 else ("a", "b", "c")
         plan = plan_for(captured, parts, replicas)
         for schedule in SCHEDULES if dtype == ALL_SCHEDULES_IN[name] else SCHEDULES_IN_BOTH:
             optimizer = ADAM if dtype == "float64" and schedule == "flush" else SGD
@@ -168,18 +168,18 @@ def test_losses_and_weights_are_those_of_the_serial_reference(
             least = policy(schedule, replicas).least_microbatches
             if config.microbatches < least:
                 config = config.model_copy(update={"microbatches": least})
-            run = tmp_path / f"{schedule}-{dtype}"
-            job = Job(plan, config, SUPPORT, run, schedule=schedule, epochs=EPOCHS)
-            jobs.append(job)
+            run = tmp_path / f"{schedule}-{'-'.join(map(str, replicas))}"
+            jobs.append(Job(plan, config, SUPPORT, run, schedule=schedule, epochs=EPOCHS))
+            parts_of.append(parts)
     run_jobs(jobs)
-    for job in jobs:
+    for job, parts in zip(jobs, parts_of, strict=True):
         assert_equals_serial(job, serial, MODELS[name], parts)
 
 
 def test_the_skip_is_a_link_of_its_own_past_the_second_stage() -> None:
     captured = capture(small_models.Skips(), (torch.randn(4, 6),))
     plan = plan_for(captured, ("a", "b", "c"), (1, 1, 1))
-    assert set(links(layouts(captured, plan))) == {(0, 1), (0, 2), (1, 2)}
+    assert set(links(interfaces(captured, plan))) == {(0, 1), (0, 2), (1, 2)}
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_whole_numbers_and_truth_values_go_from_stage_to_stage(tmp_path: Path) -
             plan_for(captured, ("am", "b", "c"), (2, 1, 1)),
         )
     )
-    first, *_ = layouts(captured, other.plan)
+    first, *_ = interfaces(captured, other.plan)
     assert {torch.int64, torch.bool} < {value.dtype for value in first.sends[2]}
     run_jobs([one])
     run_jobs([other])

@@ -14,7 +14,7 @@ from training import weights
 
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config_model
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
 from pipedream.runtime.job import Job
 from pipedream.runtime.trainer import train
@@ -23,7 +23,7 @@ SUPPORT = Path(small_models.__file__).parent
 
 
 def _train(rank: int, workers: int, job: Job, port: int) -> None:
-    train(job, Place(rank, workers, rank, workers, "127.0.0.1", port))
+    train(job, RankInfo(rank, workers, rank, workers, "127.0.0.1", port))
     (job.run / f"rank {rank} has left").touch()
 
 

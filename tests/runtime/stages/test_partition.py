@@ -14,13 +14,13 @@ from plans import cut, make_plan
 from torch import nn
 
 from pipedream.capture.export import Captured, capture
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
 from pipedream.runtime.job import Job
 from pipedream.runtime.local_model import LocalModel
-from pipedream.runtime.stages.partition import layouts, links, source_text, tied
+from pipedream.runtime.stages.partition import interfaces, links, source_text, tied
 
 
 def planned(model: nn.Module, stages: int, *inputs: torch.Tensor) -> tuple[Captured, Plan]:
@@ -33,8 +33,8 @@ def test_stages_run_one_after_the_other_are_the_model() -> None:
     model, x = small_models.Skips(), torch.randn(4, 6)
     captured, plan = planned(model, 3, x)
     values = {captured.inputs[0]: x}
-    for layout in layouts(captured, plan):
-        piece = layout.build(captured)
+    for interface in interfaces(captured, plan):
+        piece = interface.build(captured)
         results = piece.module(*(values[name] for name in piece.inputs))
         values |= dict(zip(piece.outputs, results, strict=True))
     torch.testing.assert_close(values[captured.outputs[0]], model(x), rtol=0, atol=0)
@@ -42,10 +42,10 @@ def test_stages_run_one_after_the_other_are_the_model() -> None:
 
 def test_each_value_is_sent_once_to_each_stage_that_reads_it() -> None:
     captured, plan = planned(small_models.Skips(), 3)
-    found = layouts(captured, plan)
-    for layout in found:
-        for target, values in layout.sends.items():
-            assert found[target].receives[layout.stage] == values
+    found = interfaces(captured, plan)
+    for interface in found:
+        for target, values in interface.sends.items():
+            assert found[target].receives[interface.stage] == values
             assert len({value.name for value in values}) == len(values)
     assert links(found) == tuple((a.stage, b) for a in found for b in a.sends)
 
@@ -65,7 +65,7 @@ class TwoOutputs(nn.Module):
 def test_an_early_output_of_the_model_travels_to_the_last_stage() -> None:
     captured = capture(TwoOutputs(), (torch.randn(4, 6),))
     plan = make_plan(captured.graph, [["node1", "node2"], ["node3"], ["node4"]], [1, 1, 1])
-    first, _, last = layouts(captured, plan)
+    first, _, last = interfaces(captured, plan)
     assert captured.outputs[0] in {value.name for value in first.sends[2]}
     assert 0 in last.receives
 
@@ -81,7 +81,7 @@ class TwoInputs(nn.Module):
 
 def test_a_stage_reads_inputs_of_the_model_itself() -> None:
     captured, plan = planned(TwoInputs(), 2, torch.randn(4, 6), torch.randn(4, 6))
-    first, last = layouts(captured, plan)
+    first, last = interfaces(captured, plan)
     assert list(first.reads.values()) == [0]
     assert list(last.reads.values()) == [1]
     assert len(first.sends[1]) == 1
@@ -91,9 +91,9 @@ def test_tied_parameters_are_found_across_stages() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Tanh(), nn.Linear(4, 10, bias=False))
     model[2].weight = model[0].weight
     captured, plan = planned(model, 2, torch.randint(0, 10, (4, 3)))
-    assert tied(captured, layouts(captured, plan)) == {"0.weight": (0, 1)}
+    assert tied(captured, interfaces(captured, plan)) == {"0.weight": (0, 1)}
     _, whole = planned(model, 1, torch.randint(0, 10, (4, 3)))
-    assert tied(captured, layouts(captured, whole)) == {}
+    assert tied(captured, interfaces(captured, whole)) == {}
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_a_plan_for_another_model_is_refused_with_the_first_difference(
 ) -> None:
     _, plan = planned(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), 2)
     with pytest.raises(UserError, match="made for another model") as refused:
-        layouts(capture(other, (torch.randn(4, 6),)), plan)
+        interfaces(capture(other, (torch.randn(4, 6),)), plan)
     assert difference in str(refused.value)
 
 
 def test_the_stage_can_be_read_as_python() -> None:
     captured, plan = planned(small_models.Skips(), 3)
-    layout = layouts(captured, plan)[1]
-    text = source_text(captured, plan, layout, layout.build(captured))
+    interface = interfaces(captured, plan)[1]
+    text = source_text(captured, plan, interface, interface.build(captured))
     ast.parse(text)
     assert text.startswith('"""Stage 1 of 3, on rank 1.')
     assert "class Stage1(torch.nn.Module)" in text
@@ -148,7 +148,7 @@ def test_a_rank_holds_its_own_stage_and_nothing_else_of_the_model(tmp_path: Path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(small_models.Chain, "__init__", remember)
         job = Job(plan, config, Path(small_models.__file__).parent, tmp_path)
-        (stage,) = LocalModel(job, Place(1, 3, 1, 3, "127.0.0.1", 1)).stages
+        (stage,) = LocalModel(job, RankInfo(1, 3, 1, 3, "127.0.0.1", 1)).stages
     gc.collect()
     alive = [parameter for ref in held if (parameter := ref()) is not None]
     assert len(held) == 6

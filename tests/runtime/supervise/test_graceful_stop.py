@@ -25,7 +25,7 @@ from torch.distributed import DistNetworkError
 from training import chain_config, losses, run_jobs, weights
 
 from pipedream.capture.export import capture
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.graph.choices import SCHEDULES, ScheduleName
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.run_config import AsynchronousConfig, DataFactory, OptimizerConfig
@@ -76,7 +76,7 @@ def interrupted(rank: int, workers: int, jobs: Sequence[Job], ports: Sequence[in
     words = []
     for job, port in zip(jobs, ports, strict=True):
         with pytest.raises(Stopped) as stopped:
-            train(job, Place(rank, workers, rank, workers, "127.0.0.1", port))
+            train(job, RankInfo(rank, workers, rank, workers, "127.0.0.1", port))
         words.append(str(stopped.value))
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     return words
@@ -149,7 +149,7 @@ def left_with(rank: int, workers: int, job: Job, port: int) -> Position | None:
         publish(*given)
 
     with patch("pipedream.runtime.checkpoint.files.publish", slowly), pytest.raises(Stopped):
-        train(job, Place(rank, workers, rank, workers, "127.0.0.1", port))
+        train(job, RankInfo(rank, workers, rank, workers, "127.0.0.1", port))
     return job.saved
 
 
@@ -172,7 +172,9 @@ def test_all_ranks_try_the_held_out_data_or_none(tmp_path: Path) -> None:
     """Rank 0 tries them already when it is asked to stop, and rank 1 has yet to save the epoch."""
     store, asked = FileStore(str(tmp_path / "store"), 1), threading.Event()
     ranks = [
-        GracefulStop(store, Place(rank, 2, rank, 2, "", 0), policy("flush", (1, 1)), asked.is_set)
+        GracefulStop(
+            store, RankInfo(rank, 2, rank, 2, "", 0), policy("flush", (1, 1)), asked.is_set
+        )
         for rank in range(2)
     ]
     for rank in ranks:
@@ -190,7 +192,7 @@ def test_all_ranks_try_the_held_out_data_or_none(tmp_path: Path) -> None:
 
 def test_it_says_which_signal_came(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = FileStore(str(tmp_path / "store"), 1)
-    graceful_stop = GracefulStop(store, Place(0, 1, 0, 1, "", 0), policy("flush", (1,)), None)
+    graceful_stop = GracefulStop(store, RankInfo(0, 1, 0, 1, "", 0), policy("flush", (1,)), None)
     graceful_stop.begin_segment(0, TrainingSegment(0, 10), whole_segment)
     os.kill(os.getpid(), signal.SIGUSR1)
     graceful_stop.thread.join(20)
@@ -210,9 +212,9 @@ class Gone:
 
 def test_a_rank_that_cannot_ask_where_to_stop_goes_on() -> None:
     """The next message tells it whom it has lost; held, it would wait for ever."""
-    place = Place(1, 2, 1, 2, "", 0)
+    rank_info = RankInfo(1, 2, 1, 2, "", 0)
     graceful_stop = GracefulStop(
-        cast("Store", Gone()), place, policy("flush", (1, 1)), lambda: True
+        cast("Store", Gone()), rank_info, policy("flush", (1, 1)), lambda: True
     )
     stream = graceful_stop.begin_segment(0, TrainingSegment(0, 10), whole_segment)
     graceful_stop.thread.join(20)

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from training import losses, run_jobs, weights
 
 from pipedream.capture.export import capture
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, format_graph
 from pipedream.graph.plan import PlanningOptions, read_plan, write_plan
@@ -66,8 +66,8 @@ def job_of(folder: Path, **asked: object) -> Job:
     return Job(plan, config, SUPPORT, folder / "run", **options)  # type: ignore[arg-type]
 
 
-def place(rank: int, workers: int, port: int = 0) -> Place:
-    return Place(rank, workers, rank, workers, "127.0.0.1", port)
+def rank_info(rank: int, workers: int, port: int = 0) -> RankInfo:
+    return RankInfo(rank, workers, rank, workers, "127.0.0.1", port)
 
 
 @pytest.mark.slow
@@ -117,7 +117,7 @@ def test_workers_are_too_few_from_the_beginning(folder: Path) -> None:
 
 
 def _train(rank: int, workers: int, job: Job, port: int) -> None:
-    train(job, place(rank, workers, port))
+    train(job, rank_info(rank, workers, port))
 
 
 @pytest.mark.slow
@@ -134,10 +134,10 @@ def test_workers_that_the_plan_does_not_use_leave(folder: Path) -> None:
 @pytest.mark.slow
 def test_all_hear_of_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job, store = job_of(folder), HashStore()
-    found = [replanned(job, place(rank, 2), store) for rank in range(2)]
+    found = [replanned(job, rank_info(rank, 2), store) for rank in range(2)]
     assert found[0][0] == found[1][0]
     assert found[0][0].plan == read_plan(folder / "run/plan-2/plan.json")
-    assert [place.world_size for _, place in found] == [2, 2]
+    assert [rank_info.world_size for _, rank_info in found] == [2, 2]
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
@@ -148,7 +148,7 @@ def test_all_hear_that_nothing_fits(folder: Path) -> None:
         with pytest.raises(
             UserError, match=r"^--replan for 2 of 3 workers: --memory 1 kB: no plan"
         ):
-            replanned(job, place(rank, 2), store)
+            replanned(job, rank_info(rank, 2), store)
 
 
 @pytest.mark.slow
@@ -157,15 +157,15 @@ def test_too_few_microbatches_for_the_new_plan(folder: Path) -> None:
     job = job_of(folder)
     config = job.config.model_copy(update={"microbatches": 1})
     with pytest.raises(UserError, match="microbatches: 1"):
-        replanned(replace(job, schedule="2bw", config=config), place(0, 2), HashStore())
+        replanned(replace(job, schedule="2bw", config=config), rank_info(0, 2), HashStore())
 
 
 @pytest.mark.slow
 def test_more_workers_than_planned_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match="for 3 workers and 4 were started"):
-        train(job_of(folder), place(0, 4))
+        train(job_of(folder), rank_info(0, 4))
     with pytest.raises(UserError, match="start 3, fewer with --replan"):
-        train(replace(job_of(folder), replan=None), place(0, 2))
+        train(replace(job_of(folder), replan=None), rank_info(0, 2))
 
 
 @pytest.mark.slow

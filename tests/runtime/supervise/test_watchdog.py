@@ -17,7 +17,7 @@ from processes import free_port
 from torch.distributed import HashStore
 
 from pipedream.capture.export import capture
-from pipedream.comm.launcher import Place
+from pipedream.comm.launcher import RankInfo
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.plan import write_plan
 from pipedream.runtime.supervise.launch import PEER_LOST
@@ -181,9 +181,9 @@ def test_every_rank_of_a_run_names_the_one_that_was_stopped(tmp_path: Path) -> N
     write_plan(make_plan(graph, cut(graph, 3), (1, 1, 1)), tmp_path / "plan.json")
     (tmp_path / "run.yaml").write_text(CONFIG)
     port, first = free_port(), {"TORCHELASTIC_RESTART_COUNT": "0"}
-    places = [Place(rank, 3, rank, 3, "127.0.0.1", port).variables() for rank in range(3)]
+    places = [RankInfo(rank, 3, rank, 3, "127.0.0.1", port).variables() for rank in range(3)]
     train = ["pd-train", "plan.json", "--config", "run.yaml", "--timeout", "10"]
-    done = typed_together(tmp_path, train, [{**first, **place} for place in places])
+    done = typed_together(tmp_path, train, [{**first, **rank_info} for rank_info in places])
     assert [each.code for each in done] == [PEER_LOST, PEER_LOST, -9]
     for rank in range(2):
         (line,) = (line for line in done[rank].error.splitlines() if "pd-train: " in line)
