@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import small_models
 import torch
-from commands import start, typed
+from commands import begin, start, typed
 from plans import cut, make_plan
 from torch import nn
 
@@ -335,17 +335,13 @@ def test_a_worker_killed_in_training_is_named_and_nobody_is_left(folder: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_workers_end_with_the_command_that_started_them(how: signal.Signals, folder: Path) -> None:
-    process = start(
-        folder,
-        f"pd-train plan.json --config slow.yaml -o slow{how} --epochs 50".split(),
-        {"PYTHONPATH": str(SUPPORT)},
-    )
+    words = f"pd-train plan.json --config slow.yaml -o slow{how} --epochs 50".split()
+    command = begin(folder, words, {"PYTHONPATH": str(SUPPORT)})
     wait_for(lambda: (folder / f"slow{how}/metrics.jsonl").exists())
-    workers = children(process.pid)
+    workers = children(command.pid)
     assert len(workers) == 2
-    os.kill(process.pid, how)
-    process.communicate(timeout=60)
-    assert process.returncode != 0
+    os.kill(command.pid, how)
+    assert command.done(60).code != 0
     wait_for(lambda: not any(alive(worker) for worker in workers))
 
 

@@ -111,7 +111,7 @@ def draw(measured: Sequence[MeasuredLevel], path: Path) -> None:
     """Draws seconds against bytes with the lines, messages left and all-reduces right (PNG)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.0, 5.0), interface="constrained")
+    figure = Figure(figsize=(11.0, 5.0), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     for colour, each in zip(_COLOURS, measured, strict=False):
         _draw(left, each.level.name, each.send, colour)

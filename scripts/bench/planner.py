@@ -164,7 +164,7 @@ def cell(row: pd.Series) -> str:  # type: ignore[type-arg]
 
 def draw(parts: Mapping[str, pd.DataFrame], path: Path) -> None:
     """Seconds as nodes, devices and levels grow, each with how good the plan is (PNG)."""
-    figure, panels = plt.subplots(1, 3, figsize=(12, 3.8), sharey=True, interface="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(12, 3.8), sharey=True, layout="constrained")
     for panel, (part, table) in zip(panels, parts.items(), strict=True):
         nodes, seconds = table["nodes"], table["process_seconds"]
         across = [f"{count:,}" for count in nodes] if part == "nodes" else list(table["machines"])

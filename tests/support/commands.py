@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import signal
 import subprocess
@@ -21,6 +22,29 @@ MAIN = {
     "pd-train": "pipedream.runtime.cli",
 }
 PROGRAMS = Path(sys.executable).parent
+
+
+@dataclass
+class Begun:
+    """A command at work in a process forked off one that knows torch; `files`: out and error."""
+
+    process: multiprocessing.process.BaseProcess
+    files: tuple[Path, Path]
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def done(self, seconds: float) -> Done:
+        """How it ended; fails, and kills it, when time is up."""
+        self.process.join(max(0.0, seconds))
+        late = self.process.is_alive()
+        self.process.kill()
+        self.process.join()
+        out, error = (path.read_text() if path.exists() else "" for path in self.files)
+        assert not late, f"still there after {seconds} s:\n{out}{error}"
+        return Done(self.process.exitcode or 0, out, error)
 
 
 @dataclass(frozen=True)
@@ -54,25 +78,23 @@ def typed_together(
     seconds: float = 60.0,
 ) -> list[Done]:
     """The same several times at once, with these variables each: as a launcher would."""
-    files = [tuple(folder / f".{what}{n}" for what in ("out", "error")) for n in range(len(places))]
-    processes = [
-        warm_context().Process(target=_become, args=(folder, command, dict(variables), both))
-        for variables, both in zip(places, files, strict=True)
-    ]
-    for process in processes:
-        process.start()
     deadline = time.monotonic() + seconds
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    late = [number for number, process in enumerate(processes) if process.is_alive()]
-    for process in processes:
-        process.kill()
-        process.join()
-    texts = [[path.read_text() if path.exists() else "" for path in both] for both in files]
-    assert not late, f"{' '.join(command)}: still there after {seconds} s: {late}\n{texts}"
-    return [
-        Done(process.exitcode or 0, *both) for process, both in zip(processes, texts, strict=True)
-    ]
+    begun = [begin(folder, command, each, str(number)) for number, each in enumerate(places)]
+    try:
+        return [each.done(deadline - time.monotonic()) for each in begun]
+    finally:
+        for each in begun:
+            each.process.kill()
+
+
+def begin(
+    folder: Path, command: Sequence[str], variables: Mapping[str, str], name: str = ""
+) -> Begun:
+    """Starts the same; `name` sets it apart from others of the folder."""
+    files = folder / f".out{name}", folder / f".error{name}"
+    process = warm_context().Process(target=_become, args=(folder, command, dict(variables), files))
+    process.start()
+    return Begun(process, files)
 
 
 def _become(

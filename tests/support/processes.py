@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import time
@@ -14,6 +16,8 @@ from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1
 
 
 def free_port() -> int:
@@ -32,16 +36,21 @@ _PORTS = itertools.cycle(range(1_000))
 
 
 def run_processes(
-    function: Callable[..., Any], processes: int, *args: Any, seconds: float = 100.0
+    function: Callable[..., Any],
+    processes: int,
+    *args: Any,
+    seconds: float = 100.0,
+    fork: bool = False,
 ) -> list[Any]:
     """`function(rank, processes, *args)` in each process; what each returned, by rank.
 
-    Fails with the first traceback, or when time is up; then every process is killed.
+    Fails with the first traceback, or when time is up; then every process is killed. With `fork`
+    they are forked off this one, and know what it knows.
     """
-    context = warm_context()
+    context = multiprocessing.get_context("fork") if fork else warm_context()
     answers = context.SimpleQueue()
     workers = [
-        context.Process(target=_work, args=(answers, function, rank, processes, args), daemon=True)
+        context.Process(target=_work, args=(answers, function, rank, processes, args))
         for rank in range(processes)
     ]
     for worker in workers:
@@ -89,6 +98,7 @@ def warm_context() -> multiprocessing.context.ForkServerContext:
 def _work(
     answers: Any, function: Callable[..., Any], rank: int, processes: int, args: tuple[Any, ...]
 ) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # forked ones outlive nobody
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 

@@ -7,7 +7,7 @@ import gc
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from unittest.mock import patch
@@ -25,17 +25,30 @@ from pipedream.runtime.job import Job
 from pipedream.runtime.stages.captures import Captures, capture_all
 from pipedream.runtime.trainer import train
 
+_FIRST = RankInfo(0, 1, 0, 1, "", 0)
+
 
 def run_jobs(jobs: Sequence[Job], seconds: float = 100.0) -> None:
     """Trains each job; one of few workers on the first of the processes."""
     ports = [free_port() for _ in jobs]
+    run_processes(_capture_and_train, 1, jobs, ports, seconds, seconds=seconds)
+
+
+def _capture_and_train(
+    _: int, __: int, jobs: Sequence[Job], ports: Sequence[int], seconds: float
+) -> None:
+    """Captures what all ranks would, and forks them."""
     most = max(job.plan.workers for job in jobs)
-    run_processes(_train_all, most, jobs, ports, seconds=seconds)
+    with capturing_once() as capture_once:
+        for job in jobs:
+            if not _evaluates(job):
+                capture_once(job)
+        run_processes(_train_all, most, jobs, ports, seconds=seconds, fork=True)
 
 
 def _train_all(rank: int, _: int, jobs: Sequence[Job], ports: Sequence[int]) -> None:
     # The commands' own tests look at the picture.
-    with patch("pipedream.runtime.report.recording.draw"), capturing_once():
+    with patch("pipedream.runtime.report.recording.draw"):
         for job, port in zip(jobs, ports, strict=True):
             workers = job.plan.workers
             if rank < workers:
@@ -53,25 +66,33 @@ def _wait_for(port: int) -> None:
         time.sleep(0.01)
 
 
+def _evaluates(job: Job) -> bool:
+    return job.evaluate and job.config.evaluate_every is not None
+
+
 @contextmanager
-def capturing_once() -> Iterator[None]:
+def capturing_once() -> Iterator[Callable[..., Captures]]:
     """In here runs that differ in plan, schedule and optimizer alone share a capture of the model,
     which takes most of a small run's time. Each gets a copy, as it was before anyone trained it.
     """
     untouched: dict[str, tuple[Captures, Tensor]] = {}
 
-    def captures(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
+    def captures(
+        job: Job, examples: Examples | None = None, rank_info: RankInfo = _FIRST
+    ) -> Captures:
         config = job.config.model_copy(update={"optimizer": None, "microbatches": None})
-        evaluates = job.evaluate and config.evaluate_every is not None
-        key = repr((job.plan if evaluates else None, job.directory, config))
+        key = repr((job.plan if _evaluates(job) else None, job.directory, config))
         if key not in untouched:
+            examples = examples or Examples(job, torch.device("cpu"))
             untouched[key] = capture_all(job, examples, rank_info), torch.get_rng_state()
+        elif examples is not None:
+            examples.first()  # the others have to be of its kind
         captured, state = untouched[key]
         torch.set_rng_state(state)
         return copy.deepcopy(captured)
 
     with patch.object(local_model, "capture_all", captures):
-        yield
+        yield captures
 
 
 def chain_config(optimizer: OptimizerConfig) -> RunConfig:

@@ -41,7 +41,7 @@ TRANSFORMER = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
 # Dropout is off: its random numbers differ between one process and several.
 MODELS: dict[str, tuple[DataFactory, dict[str, Any]]] = {
     "image_models:SmallVGG": (images(32), {}),
-    "torchvision:resnet50": (images(64), {"num_classes": 10}),
+    "torchvision:resnet18": (images(64), {"num_classes": 10}),
     "image_models:small_densenet": (images(32, examples=4), {}),
     "torchvision:inception_v3": (
         images(299, examples=4),
