@@ -71,6 +71,7 @@ def run(folder: Path, command: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_model_becomes_a_trained_pipeline(folder: Path) -> None:
     run(folder, "pd-profile tiny.yaml -o profile --warmup 1 --repeats 2")
     graph = read_graph(folder / "profile/graph.txt")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +58,17 @@ class TrainingSettings:
         return self.policy(replicas, in_flight).peak(0)
 
 
+class _Copies(NamedTuple):
+    """How often a worker holds the parameters once more, as older versions and as the optimizer's
+    state, and what a minibatch saves and receives, besides what a backward pass holds.
+    """
+
+    older: int
+    state: int
+    saved: int
+    received: int
+
+
 class MemoryModel:
     """The memory of every stage between two cuts, on one worker.
 
@@ -73,7 +85,7 @@ class MemoryModel:
         self._nodes = self._by_moment(moment, np.ones(len(graph)))
         self._workspace = np.zeros(len(self._nodes))
         np.maximum.at(self._workspace, moment, graph.workspace_bytes)
-        self._last: tuple[int, Floats] = (-1, np.empty(0))
+        self._last: tuple[int, tuple[Floats, ...]] = (-1, ())
 
     def _by_moment(self, moment: NDArray[np.intp], values: Floats) -> Floats:
         """[moment, state]: the sum over the moment's nodes before the cut."""
@@ -83,9 +95,17 @@ class MemoryModel:
     def total(self, start: int, ends: States, peak: Peak, recompute: bool) -> Floats:
         """Bytes of the stages from `start` to each of `ends`, with `peak` in flight."""
         if self._last[0] != start:  # a search asks for one start many times in a row
-            self._last = start, self._varying(start, slice(None)).max(axis=0)
-        constant = self._constant(start, ends, peak, recompute)
-        return np.asarray(sum(constant.values())) + self._last[1][ends]
+            varying = self._varying(start, slice(None)).max(axis=0)
+            self._last = start, (*self._amounts(start, slice(None)), varying)
+        parameters, saved, received, sent, varying = self._last[1]
+        copies = self._copies(peak, recompute)
+        return np.asarray(
+            (1 + copies.older + copies.state) * parameters[ends]
+            + copies.saved * saved[ends]
+            + copies.received * received[ends]
+            + sent[ends]
+            + varying[ends]
+        )
 
     def of(self, start: int, end: int, peak: Peak, recompute: bool) -> StageMemory:
         """The items of one stage.
@@ -109,19 +129,34 @@ class MemoryModel:
 
     def _constant(self, start: int, ends: States, peak: Peak, recompute: bool) -> dict[str, Floats]:
         """The items that do not change during the backward pass."""
-        parameters = self._parameters[-1, ends] - self._parameters[-1, start]
-        saved = self._saved[-1, ends] - self._saved[-1, start]
-        received = self.cuts.bytes_received(start)[ends]
-        predicting = self.settings.weight_prediction and peak.in_flight > 1
-        older = peak.in_flight if predicting else peak.versions - 1
+        parameters, saved, received, sent = self._amounts(start, ends)
+        copies = self._copies(peak, recompute)
         return {
             "parameters": parameters,
-            "weight_versions": older * parameters,
-            "optimizer_state": (STATES[self.settings.optimizer] + predicting) * parameters,
-            "activations": 0 * saved if recompute else (peak.in_flight - 1) * saved,
-            "inputs": (peak.in_flight + 1) * received + self.cuts.bytes_across[ends],
+            "weight_versions": copies.older * parameters,
+            "optimizer_state": copies.state * parameters,
+            "activations": copies.saved * saved,
+            "inputs": copies.received * received + sent,
             "workspace": 0 * saved,
         }
+
+    def _amounts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats, Floats]:
+        """Bytes of parameters, and of what a minibatch saves, receives and sends."""
+        return (
+            self._parameters[-1, ends] - self._parameters[-1, start],
+            self._saved[-1, ends] - self._saved[-1, start],
+            self.cuts.bytes_received(start)[ends],
+            self.cuts.bytes_across[ends],
+        )
+
+    def _copies(self, peak: Peak, recompute: bool) -> _Copies:
+        predicting = self.settings.weight_prediction and peak.in_flight > 1
+        return _Copies(
+            older=peak.in_flight if predicting else peak.versions - 1,
+            state=STATES[self.settings.optimizer] + predicting,
+            saved=0 if recompute else peak.in_flight - 1,
+            received=peak.in_flight + 1,
+        )
 
     def _varying(self, start: int, ends: States) -> Floats:
         """[moment, end]: what changes during the backward pass; the last moment is the update."""

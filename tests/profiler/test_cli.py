@@ -226,7 +226,7 @@ MODELS = {
     "resnet50": ["torchvision:resnet50", "--input", "3x32x32"],
     "densenet121": ["torchvision:densenet121", "--input", "3x32x32"],
     "inception_v3": ["torchvision:inception_v3"],
-    "vit_b_16": ["torchvision:vit_b_16", "--arg", "image_size=32"],
+    "vit_tiny": ["timm:vit_tiny_patch16_224", "--input", "3x224x224"],
     "gpt2": ["transformers:gpt2", "--arg", "n_layer=2", "--arg", "n_embd=32", "--arg", "n_head=2"],
     "bert": [
         "transformers:bert", "--arg", "num_hidden_layers=2", "--arg", "hidden_size=32",
@@ -249,7 +249,7 @@ PARAMETERS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_real_models_go_through(run: Run, tmp_path: Path, model: str) -> None:
     small = ["--batch-size", "2", "--warmup", "1", "--repeats", "1"]
-    if model not in PARAMETERS and model != "vit_b_16":
+    if model not in PARAMETERS and model != "vit_tiny":
         small += ["--arg", "vocab_size=99", "--input", "16:int64"]
     code, _, err = run(*MODELS[model], *small, "-o", "out")
     assert (code, err) == (0, ""), err

@@ -76,7 +76,13 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param(name, marks=pytest.mark.slow if words else ())
+        for name, words in LAUNCHERS.items()
+    ],
+)
 def test_each_launcher_trains_the_plan(launcher: str, folder: Path) -> None:
     done = run(folder, *LAUNCHERS[launcher], *TRAIN, "-o", "run")
     assert done.returncode == 0, done.stderr

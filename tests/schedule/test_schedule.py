@@ -409,6 +409,7 @@ def test_no_minibatches_no_actions():
     assert made.chart().split() == ["0", "0.1", "1"]
 
 
+@pytest.mark.slow
 def test_long_epoch_on_ten_workers_is_quick():
     began = time.process_time()
     made = schedule("weight-stashing", (4, 3, 2, 1), chain(4), 20_000)
