@@ -1,6 +1,6 @@
 """Rendezvous, point-to-point messages and all-reduce between processes.
 
-`launcher` reads what torchrun, mpirun or srun says of this process; `rendezvous` joins it with the
+`rank_info` reads what torchrun, mpirun or srun says of this process; `rendezvous` joins it with the
 others. `transport` carries the tensors between stages, `buckets` adds up gradients,
 `store_messages` carries small values. Begin with `transport`.
 """

@@ -24,8 +24,10 @@ BUCKET_BYTES = 4 * 2**20
 
 @dataclass
 class _Bucket:
-    """`flat` has room for the gradients of `names`, and for each how many replicas have one; those
-    of `missing` have yet to come. `without`: those that this replica has none of.
+    """`flat` has room for the gradients of `names`, and for each how many replicas have one.
+
+    `missing`: parameters whose gradients have not arrived yet. `without`: parameters for which this
+    replica has no gradient.
     """
 
     names: list[str]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from pipedream.comm.launcher import RankInfo, restarts
+from pipedream.comm.rank_info import RankInfo, restarts
 from pipedream.graph.errors import UserError
 
 

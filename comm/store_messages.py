@@ -8,7 +8,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 
 _PIECE = 1 << 20
 _SECONDS_BETWEEN_LOOKS = 0.002

@@ -30,7 +30,7 @@ _Kind: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class PeerLost(RuntimeError):
-    """Another rank does not answer any more: `peer`, if it is known which."""
+    """Another rank no longer answers; `peer` is its rank, if known."""
 
     def __init__(self, message: str, peer: int | None = None) -> None:
         super().__init__(message)
@@ -181,7 +181,7 @@ class _SendQueue:
 
     With `aside` a thread sends: gloo copies a message to the network in the call that sends it.
     NCCL only enqueues the call, and needs all of them from one thread. Its sends are waited for on
-    a stream of their own, so that the computation does not wait, too.
+    a stream of their own, so that the computation need not wait for them.
     """
 
     def __init__(

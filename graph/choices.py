@@ -18,6 +18,8 @@ DEFAULT_ORDER = "1f1b"
 OptimizerName: TypeAlias = Literal["sgd", "momentum", "adam"]
 """They keep no, one or two tensors of state for each parameter."""
 
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
+
 Recompute: TypeAlias = Literal["never", "auto", "always"]
 
 InFlight: TypeAlias = Literal["useful", "least"]

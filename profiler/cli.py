@@ -186,7 +186,7 @@ def _measure_network(parameters: Mapping[str, Any]) -> int:
     # Otherwise torch adds C++ traces to the line that says that a rank was lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    from pipedream.comm.launcher import environment, reports_errors
+    from pipedream.comm.rank_info import environment, reports_errors
     from pipedream.profiler.network.options import network_options
 
     try:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipedream.comm.launcher import environment, restarts
+from pipedream.comm.rank_info import environment, restarts
 from pipedream.graph.choices import SCHEDULES
 from pipedream.graph.command import COUNT, PATH, Command, FiniteRange, UserError, option
 
 if TYPE_CHECKING:
-    from pipedream.comm.launcher import RankInfo
+    from pipedream.comm.rank_info import RankInfo
     from pipedream.runtime.job import Job
 
 

@@ -40,7 +40,9 @@ def train_epochs(context: RankContext) -> Position | None:
     """
     local, first, stopped = context.local, context.first, None
     if first.minibatch == 0:
-        _try_if_due(context, first.epoch)  # a run may have ended between the checkpoint and this
+        _evaluate_if_due(
+            context, first.epoch
+        )  # a run may have ended between the checkpoint and this
     for epoch in range(first.epoch, local.job.epochs):
         begin = first.minibatch if epoch == first.epoch else 0
         ahead = list(training_segments(local.examples.minibatches, local.every, begin))
@@ -49,7 +51,7 @@ def train_epochs(context: RankContext) -> Position | None:
             break
         if epoch + 1 == local.job.epochs:
             context.graceful_stop.end()
-        _try_if_due(context, epoch + 1)
+        _evaluate_if_due(context, epoch + 1)
     context.graceful_stop.end()
     context.saver.end()
     if stopped is not None:
@@ -58,22 +60,22 @@ def train_epochs(context: RankContext) -> Position | None:
 
 
 def _leave_together(context: RankContext) -> None:
-    """Once rank 0 has saved: mpirun ends all when one leaves with another code than 0."""
+    """Waits until rank 0 has saved: mpirun ends all ranks once one exits with a non-zero code."""
     broadcast(context.store, context.local.rank_info, "saved", True)  # however long it takes
     context.transport.barrier()  # until then rank 0 keeps the store
 
 
-def _try_if_due(context: RankContext, done: int) -> None:
+def _evaluate_if_due(context: RankContext, done: int) -> None:
     """Evaluates the held-out data, if that is due after so many epochs."""
     job, evaluation = context.local.job, context.local.evaluation
     if evaluation is None or done == 0:
         return
     every = job.config.evaluate_every or 1
     if done % every == 0 or done == job.epochs:
-        _try_held_out(context, evaluation, done)
+        _evaluate(context, evaluation, done)
 
 
-def _try_held_out(context: RankContext, evaluation: Evaluation, epoch: int) -> None:
+def _evaluate(context: RankContext, evaluation: Evaluation, epoch: int) -> None:
     """Evaluates the held-out data after `epoch` epochs. Raises as `Evaluation.run` does."""
     local, rank_info = context.local, context.local.rank_info
     context.say(f"at the held-out data after epoch {epoch}")
@@ -86,10 +88,10 @@ def _try_held_out(context: RankContext, evaluation: Evaluation, epoch: int) -> N
         of_ranks = [receive_message(context.store, each) for each in keys]
         context.metrics = EvaluationTotals.result(of_ranks)
         context.display.held_out(epoch, epoch * local.examples.minibatches, context.metrics)
-    _show_scheduler(context, key)
+    _step_metric_scheduler(context, key)
 
 
-def _show_scheduler(context: RankContext, key: str) -> None:
+def _step_metric_scheduler(context: RankContext, key: str) -> None:
     """Passes the metric that a scheduler needs from rank 0 to all, which then take the same step.
 
     The checkpoint of this moment was saved before: a run resumed from it comes here again.

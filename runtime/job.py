@@ -183,7 +183,7 @@ class Job:
             raise UserError(f"--replan: {graph} is not the graph that {self.replan} was made from")
 
     def check_folder(self) -> None:
-        """Makes the folder. Raises UserError if it cannot, or has another run's checkpoints."""
+        """Creates the folder. Raises UserError if it cannot, or if it has another's checkpoints."""
         try:
             self.run.mkdir(parents=True, exist_ok=True)
         except OSError as error:

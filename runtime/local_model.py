@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from pipedream.capture.loss import load_loss
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import choose_device
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.errors import UserError

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 from pipedream.capture.compute_settings import keep_freed_memory
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import RendezvousError, connect_store
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError

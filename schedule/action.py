@@ -45,8 +45,8 @@ BEGINS_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 """What waits for the gradients of later stages, and makes those for earlier ones."""
 
 ENDS_BACKWARD = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
-"""After it a minibatch is in flight no longer and needs its version of the weights no more; the
-last one of a round closes it."""
+"""After it the minibatch is no longer in flight and no longer needs its version of the weights. The
+last one of a round ends the round."""
 
 
 _TEXT = re.compile(

@@ -188,14 +188,14 @@ class Flush(Policy):
         return 1
 
     def in_flight(self, stage: int) -> int:
-        """Of a round no more than there are, or `warm_up` has."""
+        """At most a round's minibatches, or `warm_up` if that is more; never above the window."""
         of_round = -(-self.spec.microbatches // self.spec.replicas[stage])
         return min(self.window[stage], max(of_round, warm_up(self.spec.replicas, stage)))
 
 
 class GPipe(Flush):
     """All forward passes of a round, then all backward passes (Huang et al., "GPipe", NeurIPS 2019,
-    section 2.3 and figure 2c), in the reverse order as there: what was saved last is used first.
+    section 2.3 and figure 2c), in the paper's reverse order: what was saved last is used first.
 
     Learns what flush learns, and holds more: all m minibatches of a round.
     """

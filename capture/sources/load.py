@@ -56,8 +56,8 @@ def load(
     `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`,
     called with `args`. A factory returns a module, optionally with its example inputs and a dict of
     keyword inputs; it gets `batch_size` if it has a parameter of that name. `inputs` describe the
-    inputs (see `example`) and override the model's own. With `meta` the model has no memory: see
-    `pipedream.capture.fake_tensors`. Raises UserError.
+    inputs (see `minibatch.example`) and override the model's own. With `meta` the model has no
+    memory: see `pipedream.capture.fake_tensors`. Raises UserError.
     """
     library, _, name = source.partition(":")
     model, own = _make(source, args, batch_size, None, meta)
@@ -125,7 +125,7 @@ def load_config_model(config: RunConfig, directory: Path, meta: bool = False) ->
 def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | None]:
     """Loads the training set of a run config, and its held-out set or None.
 
-    Calls the factory with `data.args`; `image_folder` and `huggingface` are the built-in ones.
+    Calls the factory with `data.args`; `torchvision-folder:` and `huggingface:` are built in.
     Raises UserError.
     """
     source = config.data.source

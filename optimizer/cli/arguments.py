@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pipedream.graph.choices import SCHEDULES
+from pipedream.graph.choices import OPTIMIZERS, SCHEDULES
 from pipedream.graph.command import COUNT, PATH, FiniteRange, option
 
 EXAMPLES = (
@@ -136,8 +136,8 @@ GROUPS = {
     "Schedule and memory": (
         option(
             "--schedule",
-            "Order of passes and updates.  [default: weight-stashing; flush with --objective"
-            " latency]",
+            "When weights are updated, and which version a minibatch uses.  [default:"
+            " weight-stashing; flush with --objective latency]",
             click.Choice(SCHEDULES),
         ),
         option(
@@ -156,7 +156,7 @@ GROUPS = {
         option(
             "--optimizer",
             "Optimizer whose state is counted: none, one or two tensors per parameter.",
-            click.Choice(["sgd", "momentum", "adam"]),
+            click.Choice(OPTIMIZERS),
             default="adam",
         ),
         option(

@@ -1,4 +1,4 @@
-"""Cost models by name: how long a stage takes on its replicas (symbols: see `Work`).
+"""Cost models by name: how long a stage takes on its replicas (symbols: see each).
 
 All are closed forms in the time of the stage on one component of the level below. The search and
 its lower bounds rely on three properties of each:
@@ -12,6 +12,7 @@ its lower bounds rely on three properties of each:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -92,7 +93,7 @@ def overhead(
 
 @dataclass(frozen=True)
 class PaperCost:
-    """PipeDream, SOSP 2019, section 3.1; seeds/004, section 4.2.
+    """PipeDream, SOSP 2019, section 3.1.
 
     Stage: max(C', 2(m-1)W/B)/m. Boundary before every stage but the first of its pipeline: 2a/B,
     divided by the activation compression ratio if there is one. The recurrence
@@ -193,11 +194,12 @@ class MeasuredCost:
         return _sum_or_boundary(terms)
 
 
-COST_MODELS: dict[str, type[PaperCost] | type[ReleasedCost] | type[MeasuredCost]] = {
+COST_MODELS: dict[str, Callable[[float | None], CostModel]] = {
     "paper": PaperCost,
     "released": ReleasedCost,
     "measured": MeasuredCost,
 }
+"""By the name in --cost-model; each is called with --activation-compression, None if not given."""
 
 
 def default_cost_model(cluster: Cluster) -> str:

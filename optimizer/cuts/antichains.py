@@ -1,5 +1,4 @@
-"""The antichain DAG: every way to cut a model in two (PipeDream, SOSP 2019, section 3.1;
-seeds/004).
+"""The antichain DAG: every way to cut a model in two (PipeDream, SOSP 2019, section 3.1).
 
 A state is a *downset*: a set of nodes that contains the producers of each of its nodes, so the
 first k stages can compute it. Its frontier, the nodes that no other of its nodes reads, is an

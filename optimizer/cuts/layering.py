@@ -1,5 +1,5 @@
 """Groups operators into layers, so that there are fewer cuts to search (Alpa, OSDI 2022, section
-5.2; seeds/002, part 3).
+5.2).
 
 For K operators in topological order, G(k, r) is the most that any layer receives, minimized over
 all ways to group the first k operators into r layers:

@@ -2,11 +2,12 @@
 
 | framework | file | holds |
 |---|---|---|
-| torch | export-torch.json | the operators of each stage; runtime/pipelining.py makes of it a
-  `split_policy` for torch.distributed.pipelining.pipeline |
+| torch | export-torch.json | the operators of each stage |
 | torchtitan | export-torchtitan.json | fields of its ParallelismConfig |
 | DeepSpeed | export-deepspeed.json | the modules in order, and `parts`: where each stage begins |
 | Megatron | export-megatron.json | its options, among them the pipeline layout |
+
+runtime/pipelining.py makes a `split_policy` for torch.distributed.pipelining.pipeline of torch's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The hierarchical dynamic program: the best pipeline of pipelines over nested downsets.
 
-PipeDream, SOSP 2019, section 3.1 (seeds/004, section 4.2), from the innermost level outwards: level
+PipeDream, SOSP 2019, section 3.1, from the innermost level outwards: level
 k divides a piece of the model into stages, each replicated over some components of level k - 1, so
 that the cost of a stage rests on the best pipeline *inside* one component. Level 0 is a device.
 

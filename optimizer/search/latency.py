@@ -1,5 +1,5 @@
 """The flat pipeline that finishes a batch soonest: Alpa's inter-operator pass (OSDI 2022,
-section 5.2; seeds/002, part 3).
+section 5.2).
 
 A flat pipeline of stages on submeshes (submeshes.py) takes sum t_i + (B - 1) max t_j for B
 microbatches. The t_i come from the same StageCost as in the throughput search: the stage's cost

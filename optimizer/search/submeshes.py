@@ -1,5 +1,5 @@
 """Submeshes: the parts of a cluster that a stage of a flat pipeline may use (Alpa, OSDI 2022,
-section 5; seeds/002, part 3).
+section 5).
 
 A submesh is some devices of one machine, or some whole machines of one component of the next level,
 and so on outwards: Alpa's (1, 1) to (1, M) and (2, M) to (N, M), for any number of levels. The

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from pipedream.capture.compute_settings import keep_freed_memory
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import RendezvousError, choose_device, connect_store, join
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError

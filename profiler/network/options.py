@@ -12,7 +12,7 @@ from pipedream.graph.units import parse_bytes
 from pipedream.profiler.network.levels import parse_machines
 
 if TYPE_CHECKING:
-    from pipedream.comm.launcher import RankInfo
+    from pipedream.comm.rank_info import RankInfo
 
 LARGEST = "64MB"
 _SMALLEST = 900  # bytes

@@ -111,7 +111,7 @@ def _draw_panel(axes: Axes, name: str, frame: pd.DataFrame, bars: Sequence[_Bars
 
 
 def _draw_bars(axes: Axes, share: Axes, frame: pd.DataFrame, bars: Sequence[_Bars]) -> _Numbers:
-    """Draws bars, and a curve each for those inside and for all others together; these in all."""
+    """Draws the bars, and curves of the inside and the stacked ones; returns the stacked sums."""
     places = np.arange(len(frame))
     wide = 0.85 if len(frame) <= _MOST_GAPS else 1.0
     stacked = np.zeros(len(frame))
@@ -128,7 +128,7 @@ def _draw_bars(axes: Axes, share: Axes, frame: pd.DataFrame, bars: Sequence[_Bar
 
 
 def _draw_curve(axes: Axes, values: _Numbers, colour: str, line: str) -> None:
-    """The share of the whole that each node and those before it have; none of nothing."""
+    """Draws the cumulative share up to each node; nothing if the total is zero."""
     if values.sum() > 0:
         share = np.cumsum(values) / values.sum()
         axes.plot(share, line, color=colour, linewidth=1.2, label="so far")

@@ -290,7 +290,7 @@ def _index(files: Iterable[Path]) -> _Index:
 
 
 def _point(link: Path, name: str) -> None:
-    """Has the link point at its neighbour of that name, without a moment in which it does not."""
+    """Points the link at its sibling `name`, atomically."""
     fresh = link.with_name(f"{link.name}.partial")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(name)

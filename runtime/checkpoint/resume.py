@@ -26,7 +26,7 @@ def resume(local: LocalModel, stepping: Stepping) -> Position:
         raise UserError(f"--resume: there is no checkpoint in {local.job.checkpoints}")
     saved = checkpoint.read_state(path)
     _check(local.job, path, saved)
-    _check_place(local, path, saved)
+    _check_position(local, path, saved)
     for stage in local.stages:
         with torch.no_grad():
             checkpoint.load_model(path, stage.saved)
@@ -53,8 +53,8 @@ def _check(job: Job, path: Path, saved: checkpoint.State) -> None:
         )
 
 
-def _check_place(local: LocalModel, path: Path, saved: checkpoint.State) -> None:
-    """Raises UserError if a position inside an epoch counts other minibatches than this run has."""
+def _check_position(local: LocalModel, path: Path, saved: checkpoint.State) -> None:
+    """Raises UserError if the checkpoint lies inside an epoch with other minibatches."""
     size, minibatches = local.job.config.batch_size, local.examples.minibatches
     before = saved.details.get("batch_size", size)
     if saved.minibatch and before != size:

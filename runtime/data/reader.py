@@ -64,7 +64,7 @@ class Batch:
 
     @property
     def kind(self) -> str:
-        """Shape and type of every input of an example, for a person."""
+        """Shape and type of every input of an example, as text for messages."""
         return ", ".join(f"{list(x.shape[1:])} of {str(x.dtype)[6:]}" for x in self.inputs)
 
 
@@ -73,8 +73,8 @@ class Epoch:
 
     The order depends on the seed and `number` alone, so every rank that needs a minibatch makes it
     for itself: stages that read an input of the model, and the last stage for the target. With
-    `drop_last` the examples that do not fill a minibatch are skipped, others in each epoch. `order`
-    has the indices of the examples, if they are not simply all, shuffled. `kind`: what all
+    `drop_last` the examples that do not fill a minibatch are skipped, different ones in each epoch.
+    `order` has the indices of the examples, if they are not simply all, shuffled. `kind`: what all
     minibatches have to be, if known. `draws`: the dataset uses torch's random numbers.
     """
 
@@ -216,7 +216,7 @@ def _by_processes(listed: _Listed, workers: int) -> Iterator[Batch | BaseExcepti
 
 
 def _go_on(_worker: int) -> None:
-    """What asks the rank to stop comes to its data processes, too, and it needs them to drain."""
+    """Ignores stop signals: data processes get them too, but the rank needs their data to drain."""
     for number in ASKING:
         signal.signal(number, signal.SIG_IGN)
 

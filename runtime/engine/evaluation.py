@@ -37,18 +37,21 @@ MOST_ON_THEIR_WAY = 4
 
 @dataclass
 class EvaluationTotals:
-    """Losses and predictions of some examples: of the predictions `of`, so many were `right`."""
+    """Summed losses of some examples, and how many of their `predictions` were `right`."""
 
     loss: float = 0.0
     examples: int = 0
     right: int = 0
-    of: int = 0
+    predictions: int = 0
 
     def add(self, loss: float, examples: int, hit: tuple[int, int] | None) -> None:
         """Adds `examples` with this mean loss, and how many of how many predictions were right."""
         self.loss += loss * examples
         self.examples += examples
-        self.right, self.of = (self.right + hit[0], self.of + hit[1]) if hit else (0, 0)
+        if hit:
+            self.right, self.predictions = self.right + hit[0], self.predictions + hit[1]
+        else:
+            self.right = self.predictions = 0
 
     @staticmethod
     def result(of_ranks: Iterable[Sequence[float]]) -> dict[str, float]:

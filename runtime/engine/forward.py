@@ -35,7 +35,7 @@ class Minibatches(Protocol):
 
 @contextmanager
 def computing(action: Action) -> Iterator[None]:
-    """Turns what operators of the model raise, such as for want of memory, into UserError."""
+    """Turns errors of the model's operators, such as running out of memory, into UserError."""
     try:
         yield
     except PeerLost:

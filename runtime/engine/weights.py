@@ -74,8 +74,8 @@ class Weights:
     def acquire(self, number: int, ahead: int = 0) -> Version:
         """That version, for a forward pass; `release` it after the backward pass.
 
-        With `ahead`, which the newest version alone can be, as it is expected to be after so many
-        updates; not one of the uses of the version itself.
+        With `ahead` (the newest version only): its weights as predicted that many updates ahead,
+        as a version of its own that does not count as a use of the newest.
         """
         if ahead:
             assert self.prediction is not None
@@ -103,7 +103,7 @@ class Weights:
     def accumulating(self, version: Version) -> Iterator[None]:
         """A backward pass in here adds its gradients to those of the round.
 
-        Autograd does so in place, parameter by parameter: never are there two whole sets.
+        Autograd does so in place, parameter by parameter, so two full sets never exist at once.
         """
         for name, tensor in version.tensors.items():
             tensor.grad = self.gradients.pop(name, None)

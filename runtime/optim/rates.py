@@ -32,8 +32,8 @@ _FUNCTIONS = ("lr_lambda", "scale_fn")
 class LearningRate:
     """The steps of one scheduler, if there is one.
 
-    `metric` is what it looks at, if at anything. Its steps so far are `advances`, or `metrics`:
-    what it was told, None for one that is not finite.
+    `metric`: what it depends on, if on anything. `advances` counts its steps; of a scheduler with a
+    metric, `metrics` lists the values that it received, None for one that is not finite.
     """
 
     def __init__(

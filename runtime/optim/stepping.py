@@ -1,6 +1,6 @@
 """From the mean gradients of a round to a step of the optimizer: unscaled, checked, clipped.
 
-Where all stages update at the same minibatches (`Policy.same_everywhere`) they decide together: the
+Where all stages update at the same minibatches (`Policy.uniform_updates`) they decide together: the
 norm is that of the whole model's gradient, and an update is left out by all or by none. Where each
 stage learns by itself the norm is that of the stage, because the others' gradients of these
 minibatches are not there yet. Replicas have the same sums, so they decide alike without asking.

@@ -93,7 +93,7 @@ class Display:
         if self.console.is_terminal:
             self.live.update(self.progress)
             self.live.stop()
-        with suppress(OSError):  # a full disk has been told
+        with suppress(OSError):  # a full disk was reported before
             self.file.close()
         if self.board is not None:
             self.board.close()
@@ -116,7 +116,7 @@ class Display:
             thread.join()
 
     def has_recorded(self, position: Position) -> bool:
-        """Whether metrics.jsonl has come as far. Raises UserError where it cannot be written."""
+        """Whether metrics.jsonl is written up to `position`. Raises UserError if it cannot be."""
         if self.failure is not None:
             raise self.failure
         return self.recorded >= position

@@ -12,7 +12,7 @@ from torch import nn
 from pipedream.capture.compute_settings import lowered
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.sources.load import load_config_model
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.data.order import Sizes

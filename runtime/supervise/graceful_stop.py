@@ -18,7 +18,7 @@ from types import FrameType
 
 from torch._C._distributed_c10d import Store
 
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.training_segment import (

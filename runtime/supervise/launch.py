@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from pipedream.comm.launcher import LOCALHOST, PORTS, RESTARTS, RankInfo, reports_errors
+from pipedream.comm.rank_info import LOCALHOST, PORTS, RESTARTS, RankInfo, reports_errors
 from pipedream.graph.errors import UserError
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch._C._distributed_c10d import Store
 
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.store_messages import broadcast
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, moved, read_plan

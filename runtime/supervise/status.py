@@ -23,7 +23,7 @@ SECONDS_BETWEEN_STATUSES = 0.5
 RECENT_SECONDS = 5.0
 _RECENT_PASSES = 10
 _MOST_EVENTS = 2_000
-"""That are looked through each time, so that very short actions do not make it long."""
+"""The most events examined for a status, so that many short actions do not slow it down."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Under torchrun and mpirun nobody notices that a rank was stopped: it neither dies nor answers. So
 each rank writes to the store every second what it does, and watches its neighbour, the rank before
-it in a ring. Who sees the neighbour stand still leaves a message for all. Time is counted only
+it in a ring. A rank whose neighbour stands still leaves a message for all. Time is counted only
 while a rank runs itself: one that was stopped and continues has not seen the others stand still.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import Store
 
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.transport import PeerLost
 from pipedream.runtime.supervise.launch import PEER_LOST
 

@@ -18,7 +18,7 @@ import torch
 from bench_runtime import MODELS, Same, Still, engine_of, plain_loop, prepare, rank_of
 
 from pipedream.capture.compute_settings import keep_freed_memory
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 
 TURNS = 9
 MINIBATCHES = 10

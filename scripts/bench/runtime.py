@@ -40,7 +40,7 @@ from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.capture.export import Value
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.buckets import StageGroups
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.transport import Message, Transport
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.plan import read_plan

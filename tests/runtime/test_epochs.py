@@ -14,7 +14,7 @@ from processes import free_port, run_processes
 from training import chain_config
 
 from pipedream.capture.export import capture
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.run_config import OptimizerConfig
 from pipedream.runtime import epochs
 from pipedream.runtime.engine.engine import Engine

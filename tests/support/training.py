@@ -16,7 +16,7 @@ import torch
 from processes import free_port, run_processes
 from torch import Tensor
 
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime import local_model
 from pipedream.runtime.checkpoint.files import latest, load_all

@@ -15,7 +15,7 @@ import pytest
 from commands import PROGRAMS, typed
 from processes import free_port, run_processes
 
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.cluster import Link
 from pipedream.graph.cluster_file import read_cluster
 from pipedream.graph.errors import UserError

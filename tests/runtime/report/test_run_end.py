@@ -14,7 +14,7 @@ from training import weights
 
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config_model
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
 from pipedream.runtime.job import Job
 from pipedream.runtime.trainer import train

@@ -14,7 +14,7 @@ from plans import cut, make_plan
 from torch import nn
 
 from pipedream.capture.export import Captured, capture
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig

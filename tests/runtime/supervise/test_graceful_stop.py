@@ -25,7 +25,7 @@ from torch.distributed import DistNetworkError
 from training import chain_config, losses, run_jobs, weights
 
 from pipedream.capture.export import capture
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.choices import SCHEDULES, ScheduleName
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.run_config import AsynchronousConfig, DataFactory, OptimizerConfig

@@ -19,7 +19,7 @@ from pipedream.runtime.supervise.launch import PEER_LOST, spawn
 WORKER = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from pipedream.comm.launcher import restarts
+from pipedream.comm.rank_info import restarts
 from pipedream.runtime.supervise import launch
 launch.die_with_parent()
 heartbeats = launch.start_heartbeat(int(os.environ["RANK"]))

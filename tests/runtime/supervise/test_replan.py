@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from training import losses, run_jobs, weights
 
 from pipedream.capture.export import capture
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, format_graph
 from pipedream.graph.plan import PlanningOptions, read_plan, write_plan

@@ -17,7 +17,7 @@ from processes import free_port
 from torch.distributed import HashStore
 
 from pipedream.capture.export import capture
-from pipedream.comm.launcher import RankInfo
+from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.plan import write_plan
 from pipedream.runtime.supervise.launch import PEER_LOST

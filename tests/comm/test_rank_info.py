@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipedream.comm.launcher import RankInfo, environment
+from pipedream.comm.rank_info import RankInfo, environment
 from pipedream.graph.errors import UserError
 
 OPEN_MPI = {
@@ -76,7 +76,7 @@ def test_mpirun_for_real():
     mpirun = Path(sys.executable).parent / "mpirun"
     if not mpirun.exists():
         pytest.skip("no mpirun here")
-    code = "from pipedream.comm.launcher import environment; print(environment())"
+    code = "from pipedream.comm.rank_info import environment; print(environment())"
     command = [mpirun, "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, "-c"]
     places = []
     for _ in range(2):
