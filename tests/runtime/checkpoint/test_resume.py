@@ -17,7 +17,7 @@ from pipedream.capture.export import capture
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import OptimizerConfig
 from pipedream.runtime.checkpoint.files import State
-from pipedream.runtime.checkpoint.resume import _check_place
+from pipedream.runtime.checkpoint.resume import _check_position
 from pipedream.runtime.job import Job
 
 SUPPORT = Path(small_models.__file__).parent
@@ -52,7 +52,7 @@ def test_inside_an_epoch_minibatches_are_counted(
     )
     saved = State(epoch=1, minibatch=minibatch, details={"batch_size": before})
     if problem is None:
-        _check_place(rank, Path("saved"), saved)
+        _check_position(rank, Path("saved"), saved)
     else:
         with pytest.raises(UserError, match=problem):
-            _check_place(rank, Path("saved"), saved)
+            _check_position(rank, Path("saved"), saved)
