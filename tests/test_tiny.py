@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from commands import typed
 
 from pipedream.graph.model import read_graph
 from pipedream.graph.plan import read_plan
@@ -57,18 +55,9 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, command: str) -> str:
     """What a command prints; it must succeed."""
-    program, *args = command.split()
-    done = subprocess.run(
-        [Path(sys.executable).with_name(program), *args],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout + done.stderr
+    done = typed(folder, command.split())
+    assert done.code == 0, f"{command}\n{done.out}{done.error}"
+    return done.out + done.error
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import Done, typed
 
 from pipedream.graph.model import read_graph
 from pipedream.graph.profile import read_profile
@@ -291,13 +292,10 @@ def test_a_fake_model_is_measured_a_node_at_a_time(run: Run, tmp_path: Path) -> 
     assert real.stretches
 
 
-def with_contention(folder: Path, model: str) -> subprocess.CompletedProcess[str]:
-    """Measured by the program itself, with one more process at work."""
-    words = [model, "--input", "3", "--repeats", "2", "--workers", "2", "-o", "out"]
-    return subprocess.run(
-        [Path(sys.executable).with_name("pd-profile"), *words],
-        cwd=folder, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+def with_contention(folder: Path, model: str) -> Done:
+    """Measured with one more process at work, a program of its own."""
+    words = ["pd-profile", model, "--input", "3", "--repeats", "2", "--workers", "2", "-o", "out"]
+    return typed(folder, words, seconds=120)
 
 
 @pytest.mark.slow
@@ -309,8 +307,8 @@ def test_others_are_at_work_meanwhile_and_gone_afterwards(tmp_path: Path) -> Non
         "    return torch.nn.Linear(3, 3)\n"
     )
     done = with_contention(tmp_path, "beside:net")
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    assert "2 workers at once" in done.stdout
+    assert (done.code, done.error) == (0, ""), done.error
+    assert "2 workers at once" in done.out
     assert read_profile(tmp_path / "out/profile.json").machine.workers == 2
     seen = [int(path.name.partition("-")[2]) for path in tmp_path.glob("seen-*")]
     assert len(seen) == 2
@@ -328,9 +326,9 @@ def test_a_contending_process_that_fails_is_one_line(tmp_path: Path) -> None:
         "    return torch.nn.Linear(3, 3)\n"
     )
     done = with_contention(tmp_path, "alone:net")
-    assert done.returncode == 2
-    assert done.stderr.startswith("pd-profile: --workers: one of the other processes could not")
-    assert len(done.stderr.splitlines()) == 1
+    assert done.code == 2
+    assert done.error.startswith("pd-profile: --workers: one of the other processes could not")
+    assert len(done.error.splitlines()) == 1
 
 
 def test_what_can_be_captured_and_not_run_is_one_line(run: Run, tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def plan_for(graph: Graph) -> Plan:
         if (cost := 1e-9 * (node.output_bytes + node.parameter_bytes))
     )
     cluster = Cluster(machines=(3,), bandwidth=(2e8,))
-    return optimize(Request(timed, cluster, COST_MODELS["paper"](None), "flush")).plan
+    return optimize(Request(timed, cluster, COST_MODELS["paper"](None), "flush"), 300).plan
 
 
 def plain_step(
