@@ -225,7 +225,7 @@ def test_help_answers_at_once_and_needs_no_torch() -> None:
 MODELS = {
     "vgg16": ["torchvision:vgg16", "--input", "3x32x32"],
     "resnet50": ["torchvision:resnet50", "--input", "3x32x32"],
-    "densenet121": ["torchvision:densenet121", "--input", "3x32x32"],
+    "densenet": ["image_models:small_densenet", "--input", "3x32x32"],
     "inception_v3": ["torchvision:inception_v3"],
     "vit_tiny": ["timm:vit_tiny_patch16_224", "--input", "3x224x224"],
     "gpt2": ["transformers:gpt2", "--arg", "n_layer=2", "--arg", "n_embd=32", "--arg", "n_head=2"],
@@ -241,7 +241,6 @@ MODELS = {
 PARAMETERS = {
     "vgg16": 138_357_544,
     "resnet50": 25_557_032,
-    "densenet121": 7_978_856,
     "inception_v3": 27_161_264,
 }  # as torchvision's documentation gives them
 
@@ -250,7 +249,7 @@ PARAMETERS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_real_models_go_through(run: Run, tmp_path: Path, model: str) -> None:
     small = ["--batch-size", "2", "--warmup", "1", "--repeats", "1"]
-    if model not in PARAMETERS and model != "vit_tiny":
+    if MODELS[model][0].startswith("transformers:"):
         small += ["--arg", "vocab_size=99", "--input", "16:int64"]
     code, _, err = run(*MODELS[model], *small, "-o", "out")
     assert (code, err) == (0, ""), err

@@ -43,9 +43,9 @@ MODELS: dict[str, tuple[DataFactory, dict[str, Any]]] = {
     "image_models:SmallVGG": (images(32), {}),
     "torchvision:resnet18": (images(64), {"num_classes": 10}),
     "image_models:small_densenet": (images(32, examples=4), {}),
-    "torchvision:inception_v3": (
-        images(299, examples=4),
-        {"num_classes": 10, "dropout": 0.0, "init_weights": False},
+    "torchvision:googlenet": (
+        images(64, examples=4),
+        {"num_classes": 10, "dropout": 0.0, "dropout_aux": 0.0, "init_weights": False},
     ),
     "image_models:small_vit": (images(32), {}),
     "transformers:gpt2": (
