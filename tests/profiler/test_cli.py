@@ -224,7 +224,7 @@ def test_help_answers_at_once_and_needs_no_torch() -> None:
 
 MODELS = {
     "vgg16": ["torchvision:vgg16", "--input", "3x32x32"],
-    "resnet50": ["torchvision:resnet50", "--input", "3x32x32"],
+    "resnet18": ["torchvision:resnet18", "--input", "3x32x32"],
     "densenet": ["image_models:small_densenet", "--input", "3x32x32"],
     "inception_v3": ["torchvision:inception_v3"],
     "vit_tiny": ["timm:vit_tiny_patch16_224", "--input", "3x224x224"],
@@ -240,7 +240,7 @@ MODELS = {
 }  # fmt: skip
 PARAMETERS = {
     "vgg16": 138_357_544,
-    "resnet50": 25_557_032,
+    "resnet18": 11_689_512,
     "inception_v3": 27_161_264,
 }  # as torchvision's documentation gives them
 
