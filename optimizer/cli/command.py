@@ -111,7 +111,7 @@ def _choose(options: Options) -> tuple[Choices, Options, Task, Outcome, Simulati
         try:
             planned[size] = _plan(tasks[size][1], tasks[size][0])
         except UserError as error:
-            return Choice(None, error.message, size)
+            return Choice(None, error.format_message(), size)
         return Choice(planned[size][0].plan, None, size)
 
     choices = Choices(tuple(map(choice, by_size)), options.global_batch)

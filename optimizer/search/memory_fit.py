@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 
 from pipedream.graph.errors import UserError
@@ -123,8 +124,28 @@ def fits(memory: MemoryModel, request: Request, types: DeviceTypes, solution: So
     return all(worker.share <= 1 for worker in workers)
 
 
-def nothing_fits(memory: MemoryModel, request: Request) -> UserError:
-    """The error that names the stage too large in the closest plan, and what would help."""
+class NothingFits(UserError):
+    """No plan fits. The message names the stage too large in the closest plan, and what would help.
+
+    It is composed when it is asked for, which takes as long as some plans: a sweep never asks.
+    """
+
+    def __init__(self, memory: MemoryModel, request: Request) -> None:
+        super().__init__("no plan fits")
+        self._memory, self._request = memory, request
+
+    @cached_property
+    def _text(self) -> str:
+        return _message(self._memory, self._request)
+
+    def format_message(self) -> str:
+        return self._text
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def _message(memory: MemoryModel, request: Request) -> str:
     cuts, allowed = memory.cuts, request.recompute != "never"
     closest = _least(memory, request, allowed)
     assert closest is not None
@@ -139,7 +160,7 @@ def nothing_fits(memory: MemoryModel, request: Request) -> UserError:
         lacking, remedies = "memory of the cluster's kinds:", ["devices with more"]
     remedies += _remedies(memory, request)
     help = ", ".join(remedies[:-1]) + " or " + remedies[-1] if remedies[1:] else remedies[0]
-    return UserError(
+    return (
         f"{lacking} {show_bytes(worker.device.memory)}: no plan fits; the closest needs"
         f" {show_bytes(needed)} in stage {position} of {len(closest.stages)}"
         f" ({_describe(cuts, closest.stages[position])}): {_items(worker)}; {help}"

@@ -32,7 +32,7 @@ from pipedream.optimizer.search.bounds import (
 from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.hierarchical import Search, affordable
 from pipedream.optimizer.search.latency import Latency, narrowed
-from pipedream.optimizer.search.memory_fit import fits, nothing_fits, too_many_versions
+from pipedream.optimizer.search.memory_fit import NothingFits, fits, too_many_versions
 from pipedream.optimizer.search.outcome import Outcome, make_outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.stages import TIE, Solution
@@ -187,7 +187,7 @@ def _planned(memory: MemoryModel, request: Request) -> Solution:
     """The best plan within the memory. Raises UserError if there is none."""
     solution = _solve(memory, request)
     if solution is None:
-        raise nothing_fits(memory, request)
+        raise NothingFits(memory, request)
     return solution
 
 
@@ -266,7 +266,7 @@ def plan_latency(
     memory = request.memory_model(cuts)
     solution = narrowed(cuts, fill_order, cost_of, goal).best()
     if solution is None:
-        raise nothing_fits(memory, request)
+        raise NothingFits(memory, request)
     slowest = lower_bound(graph, request.cluster, model, straight)
     stages = Solution(solution.cost, solution.stages)
     outcome = make_outcome(memory, request, stages, slowest, exact=False)

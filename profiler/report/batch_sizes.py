@@ -70,7 +70,7 @@ def profile_sizes(
         try:
             results.append(measured(size))
         except UserError as error:
-            raise UserError(f"at batch size {size}: {error.message}") from error
+            raise UserError(f"at batch size {size}: {error.format_message()}") from error
         _check_alike(results)
         click.echo(f"Written: {write(*results[-1], folder_of(folder, size))}")
     profiles = [profile for _, profile in results]

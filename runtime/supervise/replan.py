@@ -39,7 +39,7 @@ def _planned(job: Job, rank_info: RankInfo) -> dict[str, str]:
     try:
         return {"plan": _plan(job, rank_info.world_size).model_dump_json()}
     except UserError as error:
-        return {"error": error.message}
+        return {"error": error.format_message()}
 
 
 def _plan(job: Job, workers: int) -> Plan:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from random_graphs import graphs
 
 from pipedream.graph.cluster import Cluster
-from pipedream.graph.errors import UserError
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import COST_MODELS
 from pipedream.optimizer.cost.stage_cost import Replication
@@ -20,6 +19,7 @@ from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.bounds import latency_bound_over_bins
 from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.latency import DoneBounds, Latency, LatencySearch
+from pipedream.optimizer.search.memory_fit import NothingFits
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.stages import Rules
@@ -92,7 +92,7 @@ def check(
     )
     request = replace(request, memory=memory)
     if best == math.inf:
-        with pytest.raises(UserError, match="no plan fits"):
+        with pytest.raises(NothingFits):
             optimize(request)
         return
     outcome = optimize(request, tried)
