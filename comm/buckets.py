@@ -17,9 +17,7 @@ from torch import Tensor
 
 from pipedream.comm.transport import Sum, Transport
 from pipedream.graph.plan import RankAssignment
-
-BUCKET_BYTES = 4 * 2**20
-"""A sum of more bytes is several sums of about so many, all of them under way at once."""
+from pipedream.schedule.overlap import BUCKET_BYTES
 
 
 @dataclass

@@ -8,10 +8,17 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil, lcm
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipedream.graph.timeline import Timeline
 from pipedream.schedule.action import BACKWARDS, ENDS_BACKWARD, Kind
 from pipedream.schedule.policy import Policy
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
 
 BUSY: Collection[str] = BACKWARDS | {Kind.FORWARD, Kind.UPDATE}
 """The kinds of action that are work; the rest of a rank's time is the bubble."""
@@ -69,19 +76,34 @@ class SteadySpan:
 def steady_window(timeline: Timeline, span: SteadySpan | None) -> tuple[float, float]:
     """When the span begins and ends, in the seconds of the timeline.
 
-    From when all stages have run the backward passes before minibatch `first` to when they have
-    run those before `last`; without a span from the first action to the last.
+    From when a stage has run the backward passes before minibatch `first` to when it has run those
+    before `last`, for the stage that takes longest; without a span from the first action to the
+    last. (From when all stages have run them, the window would be too short by as much as early
+    stages lag behind at its beginning more than at its end.)
     """
     events = [event for events in timeline.values() for event in events]
     begin = min((event.begin for event in events), default=0.0)
     if span is None:
         return begin, max((event.end for event in events), default=0.0)
     passes = [event for event in events if event.action.kind in ENDS_BACKWARD]
+    stage = np.array([event.action.stage for event in passes])
+    minibatch = np.array([event.action.minibatch for event in passes])
+    return longest_window(stage, minibatch, np.array([event.end for event in passes]), span, begin)
 
-    def completed(count: int) -> float:
-        return max((e.end for e in passes if e.action.minibatch < count), default=begin)
 
-    return completed(span.first), completed(span.last)
+def longest_window(
+    stage: Ints, minibatch: Ints, end: Floats, span: SteadySpan, begin: float = 0.0
+) -> tuple[float, float]:
+    """The same of backward passes, given by arrays; `begin`: of the first action."""
+    windows = []
+    for number in range(stage.max(initial=-1) + 1):
+        own = stage == number
+        first, last = (
+            float(end[own & (minibatch < count)].max(initial=begin))
+            for count in (span.first, span.last)
+        )
+        windows.append((first, last))
+    return max(windows, key=lambda window: window[1] - window[0], default=(begin, begin))
 
 
 def bubble(busy: float, ranks: int, window: float) -> float:

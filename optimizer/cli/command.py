@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from pipedream.optimizer.compare.batch_sizes import Choices
     from pipedream.optimizer.search.outcome import Outcome
-    from pipedream.optimizer.simulate.workload import Simulation
+    from pipedream.optimizer.simulate.simulation import Simulation
 
 
 @click.command("pd-optimize", cls=Calculation, groups=GROUPS, examples=EXAMPLES)

@@ -26,7 +26,7 @@ from pipedream.optimizer.cost.price_plan import price_plan
 from pipedream.optimizer.export.frameworks import export, write_export
 from pipedream.optimizer.report import make_console, print_table
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.simulate.workload import Simulation
+from pipedream.optimizer.simulate.simulation import Simulation
 
 
 def write_plan_files(

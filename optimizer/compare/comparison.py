@@ -22,8 +22,8 @@ from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.stages import Rules
+from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.simulator import simulate_plan
-from pipedream.optimizer.simulate.workload import Simulation
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,19 +1,20 @@
-"""The network of a cluster: how long a message takes, and which messages queue."""
+"""The network of a cluster: through which ports a message passes, and how much of them it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from pipedream.graph.cluster import Cluster, Link
 
 
-class _Port(NamedTuple):
+class Port(NamedTuple):
     """Where a component of `level` - 1 (0: a device) sends to or receives from its neighbours.
 
-    `component` counts all such components of the cluster. Ports are full duplex: what goes out does
-    not wait for what comes in.
+    `component` counts all such components of the cluster. Ports are full duplex: what goes out
+    takes nothing from what comes in.
     """
 
     level: int
@@ -21,49 +22,61 @@ class _Port(NamedTuple):
     out: bool
 
 
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes through ports at once, on an idle network `seconds` and then `latency`.
+
+    `busy`: seconds of that in which the ranks at its ends cannot compute.
+    """
+
+    seconds: float
+    latency: float
+    busy: float
+
+    @property
+    def total(self) -> float:
+        """Seconds on an idle network."""
+        return self.seconds + self.latency
+
+
 class Network:
-    """Carries messages, which must be sent in the order of time.
+    """What messages and sums need of the ports of a cluster.
 
     Two ranks meet at the lowest level at which both are in one component. A message between them
     leaves through the ports of every component around its source below that level, and enters
-    through those around its target. It starts when all of these are free and occupies each for as
-    long as the link of its level takes for its bytes, without latency. It arrives when the slowest
-    port has let it through and the latency of the level where the ranks meet has passed. So
-    messages that share a port queue.
+    through those around its target. The slowest of them sets its pace, and the level where the
+    ranks meet its latency.
+
+    An all-reduce is a ring of its m ranks (Patarasuk and Yuan, 2009): 2 (m - 1) steps, each sending
+    an m-th of the bytes to the next rank. Steps wait for one another, so the slowest port of the
+    ring sets the pace of all.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.taken_until: dict[_Port, float] = {}
         levels = range(1, len(cluster.machines) + 1)
         self.links = [cluster.link(level) for level in levels]
         self.ring_links = [cluster.ring_link(level) for level in levels]
 
-    def send(self, now: float, source: int, target: int, amount: float) -> float:
-        """The time at which `amount` bytes that `source` sends now arrive at `target`."""
-        ports = list(self._path(source, target))
-        occupied = [_occupied(self.links[port.level - 1], amount) for port in ports]
-        return self._pass(now, ports, occupied) + _latency(
-            self.links[self.meet(source, target) - 1]
-        )
+    def message(self, source: int, target: int, amount: float) -> Transfer:
+        """A message of `amount` bytes."""
+        levels = self.meet(source, target)
+        seconds = [_occupied(link, amount) for link in self.links[:levels]]
+        slowest = seconds.index(max(seconds))
+        busy = self.links[slowest].busy * seconds[slowest]
+        return Transfer(seconds[slowest], latency(self.links[levels - 1]), busy)
 
-    def all_reduce(self, now: float, ranks: Sequence[int], amount: float) -> float:
-        """The time at which all `ranks`, which begin now, have the sum of their `amount` bytes.
-
-        A ring of m ranks (Patarasuk and Yuan, 2009): 2 (m - 1) steps, each sending an m-th of the
-        bytes to the next rank.
-        """
-        count = len(ranks)
-        if count == 1:
-            return now
-        ring = sorted(ranks)
-        pairs = list(zip(ring, [*ring[1:], ring[0]], strict=True))
-        ports = sorted({port for pair in pairs for port in self._path(*pair)})
-        latency = max(_latency(self.ring_links[self.meet(*pair) - 1]) for pair in pairs)
-        steps = 2 * (count - 1)
-        part = amount / count
-        occupied = [steps * _occupied(self.ring_links[port.level - 1], part) for port in ports]
-        return self._pass(now, ports, occupied) + steps * latency
+    def all_reduce(self, ranks: Sequence[int], amount: float) -> Transfer:
+        """A sum of `amount` bytes over the ranks."""
+        steps, part = 2 * (len(ranks) - 1), amount / len(ranks)
+        levels = sorted({self.meet(*pair) for pair in _ring(ranks)})
+        if not levels:
+            return Transfer(0.0, 0.0, 0.0)
+        links = self.ring_links[: levels[-1]]
+        seconds = [steps * _occupied(link, part) for link in links]
+        slowest = seconds.index(max(seconds))
+        slow = max(latency(self.ring_links[level - 1]) for level in levels)
+        return Transfer(seconds[slowest], steps * slow, links[slowest].busy * seconds[slowest])
 
     def meet(self, one: int, other: int) -> int:
         """The lowest level at which both ranks are in one component, 1 the innermost."""
@@ -74,27 +87,42 @@ class Network:
                 return level
         raise AssertionError("a rank outside the cluster")
 
-    def _path(self, source: int, target: int) -> Iterator[_Port]:
+    def path(self, source: int, target: int) -> Iterator[Port]:
+        """The ports that a message passes."""
         for level in range(1, self.meet(source, target) + 1):
-            yield _Port(level, source, True)
-            yield _Port(level, target, False)
+            yield Port(level, source, True)
+            yield Port(level, target, False)
             count = self.cluster.machines[level - 1]
             source, target = source // count, target // count
 
-    def _pass(self, now: float, ports: Sequence[_Port], occupied: Sequence[float]) -> float:
-        """Occupies each port for its seconds, once all are free; returns when the last is done."""
-        begin = max([now, *(self.taken_until.get(port, 0.0) for port in ports)])
-        for port, seconds in zip(ports, occupied, strict=True):
-            self.taken_until[port] = begin + seconds
-        return begin + max(occupied)
+    def ring(self, ranks: Sequence[int]) -> list[Port]:
+        """The ports that an all-reduce over the ranks passes."""
+        return sorted({port for pair in _ring(ranks) for port in self.path(*pair)})
+
+    def rate(self, port: Port) -> float:
+        """Bytes per second that the port lets through."""
+        return _rate(self.links[port.level - 1])
 
 
-def _latency(link: Link) -> float:
+def _ring(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
+    ordered = sorted(ranks)
+    if len(ordered) > 1:
+        yield from zip(ordered, [*ordered[1:], ordered[0]], strict=True)
+
+
+def latency(link: Link) -> float:
     """Seconds of an almost empty message."""
     return link.points[0][1] if link.points else link.latency
+
+
+def _rate(link: Link) -> float:
+    if link.bandwidth is not None:
+        return link.bandwidth
+    (fewer, sooner), (more, later) = link.points[-2:]
+    return (more - fewer) / max(later - sooner, 1e-12)
 
 
 @lru_cache(maxsize=100_000)
 def _occupied(link: Link, amount: float) -> float:
     """Seconds for which a message occupies the link: all but the latency."""
-    return max(0.0, float(link.seconds(amount)) - _latency(link))
+    return max(0.0, float(link.seconds(amount)) - latency(link))

@@ -47,7 +47,7 @@ def required_in_flight(plan: Plan, workload: Workload, policy: Policy) -> tuple[
 def _update(plan: Plan, policy: Policy, stage: int, work: StageWork) -> float:
     """Seconds of all-reduce and update per minibatch of a worker."""
     ranks = plan.stages[stage].ranks
-    reducing = Network(plan.cluster).all_reduce(0.0, ranks, work.parameter_bytes)
+    reducing = Network(plan.cluster).all_reduce(ranks, work.parameter_bytes).total
     return (reducing + work.update_seconds) * len(ranks) / policy.round_size(stage)
 
 
@@ -56,4 +56,4 @@ def _message(plan: Plan, link: tuple[int, int], amount: float) -> float:
     sources, targets = (plan.stages[stage].ranks for stage in link)
     count = min(lcm(len(sources), len(targets)), _MOST_PAIRS)
     pairs = {(sources[b % len(sources)], targets[b % len(targets)]) for b in range(count)}
-    return max(Network(plan.cluster).send(0.0, *pair, amount) for pair in pairs)
+    return max(Network(plan.cluster).message(*pair, amount).total for pair in pairs)

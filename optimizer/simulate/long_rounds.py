@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import ceil, lcm
 
 from pipedream.graph.timeline import Timeline
-from pipedream.optimizer.simulate.workload import Simulation
+from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.schedule.action import Kind
 from pipedream.schedule.steady_state import SteadySpan, bubble
 

@@ -1,31 +1,37 @@
 """Simulates the schedule that pd-train executes, action by action, on a cluster.
 
 Each rank performs its list of actions in order, as the engine does. Passes and updates take their
-time; a send takes none of the rank's; a receive waits for the message; an all-reduce waits for all
-replicas of the stage and then for the network. Messages that share a link queue; a rank's messages
-to itself take no time. Each half of a split backward pass takes half its time.
+time; a send takes none of the rank's; a receive waits for the message; a sum over the replicas of a
+stage begins in their last backward pass of a round and is waited for after it. Messages share the
+network (`play.py`); a rank's messages to itself take no time. Each half of a split backward pass
+takes half its time.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+
+import numpy as np
 
 from pipedream.graph.choices import DEFAULT_ORDER, MICROBATCHES
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import TrainingOverheads
-from pipedream.graph.timeline import Event, Timeline
-from pipedream.optimizer.cost.network import Network
+from pipedream.optimizer.cuts.planning_graph import Floats
 from pipedream.optimizer.simulate.long_rounds import lengthened, rounds_to_play
-from pipedream.optimizer.simulate.workload import UPDATE_RATE, Simulation, Workload
-from pipedream.schedule.action import Action, Kind, Versions, Worker
+from pipedream.optimizer.simulate.play import Ranks, play
+from pipedream.optimizer.simulate.program import KINDS, Program, program_of
+from pipedream.optimizer.simulate.simulation import Simulation
+from pipedream.optimizer.simulate.traffic import traffic_of
+from pipedream.optimizer.simulate.workload import UPDATE_RATE, StageWork, Workload
+from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Worker
+from pipedream.schedule.overlap import LOOK_AHEAD
 from pipedream.schedule.policy import policy
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
-from pipedream.schedule.steady_state import SteadySpan, bubble, steady_window
+from pipedream.schedule.steady_state import SteadySpan, bubble, longest_window
 
 MOST_MOVES = 2_000_000
 """Workers times minibatches of the largest simulation: about five seconds."""
@@ -88,203 +94,73 @@ def simulate(
     `actions` of each rank, which may run several workers [default: those of its order].
     """
     if actions is None:
-        workers: dict[int, list[Worker]] = {}
+        residents: dict[int, tuple[Worker, ...]] = {}
         for stage, replica in schedule.workers:
-            workers.setdefault(ranks[stage][replica], []).append((stage, replica))
-        actions = {rank: schedule.actions(*own) for rank, own in workers.items()}
-    run = _Simulator(schedule, actions, workload, cluster, ranks)
-    run.finish()
-    begin, end = steady_window(run.events, span)
-    period = (end - begin) / len(span)
+            rank = ranks[stage][replica]
+            residents[rank] = (*residents.get(rank, ()), (stage, replica))
+        numbers = tuple(residents)
+        program = program_of(schedule.spec, schedule.minibatches, tuple(residents.values()))
+    else:
+        numbers = tuple(actions)
+        program = Program.of(schedule, list(actions.values()))
+    works = [
+        workload.stages[stage].at(cluster.device(ranks[stage][replica]).speed)
+        for stage, replica in program.workers
+    ]
+    begin, end = play_program(program, workload, works, cluster, ranks, numbers)
+    period = seconds_per_minibatch(program, end, span)
     busy = sum(
         (work.forward_seconds + work.backward_seconds) / schedule.spec.replicas[stage]
         + work.update_seconds / schedule.policy.round_size(stage)
-        for (stage, _), work in run.works.items()
+        for (stage, _), work in zip(program.workers, works, strict=True)
     )
     return Simulation(
         seconds_per_minibatch=period,
-        bubble=bubble(busy, len(actions), period),
+        bubble=bubble(busy, len(numbers), period),
         steady_from=span.first,
-        events=run.events,
-        memory={rank: place.memory for rank, place in run.places.items()},
+        ranks=numbers,
+        program=program,
+        works=tuple(works),
+        begin=begin,
+        end=end,
     )
 
 
-@dataclass
-class _RankState:
-    """The progress of one rank: its actions, the next `position`, the `states` of its workers, and
-    what is recorded. Ties in time go to the lowest `number`.
-    """
-
-    number: int
-    actions: Sequence[Action]
-    states: list[_WorkerState] = field(default_factory=list)
-    position: int = 0
-    events: list[Event] = field(default_factory=list)
-    memory: list[tuple[float, float]] = field(default_factory=list)
-
-
-@dataclass
-class _WorkerState:
-    """What one worker holds, `bytes_held` in all; `gradients`: any not yet used by an update."""
-
-    place: _RankState
-    versions: Versions
-    in_flight: int = 0
-    gradients: bool = False
-    bytes_held: float = 0.0
+def play_program(
+    program: Program,
+    workload: Workload,
+    works: Sequence[StageWork],
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+) -> tuple[Floats, Floats]:
+    """When each action begins and ends, with the work of each worker; `numbers`: of the ranks."""
+    items, sums, streams = traffic_of(program, workload, cluster, ranks, numbers)
+    acting = Ranks(program.begin, program.op, program.subject, _seconds(program, works))
+    return play(acting, items, sums, streams, LOOK_AHEAD)
 
 
-class _Simulator:
-    """Event loop over the ranks: `turns` is a heap of when each is ready for its next action.
+def _seconds(program: Program, works: Sequence[StageWork]) -> Floats:
+    """Seconds of each action on its worker; 0 of messages and sums."""
+    table = np.array([[_of_kind(work, kind) for kind in KINDS] for work in works])
+    seconds: Floats = table[program.worker, program.kind]
+    return seconds
 
-    A rank that waits for others has no turn until they give it one.
-    """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        actions: Mapping[int, Sequence[Action]],
-        workload: Workload,
-        cluster: Cluster,
-        ranks: Sequence[Sequence[int]],
-    ) -> None:
-        self.schedule = schedule
-        self.workload = workload
-        self.ranks = ranks
-        self.network = Network(cluster)
-        self.works = {
-            worker: workload.stages[worker[0]].at(cluster.device(self.rank(worker)).speed)
-            for worker in schedule.workers
-        }
-        self.places = {
-            rank: _RankState(number, listed)
-            for number, (rank, listed) in enumerate(actions.items())
-        }
-        self.states: dict[Worker, _WorkerState] = {}
-        for worker in schedule.workers:
-            place = self.places[self.rank(worker)]
-            own = [a for a in place.actions if (a.stage, a.replica) == worker]
-            self.states[worker] = _WorkerState(place, Versions(own))
-            place.states.append(self.states[worker])
-        self.turns = [(0.0, place.number, place) for place in self.places.values()]
-        self.arrivals: dict[tuple[Worker, Worker, Kind, int], float] = {}
-        self.waiting: dict[tuple[Worker, Worker, Kind, int], float] = {}
-        self.gathering: dict[tuple[int, int], dict[Worker, float]] = {}
-        self.perform = {
-            Kind.FORWARD: self._forward,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward,
-            Kind.BACKWARD_WEIGHT: self._backward,
-            Kind.UPDATE: self._update,
-            Kind.SEND_ACTIVATION: self._send,
-            Kind.SEND_GRADIENT: self._send,
-            Kind.RECV_ACTIVATION: self._receive,
-            Kind.RECV_GRADIENT: self._receive,
-            Kind.ALL_REDUCE: self._all_reduce,
-        }
+def _of_kind(work: StageWork, kind: Kind) -> float:
+    if kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+        return work.backward_seconds / 2
+    return {
+        Kind.FORWARD: work.forward_seconds,
+        Kind.BACKWARD: work.backward_seconds,
+        Kind.UPDATE: work.update_seconds,
+    }.get(kind, 0.0)
 
-    def rank(self, worker: Worker) -> int:
-        return self.ranks[worker[0]][worker[1]]
 
-    def finish(self) -> None:
-        heapq.heapify(self.turns)
-        for worker in self.states:
-            self._hold(worker, 0.0)
-        while self.turns:
-            now, _, place = heapq.heappop(self.turns)
-            if place.position < len(place.actions):
-                action = place.actions[place.position]
-                self.perform[action.kind](now, (action.stage, action.replica))
-            else:
-                place.memory.append((now, sum(state.bytes_held for state in place.states)))
-        assert all(p.position == len(p.actions) for p in self.places.values()), "deadlock"
-
-    @property
-    def events(self) -> Timeline:
-        return {rank: place.events for rank, place in self.places.items()}
-
-    def _done(self, worker: Worker, begin: float, end: float) -> None:
-        """Records the action of the worker's rank from `begin` to `end`; the rank goes on."""
-        place = self.states[worker].place
-        place.events.append(Event(place.actions[place.position], begin, end))
-        place.position += 1
-        heapq.heappush(self.turns, (end, place.number, place))
-
-    def _action(self, worker: Worker) -> Action:
-        place = self.states[worker].place
-        return place.actions[place.position]
-
-    def _forward(self, now: float, worker: Worker) -> None:
-        self.states[worker].in_flight += 1
-        self._hold(worker, now)
-        self._done(worker, now, now + self.works[worker].forward_seconds)
-
-    def _backward(self, now: float, worker: Worker) -> None:
-        """A backward pass; minibatch and weights are needed no more once its last half is done."""
-        action, state = self._action(worker), self.states[worker]
-        halves = 2 if action.kind is Kind.BACKWARD else 1
-        end = now + self.works[worker].backward_seconds * halves / 2
-        self._hold(worker, now, backward=True)
-        if action.kind is not Kind.BACKWARD_INPUT:
-            state.in_flight -= 1
-            state.versions.gone_backward(action.version)
-            state.gradients = True
-        self._hold(worker, end)
-        self._done(worker, now, end)
-
-    def _update(self, now: float, worker: Worker) -> None:
-        state, end = self.states[worker], now + self.works[worker].update_seconds
-        state.versions.updated()
-        self._hold(worker, now)
-        state.gradients = False
-        self._hold(worker, end)
-        self._done(worker, now, end)
-
-    def _send(self, now: float, worker: Worker) -> None:
-        action = self._action(worker)
-        assert action.peer is not None
-        forwards = action.kind is Kind.SEND_ACTIVATION
-        link = (worker[0], action.peer[0]) if forwards else (action.peer[0], worker[0])
-        amount = (self.workload.forward_bytes if forwards else self.workload.backward_bytes)[link]
-        here, there = self.rank(worker), self.rank(action.peer)
-        arrival = now if here == there else self.network.send(now, here, there, amount)
-        received = Kind.RECV_ACTIVATION if forwards else Kind.RECV_GRADIENT
-        message = worker, action.peer, received, action.minibatch
-        self._done(worker, now, now)
-        if message in self.waiting:
-            self._done(action.peer, self.waiting.pop(message), arrival)
-        else:
-            self.arrivals[message] = arrival
-
-    def _receive(self, now: float, worker: Worker) -> None:
-        action = self._action(worker)
-        assert action.peer is not None
-        message = action.peer, worker, action.kind, action.minibatch
-        if message in self.arrivals:
-            self._done(worker, now, max(now, self.arrivals.pop(message)))
-        else:
-            self.waiting[message] = now
-
-    def _all_reduce(self, now: float, worker: Worker) -> None:
-        """All replicas go on when the last has arrived and the network is done."""
-        stage = worker[0]
-        key = stage, self._action(worker).minibatch
-        here = self.gathering.setdefault(key, {})
-        here[worker] = now
-        if len(here) < self.schedule.spec.replicas[stage]:
-            return
-        amount = self.workload.stages[stage].parameter_bytes
-        end = self.network.all_reduce(now, self.ranks[stage], amount)
-        for each, since in self.gathering.pop(key).items():
-            self._done(each, since, end)
-
-    def _hold(self, worker: Worker, now: float, backward: bool = False) -> None:
-        """Records what the worker's rank holds from now on; `backward`: during such a pass."""
-        state = self.states[worker]
-        older = len(state.versions.alive) - 1
-        memory = self.works[worker].memory
-        state.bytes_held = memory.at(older, state.in_flight, backward, state.gradients)
-        states = state.place.states
-        total = sum(each.bytes_held for each in states) if len(states) > 1 else state.bytes_held
-        state.place.memory.append((now, total))
+def seconds_per_minibatch(program: Program, end: Floats, span: SteadySpan) -> float:
+    """Of the steady state, when the actions end at these times."""
+    closing = [number for number, kind in enumerate(KINDS) if kind in ENDS_BACKWARD]
+    passes = np.isin(program.kind, closing)
+    stages = np.array([stage for stage, _ in program.workers])[program.worker[passes]]
+    first, last = longest_window(stages, program.minibatch[passes], end[passes], span)
+    return (last - first) / len(span)

@@ -1,4 +1,4 @@
-"""What is simulated: the work of each stage per minibatch, the bytes it sends; and the result."""
+"""What is simulated: the work of each stage per minibatch, and the bytes it sends."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipedream.graph.model import Graph
-from pipedream.graph.plan import Plan, Simulated
+from pipedream.graph.model import Graph, Node
+from pipedream.graph.plan import Plan
 from pipedream.graph.profile import TrainingOverheads
-from pipedream.graph.timeline import Event
 from pipedream.optimizer.cost.memory import HeldBytes
 from pipedream.schedule.action import StageLink
+from pipedream.schedule.overlap import BUCKET_BYTES
 from pipedream.schedule.policy import Policy
 
 UPDATE_RATE = 5e10
@@ -19,10 +19,17 @@ UPDATE_RATE = 5e10
 ten times as many bytes, and a GPU about 5e11 per second."""
 
 
+_MOST_PARTS = 4
+"""Sums of one round that are played one by one; further buckets are joined to these."""
+
+
 @dataclass(frozen=True)
 class StageWork:
     """The work of one worker: seconds of a minibatch's passes and of an optimizer step, bytes of
     parameters, and memory held.
+
+    `parts` of the sum over replicas: bytes, and the share of the backward pass after which their
+    gradients are there [default: all bytes after all of it].
     """
 
     forward_seconds: float
@@ -30,6 +37,11 @@ class StageWork:
     update_seconds: float = 0.0
     parameter_bytes: float = 0.0
     memory: HeldBytes = field(default_factory=HeldBytes)
+    parts: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def sums(self) -> tuple[tuple[float, float], ...]:
+        return self.parts or ((self.parameter_bytes, 1.0),)
 
     def at(self, speed: float) -> StageWork:
         """The same work on a device of relative `speed`."""
@@ -85,17 +97,47 @@ class Workload:
             overhead = (overheads or TrainingOverheads({})).of_stage(stage.stage, len(plan.stages))
             working = [node for node in nodes if not node.is_input]
             forward_seconds = overhead[0] + sum(node.forward_seconds for node in working)
+            again = forward_seconds if stage.recompute else 0.0
+            backward_seconds = overhead[1] + sum(node.backward_seconds for node in working) + again
             work = StageWork(
                 forward_seconds=forward_seconds,
-                backward_seconds=overhead[1]
-                + sum(node.backward_seconds for node in working)
-                + (forward_seconds if stage.recompute else 0.0),
+                backward_seconds=backward_seconds,
                 update_seconds=parameters / update_rate,
                 parameter_bytes=parameters,
                 memory=HeldBytes.of(stage.memory, policy.peak(stage.stage), stage.recompute),
+                parts=_parts(nodes, again, backward_seconds),
             )
             stages.append(work)
         return Workload(tuple(stages), dict(forward), dict(backward))
+
+
+def _parts(
+    nodes: Sequence[Node], again: float, backward_seconds: float
+) -> tuple[tuple[float, float], ...]:
+    """The sums of a stage, as in `StageWork`, whose backward pass of so many seconds begins with
+    `again` seconds of recomputation. Gradients come node by node, in reverse, and are sent as
+    buckets as soon as one is full (comm/buckets.py).
+    """
+    buckets: list[tuple[float, float]] = []
+    room, elapsed = 0.0, again
+    for node in reversed(nodes):
+        elapsed += 0.0 if node.is_input else node.backward_seconds
+        room -= node.parameter_bytes
+        if room < 0 or not buckets:
+            buckets.append((0.0, 0.0))
+            room = BUCKET_BYTES - node.parameter_bytes
+        if node.parameter_bytes:
+            after = min(1.0, elapsed / backward_seconds) if backward_seconds else 1.0
+            buckets[-1] = (buckets[-1][0] + node.parameter_bytes, after)
+    total = sum(amount for amount, _ in buckets)
+    parts: dict[int, tuple[float, float]] = {}
+    before = 0.0
+    for amount, after in buckets:
+        if amount:
+            place = int(before / total * _MOST_PARTS)
+            parts[place] = (parts.get(place, (0.0, 0.0))[0] + amount, after)
+            before += amount
+    return tuple(parts.values())
 
 
 def _learning(graph: Graph) -> frozenset[str]:
@@ -109,25 +151,3 @@ def _learning(graph: Graph) -> frozenset[str]:
         if own or learning.intersection(graph.predecessors[name]):
             learning.add(name)
     return frozenset(learning)
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """How a schedule went.
-
-    `seconds_per_minibatch` and `bubble`, the share of the workers' time in which they neither
-    compute nor update, are of the steady state, which begins with minibatch `steady_from`.
-    `events` and `memory` are by rank; memory is a list of (second, bytes held from then on).
-    """
-
-    seconds_per_minibatch: float
-    bubble: float
-    steady_from: int
-    events: Mapping[int, Sequence[Event]]
-    memory: Mapping[int, Sequence[tuple[float, float]]]
-
-    def noted_in(self, plan: Plan) -> Plan:
-        """The plan with the figures of its simulation."""
-        figures = Simulated(seconds_per_minibatch=self.seconds_per_minibatch, bubble=self.bubble)
-        predicted = plan.predicted.model_copy(update={"simulated": figures})
-        return plan.model_copy(update={"predicted": predicted})

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.comm.buckets import BUCKET_BYTES
 from pipedream.comm.transport import PeerLost, Transport
 from pipedream.profiler.network.levels import Ranks
 from pipedream.schedule.channel import Channel
+from pipedream.schedule.overlap import BUCKET_BYTES
 
 Wait = Callable[[], None]
 """Returns when what was begun is done. Raises PeerLost."""

@@ -13,9 +13,7 @@ from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.schedule.action import RECEIVES, Action, Kind
-
-LOOK_AHEAD = 16
-"""How many actions ahead the receives are posted."""
+from pipedream.schedule.overlap import LOOK_AHEAD
 
 
 @dataclass

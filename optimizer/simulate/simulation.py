@@ -1,0 +1,114 @@
+"""How a simulated schedule went: its pace, and on demand its timeline and memory over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipedream.graph.plan import Plan, Simulated
+from pipedream.graph.timeline import Event, Timeline
+from pipedream.optimizer.cuts.planning_graph import Floats
+from pipedream.optimizer.simulate.program import Program
+from pipedream.optimizer.simulate.workload import StageWork
+from pipedream.schedule.action import BACKWARDS, ENDS_BACKWARD, Action, Kind, Versions, Worker
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """`seconds_per_minibatch` and `bubble`, the share of the workers' time in which they neither
+    compute nor update, are of the steady state, which begins with minibatch `steady_from`.
+
+    `begin` and `end`: of each action of the `program`; `ranks`: its ranks, in its order; `works`:
+    of its workers.
+    """
+
+    seconds_per_minibatch: float
+    bubble: float
+    steady_from: int
+    ranks: Sequence[int]
+    program: Program
+    works: Sequence[StageWork]
+    begin: Floats
+    end: Floats
+
+    @cached_property
+    def events(self) -> Timeline:
+        """By rank."""
+        return {rank: list(self._events(number)) for number, rank in enumerate(self.ranks)}
+
+    @cached_property
+    def memory(self) -> Mapping[int, Sequence[tuple[float, float]]]:
+        """By rank: (second, bytes held from then on)."""
+        works = dict(zip(self.program.workers, self.works, strict=True))
+        return {rank: _memory(events, works) for rank, events in self.events.items()}
+
+    def _events(self, number: int) -> map[Event]:
+        of_rank = slice(*self.program.begin[number : number + 2].tolist())
+        actions = self.program.actions[number]
+        return map(Event, actions, self.begin[of_rank].tolist(), self.end[of_rank].tolist())
+
+    def noted_in(self, plan: Plan) -> Plan:
+        """The plan with the figures of its simulation."""
+        figures = Simulated(seconds_per_minibatch=self.seconds_per_minibatch, bubble=self.bubble)
+        predicted = plan.predicted.model_copy(update={"simulated": figures})
+        return plan.model_copy(update={"predicted": predicted})
+
+
+class _Held:
+    """What one worker holds; `gradients`: any not yet used by an update."""
+
+    def __init__(self, work: StageWork, actions: Sequence[Action]) -> None:
+        self.work, self.versions = work, Versions(actions)
+        self.in_flight, self.gradients, self.bytes = 0, False, 0.0
+        self.note()
+
+    def note(self, backward: bool = False) -> None:
+        older = len(self.versions.alive) - 1
+        self.bytes = self.work.memory.at(older, self.in_flight, backward, self.gradients)
+
+
+def _memory(
+    events: Sequence[Event], works: Mapping[Worker, StageWork]
+) -> list[tuple[float, float]]:
+    """What a rank holds over time. A minibatch and its weights are needed no more once the last
+    half of its backward pass is done.
+    """
+    actions: dict[Worker, list[Action]] = {}
+    for action, _, _ in events:
+        assert isinstance(action, Action)
+        actions.setdefault((action.stage, action.replica), []).append(action)
+    held = {worker: _Held(works[worker], own) for worker, own in actions.items()}
+    curve: list[tuple[float, float]] = []
+
+    def note(now: float) -> None:
+        curve.append((now, sum(each.bytes for each in held.values())))
+
+    note(0.0)
+    for action, begin, end in events:
+        assert isinstance(action, Action)
+        mine = held[action.stage, action.replica]
+        if action.kind is Kind.FORWARD:
+            mine.in_flight += 1
+            mine.note()
+        elif action.kind in BACKWARDS:
+            mine.note(backward=True)
+            note(begin)
+            if action.kind in ENDS_BACKWARD:
+                mine.in_flight -= 1
+                mine.versions.gone_backward(action.version)
+                mine.gradients = True
+            mine.note()
+            begin = end
+        elif action.kind is Kind.UPDATE:
+            mine.versions.updated()
+            mine.note()
+            note(begin)
+            mine.gradients = False
+            mine.note()
+            begin = end
+        else:
+            continue
+        note(begin)
+    note(max((end for _, _, end in events), default=0.0))
+    return curve

@@ -1,0 +1,147 @@
+"""What the actions of a program send over a cluster: sizes, streams and the ports they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
+
+import numpy as np
+
+from pipedream.graph.cluster import Cluster
+from pipedream.optimizer.cost.network import Network, Port, Transfer
+from pipedream.optimizer.cuts.planning_graph import Floats, Ints
+from pipedream.optimizer.simulate.links import Streams
+from pipedream.optimizer.simulate.play import Items, Sums
+from pipedream.optimizer.simulate.program import Program
+from pipedream.optimizer.simulate.workload import Workload
+
+
+def traffic_of(
+    program: Program,
+    workload: Workload,
+    cluster: Cluster,
+    ranks: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+) -> tuple[Items, Sums, Streams]:
+    """The messages and sums of the program, whose worker (s, r) is on rank `ranks[s][r]`; `numbers`
+    are the ranks in the order of the program.
+    """
+    network = Network(cluster)
+    roads = _Roads(network)
+    messages = _messages(program, workload, roads, ranks, numbers)
+    sums, parts = _sums(program, workload, roads, ranks)
+    stream, size, latency, busy = (
+        np.concatenate(pair) for pair in zip(messages[:4], parts, strict=True)
+    )
+    return Items(stream, size, latency, busy, messages[4]), sums, roads.streams()
+
+
+class _Roads:
+    """The streams that exist so far, each known by the ranks at its ends or of its ring."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.ports: dict[Port, int] = {}
+        self.paths: list[list[int]] = []
+        self.rates: list[float] = []
+        self.known: dict[tuple[int, ...], int] = {}
+
+    def between(self, source: int, target: int) -> int:
+        return self._stream((source, target), lambda: self.network.path(source, target))
+
+    def ring(self, stage: int, ranks: Sequence[int]) -> int:
+        return self._stream((-1, stage), lambda: self.network.ring(ranks))
+
+    def _stream(self, key, ports) -> int:  # type: ignore[no-untyped-def]
+        if key not in self.known:
+            passed = list(ports())
+            self.known[key] = len(self.paths)
+            self.paths.append([self.ports.setdefault(port, len(self.ports)) for port in passed])
+            self.rates.append(min(self.network.rate(port) for port in passed))
+        return self.known[key]
+
+    def bytes_of(self, stream: int, transfer: Transfer) -> float:
+        """So many bytes take the transfer's seconds when the stream is alone."""
+        return transfer.seconds * self.rates[stream]
+
+    def streams(self) -> Streams:
+        users: list[list[int]] = [[] for _ in self.ports]
+        for stream, path in enumerate(self.paths):
+            for port in path:
+                users[port].append(stream)
+        rate = np.array([self.network.rate(port) for port in self.ports])
+        return Streams(*_rows(self.paths), *_rows(users), rate)
+
+
+def _rows(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Where each row begins, with the end of the last, and all rows in one."""
+    first = np.array(list(accumulate(map(len, rows), initial=0)), dtype=np.int64)
+    return first, np.array(list(chain.from_iterable(rows)), dtype=np.int64)
+
+
+def _messages(
+    program: Program,
+    workload: Workload,
+    roads: _Roads,
+    ranks: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+) -> tuple[Ints, Floats, Floats, Floats, Ints]:
+    """Stream, bytes, latency, busy seconds and receiving rank of each message."""
+    place = {rank: number for number, rank in enumerate(numbers)}
+    rank_of = np.array([ranks[stage][replica] for stage, replica in program.workers])
+    keys = np.stack([program.link, program.forwards, program.source, program.target])
+    distinct, which = np.unique(keys, axis=1, return_inverse=True)
+    links = sorted(workload.forward_bytes)
+    rows = []
+    for link, forwards, source, target in distinct.T.tolist():
+        here, there = int(rank_of[source]), int(rank_of[target])
+        if here == there:
+            rows.append((-1, 0.0, 0.0, 0.0, place[there]))
+            continue
+        sizes = workload.forward_bytes if forwards else workload.backward_bytes
+        transfer = roads.network.message(here, there, sizes[links[link]])
+        stream = roads.between(here, there)
+        size = roads.bytes_of(stream, transfer)
+        rows.append((stream, size, transfer.latency, transfer.busy, place[there]))
+    stream, size, latency, busy, receiver = _columns(rows, 5)[:, which.reshape(-1)]
+    return stream.astype(np.int64), size, latency, busy, receiver.astype(np.int64)
+
+
+def _sums(
+    program: Program, workload: Workload, roads: _Roads, ranks: Sequence[Sequence[int]]
+) -> tuple[Sums, tuple[Ints, Floats, Floats, Floats]]:
+    """The sums, and stream, bytes, latency and busy seconds of each of their parts."""
+    of_stage = {
+        stage: [
+            _part(stage, amount, after, roads, ranks[stage])
+            for amount, after in workload.stages[stage].sums
+        ]
+        for stage in sorted(set(program.stage.tolist()))
+    }
+    parts = [of_stage[stage] for stage in program.stage.tolist()]
+    columns = _columns(list(chain.from_iterable(parts)), 5)
+    first = np.array(list(accumulate(map(len, parts), initial=0)), dtype=np.int64)
+    members = np.array([len(ranks[stage]) for stage in program.stage.tolist()], dtype=np.int64)
+    number = np.repeat(np.arange(len(parts)), np.diff(first))
+    stream, size, latency, busy, after = columns
+    return Sums(len(program.link) + first, members, number, after), (stream.astype(np.int64), size, latency, busy)
+
+
+def _part(
+    stage: int, amount: float, after: float, roads: _Roads, ranks: Sequence[int]
+) -> tuple[int, float, float, float, float]:
+    """Stream, bytes, latency and busy seconds of a part, and when in the backward pass it begins.
+
+    As much of it as keeps the ranks busy overlaps with nothing: it begins so much later.
+    """
+    if len(ranks) == 1:
+        return -1, 0.0, 0.0, 0.0, after
+    transfer = roads.network.all_reduce(ranks, amount)
+    stream = roads.ring(stage, ranks)
+    share = transfer.busy / transfer.seconds if transfer.seconds else 0.0
+    later = after + share * (1 - after)
+    return stream, roads.bytes_of(stream, transfer), transfer.latency, transfer.busy, later
+
+
+def _columns(rows: Iterable[Sequence[float]], count: int) -> Floats:
+    return np.array(list(rows), dtype=np.float64).reshape(-1, count).T
