@@ -164,6 +164,8 @@ class Predicted(ArtifactModel):
     """Of the slowest stage."""
     expected_seconds_per_minibatch: Amount | None = None
     """Expected in a run, where workers wait for the slowest; None if the variation is unknown."""
+    expected_deviation_seconds: Amount | None = None
+    """Runs differ by about so much from it, either way, as passes vary."""
     lower_bound_seconds: Amount
     """No plan takes less per minibatch."""
     one_worker_seconds: Amount

@@ -83,9 +83,9 @@ GROUPS = {
         ),
         option(
             "--cost-model",
-            "PipeDream's formulas as published (paper) or as released, or latencies and links as"
-            " measured.  [default: measured if the cluster file has measured links, else paper]",
-            click.Choice(["paper", "released", "measured"]),
+            "How plans are judged: by the simulator (network), or by a formula: PipeDream's as"
+            " published (paper) or as released, or one for measured links.  [default: network]",
+            click.Choice(["network", "paper", "released", "measured"]),
         ),
         option(
             "--activation-compression R",

@@ -71,13 +71,13 @@ def _plan(task: Task, options: Options) -> tuple[Outcome, Simulation | None]:
 
     Raises UserError if there is no plan.
     """
+    from pipedream.optimizer.choose.chooser import best_plan
     from pipedream.optimizer.cli.like import recorded_options
-    from pipedream.optimizer.search.planner import optimize
     from pipedream.optimizer.simulate.simulator import MOST_MOVES, QUICK_MOVES, simulate_plan
 
     request = task.request
     try:
-        outcome = optimize(request)
+        outcome = best_plan(request)
     except MemoryError as error:
         raise UserError(
             f"{named(options)}: not enough memory here to plan for so many devices; give fewer"

@@ -52,7 +52,7 @@ def make_task(options: Options) -> Task:
     from pipedream.graph.model import read_graph
     from pipedream.graph.profile import TrainingOverheads
     from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
-    from pipedream.optimizer.cost.models import COST_MODELS, default_cost_model
+    from pipedream.optimizer.cost.models import COST_MODELS, DEFAULT_COST_MODEL
     from pipedream.optimizer.search.request import Request
     from pipedream.optimizer.search.stages import Rules
     from pipedream.optimizer.simulate.workload import UPDATE_RATE
@@ -71,7 +71,7 @@ def make_task(options: Options) -> Task:
             f"--weight-prediction is for weight-stashing, and the schedule is {schedule}: leave one"
             " of them out"
         )
-    cost_model = options.cost_model or default_cost_model(cluster)
+    cost_model = options.cost_model or DEFAULT_COST_MODEL
     request = Request(
         graph=graph,
         cluster=cluster,

@@ -15,9 +15,9 @@ from rich.table import Table
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_seconds
+from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.report import table_of
 from pipedream.optimizer.search.outcome import Outcome
-from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
 
@@ -108,7 +108,7 @@ def sweep(request: Request, numbers: range) -> Iterator[Point]:
     for cluster in thinned([cluster for cluster in clusters if cluster is not None]):
         resized = replace(request, cluster=cluster)
         try:
-            outcome = optimize(resized)
+            outcome = best_plan(resized)
         except UserError:
             yield Point(cluster.machines, None)
             continue

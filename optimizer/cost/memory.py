@@ -27,6 +27,9 @@ STATES: dict[OptimizerName, int] = {"sgd": 0, "momentum": 1, "adam": 2}
 MOMENTS = 24
 """Moments of the backward pass that are examined; neighbouring nodes share one in larger graphs."""
 
+_FEW_CUTS = 100
+"""With no more than these, as those of one plan, a product of matrices is faster."""
+
 
 @dataclass(frozen=True)
 class TrainingSettings:
@@ -89,6 +92,10 @@ class MemoryModel:
 
     def _by_moment(self, moment: NDArray[np.intp], values: Floats) -> Floats:
         """[moment, state]: the sum over the moment's nodes before the cut."""
+        if len(self.cuts) <= _FEW_CUTS:
+            table = np.zeros((max(moment) + 1, len(values)))
+            table[moment, np.arange(len(values))] = values
+            return np.asarray(table @ self.cuts.holds.astype(np.float64))
         moments = range(max(moment) + 1)
         return np.array([self.cuts.sum(np.where(moment == m, values, 0.0)) for m in moments])
 

@@ -13,13 +13,17 @@ its lower bounds rely on three properties of each:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import numpy as np
 
-from pipedream.graph.cluster import Cluster, Link, ring_seconds
+from pipedream.graph.cluster import Link, ring_seconds
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
+from pipedream.schedule.overlap import BUCKET_BYTES
+
+_BACKWARD = 2 / 3
+"""The backward pass as a share of both, for layers whose two gradients take as long as they."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,13 @@ class LevelLinks:
     """The links of one level of the cluster.
 
     `bandwidth`: bytes per second between its components; `inner_machines`: components of the next
-    inner level in each (1 at the innermost); `link`: for a message between two components; `ring`:
-    for one step of an all-reduce.
+    inner level in each (1 at the innermost), and `inner_devices`; `link`: for a message between two
+    components; `ring`: for one step of an all-reduce.
     """
 
     bandwidth: float
     inner_machines: int
+    inner_devices: int
     link: Link
     ring: Link
 
@@ -72,6 +77,17 @@ class CostModel(Protocol):
     def counts_overheads(self) -> bool:
         """Whether measured overheads of training count: updates, calls, reading, spread."""
 
+    @property
+    def prices_plans(self) -> bool:
+        """Whether a plan costs what `ClosedForm` says, and not its costliest stage by `terms`,
+        which then are an estimate that guides the search.
+        """
+
+    def in_rounds(self, minibatches: int | None) -> CostModel:
+        """The model of a schedule that updates once per so many minibatches; None if once per
+        minibatch of each replica.
+        """
+
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms: ...
 
     def seconds(self, terms: Terms) -> Floats:
@@ -105,6 +121,10 @@ class PaperCost:
     compression: float | None = None
     name: str = "paper"
     counts_overheads: ClassVar[bool] = False
+    prices_plans: ClassVar[bool] = False
+
+    def in_rounds(self, minibatches: int | None) -> CostModel:
+        return self
 
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = 2 * (replicas - 1) * work.parameter_bytes / level.bandwidth
@@ -134,6 +154,10 @@ class ReleasedCost:
     compression: float | None = None
     name: str = "released"
     counts_overheads: ClassVar[bool] = False
+    prices_plans: ClassVar[bool] = False
+
+    def in_rounds(self, minibatches: int | None) -> CostModel:
+        return self
 
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = 4 * (replicas - 1) * work.parameter_bytes / (level.bandwidth * replicas)
@@ -177,6 +201,10 @@ class MeasuredCost:
     compression: float | None = None
     name: str = "measured"
     counts_overheads: ClassVar[bool] = True
+    prices_plans: ClassVar[bool] = False
+
+    def in_rounds(self, minibatches: int | None) -> CostModel:
+        return self
 
     def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
         reduced = ring_seconds(level.ring, work.parameter_bytes, replicas)
@@ -194,17 +222,57 @@ class MeasuredCost:
         return _sum_or_boundary(terms)
 
 
+@dataclass(frozen=True)
+class NetworkCost:
+    """What the simulator says, as far as a stage by itself can know it.
+
+    Stage: (C' + E)/m, where a ring all-reduce takes R = 2(m-1) step(W/m) once per round, the
+    replicas inside a component take part in it, and E of it comes after the backward pass: what
+    that does not hide, and at least the last bucket (comm/buckets.py). A round is a minibatch on
+    each replica, or a fixed number of minibatches: then it is C'/m + E over their number.
+
+    Boundary: (send(a_in) + send(a_out))/m, as activations of one and gradients of the other leave
+    through the same port. What crosses an outer level passes through the links within as well.
+    """
+
+    compression: float | None = None
+    minibatches: int | None = None
+    name: str = "network"
+    counts_overheads: ClassVar[bool] = True
+    prices_plans: ClassVar[bool] = True
+
+    def in_rounds(self, minibatches: int | None) -> CostModel:
+        return replace(self, minibatches=minibatches)
+
+    def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
+        reduced = ring_seconds(level.ring, work.parameter_bytes, replicas)
+        rounds = replicas * level.inner_devices if self.minibatches is None else self.minibatches
+        compute = work.inner_seconds / replicas
+        passes = compute if self.minibatches is None else work.inner_seconds / rounds
+        hidden = _BACKWARD * (1 - level.ring.busy) * passes
+        last = np.minimum(1.0, BUCKET_BYTES / np.maximum(work.parameter_bytes, 1.0))
+        exposed = np.maximum(reduced / rounds * last, reduced / rounds - hidden)
+        ratio = self.compression or 1.0
+        into, out = (level.link.seconds(size / ratio) for size in (work.bytes_in, work.bytes_out))
+        taken = 2 * level.link.busy * (into + out)
+        return Terms(compute + taken / replicas, exposed, (into + out) / replicas)
+
+    def seconds(self, terms: Terms) -> Floats:
+        return np.maximum(terms.compute + terms.all_reduce, terms.boundary)
+
+    def limit(self, terms: Terms) -> str:
+        return _sum_or_boundary(terms)
+
+
 COST_MODELS: dict[str, Callable[[float | None], CostModel]] = {
+    "network": NetworkCost,
     "paper": PaperCost,
     "released": ReleasedCost,
     "measured": MeasuredCost,
 }
 """By the name in --cost-model; each is called with --activation-compression, None if not given."""
 
-
-def default_cost_model(cluster: Cluster) -> str:
-    """The name of the model for a cluster: `measured` if any of its links is, else `paper`."""
-    return "measured" if cluster.measured else "paper"
+DEFAULT_COST_MODEL = "network"
 
 
 def _sum_or_boundary(terms: Terms) -> str:

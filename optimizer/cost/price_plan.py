@@ -18,7 +18,9 @@ from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.stages import NestedStage, Share
+from pipedream.optimizer.simulate.closed_form import ClosedForm
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
+from pipedream.optimizer.simulate.workload import Workload
 
 _Components: TypeAlias = tuple[tuple[int, ...], ...]
 """The components of a stage at each level, innermost first."""
@@ -55,7 +57,9 @@ def price_plan(plan: Plan, request: Request) -> Price:
 
     Raises UserError if a stage is not on whole pieces of the cluster.
     """
-    limits = stage_times(plan, request.planning, request.model)
+    if request.cost_model.prices_plans:
+        return _price_as_a_whole(plan, request)
+    limits = stage_times(plan, request.planning, request.cost_model)
     times = [seconds for seconds, _ in limits]
     simulation = simulate_plan(
         plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
@@ -67,6 +71,20 @@ def price_plan(plan: Plan, request: Request) -> Price:
         latency = Latency(batch).seconds(sum(times), max(times))
     expected = in_a_run(limits, plan.replicas, request.spread)
     return Price(max(times), simulated, latency, expected)
+
+
+def _price_as_a_whole(plan: Plan, request: Request) -> Price:
+    policy = request.settings.policy(plan.replicas, plan.max_in_flight)
+    workload = Workload.of(plan, policy, request.graph, request.update_rate, request.overheads)
+    form = ClosedForm(workload, plan.cluster, [stage.ranks for stage in plan.stages], policy)
+    simulation = simulate_plan(
+        plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
+    )
+    simulated = None if simulation is None else simulation.seconds_per_minibatch
+    batch, latency = plan.predicted.microbatches, None
+    if plan.predicted.objective == "latency" and batch is not None:
+        latency = batch * form.seconds
+    return Price(form.seconds, simulated, latency)
 
 
 def stage_times(plan: Plan, working: PlanningGraph, model: CostModel) -> list[tuple[float, str]]:

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
@@ -224,6 +225,12 @@ def levels(cluster: Cluster) -> tuple[LevelLinks, ...]:
     """The links of each level, innermost first."""
     inner = (1, *cluster.machines)
     return tuple(
-        LevelLinks(bandwidth, inner[index], cluster.link(index + 1), cluster.ring_link(index + 1))
+        LevelLinks(
+            bandwidth,
+            inner[index],
+            prod(inner[: index + 1]),
+            cluster.link(index + 1),
+            cluster.ring_link(index + 1),
+        )
         for index, bandwidth in enumerate(cluster.bandwidth)
     )

@@ -86,7 +86,7 @@ class Cuts:
         return read_after
 
     @cached_property
-    def _holds(self) -> NDArray[np.bool_]:
+    def holds(self) -> NDArray[np.bool_]:
         """[node, state]: whether the node is before the cut."""
         count = len(self.graph)
         holds = np.unpackbits(self._bytes, axis=1, count=count, bitorder="little")
@@ -104,7 +104,7 @@ class Cuts:
 
     def nodes(self, start: int, end: int) -> tuple[int, ...]:
         """The nodes of a stage, in topological order."""
-        return tuple(np.flatnonzero(self._holds[:, end] & ~self._holds[:, start]).tolist())
+        return tuple(np.flatnonzero(self.holds[:, end] & ~self.holds[:, start]).tolist())
 
     def bytes_received(self, start: int) -> Floats:
         """[state]: bytes that the stage from `start` to the state reads: from earlier stages, and
@@ -119,18 +119,18 @@ class Cuts:
         total = np.zeros(len(self))
         after = self._read_after[start].view(np.uint8)
         live = np.unpackbits(after, count=len(self.graph), bitorder="little")
-        for node in np.flatnonzero(live & self._holds[:, start]):
-            readers = [n for n in self.graph.consumers[node] if not self._holds[n, start]]
-            total[self._holds[readers].any(axis=0)] += self.graph.output_bytes[node]
+        for node in np.flatnonzero(live & self.holds[:, start]):
+            readers = [n for n in self.graph.consumers[node] if not self.holds[n, start]]
+            total[self.holds[readers].any(axis=0)] += self.graph.output_bytes[node]
         return total
 
     def model_input_bytes(self, start: int) -> Floats:
         """[state]: bytes of the model's inputs that the stage from `start` to the state reads."""
         total = np.zeros(len(self))
         for size, consumers in self.graph.given:
-            readers = [n for n in consumers if not self._holds[n, start]]
+            readers = [n for n in consumers if not self.holds[n, start]]
             if readers:
-                total[self._holds[readers].any(axis=0)] += size
+                total[self.holds[readers].any(axis=0)] += size
         return total
 
 

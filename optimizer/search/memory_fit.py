@@ -21,7 +21,7 @@ from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.hierarchical import Search
 from pipedream.optimizer.search.latency import DoneBounds, Latency, narrowed
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import NestedStage, Solution
+from pipedream.optimizer.search.stages import NestedStage, Solution, StageOnDevices
 from pipedream.schedule.in_flight import warm_up
 from pipedream.schedule.policy import Peak
 
@@ -53,21 +53,24 @@ class WorkerMemory:
 
 
 def worker_memory(
-    memory: MemoryModel, limit: MemoryLimit | None, solution: Solution, types: DeviceTypes
+    memory: MemoryModel,
+    limit: MemoryLimit | None,
+    stages: Sequence[StageOnDevices],
+    types: DeviceTypes,
 ) -> list[WorkerMemory]:
     """The memory of each stage's workers with the least in flight, PipeDream's number.
 
     Whether a stage recomputes is decided by the rule that the search follows.
     """
-    replicas = [stage.replicas for stage in solution.stages]
+    replicas = [stage.replicas for stage in stages]
     positions = range(len(replicas))
     least = [warm_up(replicas, position) for position in positions]
-    return [_of_stage(memory, solution, types, least, position, limit) for position in positions]
+    return [_of_stage(memory, stages, types, least, position, limit) for position in positions]
 
 
 def with_more_in_flight(
     memory: MemoryModel,
-    solution: Solution,
+    stages: Sequence[StageOnDevices],
     types: DeviceTypes,
     least: Sequence[WorkerMemory],
     useful: Sequence[int],
@@ -79,7 +82,7 @@ def with_more_in_flight(
 
     def with_in_flight(position: int, in_flight: Sequence[int]) -> WorkerMemory:
         recompute = least[position].recompute
-        return _of_stage(memory, solution, types, in_flight, position, recompute=recompute)
+        return _of_stage(memory, stages, types, in_flight, position, recompute=recompute)
 
     def most(position: int) -> int:
         for count in range(useful[position], fewest[position], -1):
@@ -98,7 +101,7 @@ def with_more_in_flight(
 
 def _of_stage(
     memory: MemoryModel,
-    solution: Solution,
+    stages: Sequence[StageOnDevices],
     types: DeviceTypes,
     in_flight: Sequence[int],
     position: int,
@@ -106,10 +109,10 @@ def _of_stage(
     recompute: bool = False,
 ) -> WorkerMemory:
     """One stage with `in_flight` of each stage; `limit` decides whether it recomputes."""
-    stage = solution.stages[position]
-    policy = memory.settings.policy([stage.replicas for stage in solution.stages], in_flight)
+    stage = stages[position]
+    policy = memory.settings.policy([stage.replicas for stage in stages], in_flight)
     peak, last = policy.peak(position), position == len(in_flight) - 1
-    device = types.worst_of_machines(stage.shares[-1].components)
+    device = types.worst_of_machines(stage.machines)
     if limit is not None:
         end = slice(stage.end, stage.end + 1)
         recompute = bool(limit.on(device).choose(stage.start, end, peak, last)[1][0])
@@ -120,7 +123,7 @@ def _of_stage(
 def fits(memory: MemoryModel, request: Request, types: DeviceTypes, solution: Solution) -> bool:
     """Whether a solution found for devices of `types` fits on the devices there are."""
     limit = request.limit(memory, types)
-    workers = worker_memory(memory, limit, solution, request.device_types)
+    workers = worker_memory(memory, limit, solution.stages, request.device_types)
     return all(worker.share <= 1 for worker in workers)
 
 
@@ -151,7 +154,7 @@ def _message(memory: MemoryModel, request: Request) -> str:
     assert closest is not None
     # The least memory: as much recomputation as the user allows.
     limit = MemoryLimit(0.0, memory, "always" if allowed else "never")
-    workers = worker_memory(memory, limit, closest, request.device_types)
+    workers = worker_memory(memory, limit, closest.stages, request.device_types)
     position, worker = max(enumerate(workers), key=lambda at: at[1].share)
     needed = worker.memory.total
     if worker.device.memory == request.memory:
@@ -170,7 +173,7 @@ def _message(memory: MemoryModel, request: Request) -> str:
 def too_many_versions(memory: MemoryModel, request: Request, solution: Solution) -> UserError:
     """The error for vertical sync, whose versions in later stages the search does not count."""
     types = request.device_types
-    workers = worker_memory(memory, request.limit(memory, types), solution, types)
+    workers = worker_memory(memory, request.limit(memory, types), solution.stages, types)
     position, worker = max(enumerate(workers), key=lambda at: at[1].share)
     return UserError(
         f"--memory {show_bytes(worker.device.memory)}: with --schedule {request.schedule} stage"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.plan import Plan, PlannedGraph, Predicted, Stage
+from pipedream.graph.plan import Plan, Predicted, Stage
+from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel
 from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.cost.stage_time import (
@@ -22,10 +23,11 @@ from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.memory_fit import WorkerMemory, with_more_in_flight, worker_memory
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.required_in_flight import required_in_flight
-from pipedream.optimizer.search.stages import Solution
+from pipedream.optimizer.search.stages import PlacedStage, Solution
 from pipedream.optimizer.search.submeshes import Mesh, Submesh, nested_stage
+from pipedream.optimizer.simulate.closed_form import ClosedForm
 from pipedream.optimizer.simulate.workload import Workload
-from pipedream.schedule.policy import Peak
+from pipedream.schedule.policy import Peak, Policy
 
 
 @dataclass(frozen=True)
@@ -76,40 +78,143 @@ def make_outcome(
 
     Raises UserError if --microbatches is too small for the schedule.
     """
+    cluster = request.cluster
+    placed = [
+        PlacedStage(stage.start, stage.end, ranks(stage, cluster), tuple(stage.machines))
+        for stage in solution.stages
+    ]
+    if request.cost_model.prices_plans:
+        return placed_outcome(memory, request, placed, bound, exact)
     cuts, types = memory.cuts, request.device_types
-    limit = request.limit(memory, types)
-    workers: Sequence[WorkerMemory] = worker_memory(memory, limit, solution, types)
-    cost = Replication(cuts, request.cluster, request.model)
+    workers: Sequence[WorkerMemory]
+    workers = worker_memory(memory, request.limit(memory, types), placed, types)
+    cost = Replication(cuts, cluster, request.cost_model)
     times = [
         stage_time(cost.on(worker.device), stage, worker.recompute)
         for stage, worker in zip(solution.stages, workers, strict=True)
     ]
-    replicas = [stage.replicas for stage in solution.stages]
     seconds = max(seconds for seconds, _ in times)
+    replicas = [stage.replicas for stage in placed]
     predicted = Predicted(
         cost_model=request.model.name,
         microbatches=_microbatches(request, replicas),
         seconds_per_minibatch=seconds,
         expected_seconds_per_minibatch=in_a_run(times, replicas, request.spread),
         lower_bound_seconds=min(bound, seconds),
-        one_worker_seconds=float(cuts.seconds[-1] + cuts.stage_overhead(0)[-1]) / types.fastest,
+        one_worker_seconds=_one_worker(cuts, types),
         data_parallel_seconds=data_parallel_time(
-            cost.on(types.worst_of(types.counts)), request.cluster.machines
+            cost.on(types.worst_of(types.counts)), cluster.machines
         ),
     )
-    plan = Plan(
-        graph=PlannedGraph.of(request.graph),
+    plan = _plan(cuts, request, placed, workers, predicted)
+    if request.in_flight == "useful":
+        useful = required_in_flight(plan, *_work(plan, request))
+        workers = with_more_in_flight(memory, placed, types, workers, useful)
+        plan = plan.model_copy(update={"stages": _stages(cuts, request, placed, workers)})
+    return _outcome(memory, request, plan, times, workers, exact)
+
+
+def placed_outcome(
+    memory: MemoryModel,
+    request: Request,
+    placed: Sequence[PlacedStage],
+    bound: float = 0.0,
+    exact: bool = False,
+    more: int = 0,
+) -> Outcome:
+    """As `make_outcome`, for stages on any devices, priced as a whole in closed form; see
+    `placed_plan`.
+    """
+    cuts, types = memory.cuts, request.device_types
+    plan, form, workers = placed_plan(memory, request, placed, more)
+    every = tuple(range(request.cluster.devices))
+    machines = tuple(range(request.cluster.machines[-1]))
+    whole = [PlacedStage(0, len(cuts) - 1, every, machines)]
+    predicted = plan.predicted.model_copy(
+        update={
+            "lower_bound_seconds": min(bound, form.seconds),
+            "one_worker_seconds": _one_worker(cuts, types),
+            "data_parallel_seconds": placed_plan(memory, request, whole)[1].seconds,
+        }
+    )
+    plan = plan.model_copy(update={"predicted": predicted})
+    times = [(stage.seconds, stage.limit) for stage in form.stages]
+    return _outcome(memory, request, plan, times, workers, exact)
+
+
+def placed_plan(
+    memory: MemoryModel, request: Request, placed: Sequence[PlacedStage], more: int = 0
+) -> tuple[Plan, ClosedForm, Sequence[WorkerMemory]]:
+    """The plan with these stages, its closed form and the memory of its workers; no limit is
+    checked, and only the seconds per minibatch are predicted.
+
+    `more`: minibatches in flight beyond those that keep the pace, where they fit. Raises UserError
+    if --microbatches is too small for the schedule.
+    """
+    cuts, types = memory.cuts, request.device_types
+    workers: Sequence[WorkerMemory]
+    workers = worker_memory(memory, request.limit(memory, types), placed, types)
+    predicted = Predicted(
+        cost_model=request.model.name,
+        microbatches=_microbatches(request, [stage.replicas for stage in placed]),
+        seconds_per_minibatch=0.0,
+        lower_bound_seconds=0.0,
+        one_worker_seconds=0.0,
+        data_parallel_seconds=0.0,
+    )
+    plan = _plan(cuts, request, placed, workers, predicted)
+    form = _closed_form(plan, request)
+    if request.in_flight == "useful":
+        useful = [count + more for count in form.useful_in_flight()]
+        useful[-1] = 1
+        workers = with_more_in_flight(memory, placed, types, workers, useful)
+        plan = plan.model_copy(update={"stages": _stages(cuts, request, placed, workers)})
+        form = _closed_form(plan, request)
+    predicted = predicted.model_copy(update={"seconds_per_minibatch": form.seconds})
+    return plan.model_copy(update={"predicted": predicted}), form, workers
+
+
+def _one_worker(cuts: Cuts, types: DeviceTypes) -> float:
+    return float(cuts.seconds[-1] + cuts.stage_overhead(0)[-1]) / types.fastest
+
+
+def _work(plan: Plan, request: Request) -> tuple[Workload, Policy]:
+    policy = request.settings.policy(plan.replicas, plan.max_in_flight)
+    return Workload.of(plan, policy, request.graph, request.update_rate, request.overheads), policy
+
+
+def _closed_form(plan: Plan, request: Request) -> ClosedForm:
+    workload, policy = _work(plan, request)
+    return ClosedForm(workload, plan.cluster, [stage.ranks for stage in plan.stages], policy)
+
+
+def _plan(
+    cuts: Cuts,
+    request: Request,
+    placed: Sequence[PlacedStage],
+    workers: Sequence[WorkerMemory],
+    predicted: Predicted,
+) -> Plan:
+    return Plan(
+        graph=request.planned_graph,
         cluster=request.cluster,
         schedule=request.schedule,
         optimizer=request.optimizer,
         weight_prediction=request.weight_prediction or None,
-        stages=_stages(cuts, request, solution, workers),
+        stages=_stages(cuts, request, placed, workers),
         predicted=predicted,
     )
-    if request.in_flight == "useful":
-        useful = _useful_in_flight(plan, request)
-        workers = with_more_in_flight(memory, solution, types, workers, useful)
-        plan = plan.model_copy(update={"stages": _stages(cuts, request, solution, workers)})
+
+
+def _outcome(
+    memory: MemoryModel,
+    request: Request,
+    plan: Plan,
+    times: Sequence[tuple[float, str]],
+    workers: Sequence[WorkerMemory],
+    exact: bool,
+) -> Outcome:
+    cuts, types = memory.cuts, request.device_types
     whole = memory.of(0, len(cuts) - 1, Peak(1, 1), recompute=False)
     figures = tuple(
         StageFigures(seconds, what, worker.peak.in_flight)
@@ -124,12 +229,6 @@ def make_outcome(
         memory=types.smallest_memory if types.memory_limited else None,
         measured=bool(request.footprints),
     )
-
-
-def _useful_in_flight(plan: Plan, request: Request) -> tuple[int, ...]:
-    policy = request.settings.policy(plan.replicas)
-    workload = Workload.of(plan, policy, request.graph, request.update_rate, request.overheads)
-    return required_in_flight(plan, workload, policy)
 
 
 def _microbatches(request: Request, replicas: Sequence[int]) -> int | None:
@@ -149,16 +248,16 @@ def _microbatches(request: Request, replicas: Sequence[int]) -> int | None:
 
 
 def _stages(
-    cuts: Cuts, request: Request, solution: Solution, workers: Sequence[WorkerMemory]
+    cuts: Cuts, request: Request, placed: Sequence[PlacedStage], workers: Sequence[WorkerMemory]
 ) -> tuple[Stage, ...]:
     graph = cuts.graph
-    nodes = [cuts.nodes(stage.start, stage.end) for stage in solution.stages]
+    nodes = [cuts.nodes(stage.start, stage.end) for stage in placed]
     stage_of = graph.stage_of(nodes)
     return tuple(
         Stage(
             stage=position,
             nodes=tuple(name for name in request.graph.order if stage_of[name] == position),
-            ranks=ranks(stage, request.cluster),
+            ranks=stage.ranks,
             compute_seconds=compute_seconds(graph, inside, worker.recompute) / worker.device.speed,
             parameter_bytes=float(graph.parameter_bytes[list(inside)].sum()),
             memory_bytes=worker.memory.total,
@@ -166,9 +265,7 @@ def _stages(
             in_flight=worker.max_in_flight,
             recompute=worker.recompute,
         )
-        for position, (stage, inside, worker) in enumerate(
-            zip(solution.stages, nodes, workers, strict=True)
-        )
+        for position, (stage, inside, worker) in enumerate(zip(placed, nodes, workers, strict=True))
     )
 
 

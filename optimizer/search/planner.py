@@ -112,7 +112,7 @@ def plan_throughput(graph: PlanningGraph, request: Request, most_cuts: int | Non
                 return _best_of_all(cuts, request, best)
     memory, solution, _ = best
     _check_versions(memory, request, solution)
-    cluster, model, straight = request.cluster, request.model, request.rules.straight
+    cluster, model, straight = request.cluster, request.cost_model, request.rules.straight
     simple = lower_bound(graph, cluster, model, straight)
     over_bins = bound_over_bins(bins.merged(many), cluster, model, straight, solution.cost)
     return make_outcome(memory, request, solution, max(simple, over_bins), exact=False)
@@ -153,7 +153,7 @@ def _narrowed(cuts: Cuts, request: Request, enough: int, best: _Best) -> _Best:
 
     While more than `enough` are left, some of them are searched, as long as that helps.
     """
-    problem = PruningProblem(request.cluster, request.model, request.rules)
+    problem = PruningProblem(request.cluster, request.cost_model, request.rules)
     while not best.proven:
         cost = best.solution.cost
         alive = prune_cuts(cuts, problem, cost)
@@ -175,7 +175,7 @@ def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
     """How many cuts can be searched in some seconds, judging by a search over a few."""
     machines, types = request.cluster.machines, request.device_types.without_memory_limit
     cuts = Cuts(graph, likely_cuts(graph, bins, _FEW))
-    cost = Replication(cuts, request.cluster, request.model)
+    cost = Replication(cuts, request.cluster, request.cost_model)
     cheapest = Search(cuts, machines, cost, request.rules, types).bottleneck()
     limited = Search(cuts, machines, cost, request.rules, types, cheapest)
     limited.bottleneck()
@@ -225,9 +225,9 @@ def _search(
     cuts, machines, rules = memory.cuts, request.cluster.machines, request.rules
     if len(cuts) > 3 * _FEW and limit is None:
         few = Cuts(cuts.graph, [cuts.downsets[index] for index in lightest(cuts, _FEW)])
-        rough = Replication(few, request.cluster, request.model, working=working)
+        rough = Replication(few, request.cluster, request.cost_model, working=working)
         within = min(within, Search(few, machines, rough, rules, types, within).bottleneck())
-    cost = Replication(cuts, request.cluster, request.model, limit, working)
+    cost = Replication(cuts, request.cluster, request.cost_model, limit, working)
     return Search(cuts, machines, cost, rules, types, within).best()
 
 
@@ -238,7 +238,7 @@ def plan_latency(
 
     Raises UserError if no plan fits the memory.
     """
-    model, types, machines = request.model, request.device_types, request.cluster.machines
+    model, types, machines = request.cost_model, request.device_types, request.cluster.machines
     straight = request.rules.straight
     constrained = request.constrains_stages(types)
     fill_order = build_fill_order(machines, types, request.rules, with_downstream=constrained)

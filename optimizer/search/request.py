@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pipedream.graph.choices import MICROBATCHES, InFlight, OptimizerName, Recompute, ScheduleName
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
+from pipedream.graph.plan import PlannedGraph
 from pipedream.graph.profile import Footprint, TrainingOverheads
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
@@ -51,7 +53,19 @@ class Request:
     update_rate: float = UPDATE_RATE
     overheads: TrainingOverheads | None = None
 
+    @cached_property
+    def planned_graph(self) -> PlannedGraph:
+        """What the plan says of the graph."""
+        return PlannedGraph.of(self.graph)
+
     @property
+    def cost_model(self) -> CostModel:
+        """The model under the schedule."""
+        settings = self.settings
+        in_rounds = uniform_updates(settings.schedule)
+        return self.model.in_rounds(settings.microbatches if in_rounds else None)
+
+    @cached_property
     def planning(self) -> PlanningGraph:
         """The graph to divide, with the overheads that the cost model counts."""
         overheads = self._counted_overheads

@@ -73,6 +73,39 @@ class NestedStage(NamedTuple):
     def replicas(self) -> int:
         return prod(share.replicas for share in self.shares)
 
+    @property
+    def machines(self) -> Sequence[int]:
+        """The components of the outermost level that have a part in it."""
+        return self.shares[-1].components
+
+
+class PlacedStage(NamedTuple):
+    """A stage on any devices: from cut `start` to cut `end`, on these `ranks` of these components
+    of the outermost level.
+    """
+
+    start: int
+    end: int
+    ranks: tuple[int, ...]
+    machines: tuple[int, ...]
+
+    @property
+    def replicas(self) -> int:
+        return len(self.ranks)
+
+
+class StageOnDevices(Protocol):
+    """What the memory of a stage depends on."""
+
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def replicas(self) -> int: ...
+    @property
+    def machines(self) -> Sequence[int]: ...
+
 
 class Solution(NamedTuple):
     """The stages found, and the cost of the costliest."""

@@ -21,6 +21,7 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.cuts.planning_graph import Floats
 from pipedream.optimizer.simulate.long_rounds import lengthened, rounds_to_play
+from pipedream.optimizer.simulate.noise import Noise
 from pipedream.optimizer.simulate.play import Ranks, play
 from pipedream.optimizer.simulate.program import KINDS, Program, program_of
 from pipedream.optimizer.simulate.simulation import Simulation
@@ -46,11 +47,12 @@ def simulate_plan(
     update_rate: float = UPDATE_RATE,
     overheads: TrainingOverheads | None = None,
     most_moves: int = MOST_MOVES,
+    noise: Noise | None = None,
 ) -> Simulation | None:
     """Simulates `plan` with the times of `graph`; None if that takes more than `most_moves`.
 
     Rounds have as many microbatches as the plan was made for. Very long rounds of flush are
-    extrapolated from shorter ones (long_rounds.py).
+    extrapolated from shorter ones (long_rounds.py), if there is no `noise`.
     """
     microbatches = plan.predicted.microbatches or MICROBATCHES
     spec = PipelineSpec(
@@ -65,14 +67,16 @@ def simulate_plan(
     ranks = [stage.ranks for stage in plan.stages]
     spec = replace(spec, links=tuple(sorted(workload.forward_bytes)))
     span = SteadySpan.for_simulation(rules)
-    repeats = plan.schedule == "flush" and spec.order == DEFAULT_ORDER
+    repeats = plan.schedule == "flush" and spec.order == DEFAULT_ORDER and noise is None
     long = repeats and span.minibatches * plan.workers > QUICK_MOVES
     for length in rounds_to_play(plan.replicas, microbatches) if long else [microbatches]:
         spec = replace(spec, microbatches=length)
         span = SteadySpan.for_simulation(policy(spec))
         if span.minibatches * plan.workers > most_moves:
             return None
-        simulation = simulate(Schedule(spec, span.minibatches), workload, plan.cluster, ranks, span)
+        simulation = simulate(
+            Schedule(spec, span.minibatches), workload, plan.cluster, ranks, span, noise=noise
+        )
         if length == microbatches:
             return simulation
         extrapolated = lengthened(simulation, span, plan.replicas, length, microbatches)
@@ -88,6 +92,7 @@ def simulate(
     ranks: Sequence[Sequence[int]],
     span: SteadySpan,
     actions: Mapping[int, Sequence[Action]] | None = None,
+    noise: Noise | None = None,
 ) -> Simulation:
     """Simulates `schedule`, whose worker (s, r) is on rank `ranks[s][r]` of the cluster.
 
@@ -107,7 +112,7 @@ def simulate(
         workload.stages[stage].at(cluster.device(ranks[stage][replica]).speed)
         for stage, replica in program.workers
     ]
-    begin, end = play_program(program, workload, works, cluster, ranks, numbers)
+    begin, end = play_program(program, workload, works, cluster, ranks, numbers, noise)
     period = seconds_per_minibatch(program, end, span)
     busy = sum(
         (work.forward_seconds + work.backward_seconds) / schedule.spec.replicas[stage]
@@ -133,10 +138,14 @@ def play_program(
     cluster: Cluster,
     ranks: Sequence[Sequence[int]],
     numbers: Sequence[int],
+    noise: Noise | None = None,
 ) -> tuple[Floats, Floats]:
     """When each action begins and ends, with the work of each worker; `numbers`: of the ranks."""
     items, sums, streams = traffic_of(program, workload, cluster, ranks, numbers)
-    acting = Ranks(program.begin, program.op, program.subject, _seconds(program, works))
+    seconds = _seconds(program, works)
+    if noise is not None:
+        seconds = seconds * noise.factors(len(seconds))
+    acting = Ranks(program.begin, program.op, program.subject, seconds)
     return play(acting, items, sums, streams, LOOK_AHEAD)
 
 

@@ -124,7 +124,12 @@ def _sums(
     members = np.array([len(ranks[stage]) for stage in program.stage.tolist()], dtype=np.int64)
     number = np.repeat(np.arange(len(parts)), np.diff(first))
     stream, size, latency, busy, after = columns
-    return Sums(len(program.link) + first, members, number, after), (stream.astype(np.int64), size, latency, busy)
+    return Sums(len(program.link) + first, members, number, after), (
+        stream.astype(np.int64),
+        size,
+        latency,
+        busy,
+    )
 
 
 def _part(

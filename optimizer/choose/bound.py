@@ -1,0 +1,81 @@
+"""A lower bound on what the simulator says of any division: the certificate of a choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import ClassVar
+
+import numpy as np
+
+from pipedream.graph.cluster import Cluster, Link, ring_seconds
+from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work
+from pipedream.optimizer.cuts.planning_graph import Floats, Ints
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import Rules
+
+
+@dataclass(frozen=True)
+class RelaxedCost:
+    """What a stage takes at least on any m devices of a cluster: max(C'/m, R/N).
+
+    R: a ring all-reduce over the links that m devices cannot do without, all of it hidden behind
+    the passes; N: minibatches of a round, m or a fixed number. Nothing need be sent between stages.
+
+    `rings`: the most devices that do without a link, and the link.
+    """
+
+    rings: tuple[tuple[int, Link], ...]
+    minibatches: int | None = None
+    name: str = "network"
+    counts_overheads: ClassVar[bool] = True
+    prices_plans: ClassVar[bool] = False
+
+    @staticmethod
+    def of(cluster: Cluster) -> RelaxedCost:
+        levels = range(1, len(cluster.machines) + 1)
+        return RelaxedCost(
+            tuple((prod(cluster.machines[: k - 1]), cluster.ring_link(k)) for k in levels)
+        )
+
+    def in_rounds(self, minibatches: int | None) -> CostModel:
+        return replace(self, minibatches=minibatches)
+
+    def terms(self, work: Work, level: LevelLinks, replicas: Ints, first: bool) -> Terms:
+        reduced = np.zeros(np.broadcast_shapes(np.shape(replicas), work.parameter_bytes.shape))
+        for without, ring in self.rings:
+            taken = ring_seconds(ring, work.parameter_bytes, replicas)
+            reduced = np.maximum(reduced, np.where(replicas > without, taken, 0.0))
+        rounds = replicas if self.minibatches is None else self.minibatches
+        return Terms(work.inner_seconds / replicas, reduced / rounds, np.zeros(1))
+
+    def seconds(self, terms: Terms) -> Floats:
+        return np.maximum(terms.compute, terms.all_reduce)
+
+    def limit(self, terms: Terms) -> str:
+        return "compute" if terms.compute.item() >= terms.all_reduce.item() else "all-reduce"
+
+
+def lower_bound(request: Request) -> float:
+    """Seconds per minibatch that no division takes less than, on however many of the devices."""
+    cluster = request.cluster
+    inner = prod(cluster.machines[:-1])
+    flat = Cluster(
+        machines=(cluster.devices,),
+        bandwidth=(max(cluster.bandwidth),),
+        kinds=cluster.kinds,
+        machine_kinds=tuple(kind for kind in cluster.machine_kinds for _ in range(inner)),
+    )
+    relaxed = replace(
+        request,
+        cluster=flat,
+        model=RelaxedCost.of(cluster),
+        memory=None,
+        recompute="never",
+        latency=None,
+        microbatches=request.settings.microbatches,
+        rules=Rules(request.rules.straight, fewer_machines=True),
+        in_flight="least",
+    )
+    return optimize(relaxed).plan.predicted.lower_bound_seconds

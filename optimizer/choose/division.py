@@ -1,0 +1,56 @@
+"""How a model is divided: nested downsets of its nodes, and the ranks of each stage between two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.plan import Plan
+from pipedream.optimizer.cuts.downsets import Cuts
+from pipedream.optimizer.cuts.planning_graph import PlanningGraph
+from pipedream.optimizer.search.stages import PlacedStage
+
+
+class Division(NamedTuple):
+    """`downsets[s]`: the nodes of stages 0 to s as bits, the last all of them; `ranks` of each
+    stage; `more` minibatches in flight than keep the pace.
+    """
+
+    downsets: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+    more: int = 0
+
+    @staticmethod
+    def of(plan: Plan, graph: PlanningGraph) -> Division:
+        """That of an existing plan for the graph."""
+        downsets, before = [], 0
+        for stage in plan.stages:
+            for name in stage.nodes:
+                if name in graph.position:
+                    before |= 1 << graph.position[name]
+            downsets.append(before)
+        return Division(tuple(downsets), tuple(stage.ranks for stage in plan.stages))
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        return tuple(map(len, self.ranks))
+
+    def cuts(self, graph: PlanningGraph) -> Cuts:
+        return Cuts(graph, (0, *self.downsets))
+
+    def placed(self, cluster: Cluster) -> list[PlacedStage]:
+        """Its stages between the cuts."""
+        return [
+            PlacedStage(stage, stage + 1, own, tuple(sorted(set(map(cluster.machine, own)))))
+            for stage, own in enumerate(self.ranks)
+        ]
+
+
+def in_order(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """So many ranks for each stage, each on those next to the stage before it."""
+    ranks, begin = [], 0
+    for count in counts:
+        ranks.append(tuple(range(begin, begin + count)))
+        begin += count
+    return tuple(ranks)

@@ -1,0 +1,107 @@
+"""Tries divisions: makes the plan of each under the request, and simulates it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+
+import numpy as np
+
+from pipedream.graph.plan import Plan
+from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.cuts.planning_graph import Floats
+from pipedream.optimizer.search.outcome import placed_plan
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.simulate.simulation import Simulation
+from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
+
+_TRIAL = 2_000
+"""What a trial costs besides its actions, counted in them."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A division with its plan and simulation; `fits`: within the memory of its devices."""
+
+    division: Division
+    plan: Plan
+    simulation: Simulation
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """Simulated, per minibatch; infinite if it does not fit."""
+        return self.simulation.seconds_per_minibatch if self.fits else inf
+
+
+class Trials:
+    """All that has been tried for a request; `spent`: about how many actions were simulated."""
+
+    def __init__(self, request: Request, most_moves: int = QUICK_MOVES) -> None:
+        self.request, self.graph = request, request.planning
+        self.most_moves = most_moves
+        self.known: dict[Division, Trial | None] = {}
+        self.spent = 0
+
+    def try_out(self, division: Division, within: float = inf) -> Trial | None:
+        """None if it takes longer than `within` or too long to simulate; raises UserError where
+        the schedule does not allow it.
+        """
+        if division in self.known:
+            return self.known[division]
+        if self.bound(division) > within:
+            return None
+        self.spent += _TRIAL
+        trial = self._try(division, within)
+        self.known[division] = trial
+        return trial
+
+    def _try(self, division: Division, within: float) -> Trial | None:
+        request = self.request
+        memory = request.memory_model(division.cuts(self.graph))
+        placed = division.placed(request.cluster)
+        plan, form, workers = placed_plan(memory, request, placed, division.more)
+        if form.bound > within:
+            return None
+        simulation = simulate_plan(
+            plan, request.graph, request.update_rate, request.overheads, self.most_moves
+        )
+        if simulation is None:
+            return None
+        self.spent += len(simulation.program.op)
+        fits = all(worker.share <= 1 for worker in workers)
+        return Trial(division, simulation.noted_in(plan), simulation, fits)
+
+    def bound(self, division: Division) -> float:
+        """Seconds per minibatch that the passes of the busiest stage take at least."""
+        slowest, before = 0.0, 0
+        for downset, own in zip(division.downsets, division.ranks, strict=True):
+            speed = min(self._speeds[rank] for rank in own)
+            slowest = max(slowest, self._seconds(downset & ~before) / len(own) / speed)
+            before = downset
+        return slowest
+
+    @cached_property
+    def _speeds(self) -> list[float]:
+        cluster = self.request.cluster
+        return [cluster.device(rank).speed for rank in range(cluster.devices)]
+
+    def _seconds(self, nodes: int) -> float:
+        if nodes not in self._sums:
+            width = -(-len(self.graph) // 8)
+            bits = np.unpackbits(
+                np.frombuffer(nodes.to_bytes(width, "little"), dtype=np.uint8),
+                count=len(self.graph),
+                bitorder="little",
+            )
+            self._sums[nodes] = float(self._compute @ bits)
+        return self._sums[nodes]
+
+    @cached_property
+    def _compute(self) -> Floats:
+        return self.graph.compute_seconds
+
+    @cached_property
+    def _sums(self) -> dict[int, float]:
+        return {}

@@ -1,0 +1,235 @@
+"""The time of a plan in closed form: what the simulator says, if everything overlaps that can.
+
+Symbols, of stage s on r replicas: F and B, seconds of its passes; U, of its update; N, minibatches
+of a round; R, seconds of its sum over an idle network, of which E come after the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from math import lcm
+from typing import TypeAlias
+
+from pipedream.graph.cluster import Cluster
+from pipedream.optimizer.cost.network import Network, Port
+from pipedream.optimizer.simulate.workload import Workload
+from pipedream.schedule.in_flight import StageTimes, useful_in_flight
+from pipedream.schedule.policy import Policy
+
+_MOST_PAIRS = 64
+"""Pairs of replicas examined for each link."""
+
+_LEEWAY = 1.02
+"""Tolerated slowdown: between workers with equal work, a message of almost nothing would otherwise
+cost every stage one more minibatch in flight."""
+
+_User: TypeAlias = tuple[int, int]
+"""What uses a port: messages from one stage to another, or a stage's sums, (stage, stage)."""
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds per minibatch that a stage allows, and what limits it: compute, all-reduce or
+    boundary.
+    """
+
+    seconds: float
+    limit: str
+
+
+class ClosedForm:
+    """The closed form for the work of a plan's stages on these ranks under a schedule.
+
+    Without a flush a minibatch takes as long as on the busiest of the stages, of the ports, and of
+    the ways through the pipeline with so many in flight:
+
+    - a stage: (N (F + B) / r + U + E) / N;
+    - a port: the bytes per minibatch of all messages and sums that pass, over its rate;
+    - from a stage to the end and back: what that takes alone, over the minibatches in flight there.
+
+    With one, a round of M takes the time of the way through the pipeline, of M/r - 1 more
+    minibatches in the busiest stage, and of sum and update where these outlast the passes of
+    earlier stages (GPipe, NeurIPS 2019, section 2.3, for stages that are not alike).
+    """
+
+    def __init__(
+        self, workload: Workload, cluster: Cluster, ranks: Sequence[Sequence[int]], policy: Policy
+    ) -> None:
+        self.network, self.ranks, self.policy = Network(cluster), ranks, policy
+        self.works = [
+            work.at(min(cluster.device(rank).speed for rank in own))
+            for work, own in zip(workload.stages, ranks, strict=True)
+        ]
+        self.workload = workload
+        self.sums = [self._sum(stage) for stage in range(len(ranks))]
+        self.uses: dict[Port, dict[_User, float]] = defaultdict(dict)
+        self.ports = self._ports()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per minibatch."""
+        if self.policy.drains:
+            return self._round() / self.policy.spec.microbatches
+        return max(*(stage.seconds for stage in self.stages), self._slowest_port, self._slowest_way)
+
+    @property
+    def bound(self) -> float:
+        """Seconds per minibatch that stages and ports take at least."""
+        return max(*(stage.seconds for stage in self.stages), self._slowest_port)
+
+    @cached_property
+    def stages(self) -> list[StageSeconds]:
+        """Each by itself, with its busiest port."""
+        return [self._stage(stage) for stage in range(len(self.ranks))]
+
+    def _stage(self, stage: int) -> StageSeconds:
+        work, replicas = self.works[stage], len(self.ranks[stage])
+        size = self.policy.round_size(stage)
+        compute = (work.forward_seconds + work.backward_seconds) / replicas
+        compute += work.update_seconds / size
+        reduced = self.sums[stage][1] / size
+        port = self._busiest_port(self.ranks[stage])
+        if port > compute + reduced:
+            return StageSeconds(port, "boundary")
+        return StageSeconds(compute + reduced, "all-reduce" if reduced > compute else "compute")
+
+    def _sum(self, stage: int) -> tuple[float, float]:
+        """R and E."""
+        own, work = self.ranks[stage], self.works[stage]
+        if len(own) == 1:
+            return 0.0, 0.0
+        over = taken = 0.0
+        for amount, after in work.sums:
+            transfer = self.network.all_reduce(own, amount)
+            share = transfer.busy / transfer.seconds if transfer.seconds else 0.0
+            begins = work.backward_seconds * (after + share * (1 - after))
+            over = max(over, begins) + transfer.total
+            taken += transfer.total
+        return taken, max(0.0, over - work.backward_seconds)
+
+    def _ports(self) -> dict[Port, float]:
+        """Seconds per minibatch in which each port is in use."""
+        ports: dict[Port, float] = defaultdict(float)
+        for link in self.workload.forward_bytes:
+            for user in (link, link[::-1]):
+                size = self._size(user)
+                for share, source, target in self._pairs(user) if size else ():
+                    for port in self.network.path(source, target):
+                        seconds = size / self.network.rate(port)
+                        ports[port] += share * seconds
+                        self.uses[port][user] = seconds
+        for stage, own in enumerate(self.ranks):
+            if len(own) > 1:
+                amount = 2 * (len(own) - 1) / len(own) * self.works[stage].parameter_bytes
+                for port in self.network.ring(own):
+                    seconds = amount / self.network.rate(port)
+                    ports[port] += seconds / self.policy.round_size(stage)
+                    self.uses[port][stage, stage] = seconds
+        return dict(ports)
+
+    def _size(self, user: _User) -> float:
+        """Bytes of a message from one stage to another, forwards or back."""
+        source, target = user
+        if source < target:
+            return self.workload.forward_bytes.get(user, 0.0)
+        return self.workload.backward_bytes.get((target, source), 0.0)
+
+    def _pairs(self, user: _User) -> Iterator[tuple[float, int, int]]:
+        """The pairs of ranks that send such messages, each with its share of the minibatches."""
+        sources, targets = (self.ranks[stage] for stage in user)
+        count = lcm(len(sources), len(targets))
+        for b in range(count):
+            here, there = sources[b % len(sources)], targets[b % len(targets)]
+            if here != there:
+                yield 1 / count, here, there
+
+    def _busiest_port(self, ranks: Sequence[int]) -> float:
+        own = set(ranks)
+        return max(
+            (
+                seconds
+                for port, seconds in self.ports.items()
+                if port.level == 1 and port.component in own
+            ),
+            default=0.0,
+        )
+
+    @property
+    def _slowest_port(self) -> float:
+        return max(self.ports.values(), default=0.0)
+
+    @property
+    def _slowest_way(self) -> float:
+        """The way from each stage to the last and back, over the minibatches in flight."""
+        slowest, way = 0.0, 0.0
+        for stage in reversed(range(len(self.ranks))):
+            work, replicas = self.works[stage], len(self.ranks[stage])
+            way += work.forward_seconds + work.backward_seconds
+            slowest = max(slowest, way / (self.policy.in_flight(stage) * replicas))
+            way += self._messages(stage - 1, stage)
+        return slowest
+
+    def _messages(self, source: int, target: int) -> float:
+        """Seconds of a message between two stages and of the answer."""
+        return self._message((source, target)) + self._message((target, source))
+
+    def _message(self, user: _User) -> float:
+        """Seconds of the slowest message from one stage to another, if all else that passes its
+        ports begins when it does: of fair shares it loses as much to each as the shorter takes.
+        """
+        size, slowest = self._size(user), 0.0
+        for _, source, target in islice(self._pairs(user), _MOST_PAIRS if size else 0):
+            alone = self.network.message(source, target, size).total
+            lost = max(self._lost(port, user) for port in self.network.path(source, target))
+            slowest = max(slowest, alone + lost)
+        return slowest
+
+    def _lost(self, port: Port, user: _User) -> float:
+        own = self.uses[port][user]
+        return sum(min(own, each) for other, each in self.uses[port].items() if other != user)
+
+    def useful_in_flight(self) -> tuple[int, ...]:
+        """The minibatches in flight of each stage that keep the pace of stages and ports."""
+        stages = range(len(self.ranks))
+        links = list(self.workload.forward_bytes)
+        pace = StageTimes(
+            period=_LEEWAY * self.bound,
+            forward=[work.forward_seconds for work in self.works],
+            backward=[work.backward_seconds for work in self.works],
+            update=[self._closing(stage) for stage in stages],
+            there={link: self._message(link) for link in links},
+            back={link: self._message(link[::-1]) for link in links},
+        )
+        replicas = [len(own) for own in self.ranks]
+        return useful_in_flight(replicas, pace, links, self.policy.synchronized)
+
+    def _closing(self, stage: int) -> float:
+        """Seconds of sum and update per minibatch of a worker."""
+        seconds = self.sums[stage][1] + self.works[stage].update_seconds
+        return seconds * len(self.ranks[stage]) / self.policy.round_size(stage)
+
+    def _round(self) -> float:
+        """Seconds of a round of a schedule with a flush."""
+        size = self.policy.spec.microbatches
+        passes = [work.forward_seconds + work.backward_seconds for work in self.works]
+        busiest, back = 0.0, 0.0
+        for stage, own in reversed(list(enumerate(self.ranks))):
+            back += passes[stage]
+            paced = max(passes[stage], len(own) * self._busiest_port(own))
+            paced = max(paced, back / self.policy.in_flight(stage))
+            busiest = max(busiest, (size / len(own) - 1) * paced)
+            back += self._messages(stage - 1, stage) if stage else 0.0
+        way = sum(passes)
+        way += sum(self._messages(stage - 1, stage) for stage in range(1, len(self.ranks)))
+        whole, before = way + busiest, 0.0
+        longest = whole
+        for stage in range(len(self.ranks)):
+            before += self._messages(stage - 1, stage) if stage else 0.0
+            after = self.sums[stage][1] + self.works[stage].update_seconds
+            longest = max(longest, whole - before + after)
+            before += passes[stage]
+        return longest
