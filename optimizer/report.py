@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -14,23 +14,28 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.optimizer.search.outcome import Outcome
+from pipedream.optimizer.cost.models import DEFAULT_COST_MODEL
+from pipedream.optimizer.search.outcome import Outcome, ScheduleTime
 
 _PIPED_WIDTH = 120
 _WIDEST_NAME = 24
 _ROUNDING = 1e-9
+_MOST_COUNTS = 6
 _NARROW = 100  # columns; tables are set closer on fewer
 
 
 def print_report(outcome: Outcome, graph: Graph, console: Console | None = None) -> None:
-    """Prints the stages, their memory, and the plan's time against one worker and data
-    parallelism.
-    """
+    """Prints the time to expect, the stages, their memory, and other plans."""
     console = console or make_console()
+    console.print(_times(outcome))
     print_table(console, _stage_table(outcome, graph, narrow=console.width < _NARROW))
     print_table(console, _memory_table(outcome))
-    console.print(_comparison(outcome))
-    console.print(_remark(outcome), markup=False, soft_wrap=not console.is_terminal)
+    if outcome.rivals:
+        print_table(console, _rival_table(outcome))
+    if outcome.schedules:
+        print_table(console, _schedule_table(outcome))
+    for remark in (_remark(outcome), *_assumptions(outcome)):
+        console.print(remark, markup=False, soft_wrap=not console.is_terminal)
 
 
 def print_table(console: Console, table: Table) -> None:
@@ -158,35 +163,117 @@ def _count(number: int, what: str, ending: str = "s") -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}{ending}"
 
 
-def _comparison(outcome: Outcome) -> Table:
+def _times(outcome: Outcome) -> Table:
+    """The time to be expected first; then what it is compared with, and what it is made of."""
     predicted = outcome.plan.predicted
     seconds = predicted.seconds_per_minibatch
     table = make_grid()
-    table.add_row("this plan, per minibatch", show_seconds(seconds))
-    if predicted.expected_seconds_per_minibatch is not None:
-        expected = show_seconds(predicted.expected_seconds_per_minibatch)
-        table.add_row("expected in a run", expected, "passes vary: workers wait for the slowest")
-    table.add_row("its schedule, simulated", *_simulated(outcome.plan))
-    batch = 1
+    expected = predicted.expected_seconds_per_minibatch
+    if expected is not None:
+        deviation = predicted.expected_deviation_seconds
+        about = f"give or take {show_seconds(deviation)}, " if deviation else ""
+        remark = about + "passes vary and workers wait for the slowest"
+        table.add_row("expected in a run", show_seconds(expected), f"per minibatch; {remark}")
+        seconds = expected
+    batch, formula = 1, predicted.seconds_per_minibatch
     if predicted.latency_seconds is not None and predicted.microbatches is not None:
-        batch, seconds = predicted.microbatches, predicted.latency_seconds
-        bubble = 1 - batch * predicted.seconds_per_minibatch / seconds
-        remark = f"{_count(batch, 'microbatch', 'es')}; the slowest stage waits {bubble:.0%} of it"
-        table.add_row("this plan, per batch", show_seconds(seconds), remark)
+        batch = predicted.microbatches
+        per_batch = predicted.latency_seconds if expected is None else batch * expected
+        table.add_row("per batch", show_seconds(per_batch), _count(batch, "microbatch", "es"))
+        seconds, formula = per_batch / batch, predicted.latency_seconds / batch
     rows = (
-        ("one worker", predicted.one_worker_seconds),
         ("data parallelism", predicted.data_parallel_seconds),
+        ("one worker", predicted.one_worker_seconds),
     )
     for name, time in rows:
-        rate = batch * time / seconds
-        remark, but = f"this plan is {rate:.2f} times as fast", "but"
-        if 0 < rate < 0.995:
-            remark, but = f"this plan is {1 / rate:.2f} times slower than {name}", "which"
-        if outcome.memory is not None and outcome.whole_model_bytes > outcome.memory:
-            needs = show_bytes(outcome.whole_model_bytes)
-            remark += f", {but} does not fit: it needs {needs} on each device"
-        table.add_row(name, show_seconds(batch * time), remark)
+        table.add_row(name, show_seconds(time), _compared(outcome, name, time / seconds))
+    table.add_row("in closed form", show_seconds(formula), _parts(outcome))
+    table.add_row("simulated", *_simulated(outcome.plan))
     return table
+
+
+def _compared(outcome: Outcome, name: str, rate: float) -> str:
+    remark, but = f"this plan is {rate:.2f} times as fast", "but"
+    if 0 < rate < 0.995:
+        remark, but = f"this plan is {1 / rate:.2f} times slower than {name}", "which"
+    if outcome.memory is not None and outcome.whole_model_bytes > outcome.memory:
+        needs = show_bytes(outcome.whole_model_bytes)
+        remark += f", {but} does not fit: it needs {needs} on each device"
+    return remark
+
+
+def _parts(outcome: Outcome) -> str:
+    """What sets the closed form."""
+    slowest = max(outcome.figures, key=lambda figures: figures.seconds)
+    number = outcome.figures.index(slowest)
+    return f"stage {number}, the slowest, is limited by {slowest.limit}"
+
+
+def _rival_table(outcome: Outcome) -> Table:
+    """The plans that lost, the fastest first."""
+    plan = outcome.plan
+    own = plan.predicted.simulated
+    rows = [
+        {
+            "plan": rival.name,
+            "replicas\nof stages": show_replicas(rival.replicas),
+            "simulated": show_seconds(rival.seconds),
+            "as long": f"{rival.seconds / own.seconds_per_minibatch:.2f}" if own else "-",
+            "because of": rival.why if rival.fits else "does not fit",
+        }
+        for rival in outcome.rivals
+    ]
+    return table_of(
+        "Other plans, simulated",
+        f"Per minibatch, under {plan.schedule}; as long: as a multiple of this plan's time.",
+        rows,
+        wrapped=("plan", "because of"),
+    )
+
+
+def _schedule_table(outcome: Outcome) -> Table:
+    """What the best plan under each schedule takes for the same number of examples."""
+    plan = outcome.plan
+    own = plan.predicted.simulated
+    assert own is not None
+    chosen = ScheduleTime(
+        plan.schedule, plan.replicas, own.seconds_per_minibatch, plan.predicted.microbatches
+    )
+    times = (chosen, *outcome.schedules)
+    count = next((each.microbatches for each in times if each.microbatches is not None), 1)
+    rows = [
+        {
+            "schedule": each.schedule,
+            "replicas\nof stages": show_replicas(each.replicas),
+            "per\nminibatch": show_seconds(each.seconds),
+            f"for {count}": show_seconds(count * each.seconds),
+            "updates": "after every minibatch of each replica"
+            if each.microbatches is None
+            else f"after every {each.microbatches} minibatches",
+        }
+        for each in times
+    ]
+    return table_of(
+        "The fastest plan found under each schedule",
+        "Simulated. Flush trains as one worker would; the others learn from older weights.",
+        rows,
+        bold=[0],
+        wrapped=("schedule", "updates"),
+    )
+
+
+def show_replicas(replicas: Sequence[int]) -> str:
+    """`2 x 3, 1`: two stages of three replicas, then one of one."""
+    runs: list[tuple[int, int]] = []
+    for count in replicas:
+        if runs and runs[-1][1] == count:
+            runs[-1] = runs[-1][0] + 1, count
+        else:
+            runs.append((1, count))
+    shown = [f"{times} x {count}" if times > 1 else str(count) for times, count in runs]
+    if len(shown) > _MOST_COUNTS:
+        return f"{len(replicas)} stages"
+    return ", ".join(shown)
 
 
 def _simulated(plan: Plan) -> tuple[str, str]:
@@ -194,14 +281,22 @@ def _simulated(plan: Plan) -> tuple[str, str]:
     if simulated is None:
         return "-", f"too long to simulate for {plan.workers} workers"
     seconds = show_seconds(simulated.seconds_per_minibatch)
-    return seconds, f"workers wait or communicate {simulated.bubble:.1%} of the time"
+    waiting = f"workers wait or communicate {simulated.bubble:.1%} of the time"
+    return seconds, f"every pass as profiled; {waiting}"
 
 
 def _remark(outcome: Outcome) -> str:
     predicted, asked = outcome.plan.predicted, outcome.plan.asked
-    seconds, bound = predicted.seconds_per_minibatch, predicted.lower_bound_seconds
     straight = asked is not None and asked.straight
     what = "straight plans" if straight else "plans"
+    if predicted.cost_model == DEFAULT_COST_MODEL and predicted.simulated is not None:
+        bound = predicted.lower_bound_seconds
+        gap = _gap(predicted.simulated.seconds_per_minibatch / bound - 1) if bound else "no bound"
+        return (
+            f"The fastest of {outcome.cuts} {what} simulated; {gap}"
+            f" ({show_seconds(bound)} by a lower bound)."
+        )
+    seconds, bound = predicted.seconds_per_minibatch, predicted.lower_bound_seconds
     if predicted.latency_seconds is not None:
         seconds, bound = predicted.latency_seconds, predicted.latency_lower_bound_seconds or 0.0
         what = "pipelines of stages on devices of one machine or on whole machines"
@@ -216,6 +311,21 @@ def _remark(outcome: Outcome) -> str:
         f"The graph can be cut in too many ways to try them all: the best plan over {outcome.cuts}"
         f" likely cuts; {gap}."
     )
+
+
+def _assumptions(outcome: Outcome) -> Iterator[str]:
+    """What the time rests on that nobody measured."""
+    plan = outcome.plan
+    if plan.predicted.cost_model != DEFAULT_COST_MODEL:
+        yield (
+            f"Cost model {plan.predicted.cost_model}: a formula that may be far from a run's time;"
+            f" leave out --cost-model to choose by simulation."
+        )
+    elif plan.workers > 1 and not plan.cluster.measured:
+        yield (
+            "Assumed: links that carry their --bandwidth, and passes that they do not slow down;"
+            " pd-profile --network measures both."
+        )
 
 
 def _gap(share: float) -> str:

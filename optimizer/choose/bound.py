@@ -14,6 +14,7 @@ from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.stages import Rules
+from pipedream.schedule.policy import uniform_updates
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,11 @@ class RelaxedCost:
 
 def lower_bound(request: Request) -> float:
     """Seconds per minibatch that no division takes less than, on however many of the devices."""
-    cluster = request.cluster
+    cluster, settings = request.cluster, request.settings
+    in_rounds = uniform_updates(settings.schedule)
+    microbatches = settings.microbatches
+    if settings.schedule == "2bw":  # at most so many: see Policy.least_microbatches
+        microbatches = max(microbatches, 2 * cluster.devices)
     inner = prod(cluster.machines[:-1])
     flat = Cluster(
         machines=(cluster.devices,),
@@ -74,7 +79,9 @@ def lower_bound(request: Request) -> float:
         memory=None,
         recompute="never",
         latency=None,
-        microbatches=request.settings.microbatches,
+        schedule="flush" if in_rounds else "weight-stashing",
+        microbatches=microbatches if in_rounds else None,
+        weight_prediction=False,
         rules=Rules(request.rules.straight, fewer_machines=True),
         in_flight="least",
     )

@@ -14,29 +14,34 @@ from pipedream.optimizer.search.request import Request
 _MOST_CUTS = 2_000
 """Cuts over which the search under another cost model is made."""
 
+DATA_PARALLEL = "data parallelism"
+
 MODELS = (NetworkCost(), MeasuredCost(), PaperCost(), ReleasedCost())
+
+
+def data_parallel(request: Request) -> Division:
+    """The whole model on every device."""
+    whole = (1 << len(request.planning)) - 1
+    return Division((whole,), in_order([request.cluster.devices]))
 
 
 def candidates(request: Request) -> Iterator[tuple[str, Division]]:
     """Names and divisions. Those of which there is no plan are left out."""
-    graph, devices = request.planning, request.cluster.devices
-    rules = request.rules
-    whole = (1 << len(graph)) - 1
+    rules, devices = request.rules, request.cluster.devices
     if not rules.straight or devices == 1:
-        yield "data parallelism", Division((whole,), in_order([devices]))
-    crowded = devices > len(graph)
-    straight = replace(rules, straight=True, fewer_machines=rules.fewer_machines or crowded)
+        yield DATA_PARALLEL, data_parallel(request)
     for model in MODELS:
-        name = f"the search under `{model.name}`"
-        yield from _found(name, replace(request, model=model))
-    yield from _found("a straight pipeline", replace(request, rules=straight))
-    yield from _found("a straight pipeline", replace(request, model=PaperCost(), rules=straight))
+        yield from _found(f"best by {model.name}", replace(request, model=model))
+    crowded = devices > len(request.planning)
+    straight = replace(rules, straight=True, fewer_machines=rules.fewer_machines or crowded)
+    for model in (NetworkCost(), PaperCost()):
+        changed = replace(request, model=model, rules=straight)
+        yield from _found("straight pipeline", changed)
 
 
 def _found(name: str, request: Request) -> Iterator[tuple[str, Division]]:
-    graph = request.planning
     try:
-        division = Division.of(optimize(request).plan, graph)
+        division = Division.of(optimize(request, _MOST_CUTS).plan, request.planning)
     except UserError:
         return
     yield name, division

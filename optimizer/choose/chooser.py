@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from itertools import chain, islice
 
+from pipedream.graph.choices import ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.optimizer.choose.bound import lower_bound
-from pipedream.optimizer.choose.candidates import candidates
+from pipedream.optimizer.choose.candidates import DATA_PARALLEL, candidates, data_parallel
 from pipedream.optimizer.choose.division import Division
-from pipedream.optimizer.choose.expected import with_expected
+from pipedream.optimizer.choose.expected import expected
 from pipedream.optimizer.choose.neighbours import Neighbours
 from pipedream.optimizer.choose.trial import Trial, Trials
-from pipedream.optimizer.search.outcome import Outcome, placed_outcome
-from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.outcome import Outcome, Rival, ScheduleTime, placed_outcome
+from pipedream.optimizer.search.planner import check, optimize
 from pipedream.optimizer.search.request import Request
 
-_SPENT = 400_000
+_SPENT = 300_000
 """Actions simulated, about, from each of the best candidates: about a second."""
+
+_SPENT_ON_OTHERS = 100_000
+"""The same under each schedule that was not asked for."""
+
+_SCHEDULES: tuple[ScheduleName, ...] = ("weight-stashing", "2bw", "flush")
+"""2bw before flush: it says how many minibatches of an update it needs."""
 
 _STARTS = 4
 """So many of the best candidates are improved."""
@@ -25,44 +34,44 @@ _STARTS = 4
 _BETTER = 1e-4
 """Relative gain below which a step is none."""
 
+_AROUND = 1.25
+"""Divisions that take so many times as long as the best may lead to a better one."""
 
-@dataclass(frozen=True)
-class Choice:
-    """The plan chosen, its simulation, and the best candidates by name, the fastest first."""
-
-    outcome: Outcome
-    best: Trial
-    candidates: Sequence[tuple[str, Trial]]
+_RIVALS = 5
 
 
 def best_plan(request: Request) -> Outcome:
-    """The plan to write: chosen by simulation, or by the cost model if that is one of another kind.
+    """The plan to write: chosen by simulation, or by a formula if the cost model is one.
 
     Raises UserError if no plan fits the memory.
     """
-    return choose(request).outcome if request.cost_model.prices_plans else optimize(request)
+    return choose(request) if request.cost_model.prices_plans else optimize(request)
 
 
-def choose(request: Request) -> Choice:
-    """Raises UserError if no plan fits the memory."""
-    trials, found = Trials(request), []
-    for name, division in candidates(request):
-        try:
-            trial = trials.try_out(division)
-        except UserError:
-            continue
-        if trial is not None and trial.fits:
-            found.append((name, trial))
-    if not found:
-        optimize(request)  # says why
-        raise AssertionError("a plan that fits and cannot be simulated")
-    found.sort(key=lambda each: each[1].seconds)
-    best = found[0][1]
+def choose(request: Request) -> Outcome:
+    """The fastest plan that was found. Raises UserError if no plan fits the memory."""
+    check(request.planning, request)
+    trials = Trials(request)
+    found = [
+        (name, trial)
+        for name, division in candidates(request)
+        if (trial := _tried(division, trials)) is not None
+    ]
+    fitting = _distinct([trial for _, trial in found if trial.fits])
+    if not fitting:
+        # Either nothing fits, which the search then says, or all of it takes long to simulate.
+        return optimize(request)
+    fitting.sort(key=lambda trial: trial.seconds)
     steps = Neighbours(request.planning, request.cluster, request.rules.straight)
-    for start in _distinct([trial for _, trial in found])[:_STARTS]:
-        improved = climb(start, trials, steps, trials.spent + _SPENT)
-        best = min(best, improved, key=lambda each: each.seconds)
-    return Choice(_outcome(request, best), best, found)
+    climbed = [climb(start, trials, steps, trials.spent + _SPENT) for start in fitting[:_STARTS]]
+    around = explore([*climbed, *fitting], trials, steps, trials.spent + _SPENT)
+    best = climb(around, trials, steps, trials.spent + _SPENT)
+    starts = [best.division, *(trial.division for trial in fitting)]
+    return replace(
+        _outcome(request, best, trials),
+        rivals=tuple(_rivals(found, best)),
+        schedules=tuple(_under_others(request, starts, steps)),
+    )
 
 
 def _distinct(trials: Sequence[Trial]) -> list[Trial]:
@@ -74,7 +83,7 @@ def climb(start: Trial, trials: Trials, steps: Neighbours, most: int) -> Trial:
     best, improved = start, True
     while improved:
         improved = False
-        for division in steps.of(best.division):
+        for division in chain(steps.in_flight(best.division), steps.of(best.division)):
             if trials.spent > most:
                 return best
             within = best.seconds * (1 - _BETTER)
@@ -85,26 +94,107 @@ def climb(start: Trial, trials: Trials, steps: Neighbours, most: int) -> Trial:
     return best
 
 
-def _tried(division: Division, trials: Trials, within: float) -> Trial | None:
+def explore(starts: Sequence[Trial], trials: Trials, steps: Neighbours, most: int) -> Trial:
+    """The best division found best first: of all that are known and whose steps have not been
+    tried, the fastest is next, be it slower than the best; until `most` is spent.
+    """
+    best = min(starts, key=lambda trial: trial.seconds)
+    seen = {trial.division for trial in starts}
+    waiting = [(trial.seconds, number, trial) for number, trial in enumerate(starts)]
+    heapify(waiting)
+    while waiting and trials.spent <= most:
+        for division in steps.of(heappop(waiting)[-1].division):
+            if trials.spent > most:
+                break
+            if division in seen:
+                continue
+            trial = _tried(division, trials, best.seconds * _AROUND)
+            if trial is not None and trial.fits:
+                seen.add(division)
+                best = min(best, trial, key=lambda each: each.seconds)
+                heappush(waiting, (trial.seconds, len(starts) + len(seen), trial))
+    return best
+
+
+def _tried(division: Division, trials: Trials, within: float = float("inf")) -> Trial | None:
+    """None also where the schedule does not allow it."""
     try:
         return trials.try_out(division, within)
     except UserError:
         return None
 
 
-def _outcome(request: Request, best: Trial) -> Outcome:
-    division = best.division
-    memory = request.memory_model(division.cuts(request.planning))
-    placed = division.placed(request.cluster)
-    outcome = placed_outcome(memory, request, placed, lower_bound(request), more=division.more)
-    goal = request.latency
-    if goal is not None:
-        outcome = outcome.predicting(
-            objective="latency",
-            microbatches=goal.microbatches,
-            latency_seconds=goal.microbatches * outcome.plan.predicted.seconds_per_minibatch,
-            latency_lower_bound_seconds=goal.microbatches
-            * outcome.plan.predicted.lower_bound_seconds,
+def _rivals(found: Sequence[tuple[str, Trial]], best: Trial) -> list[Rival]:
+    """The candidates that lost, each division once, by the first name it has."""
+    named: dict[Division, tuple[str, Trial]] = {}
+    for name, trial in found:
+        named.setdefault(trial.division, (name, trial))
+    rivals = [
+        Rival(
+            name,
+            division.replicas,
+            trial.fits,
+            trial.simulation.seconds_per_minibatch,
+            trial.why,
         )
-    outcome = replace(outcome, plan=best.simulation.noted_in(outcome.plan))
-    return with_expected(outcome, request)
+        for division, (name, trial) in named.items()
+        if division != best.division
+    ]
+    rivals.sort(key=lambda rival: (not rival.fits, rival.seconds))
+    last = (rival for rival in rivals[_RIVALS:] if rival.name == DATA_PARALLEL)
+    return [*rivals[:_RIVALS], *islice(last, 1)]
+
+
+def _under_others(
+    request: Request, starts: Sequence[Division], steps: Neighbours
+) -> Iterator[ScheduleTime]:
+    """The fastest plan found under each of the schedules that people choose between, with as many
+    minibatches per update.
+    """
+    microbatches = request.settings.microbatches
+    for schedule in _SCHEDULES:
+        if schedule == request.schedule:
+            continue
+        changed = replace(
+            request,
+            schedule=schedule,
+            latency=None,
+            weight_prediction=False,
+            microbatches=None if schedule == "2bw" else microbatches,
+        )
+        trials = Trials(changed)
+        tried = (_tried(division, trials) for division in starts)
+        fitting = [trial for trial in tried if trial is not None and trial.fits]
+        if fitting:
+            start = min(fitting, key=lambda trial: trial.seconds)
+            best = climb(start, trials, steps, trials.spent + _SPENT_ON_OTHERS)
+            count = best.plan.predicted.microbatches
+            microbatches = max(microbatches, count or 0)
+            yield ScheduleTime(schedule, best.division.replicas, best.seconds, count)
+
+
+def _outcome(request: Request, best: Trial, trials: Trials) -> Outcome:
+    memory = request.memory_model(best.division.cuts(request.planning))
+    placed = best.division.placed(request.cluster)
+    bound = lower_bound(request)
+    outcome = placed_outcome(memory, request, placed, bound, more=best.division.more)
+    plan = best.simulation.noted_in(outcome.plan)
+    outcome = replace(outcome, plan=plan, cuts=len(trials.known))
+    figures: dict[str, object] = {}
+    in_a_run = expected(plan, request)
+    if in_a_run is not None:
+        figures["expected_seconds_per_minibatch"] = in_a_run.seconds
+        figures["expected_deviation_seconds"] = in_a_run.deviation
+    whole = _tried(data_parallel(request), trials)
+    beside = whole and expected(whole.plan, request)
+    if beside is not None:
+        figures["data_parallel_seconds"] = beside.seconds
+    if request.latency is not None:
+        batch, predicted = request.latency.microbatches, plan.predicted
+        figures |= {
+            "objective": "latency",
+            "microbatches": batch,
+            "latency_seconds": batch * predicted.seconds_per_minibatch,
+            "latency_lower_bound_seconds": batch * predicted.lower_bound_seconds,
+        }
+    return outcome.predicting(**figures)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from statistics import fmean
+from typing import NamedTuple
 
-from pipedream.optimizer.search.outcome import Outcome
+from pipedream.graph.plan import Plan
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.noise import ASSUMED, Noise
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
@@ -12,24 +13,22 @@ from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
 _PLAYS = 5
 
 
-def with_expected(outcome: Outcome, request: Request) -> Outcome:
-    """The outcome with what is expected in a run, if that can be simulated quickly."""
-    spread = request.spread or ASSUMED
-    played = [
-        simulate_plan(
-            outcome.plan,
-            request.graph,
-            request.update_rate,
-            request.overheads,
-            QUICK_MOVES,
-            Noise(spread, seed),
+class Expected(NamedTuple):
+    """Seconds per minibatch of a run, and by how much runs deviate from it either way."""
+
+    seconds: float
+    deviation: float
+
+
+def expected(plan: Plan, request: Request) -> Expected | None:
+    """None if the plan takes long to simulate."""
+    seconds = []
+    for seed in range(_PLAYS):
+        noise = Noise(request.spread or ASSUMED, seed)
+        played = simulate_plan(
+            plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES, noise
         )
-        for seed in range(_PLAYS)
-    ]
-    seconds = [each.seconds_per_minibatch for each in played if each is not None]
-    if not seconds:
-        return outcome
-    return outcome.predicting(
-        expected_seconds_per_minibatch=fmean(seconds),
-        expected_deviation_seconds=(max(seconds) - min(seconds)) / 2,
-    )
+        if played is None:
+            return None
+        seconds.append(played.seconds_per_minibatch)
+    return Expected(fmean(seconds), (max(seconds) - min(seconds)) / 2)

@@ -1,10 +1,11 @@
-"""The divisions that are one step away from another: a cut moves, a rank changes its stage, two
-stages become one, one becomes two.
+"""The divisions that are one step away from another: a cut moves, a rank changes its stage or is
+left out or taken in, two stages become one, one becomes two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.choose.division import Division, in_order
@@ -17,6 +18,9 @@ _RUNS = (2, 4, 8, 16)
 _MOST_NODES = 8
 """Single nodes over which a cut moves, on each side."""
 
+_MOST_EXCHANGED = 3
+"""Nodes on each side of a cut that are exchanged for one another."""
+
 
 class Neighbours:
     """The steps for a graph on a cluster; `straight`: none that replicates a stage."""
@@ -27,10 +31,15 @@ class Neighbours:
 
     def of(self, division: Division) -> Iterator[Division]:
         yield from self._moved_cuts(division)
+        yield from self._split(division)
+        yield from self._joined(division)
         if not self.straight:
             yield from self._moved_ranks(division)
-            yield from self._joined(division)
-            yield from self._split(division)
+            yield from self._more_or_fewer(division)
+
+    @staticmethod
+    def in_flight(division: Division) -> Iterator[Division]:
+        """The same division with more or fewer minibatches in flight."""
         yield division._replace(more=division.more + 1)
         if division.more:
             yield division._replace(more=division.more - 1)
@@ -39,7 +48,12 @@ class Neighbours:
         downsets = (0, *division.downsets)
         for at in range(1, len(downsets) - 1):
             before, here, after = downsets[at - 1 : at + 2]
-            for moved in (*self._larger(here, after), *self._smaller(here, before)):
+            steps = chain(
+                self._larger(here, after),
+                self._smaller(here, before),
+                self._exchanged(before, here, after),
+            )
+            for moved in steps:
                 changed = (*downsets[1:at], moved, *downsets[at + 1 :])
                 yield division._replace(downsets=changed)
 
@@ -65,6 +79,16 @@ class Neighbours:
             if count < len(nodes):
                 yield here & ~sum(1 << node for node in nodes[-count:])
 
+    def _exchanged(self, before: int, here: int, after: int) -> Iterator[int]:
+        """Downsets with one node of the stage before the cut exchanged for one after it."""
+        producers, consumers = self.graph.producer_masks, self.graph.consumer_masks
+        ready = [node for node in bits(after & ~here) if not producers[node] & ~here]
+        free = [node for node in bits(here & ~before) if not consumers[node] & here]
+        for leaves in free[-_MOST_EXCHANGED:]:
+            for comes in ready[:_MOST_EXCHANGED]:
+                if not producers[comes] >> leaves & 1:
+                    yield here & ~(1 << leaves) | 1 << comes
+
     def _moved_ranks(self, division: Division) -> Iterator[Division]:
         ranks = division.ranks
         for source, own in enumerate(ranks):
@@ -76,10 +100,20 @@ class Neighbours:
                         changed[target] = (*ranks[target], rank)
                         yield division._replace(ranks=self._ordered(changed))
 
+    def _more_or_fewer(self, division: Division) -> Iterator[Division]:
+        ranks = division.ranks
+        spare = self._spare(ranks)
+        for stage, own in enumerate(ranks):
+            changes = [own[:-1]] if len(own) > 1 else []
+            changes += [(*own, rank) for rank in self._representatives(spare)]
+            for changed in changes:
+                replaced = (*ranks[:stage], changed, *ranks[stage + 1 :])
+                yield division._replace(ranks=self._ordered(replaced))
+
     def _representatives(self, own: Sequence[int]) -> list[int]:
         """One rank of each machine, or of all if it makes no difference."""
         if self.alike:
-            return [own[-1]]
+            return list(own[-1:])
         return list({self.cluster.machine(rank): rank for rank in own}.values())
 
     def _ordered(self, ranks: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
@@ -89,25 +123,37 @@ class Neighbours:
         downsets, ranks = division.downsets, division.ranks
         for at in range(len(ranks) - 1):
             both = ranks[at] + ranks[at + 1]
-            yield Division(
-                downsets[:at] + downsets[at + 1 :],
-                self._ordered((*ranks[:at], both, *ranks[at + 2 :])),
-                division.more,
-            )
+            for own in (both[:1],) if self.straight else (both, both[:-1]):
+                yield Division(
+                    downsets[:at] + downsets[at + 1 :],
+                    self._ordered((*ranks[:at], own, *ranks[at + 2 :])),
+                    division.more,
+                )
 
     def _split(self, division: Division) -> Iterator[Division]:
+        """Each stage made two, which share its ranks, or of which one has a rank to spare."""
         downsets, ranks, before = division.downsets, division.ranks, 0
+        spare = self._spare(ranks)[:1]
         for at, own in enumerate(ranks):
             nodes = list(bits(downsets[at] & ~before))
-            for share in self._shares(len(own)):
-                for count in self._places(nodes, share / len(own)):
+            ways = [(own[:share], own[share:]) for share in self._shares(len(own))]
+            if spare:
+                ways += [(own, tuple(spare)), (tuple(spare), own)]
+            for first, second in ways:
+                share = len(first) / (len(first) + len(second))
+                for count in self._places(nodes, share):
                     middle = before | sum(1 << node for node in nodes[:count])
                     yield Division(
                         (*downsets[:at], middle, *downsets[at:]),
-                        self._ordered((*ranks[:at], own[:share], own[share:], *ranks[at + 1 :])),
+                        self._ordered((*ranks[:at], first, second, *ranks[at + 1 :])),
                         division.more,
                     )
             before = downsets[at]
+
+    def _spare(self, ranks: Sequence[Sequence[int]]) -> list[int]:
+        """The ranks without a stage."""
+        used = {rank for own in ranks for rank in own}
+        return [rank for rank in range(self.cluster.devices) if rank not in used]
 
     @staticmethod
     def _shares(count: int) -> list[int]:

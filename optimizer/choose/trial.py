@@ -22,12 +22,15 @@ _TRIAL = 2_000
 
 @dataclass(frozen=True)
 class Trial:
-    """A division with its plan and simulation; `fits`: within the memory of its devices."""
+    """A division with its plan and simulation; `fits`: within the memory of its devices; `why` it
+    takes as long as it does, in words.
+    """
 
     division: Division
     plan: Plan
     simulation: Simulation
     fits: bool
+    why: str
 
     @property
     def seconds(self) -> float:
@@ -42,6 +45,7 @@ class Trials:
         self.request, self.graph = request, request.planning
         self.most_moves = most_moves
         self.known: dict[Division, Trial | None] = {}
+        self.bounds: dict[Division, float] = {}
         self.spent = 0
 
     def try_out(self, division: Division, within: float = inf) -> Trial | None:
@@ -50,20 +54,22 @@ class Trials:
         """
         if division in self.known:
             return self.known[division]
-        if self.bound(division) > within:
+        if division not in self.bounds:
+            self.bounds[division] = self._passes(division)
+        if self.bounds[division] > within:
             return None
         self.spent += _TRIAL
-        trial = self._try(division, within)
-        self.known[division] = trial
-        return trial
+        return self._try(division, within)
 
     def _try(self, division: Division, within: float) -> Trial | None:
         request = self.request
         memory = request.memory_model(division.cuts(self.graph))
         placed = division.placed(request.cluster)
         plan, form, workers = placed_plan(memory, request, placed, division.more)
+        self.bounds[division] = form.bound
         if form.bound > within:
             return None
+        self.known[division] = None
         simulation = simulate_plan(
             plan, request.graph, request.update_rate, request.overheads, self.most_moves
         )
@@ -71,9 +77,11 @@ class Trials:
             return None
         self.spent += len(simulation.program.op)
         fits = all(worker.share <= 1 for worker in workers)
-        return Trial(division, simulation.noted_in(plan), simulation, fits)
+        trial = Trial(division, simulation.noted_in(plan), simulation, fits, form.why)
+        self.known[division] = trial
+        return trial
 
-    def bound(self, division: Division) -> float:
+    def _passes(self, division: Division) -> float:
         """Seconds per minibatch that the passes of the busiest stage take at least."""
         slowest, before = 0.0, 0
         for downset, own in zip(division.downsets, division.ranks, strict=True):

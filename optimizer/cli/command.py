@@ -60,7 +60,7 @@ def main(**values: Any) -> None:
         output.sweep_workers(task.request, task.numbers, options.folder)
     if options.compare:
         microbatches = options.microbatches or 4 * task.request.cluster.devices
-        output.compare_plans(task.request, microbatches, options.folder)
+        output.compare_plans(task.request, microbatches, outcome.plan, options.folder)
     if choices is not None:
         output.write_choices(choices, options.folder)
     output.say_next(outcome.plan, options.folder)

@@ -93,9 +93,9 @@ def sweep_workers(request: Request, numbers: range, folder: Path) -> None:
     click.echo(f"Written: {folder}/sweep.csv, sweep.png")
 
 
-def compare_plans(request: Request, microbatches: int, folder: Path) -> None:
+def compare_plans(request: Request, microbatches: int, chosen: Plan, folder: Path) -> None:
     """Prints the table of --compare; writes it as CSV and as timelines."""
-    contenders = compare(request, microbatches)
+    contenders = compare(request, microbatches, chosen)
     print_table(make_console(), comparison_table(contenders, microbatches))
     for contender in contenders:
         if contender.problem is not None:

@@ -13,12 +13,14 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.graph.timeline import Panel, draw_panels
 from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.compare.baselines import data_parallel, equal_layers, equal_parameters
 from pipedream.optimizer.cost.device_types import DeviceTypes
+from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.report import table_of
+from pipedream.optimizer.report import show_replicas, table_of
 from pipedream.optimizer.search.latency import Latency
-from pipedream.optimizer.search.outcome import Outcome
+from pipedream.optimizer.search.outcome import Outcome, placed_plan
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.stages import Rules
@@ -30,8 +32,6 @@ if TYPE_CHECKING:
 
 _DRAWN = 8
 """Ranks and minibatches drawn of each plan."""
-
-_MOST_COUNTS = 6
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,18 @@ class Contender(Candidate):
     fits: bool = False
 
 
-def compare(request: Request, microbatches: int) -> list[Contender]:
-    """PipeDream's plan, Alpa's and four baselines; `microbatches` are for those with a flush."""
-    ours = replace(request, latency=None, schedule="weight-stashing")
+def compare(request: Request, microbatches: int, chosen: Plan | None) -> list[Contender]:
+    """The plan chosen for the request, PipeDream's, Alpa's and four baselines; `microbatches` are
+    for those with a flush. If the request leaves the choice to the simulator, PipeDream's and
+    Alpa's are the best under the paper's cost model.
+    """
+    judged = request.cost_model.prices_plans
+    ours = replace(
+        request,
+        model=PaperCost() if judged else request.model,
+        latency=None,
+        schedule="weight-stashing",
+    )
     crowded = request.cluster.devices > len(PlanningGraph.of(request.graph))
     straight = replace(ours, rules=Rules(straight=True, fewer_machines=crowded))
     alpa = replace(ours, latency=Latency(microbatches), schedule="flush")
@@ -91,14 +100,36 @@ def compare(request: Request, microbatches: int) -> list[Contender]:
         "equal parameters": lambda: equal_parameters(ours),
         "data parallelism": lambda: data_parallel(ours),
     }
-    return [_contender(name, make, request) for name, make in makers.items()]
+    first = [_timed("this plan", chosen, request)] if judged and chosen else []
+    return first + [_contender(name, make, request) for name, make in makers.items()]
 
 
 def _contender(name: str, make: Callable[[], Outcome], request: Request) -> Contender:
     try:
         plan = make().plan
+        if request.cost_model.prices_plans:
+            plan = _judged(plan, request)
     except UserError as error:
         return Contender(None, error.format_message(), name)
+    return _timed(name, plan, request)
+
+
+def _judged(plan: Plan, request: Request) -> Plan:
+    """The same stages on the same ranks under its schedule, priced and held in flight as plans of
+    the request are.
+    """
+    changed = replace(
+        request,
+        schedule=plan.schedule,
+        latency=None,
+        microbatches=plan.predicted.microbatches,
+    )
+    division = Division.of(plan, changed.planning)
+    memory = changed.memory_model(division.cuts(changed.planning))
+    return placed_plan(memory, changed, division.placed(changed.cluster))[0]
+
+
+def _timed(name: str, plan: Plan, request: Request) -> Contender:
     simulation = simulate_plan(
         plan, request.graph, update_rate=request.update_rate, overheads=request.overheads
     )
@@ -149,20 +180,6 @@ def _cells(contender: Contender) -> dict[str, str]:
 def no_plan(problem: str) -> str:
     """Why there is no plan, in short."""
     return "does not fit" if "no plan fits" in problem else "no plan"
-
-
-def show_replicas(replicas: tuple[int, ...]) -> str:
-    """`2 x 3, 1`: two stages of three replicas, then one of one."""
-    runs: list[tuple[int, int]] = []
-    for count in replicas:
-        if runs and runs[-1][1] == count:
-            runs[-1] = runs[-1][0] + 1, count
-        else:
-            runs.append((1, count))
-    shown = [f"{times} x {count}" if times > 1 else str(count) for times, count in runs]
-    if len(shown) > _MOST_COUNTS:
-        return f"{len(replicas)} stages"
-    return ", ".join(shown)
 
 
 def comparison_frame(contenders: list[Contender]) -> pd.DataFrame:

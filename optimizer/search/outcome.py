@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from pipedream.graph.choices import ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, Predicted, Stage
 from pipedream.optimizer.cost.device_types import DeviceTypes
@@ -43,13 +45,37 @@ class StageFigures:
     in_flight: int
 
 
+class Rival(NamedTuple):
+    """Another plan: where it comes from, its replicas, whether it fits, its simulated seconds per
+    minibatch, and what limits it.
+    """
+
+    name: str
+    replicas: tuple[int, ...]
+    fits: bool
+    seconds: float
+    why: str
+
+
+class ScheduleTime(NamedTuple):
+    """The fastest plan found under a schedule: its replicas, its simulated seconds per minibatch,
+    and the minibatches of an update, None for one that updates after every minibatch.
+    """
+
+    schedule: ScheduleName
+    replicas: tuple[int, ...]
+    seconds: float
+    microbatches: int | None
+
+
 @dataclass(frozen=True)
 class Outcome:
     """A plan, figures for each of its stages, and the number of cuts considered.
 
     `exact`: these are all cuts of the graph, so the plan is the best. `whole_model_bytes`: what one
     worker and data parallelism need on each device; `memory` what a device has, None for no limit.
-    `measured`: the memory of the stages comes from measured footprints.
+    `measured`: the memory of the stages comes from measured footprints. `rivals`: the plans that
+    were simulated and lost, the fastest first; `schedules`: what others would take.
     """
 
     plan: Plan
@@ -59,6 +85,8 @@ class Outcome:
     whole_model_bytes: float
     memory: float | None
     measured: bool
+    rivals: tuple[Rival, ...] = ()
+    schedules: tuple[ScheduleTime, ...] = ()
 
     def batch_seconds(self, goal: Latency) -> float:
         """Seconds of a batch, sum t_i + (B - 1) max t_j."""

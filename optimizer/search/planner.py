@@ -65,13 +65,14 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
     Raises UserError if there is nothing to plan, or no plan fits the memory.
     """
     graph = request.planning
-    _check(graph, request)
+    check(graph, request)
     if request.latency is not None:
         return plan_latency(graph, request, request.latency, most_cuts)
     return plan_throughput(graph, request, most_cuts)
 
 
-def _check(graph: PlanningGraph, request: Request) -> None:
+def check(graph: PlanningGraph, request: Request) -> None:
+    """Raises UserError if there is nothing to plan, or too little for straight stages."""
     if not graph.compute_seconds.sum() > 0:
         raise UserError("no node of the graph takes any time: measure the model with pd-profile")
     devices, rules = request.cluster.devices, request.rules

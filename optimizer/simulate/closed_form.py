@@ -77,6 +77,19 @@ class ClosedForm:
         return max(*(stage.seconds for stage in self.stages), self._slowest_port, self._slowest_way)
 
     @property
+    def why(self) -> str:
+        """What limits the plan, in words."""
+        stages, last = self.stages, len(self.ranks) - 1
+        slowest = max(range(len(stages)), key=lambda stage: stages[stage].seconds)
+        if not self.policy.drains and self._slowest_way > self.bound:
+            return "messages there and back, with so few minibatches in flight"
+        if self._slowest_port > stages[slowest].seconds:
+            return "the link of a machine"
+        what = {"compute": "the passes", "all-reduce": "the sums", "boundary": "the messages"}
+        name = "the only stage" if not last else f"stage {slowest}"
+        return f"{what[stages[slowest].limit]} of {name}"
+
+    @property
     def bound(self) -> float:
         """Seconds per minibatch that stages and ports take at least."""
         return max(*(stage.seconds for stage in self.stages), self._slowest_port)

@@ -38,7 +38,7 @@ def test_writes_plan_graph_and_picture_and_prints_a_table(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     plan = read_plan(tmp_path / "out" / "plan.json")
     assert plan.cluster.machines == (2, 2)
-    assert plan.predicted.cost_model == "paper"
+    assert plan.predicted.cost_model == "network"
     assert plan.workers == 4
     staged = read_graph(tmp_path / "out" / "graph.txt")
     assert {name: node.stage for name, node in staged.nodes.items()} == plan.stage_of
@@ -92,7 +92,7 @@ def test_compare_prints_a_table_and_writes_it_and_the_timelines(tmp_path):
         assert name in done.stdout
     assert "of batches of 8" in done.stdout
     assert max(map(len, done.stdout.partition("Written:")[0].splitlines())) <= 121
-    assert len((tmp_path / "compare.csv").read_text().splitlines()) == 7
+    assert len((tmp_path / "compare.csv").read_text().splitlines()) == 8
     assert (tmp_path / "compare.png").exists()
 
 
@@ -127,8 +127,8 @@ def test_latency_reaches_the_planner_and_the_plan(tmp_path):
     plan = read_plan(tmp_path / "plan.json")
     predicted = plan.predicted
     assert (plan.schedule, predicted.objective, predicted.microbatches) == ("flush", "latency", 8)
-    assert predicted.latency_seconds >= 8 * predicted.seconds_per_minibatch
-    assert "this plan, per batch" in done.stdout
+    assert predicted.latency_seconds == pytest.approx(8 * predicted.seconds_per_minibatch)
+    assert "per batch" in done.stdout
 
 
 def test_an_export_lies_beside_the_plan_and_needs_the_profile(tmp_path):
@@ -162,10 +162,12 @@ def test_a_cluster_file_is_planned_for_and_lies_in_the_plan(tmp_path):
     assert pd_optimize(TRANSLATION, "--cluster", file, "-o", tmp_path).returncode == 0
     plan = read_plan(tmp_path / "plan.json")
     assert plan.cluster == read_cluster(file)
-    assert plan.predicted.cost_model == "measured"
-    flags = ("--cluster", CLUSTERS / "two_machines.yaml", "-o", tmp_path)
-    assert pd_optimize(TRANSLATION, *flags).returncode == 0
+    assert plan.predicted.cost_model == "network"
+    flags = ("--cluster", CLUSTERS / "two_machines.yaml", "-o", tmp_path, "--cost-model", "paper")
+    done = pd_optimize(TRANSLATION, *flags)
+    assert done.returncode == 0
     assert read_plan(tmp_path / "plan.json").predicted.cost_model == "paper"
+    assert "Cost model paper: a formula" in done.stdout
 
 
 def test_latencies_have_a_short_form(tmp_path):

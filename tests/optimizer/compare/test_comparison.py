@@ -1,16 +1,18 @@
+from dataclasses import replace
 from io import StringIO
 
 import pytest
 from rich.console import Console
 
 from pipedream.graph.cluster import Cluster
+from pipedream.optimizer.choose.chooser import choose
 from pipedream.optimizer.compare.comparison import (
     compare,
     comparison_frame,
     comparison_table,
     draw_comparison,
 )
-from pipedream.optimizer.cost.models import PaperCost
+from pipedream.optimizer.cost.models import NetworkCost, PaperCost
 from pipedream.optimizer.search.request import Request
 
 
@@ -25,7 +27,7 @@ def request_of(make_graph):
 
 
 def test_six_plans_each_with_both_times(request_of, tmp_path):
-    contenders = compare(request_of(), 6)
+    contenders = compare(request_of(), 6, None)
     frame = comparison_frame(contenders).set_index("plan")
     assert list(frame.index) == [
         "PipeDream",
@@ -47,8 +49,19 @@ def test_six_plans_each_with_both_times(request_of, tmp_path):
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_plan_chosen_by_simulation_stands_first_and_is_the_fastest(request_of):
+    """All are judged alike: in flight as many minibatches as busy links need, and simulated."""
+    wanted = replace(request_of(), model=NetworkCost())
+    frame = comparison_frame(compare(wanted, 6, choose(wanted).plan))
+    assert list(frame["plan"][:2]) == ["this plan", "PipeDream"]
+    stashing = frame[frame["schedule"] == "weight-stashing"]["simulated_seconds_per_minibatch"]
+    assert stashing.iloc[0] == stashing.min()
+    closed = frame["seconds_per_minibatch"] / frame["simulated_seconds_per_minibatch"]
+    assert closed.between(0.85, 1.05).all()
+
+
 def test_what_does_not_fit_is_shown_as_such(request_of):
-    contenders = compare(request_of(memory=1.9e6), 6)
+    contenders = compare(request_of(memory=1.9e6), 6, None)
     frame = comparison_frame(contenders).set_index("plan")
     assert not frame["fits"].any()
     assert frame["memory_bytes"]["data parallelism"] > 1.9e6

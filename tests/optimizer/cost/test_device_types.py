@@ -4,6 +4,7 @@ import math
 from itertools import groupby, permutations
 
 import pytest
+from cost_models import FORMULAS
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -228,7 +229,7 @@ def two_kinds(draw):
     graph=graphs(6),
     cluster=two_kinds(),
     memory=st.sampled_from([None, None, 3e7]),
-    model=st.sampled_from(sorted(COST_MODELS)),
+    model=st.sampled_from(FORMULAS),
     rules=st.builds(Rules, st.booleans(), st.booleans()),
     schedule=st.sampled_from(["weight-stashing", "flush"]),
     recompute=st.sampled_from(["never", "auto", "always"]),
@@ -252,7 +253,7 @@ def test_plans_on_two_kinds_equal_brute_force(
     graph=graphs(9),
     speeds=st.tuples(SPEED, SPEED, SPEED),
     inner=st.sampled_from([(), (2,)]),
-    model=st.sampled_from(sorted(COST_MODELS)),
+    model=st.sampled_from(FORMULAS),
     straight=st.booleans(),
 )
 def test_the_certificate_holds_on_kinds_and_with_latency(graph, speeds, inner, model, straight):
@@ -323,7 +324,7 @@ def batch_on_kinds(by_hand, costs, pipeline, order, cluster, memory, recompute, 
     graph=graphs(6),
     cluster=two_kinds(),
     memory=st.sampled_from([None, None, 3e7]),
-    model=st.sampled_from(sorted(COST_MODELS)),
+    model=st.sampled_from(FORMULAS),
     rules=st.builds(Rules, st.booleans(), st.booleans()),
     recompute=st.sampled_from(["never", "auto", "always"]),
     microbatches=st.sampled_from([1, 4, 32]),

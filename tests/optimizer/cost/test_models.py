@@ -10,6 +10,7 @@ from pipedream.optimizer.cost.models import (
     COST_MODELS,
     LevelLinks,
     MeasuredCost,
+    NetworkCost,
     PaperCost,
     ReleasedCost,
     Work,
@@ -21,6 +22,7 @@ WORK = Work(np.array([[6.0]]), np.array([90.0]), 40.0, np.array([100.0]))
 LEVEL = LevelLinks(
     bandwidth=10.0,
     inner_machines=4,
+    inner_devices=4,
     link=Link(latency=0.5, bandwidth=10.0),
     ring=Link(latency=1.0, bandwidth=10.0),
 )
@@ -50,6 +52,12 @@ def seconds(model, replicas, first):
         (MeasuredCost(), 1, True, (15.0, "boundary")),  # 0.5 + 40/10 + 0.5 + 100/10
         (MeasuredCost(), 2, True, (8.5, "all-reduce")),  # (6 + 2 * (1 + 45/10))/2 above 15/2
         (MeasuredCost(compression=4.0), 1, False, (6.0, "compute")),  # above 0.5 + 1 + 0.5 + 2.5
+        (NetworkCost(), 1, True, (15.0, "boundary")),  # 0.5 + 40/10 + 0.5 + 100/10
+        # One bucket, so none of the sum is hidden: 6/2 + 2 * (1 + 45/10) / (2 * 4 devices).
+        (NetworkCost(), 2, True, (7.5, "boundary")),
+        (NetworkCost(), 3, False, (5.0, "boundary")),
+        # Once per 4 minibatches: 6/3 + 2 * 2 * (1 + 30/10) / 4.
+        (NetworkCost().in_rounds(4), 3, False, (6.0, "all-reduce")),
     ],
 )
 def test_formulas(model, replicas, first, expected):
@@ -66,6 +74,7 @@ def test_all_replica_counts_in_one_question():
 
 def test_models_by_name():
     assert {name: model().name for name, model in COST_MODELS.items()} == {
+        "network": "network",
         "paper": "paper",
         "released": "released",
         "measured": "measured",
@@ -91,7 +100,9 @@ LINK = st.one_of(
 
 @given(
     model=st.sampled_from([m(c) for m in COST_MODELS.values() for c in (None, 1.0, 4.0)]),
-    level=st.builds(LevelLinks, st.floats(1e-3, 1e6), st.integers(1, 8), LINK, LINK),
+    level=st.builds(
+        LevelLinks, st.floats(1e-3, 1e6), st.integers(1, 8), st.integers(1, 8), LINK, LINK
+    ),
     pairs=st.lists(st.tuples(AMOUNT, AMOUNT).map(sorted), min_size=4, max_size=4),
     replicas=st.integers(1, 9),
     first=st.booleans(),

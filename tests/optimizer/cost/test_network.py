@@ -3,7 +3,7 @@
 import pytest
 
 from pipedream.graph.cluster import Cluster, Link
-from pipedream.optimizer.cost.network import Network
+from pipedream.optimizer.cost.network import Network, Port
 
 
 @pytest.fixture
@@ -17,38 +17,42 @@ def test_where_two_ranks_meet(network, one, other, level):
 
 
 def test_the_slowest_port_on_the_way_sets_the_time(network):
-    assert network.send(5.0, 0, 1, 50) == 5.5
-    assert network.send(5.0, 2, 0, 50) == 10.0
+    assert network.message(0, 1, 50).total == 0.5
+    assert network.message(2, 0, 50).total == 5.0
 
 
 def test_messages_of_one_machine_share_its_way_out(network):
-    assert network.send(0.0, 0, 2, 10) == 1.0
-    assert network.send(0.0, 1, 3, 10) == 2.0  # other devices at both ends
-    assert network.send(0.0, 2, 0, 10) == 1.0  # the way back is another one
-    assert network.send(0.0, 0, 1, 10) == 0.2  # inside; its own port was taken for 10/100 s
+    out = Port(level=2, component=0, out=True)
+    assert network.rate(out) == 10
+    assert out in network.path(0, 2)
+    assert out in network.path(1, 3)  # other devices at both ends
+    assert out not in network.path(2, 0)  # the way back is another one
+    assert out not in network.path(0, 1)
 
 
 def test_a_ring_sends_twice_all_but_one_part(network):
-    assert network.all_reduce(0.0, (0, 1), 50) == pytest.approx(0.5)
-    fresh = Network(network.cluster)
-    assert fresh.all_reduce(1.0, (0, 1, 2, 3), 40) == pytest.approx(1 + 2 * 3 * 40 / 4 / 10)
-    assert fresh.all_reduce(1.0, (3,), 40) == 1.0
+    assert network.all_reduce((0, 1), 50).total == pytest.approx(0.5)
+    assert network.all_reduce((0, 1, 2, 3), 40).total == pytest.approx(2 * 3 * 40 / 4 / 10)
+    assert network.all_reduce((3,), 40).total == 0.0
 
 
-def test_all_reduces_of_two_stages_share_the_machines_ways(network):
-    assert network.all_reduce(0.0, (0, 2), 10) == pytest.approx(1.0)
-    assert network.all_reduce(0.0, (1, 3), 10) == pytest.approx(2.0)
+def test_a_ring_passes_a_machine_once_each_way(network):
+    ports = network.ring((3, 1, 0, 2))
+    assert len(ports) == 4 * 2 + 2 * 2
+    assert set(ports) == set(network.ring((0, 1, 2, 3)))
 
 
-def test_latency_comes_on_top_and_keeps_nobody_waiting():
+def test_latency_comes_on_top():
     network = Network(Cluster(machines=(2, 2), bandwidth=(100.0, 10.0), latency=(0.1, 0.5)))
-    assert network.send(0.0, 0, 2, 10) == pytest.approx(1.5)
-    assert network.send(0.0, 0, 2, 10) == pytest.approx(2.5)  # not 3: the port was free at 1
-    assert network.all_reduce(5.0, (2, 3), 50) - 5 == pytest.approx(0.5 + 2 * 0.1)
+    message = network.message(0, 2, 10)
+    assert (message.seconds, message.latency) == pytest.approx((1.0, 0.5))
+    ring = network.all_reduce((2, 3), 50)
+    assert (ring.seconds, ring.latency) == pytest.approx((0.5, 2 * 0.1))
 
 
 def test_a_measured_link_takes_what_was_measured():
-    link = Link(points=((10, 1.0), (20, 4.0)))
+    link = Link(points=((10, 1.0), (20, 4.0)), busy=0.5)
     cluster = Cluster(machines=(2,), bandwidth=(1.0,), send=(link,), all_reduce=(link,))
-    assert Network(cluster).send(0.0, 0, 1, 15) == pytest.approx(2.5)
-    assert Network(cluster).all_reduce(0.0, (0, 1), 15) == pytest.approx(2.5)
+    message = Network(cluster).message(0, 1, 15)
+    assert (message.total, message.busy) == pytest.approx((2.5, 0.75))
+    assert Network(cluster).all_reduce((0, 1), 15).total == pytest.approx(2.5)

@@ -1,0 +1,125 @@
+"""The choice of a plan by simulation, against all divisions of small graphs."""
+
+from dataclasses import replace
+
+import pytest
+from divisions import every_division
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import graphs
+
+from pipedream.graph.choices import SCHEDULES
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.errors import UserError
+from pipedream.optimizer.choose.bound import lower_bound
+from pipedream.optimizer.choose.candidates import data_parallel
+from pipedream.optimizer.choose.chooser import best_plan, choose
+from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.choose.trial import Trials
+from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost, ReleasedCost
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.stages import Rules
+
+
+def request(graph, devices, bandwidth=1e9, **settings):
+    cluster = Cluster(machines=(devices,), bandwidth=(bandwidth,))
+    return Request(graph, cluster, NetworkCost(), **settings)
+
+
+@pytest.mark.slow
+@settings(deadline=None, max_examples=15)
+@given(
+    graph=graphs(most=5),
+    devices=st.integers(2, 4),
+    bandwidth=st.sampled_from([1e9, 1e8]),
+    schedule=st.sampled_from(["weight-stashing", "flush", "2bw"]),
+)
+def test_the_best_of_all_divisions_is_found_and_the_bound_holds(
+    graph, devices, bandwidth, schedule
+):
+    """Within 2 %: it is a local search. scripts/bench/choice.py has larger graphs."""
+    wanted = request(graph, devices, bandwidth, schedule=schedule)
+    trials = Trials(wanted)
+    best = min(
+        trial.seconds
+        for division in every_division(wanted.planning, devices)
+        if (trial := trials.try_out(division)) is not None
+    )
+    chosen = choose(wanted).plan.predicted
+    assert chosen.simulated.seconds_per_minibatch <= best * 1.02
+    assert chosen.lower_bound_seconds <= best * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=15)
+@given(graph=graphs(most=6), machines=st.sampled_from([(3,), (2, 2)]), data=st.data())
+def test_no_plan_of_a_formula_is_faster(graph, machines, data):
+    cluster = Cluster(machines=machines, bandwidth=(1e9, 2e8)[: len(machines)])
+    schedule = data.draw(st.sampled_from(SCHEDULES))
+    wanted = Request(graph, cluster, NetworkCost(), schedule)
+    try:
+        chosen = choose(wanted).plan.predicted.simulated.seconds_per_minibatch
+    except UserError:
+        return
+    trials = Trials(wanted)
+    whole = trials.try_out(data_parallel(wanted))
+    assert whole is None or chosen <= whole.seconds
+    for model in (PaperCost(), ReleasedCost(), MeasuredCost()):
+        plan = optimize(replace(wanted, model=model)).plan
+        trial = trials.try_out(Division.of(plan, wanted.planning))
+        assert trial is None or chosen <= trial.seconds
+
+
+def chain(make_graph, count=6, parameters=4e6):
+    names = " ".join(f"n{i}" for i in range(count))
+    edges = " ".join(f"n{i}-n{i + 1}" for i in range(count - 1))
+    costs = {f"n{i}": (10, 1e5, parameters) for i in range(count)}
+    return make_graph(names, edges, **costs)
+
+
+def test_data_parallelism_stands_beside_the_plan(make_graph):
+    outcome = choose(request(chain(make_graph), 3, 1e8))
+    assert "data parallelism" in {rival.name for rival in outcome.rivals}
+    assert outcome.plan.predicted.expected_seconds_per_minibatch is not None
+    assert outcome.plan.predicted.data_parallel_seconds > 0
+
+
+def test_the_schedule_asked_for_is_kept_and_others_are_reported(make_graph):
+    """Weight stashing is not exchanged for a flush, which learns something else."""
+    outcome = choose(request(chain(make_graph), 3, 1e8))
+    assert outcome.plan.schedule == "weight-stashing"
+    assert [each.schedule for each in outcome.schedules] == ["2bw", "flush"]
+    flushed = choose(request(chain(make_graph), 3, 1e8, schedule="flush"))
+    assert flushed.plan.schedule == "flush"
+    assert [each.schedule for each in flushed.schedules] == ["weight-stashing", "2bw"]
+
+
+def test_memory_limits_what_is_chosen(make_graph):
+    graph = chain(make_graph)
+    free = choose(request(graph, 3, 1e10))
+    least = max(stage.memory_bytes for stage in free.plan.stages)
+    limited = choose(request(graph, 3, 1e10, memory=0.95 * least))
+    assert max(stage.memory_bytes for stage in limited.plan.stages) <= 0.95 * least
+    with pytest.raises(UserError, match="no plan fits"):
+        choose(request(graph, 3, 1e10, memory=1e5))
+
+
+def test_straight_means_straight(make_graph):
+    outcome = choose(request(chain(make_graph), 3, rules=Rules(straight=True)))
+    assert set(outcome.plan.replicas) == {1}
+    with pytest.raises(UserError, match="--straight: 9 devices"):
+        choose(request(chain(make_graph), 9, rules=Rules(straight=True)))
+
+
+def test_a_formula_asked_for_plans_as_before(make_graph):
+    wanted = replace(request(chain(make_graph), 3, 1e8), model=PaperCost())
+    assert best_plan(wanted).plan == optimize(wanted).plan
+
+
+def test_the_bound_knows_that_a_ring_must_leave_the_machine(make_graph):
+    """Two machines of two devices, between them 1 MB/s: a sum over more than two takes seconds."""
+    graph = make_graph("a", a=(10, 0, 1e6))
+    cluster = Cluster(machines=(2, 2), bandwidth=(1e12, 1e6))
+    wanted = Request(graph, cluster, NetworkCost())
+    assert lower_bound(wanted) == pytest.approx(5e-3)  # two devices of one machine
+    assert lower_bound(replace(wanted, cluster=Cluster(machines=(4,), bandwidth=(1e12,)))) < 3e-3

@@ -1,0 +1,339 @@
+"""The compiled player: small cases by hand, and any case against the slow one of `fluid`.
+
+By hand, all links are of 10 bytes per second and a forward pass takes a second.
+"""
+
+from itertools import combinations
+from unittest.mock import patch
+
+import pytest
+from fluid import fair_rates, fluid_spans
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pipelines import F, Orders, halved, interleaved, zero_bubble
+from schedules import schedule
+
+from pipedream.graph.choices import SCHEDULES
+from pipedream.graph.cluster import Cluster, DeviceType, Link
+from pipedream.optimizer.simulate import simulator
+from pipedream.optimizer.simulate.workload import StageWork, Workload
+from pipedream.schedule.action import Kind
+from pipedream.schedule.generate import Step
+from pipedream.schedule.overlap import LOOK_AHEAD
+from pipedream.schedule.steady_state import SteadySpan
+
+FREE = 1e30
+SECOND = StageWork(1.0, 1.0)
+
+
+def simulate(made, workload, cluster, ranks, actions=None):
+    span = SteadySpan(made.minibatches, 0, made.minibatches)
+    return simulator.simulate(made, workload, cluster, ranks, span, actions)
+
+
+# By hand ---------------------------------------------------------------------
+
+
+def play(
+    works, minibatches, forward=(), backward=(), replicas=None, name="weight-stashing", **cluster
+):
+    """On ranks in the order of the stages, which have one replica each if not said otherwise.
+
+    `forward` and `backward`: bytes along each link.
+    """
+    replicas = replicas or (1,) * len(works)
+    numbers = iter(range(sum(replicas)))
+    ranks = [[next(numbers) for _ in range(count)] for count in replicas]
+    nothing = dict.fromkeys([*forward, *backward], 0.0)
+    workload = Workload(tuple(works), nothing | dict(forward), nothing | dict(backward))
+    made = schedule(name, replicas, nothing, minibatches, minibatches)
+    return simulate(made, workload, ten_per_second(sum(replicas), **cluster), ranks)
+
+
+def ten_per_second(devices, **fields):
+    return Cluster(**{"machines": (devices,), "bandwidth": (10.0,), **fields})
+
+
+def spans(found, rank, kind):
+    return [(e.begin, e.end) for e in found.events[rank] if e.action.kind is kind]
+
+
+def received(found, rank, kind=Kind.RECV_ACTIVATION):
+    """When the messages have been received, in seconds."""
+    return pytest.approx([end for _, end in spans(found, rank, kind)])
+
+
+def test_two_streams_into_one_port_get_half_each_until_the_shorter_ends():
+    #         0   1   2   3   4   5
+    # 0 to 2      5   5               10 bytes
+    # 1 to 2      5   5   10  10      30 bytes
+    found = play([SECOND] * 3, 1, {(0, 2): 10.0, (1, 2): 30.0})
+    assert received(found, 2) == [3, 5]
+
+
+def test_a_stream_has_what_the_others_of_its_port_cannot_use():
+    # Out of 0 go three streams, each with a third of its port, one of them to 4. That leaves two
+    # thirds of the port of 4 to the stream from 1, which would get one half if ports were divided.
+    ways = {(0, 2): 10.0, (0, 3): 10.0, (0, 4): 10.0, (1, 4): 20.0}
+    found = play([SECOND] * 5, 1, ways)
+    assert received(found, 2) == [4]
+    assert received(found, 4) == [4, 4]
+
+
+def test_messages_between_two_ranks_go_one_after_the_other():
+    # Stages 1 and 2 are on rank 1. Side by side both messages would be there at 5.
+    #         0   1   2   3   4   5
+    # 0 to 1      10  10
+    # 0 to 2              10  10
+    links = {(0, 1): 20.0, (0, 2): 20.0}
+    passes = {0: [((0, 0), Step(0, F, 0, 0))], 1: [((s, 0), Step(0, F, 0, 0)) for s in (1, 2)]}
+    orders = Orders.of(schedule("flush", (1, 1, 1), links, 1), [[0], [1], [1]], passes.get)
+    workload = Workload((SECOND,) * 3, links, links)
+    found = simulate(orders.schedule, workload, ten_per_second(2), orders.ranks, orders.actions)
+    assert received(found, 1) == [3, 5]
+
+
+def test_what_goes_out_takes_nothing_from_what_comes_in():
+    # A forward pass on rank 1 takes no time.
+    #         0   1   2   3   4   5   6   7
+    # 0 to 1      10  10  10  10
+    # 1 to 2              10  10  10  10
+    works = [StageWork(1.0, 1.0), StageWork(0.0, 1.0), SECOND]
+    found = play(works, 2, {(0, 1): 20.0, (1, 2): 20.0})
+    assert received(found, 1) == [3, 5]
+    assert received(found, 2) == [5, 7]
+
+
+def test_latency_comes_on_top_and_keeps_nobody_waiting():
+    # The messages are through the ports at 2 and 3.
+    found = play([SECOND, StageWork(0.5, 1.0)], 2, {(0, 1): 10.0}, name="gpipe", latency=(5.0,))
+    assert received(found, 1) == [7, 8]
+
+
+def test_a_message_waits_for_its_receive_to_be_posted():
+    # The receiver has receives and passes by turns: eight receives are posted from the start, the
+    # next ones only as it comes to its first passes, at 102 and 103.
+    assert LOOK_AHEAD == 16
+    found = play([SECOND] * 2, 10, {(0, 1): 10.0}, name="gpipe", latency=(100.0,))
+    assert received(found, 1) == [102, 103, 104, 105, 106, 107, 108, 109, 203, 204]
+
+
+def test_a_message_that_keeps_its_ranks_busy_lengthens_their_next_passes():
+    # F1 of the sender has to do with the message of F0; so has F0 of the receiver.
+    link = Link(bandwidth=10.0, busy=0.5)
+    found = play([SECOND] * 2, 2, {(0, 1): 10.0}, send=(link,))
+    assert spans(found, 0, Kind.FORWARD) == [(0, 1), (1, 2.5)]
+    assert spans(found, 1, Kind.FORWARD)[0] == (2, 3.5)
+
+
+def test_the_devices_of_a_machine_share_its_port():
+    # 0 and 1 are in one machine, 2 and 3 in the other.
+    #         0   1   2   3
+    # 0 to 2      5   5
+    # 1 to 3      5   5
+    # 0 to 1      all of its 1000 bytes at once, inside the machine
+    ways = {(0, 1): 1000.0, (0, 2): 10.0, (1, 3): 10.0}
+    works = [StageWork(1.0, 1.0), StageWork(0.0, 1.0), SECOND, SECOND]
+    found = play(works, 1, ways, machines=(2, 2), bandwidth=(FREE, 10.0))
+    assert received(found, 1) == [1]
+    assert received(found, 2) == [3]
+    assert received(found, 3) == [3]
+
+
+def test_a_sum_that_begins_in_the_backward_pass_may_be_over_before_it():
+    #         0   1   2   3   4   5
+    # pass    F   B   B   B   B
+    # sum             10                 10 bytes, after a quarter of the pass
+    work = StageWork(1.0, 4.0, parts=((10.0, 0.25),))
+    found = play([work], 2, replicas=(2,))
+    assert [spans(found, rank, Kind.ALL_REDUCE) for rank in (0, 1)] == [[(5, 5)]] * 2
+
+
+def test_of_a_sum_in_parts_the_last_is_waited_for():
+    #         0   1   2   3   4   5   6   7
+    # pass    F   B   B   B   B
+    # sum             10  10  10  10  10    30 bytes after a quarter, 20 after all: behind them
+    work = StageWork(1.0, 4.0, parts=((30.0, 0.25), (20.0, 1.0)))
+    found = play([work], 2, replicas=(2,))
+    assert [spans(found, rank, Kind.ALL_REDUCE) for rank in (0, 1)] == [[(5, 7)]] * 2
+
+
+def test_a_sum_that_keeps_the_ranks_busy_begins_later():
+    # Half of its two seconds overlap with nothing: it begins in the middle of the second half.
+    #         0   1   2   3   4   5   6
+    # pass    F   B   B   B   B
+    # sum                     10  10        20 bytes, after a half
+    work = StageWork(1.0, 4.0, parts=((20.0, 0.5),))
+    busy = Link(bandwidth=10.0, busy=0.5)
+    found = play([work], 2, replicas=(2,), send=(busy,))
+    assert spans(found, 0, Kind.ALL_REDUCE) == [(5, 6)]
+
+
+def test_a_replica_without_a_minibatch_waits_for_the_sum_of_the_others():
+    found = play([StageWork(1.0, 2.0, parameter_bytes=10.0)], 1, replicas=(2,))
+    assert spans(found, 0, Kind.ALL_REDUCE) == [(3, 4)]
+    assert spans(found, 1, Kind.ALL_REDUCE) == [(0, 4)]
+
+
+def test_a_sum_and_a_message_share_a_port():
+    # Ranks 1 and 2 are replicas. Both gradients go to rank 0, through one port; each of them goes
+    # out through a port of the ring.
+    #         0   1   2   3   4   5   6   7
+    # rank 1      F   B
+    # rank 2          F   B
+    # 1 to 0              10  5   5          20 bytes
+    # 2 to 0                  5   5   10     20 bytes
+    # sum                     5   5          10 bytes, alone it would be over at 5
+    works = [SECOND, StageWork(1.0, 1.0, parameter_bytes=10.0)]
+    found = play(works, 2, backward={(0, 1): 20.0}, replicas=(1, 2))
+    assert spans(found, 1, Kind.ALL_REDUCE) == [(3, 6)]
+    assert spans(found, 2, Kind.ALL_REDUCE) == [(4, 6)]
+    assert received(found, 0, Kind.RECV_GRADIENT) == [6, 7]
+
+
+# Against the slow one --------------------------------------------------------
+
+# Small numbers, so that much happens at the same moment, and any others.
+seconds = st.one_of(st.integers(0, 4).map(float), st.floats(0.01, 5))
+sizes = st.one_of(st.sampled_from([0.0, 10.0, 20.0, 40.0]), st.floats(0.1, 50))
+latencies = st.sampled_from([0.0, 0.0, 0.25, 2.0])
+speeds = st.sampled_from([5.0, 10.0, 10.0, 30.0])
+
+
+@st.composite
+def works(draw):
+    after = st.sampled_from([0.0, 0.3, 0.5, 1.0])
+    parts = draw(st.lists(st.tuples(sizes, after), max_size=3))
+    in_order = tuple(sorted(parts, key=lambda part: part[1]))
+    return StageWork(
+        *[draw(seconds) for _ in range(3)], parameter_bytes=draw(sizes), parts=in_order
+    )
+
+
+@st.composite
+def workloads(draw, stages, links):
+    forward, backward = ({link: draw(sizes) for link in links} for _ in range(2))
+    return Workload(tuple(draw(works()) for _ in range(stages)), forward, backward)
+
+
+@st.composite
+def measured(draw):
+    """A link that was measured, by a rate or by points; some keep the ranks busy."""
+    busy = draw(st.sampled_from([0.0, 0.25, 1.0]))
+    if draw(st.booleans()):
+        return Link(latency=draw(latencies), bandwidth=draw(speeds), busy=busy)
+    more = [draw(st.floats(0.1, 2)) for _ in range(3)]
+    points = tuple((5.0 * n**2, sum(more[:n])) for n in (1, 2, 3))
+    return Link(points=points, busy=busy)
+
+
+@st.composite
+def clusters(draw, ranks):
+    """Of one or two levels, with as many devices as there are ranks or a few more."""
+    inside = draw(st.integers(1, ranks))
+    machines = draw(st.sampled_from([(ranks,), (inside, -(-ranks // inside))]))
+    maybe = st.one_of(st.none(), measured())
+    send, sums = (tuple(draw(maybe) if count > 1 else None for count in machines) for _ in range(2))
+    fast = draw(st.sampled_from([1.0, 2.0]))
+    return Cluster(
+        machines=machines,
+        bandwidth=tuple(draw(speeds) for _ in machines),
+        latency=tuple(draw(latencies) for _ in machines),
+        send=send,
+        all_reduce=sums,
+        kinds=(DeviceType(name="one"), DeviceType(name="other", speed=fast)),
+        machine_kinds=tuple(("one", "other")[n % 2] for n in range(machines[-1])),
+    )
+
+
+@st.composite
+def chains(draw, stages):
+    """Links from each stage to the next, and some that skip."""
+    pairs = list(combinations(range(stages), 2))
+    skips = draw(st.sets(st.sampled_from(pairs), max_size=2)) if pairs else set()
+    return tuple(sorted(skips | {(stage, stage + 1) for stage in range(stages - 1)}))
+
+
+@st.composite
+def schedules(draw):
+    replicas = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    return schedule(
+        draw(st.sampled_from(SCHEDULES)),
+        replicas,
+        draw(chains(len(replicas))),
+        draw(st.integers(1, 10)),
+        draw(st.integers(1, 5)),
+        accumulate=draw(st.integers(1, 2)),
+    )
+
+
+def both_agree(data, orders, given_actions=True):
+    """With any work on any cluster, on any of its devices."""
+    spec, count = orders.schedule.spec, len(orders.actions)
+    workload = data.draw(workloads(len(spec.replicas), spec.links))
+    cluster = data.draw(clusters(count))
+    place = data.draw(st.permutations(range(cluster.devices)))
+    actions = {place[rank]: listed for rank, listed in orders.actions.items()}
+    ranks = [[place[rank] for rank in of_stage] for of_stage in orders.ranks]
+    # With the usual 16 few messages wait for their receives.
+    ahead = data.draw(st.sampled_from([2, 4, 16]))
+    with patch.object(simulator, "LOOK_AHEAD", ahead):
+        found = simulate(
+            orders.schedule, workload, cluster, ranks, actions if given_actions else None
+        )
+    expected = fluid_spans(actions, workload, cluster, ranks, ahead)
+    assert found.events.keys() == expected.keys()
+    for rank, events in found.events.items():
+        assert [event.action for event in events] == actions[rank]
+        for place_in_time in (0, 1):
+            wanted = [span[place_in_time] for span in expected[rank]]
+            times = [event[1 + place_in_time] for event in events]
+            assert times == pytest.approx(wanted, rel=1e-9, abs=1e-12), f"rank {rank}"
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data())
+def test_every_schedule_goes_as_in_the_slow_play(data):
+    made = data.draw(schedules())
+    numbers = iter(range(sum(made.spec.replicas)))
+    ranks = [[next(numbers) for _ in range(count)] for count in made.spec.replicas]
+    both_agree(data, Orders.made(made, ranks), given_actions=False)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_several_stages_on_a_rank_go_as_in_the_slow_play(data):
+    ranks, chunks = data.draw(st.integers(1, 3)), 2
+    stages, micro = ranks * chunks, ranks * data.draw(st.integers(1, 2))
+    # Skips from a rank to itself: others have no one order.
+    links = {(stage, stage + 1) for stage in range(stages - 1)} | {(0, ranks)}
+    both_agree(data, interleaved(ranks, stages, 2 * micro, micro, sorted(links)))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.data())
+def test_backward_passes_in_halves_go_as_in_the_slow_play(data):
+    if data.draw(st.booleans()):
+        stages = data.draw(st.integers(1, 4))
+        orders = zero_bubble(stages, data.draw(st.integers(1, 8)), 4, data.draw(chains(stages)))
+    else:
+        orders = halved(data.draw(schedules()))
+    both_agree(data, orders)
+
+
+@given(
+    st.dictionaries(st.integers(0, 7), st.sets(st.integers(0, 5), min_size=1)),
+    st.lists(st.sampled_from([1.0, 2.0, 3.0, 10.0]), min_size=6, max_size=6),
+)
+def test_the_slow_plays_rates_are_fair(roads, capacity):
+    """Each road passes a place that is full and where nobody has more: that makes them max-min fair
+    (Bertsekas and Gallager, "Data Networks", 1992, section 6.5.2).
+    """
+    rates = fair_rates(roads, dict(enumerate(capacity)))
+    through = {p: [rates[road] for road in roads if p in roads[road]] for p in range(6)}
+    assert all(sum(through[p]) <= capacity[p] * (1 + 1e-9) for p in range(6))
+    for road, places in roads.items():
+        assert any(
+            sum(through[p]) == pytest.approx(capacity[p]) and rates[road] >= max(through[p]) - 1e-9
+            for p in places
+        )
