@@ -55,7 +55,7 @@ def choose(request: Request) -> Outcome:
     found = [
         (name, trial)
         for name, division in candidates(request)
-        if (trial := _tried(division, trials)) is not None
+        if (trial := _settled(division, trials)) is not None
     ]
     fitting = _distinct([trial for _, trial in found if trial.fits])
     if not fitting:
@@ -120,6 +120,13 @@ def _tried(division: Division, trials: Trials, within: float = float("inf")) -> 
     """None also where the schedule does not allow it."""
     try:
         return trials.try_out(division, within)
+    except UserError:
+        return None
+
+
+def _settled(division: Division, trials: Trials) -> Trial | None:
+    try:
+        return trials.settle(division)
     except UserError:
         return None
 

@@ -41,6 +41,7 @@ class Neighbours:
     def in_flight(division: Division) -> Iterator[Division]:
         """The same division with more or fewer minibatches in flight."""
         yield division._replace(more=division.more + 1)
+        yield division._replace(more=2 * division.more + 2)
         if division.more:
             yield division._replace(more=division.more - 1)
 

@@ -19,11 +19,18 @@ from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
 _TRIAL = 2_000
 """What a trial costs besides its actions, counted in them."""
 
+_MORE = (1, 2, 4, 8, 16)
+"""Minibatches in flight that are tried beyond those that should keep the pace."""
+
+_NEAR, _GAIN = 1.02, 0.01
+"""A division is not tried with more if it is so near to its bound, nor given more for less gain."""
+
 
 @dataclass(frozen=True)
 class Trial:
     """A division with its plan and simulation; `fits`: within the memory of its devices; `why` it
-    takes as long as it does, in words.
+    takes as long as it does, in words; `bound`: what its stages and ports take at least, in seconds
+    per minibatch.
     """
 
     division: Division
@@ -31,6 +38,7 @@ class Trial:
     simulation: Simulation
     fits: bool
     why: str
+    bound: float
 
     @property
     def seconds(self) -> float:
@@ -61,6 +69,20 @@ class Trials:
         self.spent += _TRIAL
         return self._try(division, within)
 
+    def settle(self, division: Division) -> Trial | None:
+        """The division with as many minibatches in flight as bring it near to what stages and ports
+        take at least, or that help most: streams that share ports delay each other in ways that
+        only a simulation tells. Raises UserError as `try_out` does.
+        """
+        best = self.try_out(division)
+        for more in _MORE:
+            if best is None or best.seconds <= best.bound * _NEAR:
+                break
+            other = self.try_out(division._replace(more=more))
+            if other is not None and other.seconds < best.seconds * (1 - _GAIN):
+                best = other
+        return best
+
     def _try(self, division: Division, within: float) -> Trial | None:
         request = self.request
         memory = request.memory_model(division.cuts(self.graph))
@@ -77,7 +99,7 @@ class Trials:
             return None
         self.spent += len(simulation.program.op)
         fits = all(worker.share <= 1 for worker in workers)
-        trial = Trial(division, simulation.noted_in(plan), simulation, fits, form.why)
+        trial = Trial(division, simulation.noted_in(plan), simulation, fits, form.why, form.bound)
         self.known[division] = trial
         return trial
 

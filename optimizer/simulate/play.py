@@ -1,7 +1,7 @@
 """Plays a program: when each action begins and ends, with links shared as TCP shares them.
 
-Messages from one rank to another form a stream and go one after the other, each once its receive is
-posted. A sum over replicas is a stream through all ports of its ring at once. Streams that pass the
+Activations from one rank to another form a stream, and so do gradients; in each, messages go one
+after the other, each once its receive is posted. A sum over replicas is a stream through all ports of its ring at once. Streams that pass the
 same port share it fairly at every moment (`links.py`). So time is a sequence of moments: a pass
 ends, or an item of a stream is through; between two of them all rates are constant.
 """
@@ -199,8 +199,6 @@ def _post(rank, until, now, state, flows, ranks, items, streams):  # type: ignor
 def _begin(item, now, heap, state, flows, items, streams):  # type: ignore[no-untyped-def]
     if items.stream[item] < 0:
         heappush(heap, (now, _ARRIVES, item))
-    elif items.size[item] <= 0.0:
-        heappush(heap, (now + items.latency[item], _ARRIVES, item))
     else:
         enqueue(flows, item, items.stream[item], items.size, state.posted, streams, now)
 

@@ -46,8 +46,12 @@ class _Roads:
         self.rates: list[float] = []
         self.known: dict[tuple[int, ...], int] = {}
 
-    def between(self, source: int, target: int) -> int:
-        return self._stream((source, target), lambda: self.network.path(source, target))
+    def between(self, source: int, target: int, forwards: int) -> int:
+        """Activations and gradients are apart, as in comm/transport.py: only the order of each is
+        the same at both ends.
+        """
+        key = source, target, forwards
+        return self._stream(key, lambda: self.network.path(source, target))
 
     def ring(self, stage: int, ranks: Sequence[int]) -> int:
         return self._stream((-1, stage), lambda: self.network.ring(ranks))
@@ -100,7 +104,7 @@ def _messages(
             continue
         sizes = workload.forward_bytes if forwards else workload.backward_bytes
         transfer = roads.network.message(here, there, sizes[links[link]])
-        stream = roads.between(here, there)
+        stream = roads.between(here, there, forwards)
         size = roads.bytes_of(stream, transfer)
         rows.append((stream, size, transfer.latency, transfer.busy, place[there]))
     stream, size, latency, busy, receiver = _columns(rows, 5)[:, which.reshape(-1)]

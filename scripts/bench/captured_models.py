@@ -1,7 +1,7 @@
 """Which models can be captured, and do they then compute what the plain model computes?
 
-`python scripts/bench/captured_models.py` tries each in a process of its own, with a time limit, and writes
-docs/reference/coverage.md; `... coverage.py NAME ...` tries those and prints. A model
+`python scripts/bench/captured_models.py` tries each in a process of its own, with a time limit, and
+writes docs/reference/coverage.md; `... captured_models.py NAME ...` tries those and prints. A model
 counts as captured where the outputs, the gradients of all parameters and the buffers after one
 training pass, run node by node as pieces of their own, are those of the plain model.
 """
@@ -356,8 +356,8 @@ def write_table(results: dict[str, Result]) -> None:
 
 HEAD = """# Models that are captured
 
-{good} of {all} architectures, tried by `python scripts/bench/captured_models.py`: each with random weights
-on two small examples, in training mode; those of transformers in small configurations. *Captured*
+{good} of {all} architectures, tried by `python scripts/bench/captured_models.py`: each with random
+weights on two small examples, in training mode; those of transformers in small configurations. *Captured*
 means that the nodes, each run as a module of its own, together give the outputs, the gradients of
 all parameters and the buffers of the plain model, on inputs other than those of the capture,
 dropout included. *Seconds* are those of the capture, on one core of a machine that had other work.

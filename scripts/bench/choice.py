@@ -62,7 +62,7 @@ def measured(name: str, graph: Graph, cluster: Cluster) -> dict[str, float | str
     others = {
         label: trial
         for label, division in candidates(request)
-        if (trial := trials.try_out(division)) is not None and trial.fits
+        if (trial := trials.settle(division)) is not None and trial.fits
     }
     simple = [others[label] for label in ("data parallelism", "straight pipeline")]
     worst = max(

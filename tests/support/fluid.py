@@ -2,15 +2,16 @@
 
 A rank does its actions in order. A pass or an update takes its seconds, and those that the messages
 before it keep the rank busy; a send takes none; a receive waits for its message; an all-reduce
-waits for the sum. Each message or part of a sum is bytes in a queue. There is a queue for every
-pair of ranks and one for the ring of every stage, and each has a list of ports. At every moment
+waits for the sum. Each message or part of a sum is bytes in a queue. There are two
+queues for every pair of ranks, of activations and of gradients, and one for the ring of every
+stage, and each has a list of ports. At every moment
 
 1. all ranks do what they can do without time going on,
 2. the first of each queue goes, a message only if its receive is posted,
 3. all rates are found anew, max-min fair,
 4. time goes on to the next moment at which anything at all ends.
 
-What has no bytes goes through no queue: it is there after its latency.
+What stays on its rank goes through no queue: it is there at once.
 """
 
 from __future__ import annotations
@@ -254,7 +255,7 @@ class _Play:
             else self.workload.backward_bytes[receive.stage, stage]
         )
         need = self.wires.message(source, target, amount)
-        queue = "from", source, "to", target
+        queue = "from", source, "to", target, forward
         self.ports[queue] = need.ports
         return _Item(queue, need.size, need.latency, need.busy * need.seconds, receiver)
 
@@ -330,7 +331,7 @@ class _Play:
         return [moment for moment in coming if moment > self.now]
 
     def _begin(self, item: _Item) -> None:
-        if item.left <= 0:
+        if item.queue is None:
             self._is_through(item, self.now)
         else:
             self.queues.setdefault(item.queue, []).append(item)
