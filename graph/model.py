@@ -43,7 +43,7 @@ class Node:
     stage: int | None = None
     several_outputs: bool = False
 
-    @property
+    @cached_property
     def is_input(self) -> bool:
         """Whether this is an input of the model: free of cost, and placed in the first stage.
 
@@ -55,7 +55,7 @@ class Node:
     def compute_seconds(self) -> float:
         return self.forward_seconds + self.backward_seconds
 
-    @property
+    @cached_property
     def output_bytes(self) -> float:
         return math.fsum(self.activation_bytes)
 
@@ -97,6 +97,19 @@ class Graph:
         position = {name: index for index, name in enumerate(self.nodes)}
         graph = self.as_networkx()
         return tuple(nx.lexicographical_topological_sort(graph, key=position.__getitem__))
+
+    @cached_property
+    def learning(self) -> frozenset[str]:
+        """The nodes through which a gradient flows: they or nodes that feed them have parameters or
+        a backward pass that takes time.
+        """
+        learning: set[str] = set()
+        for name in self.order:
+            node = self.nodes[name]
+            own = node.parameter_bytes > 0 or node.backward_seconds > 0
+            if own or learning.intersection(self.predecessors[name]):
+                learning.add(name)
+        return frozenset(learning)
 
     @cached_property
     def fingerprint(self) -> str:

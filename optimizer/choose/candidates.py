@@ -8,10 +8,10 @@ from dataclasses import replace
 from pipedream.graph.errors import UserError
 from pipedream.optimizer.choose.division import Division, in_order
 from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost, ReleasedCost
-from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.planner import rough_plan
 from pipedream.optimizer.search.request import Request
 
-_MOST_CUTS = 2_000
+_MOST_CUTS = 300
 """Cuts over which the search under another cost model is made."""
 
 DATA_PARALLEL = "data parallelism"
@@ -41,7 +41,7 @@ def candidates(request: Request) -> Iterator[tuple[str, Division]]:
 
 def _found(name: str, request: Request) -> Iterator[tuple[str, Division]]:
     try:
-        division = Division.of(optimize(request, _MOST_CUTS).plan, request.planning)
+        division = Division.of(rough_plan(request, _MOST_CUTS).plan, request.planning)
     except UserError:
         return
     yield name, division

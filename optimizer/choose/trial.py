@@ -11,13 +11,13 @@ import numpy as np
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.cuts.planning_graph import Floats
-from pipedream.optimizer.search.outcome import placed_plan
+from pipedream.optimizer.search.outcome import placed_plan, unweighed_plan
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulation import Simulation
-from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
+from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_work
 
-_TRIAL = 2_000
-"""What a trial costs besides its actions, counted in them."""
+_TRIAL, _NODE = 2_000, 5
+"""What a trial costs besides its actions, and for each node of the graph, counted in actions."""
 
 _MORE = (1, 2, 4, 8, 16)
 """Minibatches in flight that are tried beyond those that should keep the pace."""
@@ -66,7 +66,7 @@ class Trials:
             self.bounds[division] = self._passes(division)
         if self.bounds[division] > within:
             return None
-        self.spent += _TRIAL
+        self.spent += _TRIAL + _NODE * len(self.graph)
         return self._try(division, within)
 
     def settle(self, division: Division) -> Trial | None:
@@ -85,16 +85,17 @@ class Trials:
 
     def _try(self, division: Division, within: float) -> Trial | None:
         request = self.request
-        memory = request.memory_model(division.cuts(self.graph))
-        placed = division.placed(request.cluster)
-        plan, form, workers = placed_plan(memory, request, placed, division.more)
+        cuts, placed = division.cuts(self.graph), division.placed(request.cluster)
+        if request.constrains_stages(request.device_types):
+            memory = request.memory_model(cuts)
+            plan, form, workers = placed_plan(memory, request, placed, division.more)
+        else:
+            plan, form, workers = unweighed_plan(cuts, request, placed, division.more)
         self.bounds[division] = form.bound
         if form.bound > within:
             return None
         self.known[division] = None
-        simulation = simulate_plan(
-            plan, request.graph, request.update_rate, request.overheads, self.most_moves
-        )
+        simulation = simulate_work(plan, form.workload, self.most_moves)
         if simulation is None:
             return None
         self.spent += len(simulation.program.op)

@@ -12,7 +12,7 @@ from pipedream.graph.plan import StageMemory
 from pipedream.graph.profile import Footprint
 from pipedream.graph.units import show_bytes
 from pipedream.optimizer.cost.device_types import DeviceTypes, WorstDevice
-from pipedream.optimizer.cost.memory import MemoryModel
+from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
 from pipedream.optimizer.cost.stage_cost import LeastMemory, MemoryLimit
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.likely_cuts import prefixes
@@ -66,6 +66,23 @@ def worker_memory(
     positions = range(len(replicas))
     least = [warm_up(replicas, position) for position in positions]
     return [_of_stage(memory, stages, types, least, position, limit) for position in positions]
+
+
+def unweighed(
+    stages: Sequence[StageOnDevices],
+    settings: TrainingSettings,
+    types: DeviceTypes,
+    in_flight: Sequence[int],
+) -> list[WorkerMemory]:
+    """The same with so many in flight where memory is no limit: its bytes are left at zero."""
+    policy = settings.policy([stage.replicas for stage in stages], in_flight)
+    nothing = StageMemory(**dict.fromkeys(StageMemory.model_fields, 0.0))
+    return [
+        WorkerMemory(
+            policy.peak(position), count, False, nothing, types.worst_of_machines(stage.machines)
+        )
+        for position, (stage, count) in enumerate(zip(stages, in_flight, strict=True))
+    ]
 
 
 def with_more_in_flight(

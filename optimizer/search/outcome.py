@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,13 +22,19 @@ from pipedream.optimizer.cost.stage_time import (
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
-from pipedream.optimizer.search.memory_fit import WorkerMemory, with_more_in_flight, worker_memory
+from pipedream.optimizer.search.memory_fit import (
+    WorkerMemory,
+    unweighed,
+    with_more_in_flight,
+    worker_memory,
+)
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.required_in_flight import required_in_flight
 from pipedream.optimizer.search.stages import PlacedStage, Solution
 from pipedream.optimizer.search.submeshes import Mesh, Submesh, nested_stage
 from pipedream.optimizer.simulate.closed_form import ClosedForm
 from pipedream.optimizer.simulate.workload import Workload
+from pipedream.schedule.in_flight import warm_up
 from pipedream.schedule.policy import Peak, Policy
 
 
@@ -180,8 +186,39 @@ def placed_plan(
     if --microbatches is too small for the schedule.
     """
     cuts, types = memory.cuts, request.device_types
-    workers: Sequence[WorkerMemory]
-    workers = worker_memory(memory, request.limit(memory, types), placed, types)
+    least: Sequence[WorkerMemory]
+    least = worker_memory(memory, request.limit(memory, types), placed, types)
+
+    def weigh(useful: Sequence[int]) -> Sequence[WorkerMemory]:
+        return with_more_in_flight(memory, placed, types, least, useful)
+
+    return _in_flight(cuts, request, placed, least, weigh, more)
+
+
+def unweighed_plan(
+    cuts: Cuts, request: Request, placed: Sequence[PlacedStage], more: int = 0
+) -> tuple[Plan, ClosedForm, Sequence[WorkerMemory]]:
+    """The same where memory is no limit, without any figures of memory: several times as fast."""
+    settings, types = request.settings, request.device_types
+    replicas = [stage.replicas for stage in placed]
+    fewest = [warm_up(replicas, position) for position in range(len(placed))]
+
+    def weigh(useful: Sequence[int]) -> Sequence[WorkerMemory]:
+        wanted = [max(both) for both in zip(useful, fewest, strict=True)]
+        return unweighed(placed, settings, types, wanted)
+
+    return _in_flight(cuts, request, placed, weigh(fewest), weigh, more)
+
+
+def _in_flight(
+    cuts: Cuts,
+    request: Request,
+    placed: Sequence[PlacedStage],
+    workers: Sequence[WorkerMemory],
+    weigh: Callable[[Sequence[int]], Sequence[WorkerMemory]],
+    more: int,
+) -> tuple[Plan, ClosedForm, Sequence[WorkerMemory]]:
+    """The plan with as many minibatches in flight as are of use; `weigh` says which of them fit."""
     predicted = Predicted(
         cost_model=request.model.name,
         microbatches=_microbatches(request, [stage.replicas for stage in placed]),
@@ -195,9 +232,19 @@ def placed_plan(
     if request.in_flight == "useful":
         useful = [count + more for count in form.useful_in_flight()]
         useful[-1] = 1
-        workers = with_more_in_flight(memory, placed, types, workers, useful)
-        plan = plan.model_copy(update={"stages": _stages(cuts, request, placed, workers)})
-        form = _closed_form(plan, request)
+        workers = weigh(useful)
+        stages = tuple(
+            stage.model_copy(
+                update={
+                    "in_flight": worker.max_in_flight,
+                    "memory": worker.memory,
+                    "memory_bytes": worker.memory.total,
+                }
+            )
+            for stage, worker in zip(plan.stages, workers, strict=True)
+        )
+        plan = plan.model_copy(update={"stages": stages})
+        form = form.under(request.settings.policy(plan.replicas, plan.max_in_flight))
     predicted = predicted.model_copy(update={"seconds_per_minibatch": form.seconds})
     return plan.model_copy(update={"predicted": predicted}), form, workers
 

@@ -71,6 +71,21 @@ def optimize(request: Request, most_cuts: int | None = None) -> Outcome:
     return plan_throughput(graph, request, most_cuts)
 
 
+def rough_plan(request: Request, most_cuts: int) -> Outcome:
+    """The best plan over all cuts, or over prefixes of topological orders if there are more than
+    `most_cuts`, without a bound: where `optimize` takes long, this takes a fraction of it.
+
+    Raises UserError as `optimize` does.
+    """
+    graph = request.planning
+    check(graph, request)
+    if request.latency is not None:
+        return plan_latency(graph, request, request.latency, most_cuts)
+    downsets = all_downsets(graph, most_cuts) or prefixes(graph, most_cuts)
+    memory = request.memory_model(Cuts(graph, downsets))
+    return make_outcome(memory, request, _planned(memory, request), 0.0, exact=False)
+
+
 def check(graph: PlanningGraph, request: Request) -> None:
     """Raises UserError if there is nothing to plan, or too little for straight stages."""
     if not graph.compute_seconds.sum() > 0:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -68,6 +69,12 @@ class ClosedForm:
         self.sums = [self._sum(stage) for stage in range(len(ranks))]
         self.uses: dict[Port, dict[_User, float]] = defaultdict(dict)
         self.ports = self._ports()
+
+    def under(self, policy: Policy) -> ClosedForm:
+        """The same work under a policy that differs in the minibatches in flight alone."""
+        changed = copy(self)
+        changed.policy = policy
+        return changed
 
     @property
     def seconds(self) -> float:

@@ -1,9 +1,10 @@
 """Plays a program: when each action begins and ends, with links shared as TCP shares them.
 
 Activations from one rank to another form a stream, and so do gradients; in each, messages go one
-after the other, each once its receive is posted. A sum over replicas is a stream through all ports of its ring at once. Streams that pass the
-same port share it fairly at every moment (`links.py`). So time is a sequence of moments: a pass
-ends, or an item of a stream is through; between two of them all rates are constant.
+after the other, each once its receive is posted. A sum over replicas is a stream through all ports
+of its ring at once. Streams that pass the same port share it fairly at every moment (`links.py`).
+So time is a sequence of moments: a pass ends, or an item of a stream is through; between two of
+them all rates are constant.
 """
 
 from __future__ import annotations

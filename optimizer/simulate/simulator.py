@@ -54,19 +54,30 @@ def simulate_plan(
     Rounds have as many microbatches as the plan was made for. Very long rounds of flush are
     extrapolated from shorter ones (long_rounds.py), if there is no `noise`.
     """
-    microbatches = plan.predicted.microbatches or MICROBATCHES
-    spec = PipelineSpec(
+    rules = policy(_spec(plan))
+    workload = Workload.of(plan, rules, graph, update_rate, overheads)
+    return simulate_work(plan, workload, most_moves, noise)
+
+
+def _spec(plan: Plan) -> PipelineSpec:
+    return PipelineSpec(
         plan.schedule,
         plan.replicas,
-        microbatches=microbatches,
+        microbatches=plan.predicted.microbatches or MICROBATCHES,
         max_in_flight=plan.max_in_flight,
         order=plan.order or DEFAULT_ORDER,
     )
-    rules = policy(spec)
-    workload = Workload.of(plan, rules, graph, update_rate, overheads)
+
+
+def simulate_work(
+    plan: Plan, workload: Workload, most_moves: int = MOST_MOVES, noise: Noise | None = None
+) -> Simulation | None:
+    """As `simulate_plan`, with the work of the plan as it is given."""
+    spec = _spec(plan)
+    microbatches = spec.microbatches
     ranks = [stage.ranks for stage in plan.stages]
     spec = replace(spec, links=tuple(sorted(workload.forward_bytes)))
-    span = SteadySpan.for_simulation(rules)
+    span = SteadySpan.for_simulation(policy(spec))
     repeats = plan.schedule == "flush" and spec.order == DEFAULT_ORDER and noise is None
     long = repeats and span.minibatches * plan.workers > QUICK_MOVES
     for length in rounds_to_play(plan.replicas, microbatches) if long else [microbatches]:

@@ -81,7 +81,6 @@ class Workload:
         stage_of = plan.stage_of
         forward: dict[StageLink, float] = defaultdict(float)
         backward: dict[StageLink, float] = defaultdict(float)
-        learning = _learning(graph)
         for name, node in graph.nodes.items():
             if node.is_input and not graph.predecessors[name]:
                 continue
@@ -89,7 +88,7 @@ class Workload:
             for target in readers:
                 link = stage_of[name], target
                 forward[link] += node.output_bytes
-                backward[link] += node.output_bytes if name in learning else 0.0
+                backward[link] += node.output_bytes if name in graph.learning else 0.0
         stages = []
         for stage in plan.stages:
             nodes = [graph.nodes[name] for name in stage.nodes]
@@ -138,16 +137,3 @@ def _parts(
             parts[place] = (parts.get(place, (0.0, 0.0))[0] + amount, after)
             before += amount
     return tuple(parts.values())
-
-
-def _learning(graph: Graph) -> frozenset[str]:
-    """The nodes through which a gradient flows: they or nodes that feed them have parameters or a
-    backward pass that takes time.
-    """
-    learning: set[str] = set()
-    for name in graph.order:
-        node = graph.nodes[name]
-        own = node.parameter_bytes > 0 or node.backward_seconds > 0
-        if own or learning.intersection(graph.predecessors[name]):
-            learning.add(name)
-    return frozenset(learning)

@@ -356,11 +356,12 @@ def write_table(results: dict[str, Result]) -> None:
 
 HEAD = """# Models that are captured
 
-{good} of {all} architectures, tried by `python scripts/bench/captured_models.py`: each with random
-weights on two small examples, in training mode; those of transformers in small configurations. *Captured*
-means that the nodes, each run as a module of its own, together give the outputs, the gradients of
-all parameters and the buffers of the plain model, on inputs other than those of the capture,
-dropout included. *Seconds* are those of the capture, on one core of a machine that had other work.
+{good} of {all} architectures, tried by `python scripts/bench/captured_models.py`: each with
+random weights on two small examples, in training mode; those of transformers in small
+configurations. *Captured* means that the nodes, each run as a module of its own, together give
+the outputs, the gradients of all parameters and the buffers of the plain model, on inputs other
+than those of the capture, dropout included. *Seconds* are those of the capture, on one core of a
+machine that had other work.
 
 Arguments after a name are those that the model is captured with (`--arg layerdrop=0.0`): by default
 speech models leave out layers, and mask stretches, by random numbers that Python decides on."""
