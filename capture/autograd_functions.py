@@ -8,23 +8,27 @@ when it runs. Hooks on the gradients of tensors and gradients taken in the forwa
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function
+from torch.autograd.function import Function, FunctionCtx
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from pipedream.graph.errors import UserError
 
-_SPACE = "pipedream_function"
-_library: Any = torch.library.Library(_SPACE, "DEF")  # type: ignore[no-untyped-call]
+SPACE = "pipedream_function"
+_library: Any = torch.library.Library(SPACE, "DEF")  # type: ignore[no-untyped-call]
 _numbers = itertools.count()
+_NO_SETUP_CONTEXT = Function.setup_context
+_inside_operator = ContextVar("inside an operator", default=False)
 
 
 _HOOK = (
@@ -58,33 +62,49 @@ def functions_as_operators() -> Iterator[None]:
     raises UserError if a function cannot become an operator, or if part of the backward pass would
     be lost.
     """
-    # Function.apply ends in a call of this method; Function.apply itself may already be bound.
-    single_level: Any = Function.__mro__[1]
-    assert "apply" not in vars(single_level)
-    single_level.apply = classmethod(_apply)
-    try:
-        with ExitStack() as patches:
-            for owner, name, reason in _LOST_CALLS:
-                patches.enter_context(patch.object(owner, name, _raiser(reason)))
-            yield
-    finally:
-        del single_level.apply
+    with ExitStack() as patches:
+        for owner, name, reason in _LOST_CALLS:
+            patches.enter_context(patch.object(owner, name, _raiser(reason)))
+        patches.enter_context(patch.object(CheckpointFunction, "apply", _run_checkpointed))
+        # `apply` may be bound before the export, and need not be Python. But all versions of torch
+        # ask the class for its `forward` at each call.
+        patches.enter_context(patch.object(type(Function), "__getattribute__", _attribute))
+        yield
 
 
-def _apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-    if function is CheckpointFunction:  # its forward runs without gradients
-        run, _preserve_random_state, *inputs = args
-        return run(*inputs)
-    if function.__module__.partition(".")[0] == "torch":
-        return _call(function, args, kwargs)
-    operator = _Operator(function, args, kwargs)
-    return operator(*operator.tensors(args, kwargs))
+def _run_checkpointed(run: Callable[..., Any], _preserve_random_state: bool, *inputs: Any) -> Any:
+    return run(*inputs)  # CheckpointFunction runs it without gradients
 
 
-def _call(function: type[Function], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Calls the function as Function.apply does, past the patched method."""
-    base: Any = super(Function.__mro__[1], function)
-    return base.apply(*args, **kwargs)
+def is_torchs_own(function: type[Function]) -> bool:
+    """Whether a function is part of torch, and traced as usual."""
+    return function.__module__.partition(".")[0] == "torch"
+
+
+def _attribute(function: type[Function], name: str) -> Any:
+    """`function.name`; the forward pass of a user's function is replaced by an operator."""
+    found = type.__getattribute__(function, name)
+    if name not in ("forward", "setup_context") or found is _NO_SETUP_CONTEXT:
+        return found
+    if is_torchs_own(function) or _inside_operator.get():
+        return found
+    return _no_context if name == "setup_context" else _forward_as_operator(function, found)
+
+
+def _forward_as_operator(function: type[Function], forward: Callable[..., Any]) -> Any:
+    takes_context = function.setup_context is _NO_SETUP_CONTEXT
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():  # called by the user, not by `apply`: has no backward pass
+            return forward(*args, **kwargs)
+        return _Operator(function, args[1:] if takes_context else args, kwargs)()
+
+    return run
+
+
+def _no_context(context: FunctionCtx, inputs: object, output: object) -> None:
+    """What a function prepares for its backward pass is prepared whenever the operator runs."""
 
 
 class _Operator:
@@ -103,19 +123,14 @@ class _Operator:
         self.returned: tuple[list[Any], pytree.TreeSpec] | None = None
         name = f"{function.__name__}.call{next(_numbers)}"
         _library.define(f"{name}(Tensor[] inputs) -> Tensor[]")
-        torch.library.register_fake(f"{_SPACE}::{name}", self._shapes, lib=_library)
+        torch.library.register_fake(f"{SPACE}::{name}", self._shapes, lib=_library)
         for key in ("CompositeExplicitAutograd", "Autograd"):
             _library.impl(name, self._run, key)
-        packet = getattr(getattr(torch.ops, _SPACE), function.__name__)
+        packet = getattr(getattr(torch.ops, SPACE), function.__name__)
         self.operator = getattr(packet, name.partition(".")[2])
 
-    @staticmethod
-    def tensors(args: Sequence[Any], kwargs: Any) -> list[Tensor]:
-        leaves = pytree.tree_leaves((tuple(args), kwargs))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        outputs = iter(self.operator(list(tensors)))
+    def __call__(self) -> Any:
+        outputs = iter(self.operator(_tensors(self.leaves)))
         assert self.returned is not None
         leaves, spec = self.returned
         return pytree.tree_unflatten(
@@ -125,14 +140,18 @@ class _Operator:
     def _run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         if self.returned is None:
             return self._shapes(tensors)
-        leaves = pytree.tree_leaves(self._result(tensors))
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return _tensors(pytree.tree_leaves(self._result(tensors)))
 
     def _result(self, tensors: Sequence[Tensor]) -> Any:
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return _call(self.function, args, kwargs)
+        apply: Any = self.function.apply
+        token = _inside_operator.set(True)
+        try:
+            return apply(*args, **kwargs)
+        finally:
+            _inside_operator.reset(token)
 
     def _shapes(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The outputs without data; none of them is one of the inputs."""
@@ -146,11 +165,11 @@ class _Operator:
             )
         leaves, spec = pytree.tree_flatten(result)
         self.returned = leaves, spec
-        return [  # clones, because leaves may not be written in place
-            torch.empty_like(leaf).requires_grad_(leaf.requires_grad).clone()
-            for leaf in leaves
-            if isinstance(leaf, Tensor)
-        ]
+        return [torch.empty_like(leaf) for leaf in _tensors(leaves)]
+
+
+def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class _NoHiddenParameters(TorchFunctionMode):

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.autograd_check import check_backward_passes, functions_on_gradients
 from pipedream.capture.autograd_functions import functions_as_operators
 from pipedream.capture.capture_errors import (
     DATA_DEPENDENT,
@@ -152,9 +153,16 @@ def capture(
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     try:
-        with _suppress_output(), functions_as_operators(), warnings.catch_warnings():
+        with (
+            _suppress_output(),
+            functions_as_operators(),
+            functions_on_gradients(model) as called,
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
-            return torch.export.export(model, args, kwargs, strict=False)
+            program = torch.export.export(model, args, kwargs, strict=False)
+        check_backward_passes(called, program.graph_module)
+        return program
     except (Exception, SystemExit) as error:  # the model's code may raise anything
         raise capture_error(error, model) from error
 

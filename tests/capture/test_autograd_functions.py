@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
+from pipedream.capture import autograd_functions
+from pipedream.capture.autograd_check import check_backward_passes
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.segment import segment
 from pipedream.graph.errors import UserError
@@ -77,6 +80,29 @@ class Nested(Function):
         return 7 * gradient
 
 
+class Inherited(Straight):
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 5 * gradient
+
+
+class Prepared(Function):
+    """Draws a random mask for its backward pass, in the form with setup_context."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(torch.rand_like(output))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (mask,) = ctx.saved_tensors
+        return gradient * mask
+
+
 straight = Straight.apply  # bound before any capture
 
 
@@ -101,6 +127,21 @@ def read_later(model: Model, x: Tensor) -> Tensor:
     return model.b(Identity.apply(y)) + y
 
 
+def made_as_it_runs(model: Model, x: Tensor) -> Tensor:
+    class Doubled(Straight):
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return 2 * gradient
+
+    return Doubled.apply(model.a(x))
+
+
+def called_directly(model: Model, x: Tensor) -> Tensor:
+    """`forward` called as a function like any other has the gradients of what it computes."""
+    product, _, _ = Several.forward(model.a(x), model.b.weight)
+    return product
+
+
 USES: dict[str, Callable[[Model, Tensor], Any]] = {
     "straight": lambda model, x: model.b(Straight.apply(model.a(x))),
     "bound": lambda model, x: model.b(straight(model.a(x))),
@@ -114,6 +155,11 @@ USES: dict[str, Callable[[Model, Tensor], Any]] = {
         lambda y: Straight.apply(model.a(y)), x, use_reentrant=False
     ),
     "no function of the user's": lambda model, x: checkpoint(model.a, x, use_reentrant=True),
+    "inherited": lambda model, x: model.b(Inherited.apply(model.a(x))),
+    "made as it runs": made_as_it_runs,
+    "called directly": called_directly,
+    "random": lambda model, x: Prepared.apply(model.a(x)) * torch.rand(4),
+    "twice, once detached": lambda model, x: Straight.apply(model.a(Straight.apply(x).detach())),
     "in place after": lambda model, x: model.b(Straight.apply(model.a(x)).relu_()),
 }
 
@@ -141,11 +187,48 @@ def test_the_gradients_are_those_of_the_plain_model(use: str) -> None:
     model = Model(USES[use])
     captured = capture(model, (torch.randn(2, 4, requires_grad=True),))
     x = torch.randn(2, 4, requires_grad=True)  # reentrant checkpoints want that of an input
+    torch.manual_seed(1)
     expected = gradients(model(x), model)
+    torch.manual_seed(1)
     found = gradients(run_by_nodes(captured, x), captured.module)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("use", "function"),
+    [
+        ("straight", "Straight"),
+        ("bound", "Straight"),
+        ("several", "Several"),
+        ("nested", "Nested"),
+        ("made as it runs", "Doubled"),
+        ("checkpointed", "Straight"),
+    ],
+)
+def test_a_torch_that_calls_functions_in_another_way_is_refused(
+    use: str, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.15 passed by what made them operators, and the backward passes were lost silently."""
+    monkeypatch.setattr(autograd_functions, "_attribute", type.__getattribute__)
+    with pytest.raises(UserError, match=f"backward pass of autograd function {function} would be"):
+        capture(Model(USES[use]), (torch.randn(2, 4),))
+
+
+def test_a_torch_that_calls_functions_in_another_way_captures_other_models(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(autograd_functions, "_attribute", type.__getattribute__)
+    for use in ("no function of the user's", "called directly"):
+        capture(Model(USES[use]), (torch.randn(2, 4, requires_grad=True),))
+
+
+def test_each_call_of_a_function_must_be_an_operator() -> None:
+    module = capture(Model(USES["straight"]), (torch.randn(2, 4),)).module
+    check_backward_passes(Counter(Straight=1), module)
+    with pytest.raises(UserError, match="function Straight would be lost"):
+        check_backward_passes(Counter(Straight=2), module)
 
 
 def test_a_function_is_a_node_of_its_name_in_every_capture() -> None:
