@@ -21,6 +21,8 @@ DATA_DEPENDENT = (
     "shape, or move this part out of the model"
 )
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that depend on the data
+
 # Errors of torch, matched by "CLASS: MESSAGE", and what they mean to the user.
 _KNOWN = (
     (r"^GuardOnDataDependentSymNode|^DynamicOutputShape", DATA_DEPENDENT),
@@ -32,9 +34,6 @@ _KNOWN = (
      "fixed length and use a mask"),
     (r"fake tensor in the exported program constant's list", "it writes to a tensor's .data, or "
      "does something else that torch.export cannot trace; write it as operators on tensors"),
-    (r"in output, which is not a known type", "it returns an object that torch cannot take apart "
-     "into tensors; return tensors, or tuples, lists or dicts of them, or register its class with "
-     "torch.export.register_dataclass"),
     (r"not linked with support for cuda|Found no NVIDIA driver|Torch not compiled with CUDA",
      "it moves a tensor to a GPU, and there is none; write .to(x.device), x being an input"),
     (r"missing the required \"forward\" function", "it has no forward: return a module that has "
@@ -109,6 +108,20 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
             kind = type(leaf).__name__
             raise cannot_capture(
                 model, f"{where} is a {kind}: give tensors, or tuples and dicts of them"
+            )
+
+
+def check_output(model: nn.Module, args: object, output: object) -> None:
+    """A forward hook that raises UserError if an output is neither a tensor nor a plain value.
+
+    torch.export would fail, but with another error in each version of torch.
+    """
+    for leaf in pytree.tree_leaves(output):
+        if not isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None), *SYMBOLIC)):
+            raise UserError(
+                "it returns an object that torch cannot take apart into tensors; return tensors, "
+                "or tuples, lists or dicts of them, or register its class with "
+                "torch.export.register_dataclass"
             )
 
 

@@ -22,10 +22,12 @@ from pipedream.capture.autograd_check import check_backward_passes, functions_on
 from pipedream.capture.autograd_functions import functions_as_operators
 from pipedream.capture.capture_errors import (
     DATA_DEPENDENT,
+    SYMBOLIC,
     cannot_capture,
     capture_error,
     check_inputs,
     check_model,
+    check_output,
     place_of,
 )
 from pipedream.capture.constants import constants
@@ -35,8 +37,6 @@ from pipedream.capture.grouping import OperatorGroup, group_by_module
 from pipedream.capture.sources.user_code import check_call
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _suppress_output(),
             functions_as_operators(),
             functions_on_gradients(model) as called,
+            model.register_forward_hook(check_output),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")
@@ -184,7 +185,7 @@ def _check_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:
     for node in module.graph.nodes:
         for value in pytree.tree_leaves(node.meta.get("val")):
             shape = value.shape if isinstance(value, torch.Tensor) else [value]
-            if any(isinstance(size, _SYMBOLIC) for size in shape):
+            if any(isinstance(size, SYMBOLIC) for size in shape):
                 raise cannot_capture(model, DATA_DEPENDENT, place_of(node))
 
 
