@@ -1,8 +1,13 @@
 #!/usr/bin/env bash
 # Checks everything: lint, format, types, import contracts, tests. Runs all of them, fails if any
 # fails. With --quick as the first argument, leaves out the tests marked `slow`. All other arguments
-# go to pytest: `scripts/test.sh tests/graph -k plan`.
+# go to pytest: `scripts/test.sh tests/graph -k plan`. With --torch VERSION before all of them, runs
+# only the tests, with that torch: the types of torch are checked in the pinned version.
 set -uo pipefail
+if [ "${1:-}" = --torch ]; then
+    torch_version=${2:?name a version of torch: test.sh --torch 2.15.0}
+    shift 2
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh" || exit 1
 
 # Whenever ranks connect, torch asks DNS for the name of 127.0.0.1. A server that drops the question
@@ -21,6 +26,7 @@ check() {
     "$@" || failed="${failed:-}$1 "
 }
 (
+    [ -z "${torch_version:-}" ] || exit 0
     check ruff check --quiet
     check ruff format --quiet --check
     check mypy $(printf -- "-p pipedream.%s " graph capture schedule comm profiler optimizer runtime)
