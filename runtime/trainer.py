@@ -68,11 +68,13 @@ def _watched(context: RankContext) -> None:
 
 def _run(context: RankContext) -> None:
     gc.freeze()  # what is there stays; to look through it again and again takes long
-    with nullcontext() if context.display is None else context.display:
-        stopped = train_epochs(context)
-    if stopped is None:
-        finish(context)
-    gc.unfreeze()
+    try:
+        with nullcontext() if context.display is None else context.display:
+            stopped = train_epochs(context)
+        if stopped is None:
+            finish(context)
+    finally:  # else Python cannot take its modules down, and libraries report what they leak
+        gc.unfreeze()
     dist.destroy_process_group()
     if stopped is not None:
         where = context.local.job.checkpoints / str(stopped)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -10,6 +11,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import small_models
@@ -20,8 +23,10 @@ from safetensors.torch import load_file
 from training import losses, run_jobs, weights
 
 from pipedream.capture.export import capture
+from pipedream.graph.errors import UserError
 from pipedream.graph.plan import read_plan, write_plan
 from pipedream.graph.run_config import read_config
+from pipedream.runtime import trainer
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.job import Job
 
@@ -141,6 +146,20 @@ def test_going_on_inside_an_epoch_is_the_run_that_was_never_stopped(folder: Path
     for name, tensor in weights(whole).items():
         torch.testing.assert_close(weights(parts)[name], tensor, rtol=0, atol=0)
     assert sorted(path.name for path in parts.checkpoints.iterdir()) == [*saved[6:], "latest"]
+
+
+def test_a_run_that_fails_leaves_nothing_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python could not take down its modules, and triton told of its leaks after the error."""
+
+    def fail(context: object) -> None:
+        raise UserError("the user's mistake")
+
+    monkeypatch.setattr(trainer, "train_epochs", fail)
+    before = gc.get_freeze_count()
+    context: Any = SimpleNamespace(display=None)
+    with pytest.raises(UserError):
+        trainer._run(context)
+    assert gc.get_freeze_count() <= before
 
 
 @pytest.mark.slow
