@@ -20,6 +20,8 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
+import torch
+
 from pipedream.runtime.supervise import launch
 
 
@@ -80,6 +82,9 @@ class Forked(Child):
             _forget(pass_fds)
             os.environ.clear()
             os.environ.update(env)
+            # torch makes its pool of threads anew in the first thread that needs it after a fork;
+            # 2.15 aborts now and then if two threads are the first.
+            torch.set_num_threads(torch.get_num_threads())
             become(command)
 
         super().__init__(work)
