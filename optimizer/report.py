@@ -34,7 +34,7 @@ def print_report(outcome: Outcome, graph: Graph, console: Console | None = None)
         print_table(console, _rival_table(outcome))
     if outcome.schedules:
         print_table(console, _schedule_table(outcome))
-    for remark in (_remark(outcome), *_assumptions(outcome)):
+    for remark in (*_assumptions(outcome), _remark(outcome)):
         console.print(remark, markup=False, soft_wrap=not console.is_terminal)
 
 
@@ -179,14 +179,18 @@ def _times(outcome: Outcome) -> Table:
     if predicted.latency_seconds is not None and predicted.microbatches is not None:
         batch = predicted.microbatches
         per_batch = predicted.latency_seconds if expected is None else batch * expected
-        table.add_row("per batch", show_seconds(per_batch), _count(batch, "microbatch", "es"))
+        remark = _count(batch, "microbatch", "es")
+        waiting = 1 - batch * predicted.seconds_per_minibatch / predicted.latency_seconds
+        if waiting > _ROUNDING:
+            remark += f"; the slowest stage waits {waiting:.0%} of it"
+        table.add_row("per batch", show_seconds(per_batch), remark)
         seconds, formula = per_batch / batch, predicted.latency_seconds / batch
     rows = (
         ("data parallelism", predicted.data_parallel_seconds),
         ("one worker", predicted.one_worker_seconds),
     )
     for name, time in rows:
-        table.add_row(name, show_seconds(time), _compared(outcome, name, time / seconds))
+        table.add_row(name, show_seconds(batch * time), _compared(outcome, name, time / seconds))
     table.add_row("in closed form", show_seconds(formula), _parts(outcome))
     table.add_row("simulated", *_simulated(outcome.plan))
     return table

@@ -36,7 +36,7 @@ from pipedream.optimizer.cost.models import NetworkCost
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import simulate_plan
 
-sys.path.append(str(Path(__file__).parents[2] / "tests" / "support"))
+sys.path.append(str(Path(__file__).parents[2] / "tests" / "optimizer" / "support"))
 from divisions import every_division
 
 CLUSTERS = {

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import click
 import pytest
@@ -93,8 +94,7 @@ def test_a_stage_twice_as_slow_moves_the_cut(chain, plan, tmp_path):
 
 def test_forward_and_backward_are_corrected_apart(chain, plan, tmp_path):
     with_backward = chain.with_nodes(
-        node.__class__(**{**node.__dict__, "backward_seconds": 2e-3})
-        for node in chain.nodes.values()
+        replace(node, backward_seconds=2e-3) for node in chain.nodes.values()
     )
     run = CalibrationRun(tmp_path, measured(plan, [(4, 16), (6, 4)]))
     found = calibrated(with_backward, [run], None)

@@ -178,7 +178,7 @@ def test_the_measured_cluster_is_one_to_plan_for(
     (tmp_path / "graph.txt").write_text(GRAPH)
     done = typed(tmp_path, ["pd-optimize", "graph.txt", "--cluster", "net/cluster.yaml"])
     assert (done.code, done.error) == (0, "")
-    assert "cost model measured" in done.out
+    assert "cost model network" in done.out
     assert read_plan(tmp_path / "plan/plan.json").cluster == cluster
 
 
