@@ -2,7 +2,9 @@
 
 All of it runs beside the computation. A receive is posted ahead of the pass that needs it, into
 recycled memory; a send owns its tensors until the other side has them. Only the tensors are sent:
-both sides know from the plan what comes when. gloo carries CPU tensors only, so tensors of a GPU
+both sides know from the plan what comes when. A message without tensors, such as the gradients for
+a stage that does not learn, is sent as one byte, so that whoever receives it waits for it: else
+that stage would run ahead of all others. gloo carries CPU tensors only, so tensors of a GPU
 pass through host memory.
 
 Between two stages of the same rank nothing is sent: the tensors are handed over, detached from the
@@ -18,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -47,10 +49,20 @@ class TensorSpec(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
+class _Tensor(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_NOTHING = _Tensor((1,), torch.uint8)
+"""What is sent for a message without tensors."""
+
+
 @dataclass(frozen=True)
 class _Arriving:
     buffers: Message
     works: list[Any]
+    empty: bool
 
 
 def _kind(message: Sequence[TensorSpec]) -> _Kind:
@@ -85,20 +97,23 @@ class Transport:
             message = [tensor.detach() for tensor in tensors]
             self.handed.setdefault(channel, deque()).append(message)
         else:
-            self.sends.put(channel, [t.detach().to(self.staged).contiguous() for t in tensors])
+            message = [t.detach().to(self.staged).contiguous() for t in tensors]
+            self.sends.put(channel, message or [self._buffer(_NOTHING).zero_()])
 
     def post(self, channel: Channel, values: Sequence[TensorSpec]) -> None:
         """Posts a receive of the next message on the channel, which has these values."""
         if channel.is_local:
             return
         spare = self.spare.get((channel, _kind(values)))
-        buffers = spare.pop() if spare else [self._buffer(value) for value in values]
+        buffers = spare.pop() if spare else [self._buffer(value) for value in values or [_NOTHING]]
         group = self.groups.get(channel.rank_link)
         try:
             works = [dist.irecv(b, channel.source, group, channel.tag) for b in buffers]
         except RuntimeError as error:
             raise PeerLost(f"cannot receive from rank {channel.source}", channel.source) from error
-        self.arriving.setdefault(channel, deque()).append(_Arriving(buffers, works))
+        self.arriving.setdefault(channel, deque()).append(
+            _Arriving(buffers, works, empty=not values)
+        )
 
     def _buffer(self, value: TensorSpec) -> torch.Tensor:
         # Page-locked where it goes on to a GPU: such copies are faster.
@@ -120,11 +135,13 @@ class Transport:
                 work.wait()
         except RuntimeError as error:
             raise PeerLost(f"no message from rank {channel.source}", channel.source) from error
+        if message.empty:
+            return []
         return [buffer.to(self.device).detach() for buffer in message.buffers]
 
     def recycle(self, channel: Channel, message: Message) -> None:
         """Gives the memory of a message to later ones of the channel with the same shapes."""
-        if self.staged == self.device and not channel.is_local:
+        if message and self.staged == self.device and not channel.is_local:
             spare = self.spare.setdefault((channel, _kind(message)), [])
             spare.append([tensor.detach() for tensor in message])
 

@@ -45,6 +45,14 @@ class Tied(Chain):
         self.c.linear.weight = self.a.linear.weight
 
 
+class FrozenFirst(Chain):
+    """Chain, whose first layer does not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a.requires_grad_(False)
+
+
 class Skips(nn.Module):
     """Three layers with skips from the first to the third, one of them past the second."""
 
