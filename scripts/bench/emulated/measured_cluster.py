@@ -1,0 +1,53 @@
+"""The emulated network as pd-profile --network measures it: what a user would plan with."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+from forked import run_ranks
+from launched import launch
+from network import EmulatedNetwork
+
+import pipedream.profiler.network.command  # noqa: F401 - so that the processes need not import it
+from pipedream.graph.cluster import Cluster, Link
+from pipedream.graph.cluster_file import read_cluster
+from pipedream.graph.errors import UserError
+from pipedream.profiler.cli import main as pd_profile
+
+LARGEST = "256kB"
+"""Bytes of a message, as much as some parts of a sum have: a tenth of a second at 2.5 MB/s."""
+SECONDS_LIMIT = 600.0
+
+
+def measure_cluster(cluster: Cluster, folder: Path) -> Cluster:
+    """Measures the emulated `cluster`; what pd-profile writes and prints is in `folder`.
+
+    That messages cost the cores of this machine is left out: layers that sleep do not miss them.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "cluster.yaml"
+    if not path.exists():
+        with closing(EmulatedNetwork(cluster)) as network:
+            body = partial(_be_rank, network, cluster, folder)
+            ended = run_ranks(cluster.devices, body, folder, SECONDS_LIMIT)
+        if any(ended.codes):
+            raise UserError(f"the network was not measured: see rank*.log in {folder}")
+    found = read_cluster(path)
+    links = {"send": found.send, "all_reduce": found.all_reduce}
+    return found.model_copy(
+        update={name: tuple(map(_never_busy, measured)) for name, measured in links.items()}
+    )
+
+
+def _be_rank(network: EmulatedNetwork, cluster: Cluster, folder: Path, rank: int) -> int:
+    launch(network, rank, range(cluster.devices))
+    machines = ",".join(map(str, cluster.machines))
+    effort = ["--largest", LARGEST, "--warmup", "1", "--repeats", "3"]
+    words = ["--network", "-o", str(folder), "--machines", machines, *effort]
+    return int(pd_profile(words, standalone_mode=False) or 0)
+
+
+def _never_busy(link: Link | None) -> Link | None:
+    return None if link is None else link.model_copy(update={"busy": 0.0})
