@@ -86,6 +86,11 @@ class EmulatedNetwork:
             for _ in range(cluster.devices):
                 self._add_space()
             self._connect(cluster)
+        except OSError as error:
+            self.close()
+            why = f"{error.filename or error.strerror}: {os.strerror(error.errno or 0)}"
+            needs = "run this as root, with ip and tc of iproute2"
+            raise UserError(f"no network can be emulated here: {why}: {needs}") from error
         except BaseException:
             self.close()
             raise
@@ -129,10 +134,9 @@ class EmulatedNetwork:
 
     def _add_space(self) -> int:
         """A new namespace, with its settings."""
+        if _libc.unshare(_CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "unshare")
         with self._returning():
-            if _libc.unshare(_CLONE_NEWNET):
-                why = os.strerror(ctypes.get_errno())
-                raise UserError(f"no network namespace can be made here: {why}; run this as root")
             self._spaces.append(os.open("/proc/thread-self/ns/net", os.O_RDONLY))
             for name, value in _SETTINGS.items():
                 Path("/proc/sys/net/ipv4", name).write_text(value, encoding="utf-8")
@@ -144,12 +148,9 @@ class EmulatedNetwork:
         """Runs the lines of `ip` or `tc` in a namespace."""
         with self._returning():
             _set_space(space)
-            try:
-                done = subprocess.run(
-                    [program, "-batch", "-"], input="\n".join(lines), capture_output=True, text=True
-                )
-            except FileNotFoundError:
-                raise UserError(f"{program} is missing: install iproute2") from None
+            done = subprocess.run(
+                [program, "-batch", "-"], input="\n".join(lines), capture_output=True, text=True
+            )
         if done.returncode:
             raise UserError(f"{program}: {done.stderr.strip().splitlines()[0]}")
 
