@@ -39,12 +39,9 @@ def test_a_stage_that_learns_nothing_waits_for_the_others(tmp_path: Path, schedu
     run_jobs([job])
     with (tmp_path / "timeline.csv").open() as file:
         rows = [(parse_action(row["action"]), row) for row in csv.DictReader(file)]
-    waits = {a.minibatch: float(row["end_seconds"]) for a, row in rows if a.kind is Kind.RECV_GRADIENT}
-    backward = {
-        a.minibatch: float(row["end_seconds"])
-        for a, row in rows
-        if a.stage == 1 and a.kind is Kind.BACKWARD
-    }
+    ends = {(a.stage, a.kind, a.minibatch): float(row["end_seconds"]) for a, row in rows}
+    waits = {b: end for (_, kind, b), end in ends.items() if kind is Kind.RECV_GRADIENT}
+    backward = {b: end for (stage, kind, b), end in ends.items() if (stage, kind) == (1, "B")}
     assert len(waits) == len(backward) == 16
     late = 2e-3  # seconds by which two ranks' clocks may differ
     assert all(waits[minibatch] > backward[minibatch] - late for minibatch in waits)

@@ -9,8 +9,9 @@ from types import MappingProxyType
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
+from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.compare.baselines import data_parallel
-from pipedream.optimizer.cost.models import COST_MODELS, default_cost_model
+from pipedream.optimizer.cost.models import COST_MODELS, DEFAULT_COST_MODEL
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.planner import optimize
@@ -40,7 +41,7 @@ def _flush(request: Request) -> Outcome:
 
 MAKERS: Mapping[str, Callable[[Request], Outcome]] = MappingProxyType(
     {
-        CHOSEN: optimize,
+        CHOSEN: best_plan,
         **{name: _by(name) for name in COST_MODELS},
         "straight": _straight,
         "dp": data_parallel,
@@ -51,7 +52,7 @@ MAKERS: Mapping[str, Callable[[Request], Outcome]] = MappingProxyType(
 
 def make_plan(name: str, graph: Graph, cluster: Cluster) -> Plan:
     """The plan of that name. Raises UserError if there is none."""
-    cost_model = COST_MODELS[default_cost_model(cluster)](None)
+    cost_model = COST_MODELS[DEFAULT_COST_MODEL](None)
     return MAKERS[name](Request(graph, cluster, cost_model, optimizer="sgd")).plan
 
 
