@@ -34,6 +34,9 @@ _STARTS = 4
 _BETTER = 1e-4
 """Relative gain below which a step is none."""
 
+_WORTH_MEMORY = 0.01
+"""The same for more minibatches in flight, which cost memory."""
+
 _AROUND = 1.25
 """Divisions that take so many times as long as the best may lead to a better one."""
 
@@ -83,10 +86,12 @@ def climb(start: Trial, trials: Trials, steps: Neighbours, most: int) -> Trial:
     best, improved = start, True
     while improved:
         improved = False
-        for division in chain(steps.in_flight(best.division), steps.of(best.division)):
+        others = ((division, _BETTER) for division in steps.of(best.division))
+        in_flight = ((division, _WORTH_MEMORY) for division in steps.in_flight(best.division))
+        for division, gain in chain(in_flight, others):
             if trials.spent > most:
                 return best
-            within = best.seconds * (1 - _BETTER)
+            within = best.seconds * (1 - gain)
             trial = _tried(division, trials, within)
             if trial is not None and trial.seconds < within:
                 best, improved = trial, True
