@@ -8,8 +8,9 @@ from functools import cached_property
 from pipedream.graph.choices import MICROBATCHES
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
+from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.simulator import simulate, simulate_plan
-from pipedream.optimizer.simulate.workload import UPDATE_RATE, Simulation, Workload
+from pipedream.optimizer.simulate.workload import UPDATE_RATE, Workload
 from pipedream.schedule.policy import Policy, policy
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
