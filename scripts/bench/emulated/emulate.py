@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import click
 import torch
@@ -32,7 +33,9 @@ from trial import Trial
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import parse_bytes
-from pipedream.optimizer.compare.comparison import show_replicas
+from pipedream.optimizer.cost import models
+from pipedream.optimizer.report import show_replicas
+from pipedream.optimizer.simulate import workload
 
 PROFILES = Path(__file__).parents[3] / "profiles"
 INNER = 10
@@ -63,8 +66,17 @@ class Comparison:
         self, model: EmulatedModel, cluster_name: str, names: Sequence[str], repeat: int
     ) -> None:
         """Trains the plans of these names in turns: what slows this machine for a while slows all
-        of them.
+        of them. Planner and simulator, too, have buckets of the scale.
         """
+        with (
+            patch.object(workload, "BUCKET_BYTES", model.bucket_bytes),
+            patch.object(models, "BUCKET_BYTES", model.bucket_bytes),
+        ):
+            self._compare(model, cluster_name, names, repeat)
+
+    def _compare(
+        self, model: EmulatedModel, cluster_name: str, names: Sequence[str], repeat: int
+    ) -> None:
         every = [Case(model.name, cluster_name, n, r) for r in range(repeat) for n in names]
         cases = [case for case in every if self.results.of(case) is None]
         if not cases:
