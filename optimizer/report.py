@@ -13,6 +13,7 @@ from rich.table import Column, Table
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, Stage
+from pipedream.graph.profile import Machine
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.cost.models import DEFAULT_COST_MODEL
 from pipedream.optimizer.search.outcome import Outcome, ScheduleTime
@@ -24,8 +25,16 @@ _MOST_COUNTS = 6
 _NARROW = 100  # columns; tables are set closer on fewer
 
 
-def print_report(outcome: Outcome, graph: Graph, console: Console | None = None) -> None:
-    """Prints the time to expect, the stages, their memory, and other plans."""
+def print_report(
+    outcome: Outcome,
+    graph: Graph,
+    console: Console | None = None,
+    profiled_on: Machine | None = None,
+) -> None:
+    """Prints the time to expect, the stages, their memory, and other plans.
+
+    `profiled_on`: the machine of the graph's profile, if that is known.
+    """
     console = console or make_console()
     console.print(_times(outcome))
     print_table(console, _stage_table(outcome, graph, narrow=console.width < _NARROW))
@@ -34,7 +43,7 @@ def print_report(outcome: Outcome, graph: Graph, console: Console | None = None)
         print_table(console, _rival_table(outcome))
     if outcome.schedules:
         print_table(console, _schedule_table(outcome))
-    for remark in (*_assumptions(outcome), _remark(outcome)):
+    for remark in (*_assumptions(outcome, profiled_on), _remark(outcome)):
         console.print(remark, markup=False, soft_wrap=not console.is_terminal)
 
 
@@ -317,7 +326,7 @@ def _remark(outcome: Outcome) -> str:
     )
 
 
-def _assumptions(outcome: Outcome) -> Iterator[str]:
+def _assumptions(outcome: Outcome, profiled_on: Machine | None) -> Iterator[str]:
     """What the time rests on that nobody measured."""
     plan = outcome.plan
     if plan.predicted.cost_model != DEFAULT_COST_MODEL:
@@ -325,10 +334,17 @@ def _assumptions(outcome: Outcome) -> Iterator[str]:
             f"Cost model {plan.predicted.cost_model}: a formula that may be far from a run's time;"
             f" leave out --cost-model to choose by simulation."
         )
-    elif plan.workers > 1 and not plan.cluster.measured:
+        return
+    if plan.workers > 1 and not plan.cluster.measured:
         yield (
-            "Assumed: links that carry their --bandwidth, and passes that they do not slow down;"
-            " pd-profile --network measures both."
+            "Assumed: links that carry their --bandwidth and slow no pass down;"
+            " pd-profile --network or --cluster auto measures that."
+        )
+    on_one = min(plan.workers, plan.cluster.machines[0])
+    if profiled_on is not None and profiled_on.device == "cpu" and profiled_on.workers < on_one:
+        yield (
+            f"Assumed: passes as fast with {on_one} workers at work as with {profiled_on.workers},"
+            f" as they were profiled. pd-profile --workers {on_one} measures that."
         )
 
 

@@ -17,10 +17,10 @@ step() {
     "$@"
 }
 
-step "1/3 measure: what does each layer of the network cost?" \
-    pd-profile configs/digits.yaml -o $run/profile
-step "2/3 decide: which layers go to which of two workers? (--straight: a pipeline, no replicas)" \
-    pd-optimize $run/profile/graph.txt --machines 2 --bandwidth 1GB --straight -o $run/plan
+step "1/3 measure: what does each layer of the network cost, with two workers on this machine?" \
+    pd-profile configs/digits.yaml --workers 2 -o $run/profile
+step "2/3 decide: which layers go to which of the two? (--straight: a pipeline, no replicas)" \
+    pd-optimize $run/profile/graph.txt --cluster auto --straight -o $run/plan
 step "3/3 train: two processes, one stage each, weight stashing" \
     pd-train $run/plan/plan.json --config configs/digits.yaml --workers 2 -o $run/run
 

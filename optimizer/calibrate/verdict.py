@@ -38,7 +38,7 @@ class Verdict:
 
     @property
     def gain(self) -> float:
-        """Relative speedup of the best plan by the cost model; negative if it is slower."""
+        """Relative speedup of the best plan by what it was chosen by; negative if it is slower."""
         goal = Price.recorded_in(self.best).goal
         return self.now.goal / goal - 1 if goal else 0.0
 
@@ -57,7 +57,7 @@ class Verdict:
             )
         if self.gain < 0:
             return f"The {named} is faster than the best that was asked for now: {times}."
-        if self.now.simulated and best.simulated:
+        if best.chosen_by == "closed form" and self.now.simulated and best.simulated:
             times += f" (simulated: {_change(self.now.simulated, best.simulated)})"
         return f"The best plan now is {self.gain:.1%} faster than the {named}: {times}."
 
@@ -127,9 +127,15 @@ def _times(verdict: Verdict) -> Table:
     before = Price.recorded_in(measured.plan)
     table = make_grid()
     for name, price in (("predicted before", before), ("predicted now", verdict.now)):
-        others = {"expected in a run": price.expected, "simulated": price.simulated}
-        remarks = [f"{what} {show_seconds(s)}" for what, s in others.items() if s is not None]
-        table.add_row(name, show_seconds(price.per_minibatch), ", ".join(remarks))
+        all_of_it = {
+            "expected in a run": price.expected,
+            "simulated": price.simulated,
+            "in closed form": price.per_minibatch,
+        }
+        known = {what: show_seconds(s) for what, s in all_of_it.items() if s is not None}
+        (first, shown), *others = known.items()
+        remarks = [first, *(" ".join(other) for other in others)]
+        table.add_row(name, shown, ", ".join(remarks))
     table.add_row("measured", show_seconds(measured.seconds_per_minibatch), _trained(measured))
     table.add_row("  of that, compute", *_busy(measured))
     return table

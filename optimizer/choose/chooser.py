@@ -189,7 +189,7 @@ def _outcome(request: Request, best: Trial, trials: Trials) -> Outcome:
     memory = request.memory_model(best.division.cuts(request.planning))
     placed = best.division.placed(request.cluster)
     bound = lower_bound(request)
-    outcome = placed_outcome(memory, request, placed, bound, more=best.division.more)
+    outcome = placed_outcome(memory, request, placed, bound, slack=best.division.slack)
     plan = best.simulation.noted_in(outcome.plan)
     outcome = replace(outcome, plan=plan, cuts=len(trials.known))
     figures: dict[str, object] = {}

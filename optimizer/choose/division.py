@@ -14,12 +14,13 @@ from pipedream.optimizer.search.stages import PlacedStage
 
 class Division(NamedTuple):
     """`downsets[s]`: the nodes of stages 0 to s as bits, the last all of them; `ranks` of each
-    stage; `more` minibatches in flight than keep the pace.
+    stage; as many minibatches in flight as keep the pace if messages take longer than they should,
+    by `slack` quarters.
     """
 
     downsets: tuple[int, ...]
     ranks: tuple[tuple[int, ...], ...]
-    more: int = 0
+    slack: int = 0
 
     @staticmethod
     def of(plan: Plan, graph: PlanningGraph) -> Division:

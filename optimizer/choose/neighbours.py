@@ -40,10 +40,10 @@ class Neighbours:
     @staticmethod
     def in_flight(division: Division) -> Iterator[Division]:
         """The same division with more or fewer minibatches in flight."""
-        yield division._replace(more=division.more + 1)
-        yield division._replace(more=2 * division.more + 2)
-        if division.more:
-            yield division._replace(more=division.more - 1)
+        yield division._replace(slack=division.slack + 1)
+        yield division._replace(slack=2 * division.slack + 2)
+        if division.slack:
+            yield division._replace(slack=division.slack - 1)
 
     def _moved_cuts(self, division: Division) -> Iterator[Division]:
         downsets = (0, *division.downsets)
@@ -128,7 +128,7 @@ class Neighbours:
                 yield Division(
                     downsets[:at] + downsets[at + 1 :],
                     self._ordered((*ranks[:at], own, *ranks[at + 2 :])),
-                    division.more,
+                    division.slack,
                 )
 
     def _split(self, division: Division) -> Iterator[Division]:
@@ -147,7 +147,7 @@ class Neighbours:
                     yield Division(
                         (*downsets[:at], middle, *downsets[at:]),
                         self._ordered((*ranks[:at], first, second, *ranks[at + 1 :])),
-                        division.more,
+                        division.slack,
                     )
             before = downsets[at]
 

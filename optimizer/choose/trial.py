@@ -19,11 +19,11 @@ from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_work
 _TRIAL, _NODE = 2_000, 5
 """What a trial costs besides its actions, and for each node of the graph, counted in actions."""
 
-_MORE = (1, 2, 4, 8, 16)
-"""Minibatches in flight that are tried beyond those that should keep the pace."""
+_SLACK = (1, 2, 4, 8, 16)
+"""What is tried where messages take longer than they should."""
 
 _NEAR, _GAIN = 1.02, 0.01
-"""A division is not tried with more if it is so near to its bound, nor given more for less gain."""
+"""A division so near to its bound is not tried with more in flight, nor given it for less."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ class Trials:
         only a simulation tells. Raises UserError as `try_out` does.
         """
         best = self.try_out(division)
-        for more in _MORE:
+        for slack in _SLACK:
             if best is None or best.seconds <= best.bound * _NEAR:
                 break
-            other = self.try_out(division._replace(more=more))
+            other = self.try_out(division._replace(slack=slack))
             if other is not None and other.seconds < best.seconds * (1 - _GAIN):
                 best = other
         return best
@@ -88,9 +88,9 @@ class Trials:
         cuts, placed = division.cuts(self.graph), division.placed(request.cluster)
         if request.constrains_stages(request.device_types):
             memory = request.memory_model(cuts)
-            plan, form, workers = placed_plan(memory, request, placed, division.more)
+            plan, form, workers = placed_plan(memory, request, placed, division.slack)
         else:
-            plan, form, workers = unweighed_plan(cuts, request, placed, division.more)
+            plan, form, workers = unweighed_plan(cuts, request, placed, division.slack)
         self.bounds[division] = form.bound
         if form.bound > within:
             return None

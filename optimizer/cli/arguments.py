@@ -43,7 +43,8 @@ GROUPS = {
     "Cluster": (
         option(
             "--cluster FILE",
-            "Cluster file: levels, measured links, types of device. Instead of --machines,"
+            "Cluster file: levels, measured links, types of device. Or auto: the workers of this"
+            " machine, with the network between them measured first. Instead of --machines,"
             " --bandwidth and --latency.  [default: none]",
             PATH,
         ),
@@ -70,7 +71,8 @@ GROUPS = {
         ),
         option(
             "--workers N",
-            "With --like or --calibrate: plan for N devices of that cluster.  [default: all]",
+            "With --like or --calibrate: plan for N devices of that cluster; with --cluster auto:"
+            " for N here.  [default: all]",
             COUNT,
         ),
     ),
@@ -89,8 +91,8 @@ GROUPS = {
         ),
         option(
             "--activation-compression R",
-            "Divide the bytes between stages by R; the released model counts them only with this"
-            " option.  [default: no compression]",
+            "For paper, released and measured: divide the bytes between stages by R; released"
+            " counts them only with this option.  [default: no compression]",
             FiniteRange(min=0, min_open=True),
         ),
         option(
@@ -118,7 +120,9 @@ GROUPS = {
         ),
         option("--straight", "No replication: one device per stage.  [default: off]"),
         option(
-            "--fewer-machines", "Leave machines unused where that is faster.  [default: use all]"
+            "--fewer-machines",
+            "For paper, released and measured: leave machines unused where that is faster, as"
+            " network always may.  [default: use all]",
         ),
         option(
             "--epsilon SECONDS",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipedream.graph.errors import UserError
@@ -9,11 +10,13 @@ from pipedream.graph.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
     from pipedream.graph.cluster import Cluster
     from pipedream.graph.plan import Plan
     from pipedream.optimizer.cli.options import Options
+
+AUTO = Path("auto")
+"""Typed in place of a cluster file: this machine."""
 
 _MOST_DEVICES = 100_000
 """The most devices accepted: planning needs time and memory for each."""
@@ -24,10 +27,11 @@ def cluster_of(options: Options) -> Cluster:
     file, machines, bandwidth = options.cluster, options.machines, options.bandwidth
     short = {"--machines": machines, "--bandwidth": bandwidth, "--latency": options.latency}
     from_run = bool(options.calibrate) and not any((file, *short.values()))
-    if options.workers is not None and options.like is None and not from_run:
+    here = options.like is None and file == AUTO
+    if options.workers is not None and options.like is None and not from_run and not here:
         raise UserError(
-            "--workers needs --like PLAN or --calibrate RUN: add one of these, or give"
-            " --machines and --bandwidth"
+            "--workers needs --like PLAN, --calibrate RUN or --cluster auto: add one of these, or"
+            " give --machines and --bandwidth"
         )
     if options.like is not None:
         from pipedream.graph.plan import read_plan
@@ -40,6 +44,9 @@ def cluster_of(options: Options) -> Cluster:
 
         newest = CalibrationRun.read(options.calibrate[-1])
         cluster = _like(newest.measured.plan, newest.folder, options.workers)
+    elif here:
+        _only("--cluster", AUTO, short)
+        cluster = _measured_here(options)
     elif file is not None:
         from pipedream.graph.cluster_file import read_cluster
 
@@ -55,6 +62,20 @@ def cluster_of(options: Options) -> Cluster:
     if cluster.devices > _MOST_DEVICES:
         raise UserError(f"{named(options)}: give at most {_MOST_DEVICES:,} devices in all")
     return cluster
+
+
+def _measured_here(options: Options) -> Cluster:
+    """The workers of this machine. Raises UserError."""
+    from pipedream.graph.model import read_graph
+    from pipedream.graph.profile import read_profile
+    from pipedream.optimizer.cli.measure_here import cluster_here, workers_here
+
+    read_graph(options.graph)  # what is wrong with it is said before measuring takes a minute
+    path = options.profile_path
+    machine = read_profile(path).machine if path.exists() else None
+    device = "cpu" if machine is None or machine.device == "cpu" else "cuda"
+    folder = options.folder / "network"
+    return cluster_here(options.workers or workers_here(machine), device, folder)
 
 
 def _only(option: str, file: Path, others: Mapping[str, object]) -> None:

@@ -50,7 +50,8 @@ def main(**values: Any) -> None:
     from pipedream.optimizer.cli import output
     from pipedream.optimizer.report import print_report
 
-    print_report(outcome, task.request.graph)
+    profiled_on = None if task.profile is None else task.profile.machine
+    print_report(outcome, task.request.graph, profiled_on=profiled_on)
     if task.runs:
         output.judge(task, outcome.plan)
     output.write_plan_files(outcome.plan, task.request, options.folder, simulation)

@@ -72,6 +72,11 @@ def make_task(options: Options) -> Task:
             " of them out"
         )
     cost_model = options.cost_model or DEFAULT_COST_MODEL
+    if options.activation_compression is not None and cost_model == DEFAULT_COST_MODEL:
+        raise UserError(
+            "--activation-compression is for formulas, and pd-train sends activations as they are:"
+            " add --cost-model paper, released or measured, or leave it out"
+        )
     request = Request(
         graph=graph,
         cluster=cluster,

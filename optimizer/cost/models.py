@@ -228,14 +228,14 @@ class NetworkCost:
 
     Stage: (C' + E)/m, where a ring all-reduce takes R = 2(m-1) step(W/m) once per round, the
     replicas inside a component take part in it, and E of it comes after the backward pass: what
-    that does not hide, and at least the last bucket (comm/buckets.py). A round is a minibatch on
+    that does not hide, all that keeps the ranks busy, and at least the last bucket
+    (comm/buckets.py). A round is a minibatch on
     each replica, or a fixed number of minibatches: then it is C'/m + E over their number.
 
     Boundary: (send(a_in) + send(a_out))/m, as activations of one and gradients of the other leave
     through the same port. What crosses an outer level passes through the links within as well.
     """
 
-    compression: float | None = None
     minibatches: int | None = None
     name: str = "network"
     counts_overheads: ClassVar[bool] = True
@@ -249,11 +249,11 @@ class NetworkCost:
         rounds = replicas * level.inner_devices if self.minibatches is None else self.minibatches
         compute = work.inner_seconds / replicas
         passes = compute if self.minibatches is None else work.inner_seconds / rounds
-        hidden = _BACKWARD * (1 - level.ring.busy) * passes
-        last = np.minimum(1.0, BUCKET_BYTES / np.maximum(work.parameter_bytes, 1.0))
-        exposed = np.maximum(reduced / rounds * last, reduced / rounds - hidden)
-        ratio = self.compression or 1.0
-        into, out = (level.link.seconds(size / ratio) for size in (work.bytes_in, work.bytes_out))
+        reduced, last = reduced / rounds, BUCKET_BYTES / np.maximum(work.parameter_bytes, 1.0)
+        beside = np.minimum(reduced, _BACKWARD * passes)
+        hidden = (1 - level.ring.busy) * beside
+        exposed = np.maximum(reduced * np.minimum(1.0, last), reduced - hidden)
+        into, out = (level.link.seconds(size) for size in (work.bytes_in, work.bytes_out))
         taken = 2 * level.link.busy * (into + out)
         return Terms(compute + taken / replicas, exposed, (into + out) / replicas)
 
@@ -265,12 +265,13 @@ class NetworkCost:
 
 
 COST_MODELS: dict[str, Callable[[float | None], CostModel]] = {
-    "network": NetworkCost,
+    "network": lambda _=None: NetworkCost(),
     "paper": PaperCost,
     "released": ReleasedCost,
     "measured": MeasuredCost,
 }
-"""By the name in --cost-model; each is called with --activation-compression, None if not given."""
+"""By the name in --cost-model; each is called with --activation-compression, None if not
+given; `network` is never given any."""
 
 DEFAULT_COST_MODEL = "network"
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
+from pipedream.optimizer.choose.expected import expected
 from pipedream.optimizer.cost.device_types import DeviceTypes
-from pipedream.optimizer.cost.models import CostModel
+from pipedream.optimizer.cost.models import COST_MODELS, CostModel
 from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.cost.stage_time import in_a_run, stage_time
 from pipedream.optimizer.cuts.downsets import Cuts
@@ -28,20 +29,26 @@ _Components: TypeAlias = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds per minibatch by the cost model, and `simulated`, None if that takes too long.
+    """Seconds per minibatch in closed form, and `simulated`, None if that takes too long.
 
-    `latency`: seconds of a batch, for plans made for latency; `expected`: see `Predicted`.
+    `latency`: seconds of a batch, for plans made for latency; `expected`: see `Predicted`;
+    `chosen_by`: whether the cost model chooses plans by the closed form or by the simulation.
     """
 
     per_minibatch: float
     simulated: float | None = None
     latency: float | None = None
     expected: float | None = None
+    chosen_by: Literal["closed form", "simulation"] = "closed form"
 
     @property
     def goal(self) -> float:
         """What the plan minimizes."""
-        return self.per_minibatch if self.latency is None else self.latency
+        if self.latency is not None:
+            return self.latency
+        if self.chosen_by == "simulation" and self.simulated is not None:
+            return self.simulated
+        return self.per_minibatch
 
     @staticmethod
     def recorded_in(plan: Plan) -> Price:
@@ -49,7 +56,13 @@ class Price:
         said, simulated = plan.predicted, plan.predicted.simulated
         seconds = None if simulated is None else simulated.seconds_per_minibatch
         expected = said.expected_seconds_per_minibatch
-        return Price(said.seconds_per_minibatch, seconds, said.latency_seconds, expected)
+        by = _chosen_by(said.cost_model)
+        return Price(said.seconds_per_minibatch, seconds, said.latency_seconds, expected, by)
+
+
+def _chosen_by(cost_model: str) -> Literal["closed form", "simulation"]:
+    known = COST_MODELS.get(cost_model)
+    return "simulation" if known is not None and known(None).prices_plans else "closed form"
 
 
 def price_plan(plan: Plan, request: Request) -> Price:
@@ -69,8 +82,8 @@ def price_plan(plan: Plan, request: Request) -> Price:
     latency = None
     if plan.predicted.objective == "latency" and batch is not None:
         latency = Latency(batch).seconds(sum(times), max(times))
-    expected = in_a_run(limits, plan.replicas, request.spread)
-    return Price(max(times), simulated, latency, expected)
+    varying = in_a_run(limits, plan.replicas, request.spread)
+    return Price(max(times), simulated, latency, varying)
 
 
 def _price_as_a_whole(plan: Plan, request: Request) -> Price:
@@ -84,7 +97,14 @@ def _price_as_a_whole(plan: Plan, request: Request) -> Price:
     batch, latency = plan.predicted.microbatches, None
     if plan.predicted.objective == "latency" and batch is not None:
         latency = batch * form.seconds
-    return Price(form.seconds, simulated, latency)
+    in_a_run = expected(plan, request)
+    return Price(
+        form.seconds,
+        simulated,
+        latency,
+        in_a_run and in_a_run.seconds,
+        _chosen_by(request.model.name),
+    )
 
 
 def stage_times(plan: Plan, working: PlanningGraph, model: CostModel) -> list[tuple[float, str]]:

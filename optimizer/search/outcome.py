@@ -154,13 +154,13 @@ def placed_outcome(
     placed: Sequence[PlacedStage],
     bound: float = 0.0,
     exact: bool = False,
-    more: int = 0,
+    slack: int = 0,
 ) -> Outcome:
     """As `make_outcome`, for stages on any devices, priced as a whole in closed form; see
     `placed_plan`.
     """
     cuts, types = memory.cuts, request.device_types
-    plan, form, workers = placed_plan(memory, request, placed, more)
+    plan, form, workers = placed_plan(memory, request, placed, slack)
     every = tuple(range(request.cluster.devices))
     machines = tuple(range(request.cluster.machines[-1]))
     whole = [PlacedStage(0, len(cuts) - 1, every, machines)]
@@ -177,13 +177,14 @@ def placed_outcome(
 
 
 def placed_plan(
-    memory: MemoryModel, request: Request, placed: Sequence[PlacedStage], more: int = 0
+    memory: MemoryModel, request: Request, placed: Sequence[PlacedStage], slack: int = 0
 ) -> tuple[Plan, ClosedForm, Sequence[WorkerMemory]]:
     """The plan with these stages, its closed form and the memory of its workers; no limit is
     checked, and only the seconds per minibatch are predicted.
 
-    `more`: minibatches in flight beyond those that keep the pace, where they fit. Raises UserError
-    if --microbatches is too small for the schedule.
+    As many minibatches in flight, where they fit, as keep the pace if messages take longer than
+    they should, by `slack` quarters. Raises UserError if --microbatches is too small for the
+    schedule.
     """
     cuts, types = memory.cuts, request.device_types
     least: Sequence[WorkerMemory]
@@ -192,11 +193,11 @@ def placed_plan(
     def weigh(useful: Sequence[int]) -> Sequence[WorkerMemory]:
         return with_more_in_flight(memory, placed, types, least, useful)
 
-    return _in_flight(cuts, request, placed, least, weigh, more)
+    return _in_flight(cuts, request, placed, least, weigh, slack)
 
 
 def unweighed_plan(
-    cuts: Cuts, request: Request, placed: Sequence[PlacedStage], more: int = 0
+    cuts: Cuts, request: Request, placed: Sequence[PlacedStage], slack: int = 0
 ) -> tuple[Plan, ClosedForm, Sequence[WorkerMemory]]:
     """The same where memory is no limit, without any figures of memory: several times as fast."""
     settings, types = request.settings, request.device_types
@@ -207,7 +208,7 @@ def unweighed_plan(
         wanted = [max(both) for both in zip(useful, fewest, strict=True)]
         return unweighed(placed, settings, types, wanted)
 
-    return _in_flight(cuts, request, placed, weigh(fewest), weigh, more)
+    return _in_flight(cuts, request, placed, weigh(fewest), weigh, slack)
 
 
 def _in_flight(
@@ -216,7 +217,7 @@ def _in_flight(
     placed: Sequence[PlacedStage],
     workers: Sequence[WorkerMemory],
     weigh: Callable[[Sequence[int]], Sequence[WorkerMemory]],
-    more: int,
+    slack: int,
 ) -> tuple[Plan, ClosedForm, Sequence[WorkerMemory]]:
     """The plan with as many minibatches in flight as are of use; `weigh` says which of them fit."""
     predicted = Predicted(
@@ -230,9 +231,7 @@ def _in_flight(
     plan = _plan(cuts, request, placed, workers, predicted)
     form = _closed_form(plan, request)
     if request.in_flight == "useful":
-        useful = [count + more for count in form.useful_in_flight()]
-        useful[-1] = 1
-        workers = weigh(useful)
+        workers = weigh(form.useful_in_flight(1 + slack / 4))
         stages = tuple(
             stage.model_copy(
                 update={

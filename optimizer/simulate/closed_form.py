@@ -1,7 +1,7 @@
 """The time of a plan in closed form: what the simulator says, if everything overlaps that can.
 
 Symbols, of stage s on r replicas: F and B, seconds of its passes; U, of its update; N, minibatches
-of a round; R, seconds of its sum over an idle network, of which E come after the backward pass.
+of a round; R, seconds of its sum, of which E come after the backward pass.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from math import lcm
@@ -17,6 +17,7 @@ from typing import TypeAlias
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.network import Network, Port
+from pipedream.optimizer.simulate.sums import Part, pass_with_sums
 from pipedream.optimizer.simulate.workload import Workload
 from pipedream.schedule.in_flight import StageTimes, useful_in_flight
 from pipedream.schedule.policy import Policy
@@ -27,6 +28,9 @@ _MOST_PAIRS = 64
 _LEEWAY = 1.02
 """Tolerated slowdown: between workers with equal work, a message of almost nothing would otherwise
 cost every stage one more minibatch in flight."""
+
+_STEPS = 12
+"""To where the sums are as slow as the messages make them that pass at the pace they allow."""
 
 _User: TypeAlias = tuple[int, int]
 """What uses a port: messages from one stage to another, or a stage's sums, (stage, stage)."""
@@ -48,7 +52,8 @@ class ClosedForm:
     Without a flush a minibatch takes as long as on the busiest of the stages, of the ports, and of
     the ways through the pipeline with so many in flight:
 
-    - a stage: (N (F + B) / r + U + E) / N;
+    - a stage: (N (F + B) / r + U + E) / N, where messages that pass the ports of the ring make R
+      longer;
     - a port: the bytes per minibatch of all messages and sums that pass, over its rate;
     - from a stage to the end and back: what that takes alone, over the minibatches in flight there.
 
@@ -88,48 +93,68 @@ class ClosedForm:
         """What limits the plan, in words."""
         stages, last = self.stages, len(self.ranks) - 1
         slowest = max(range(len(stages)), key=lambda stage: stages[stage].seconds)
-        if not self.policy.drains and self._slowest_way > self.bound:
+        paced = max(stages[slowest].seconds, self._slowest_port)
+        if not self.policy.drains and self._slowest_way > paced:
             return "messages there and back, with so few minibatches in flight"
-        if self._slowest_port > stages[slowest].seconds:
+        if paced > stages[slowest].seconds:
             return "the link of a machine"
         what = {"compute": "the passes", "all-reduce": "the sums", "boundary": "the messages"}
         name = "the only stage" if not last else f"stage {slowest}"
         return f"{what[stages[slowest].limit]} of {name}"
 
-    @property
+    @cached_property
     def bound(self) -> float:
         """Seconds per minibatch that stages and ports take at least."""
-        return max(*(stage.seconds for stage in self.stages), self._slowest_port)
+        alone = (self._stage(stage, self.sums[stage][1]) for stage in range(len(self.ranks)))
+        return max(*(stage.seconds for stage in alone), self._slowest_port)
 
     @cached_property
     def stages(self) -> list[StageSeconds]:
-        """Each by itself, with its busiest port."""
-        return [self._stage(stage) for stage in range(len(self.ranks))]
+        """Each with its busiest port, and with its sums beside the messages of the pipeline."""
+        replicated = [stage for stage, own in enumerate(self.ranks) if len(own) > 1]
+        exposed, period = [over for _, over in self.sums], self.bound
+        for _ in range(0 if self.policy.drains else _STEPS):
+            for stage in replicated:
+                exposed[stage] = self._sum(stage, 1 + self._beside(stage, period))[1]
+            paces = [self._stage(stage, exposed[stage]).seconds for stage in replicated]
+            period = (period + max(paces, default=period)) / 2
+        return [self._stage(stage, over) for stage, over in enumerate(exposed)]
 
-    def _stage(self, stage: int) -> StageSeconds:
+    def _beside(self, stage: int, period: float) -> float:
+        """By which share of R messages delay a stage's sum, if a minibatch takes so many seconds:
+        while one passes any port of the ring, it has half of that. Taken are ports used independent
+        of each other, and every other message to fall between sums (it goes where passes are).
+        """
+        size, free = self.policy.round_size(stage), float(period > 0)
+        for port in self.network.ring(self.ranks[stage]):
+            messages = self.ports[port] - self.uses[port][stage, stage] / size
+            free *= max(0.0, 1 - messages / period) if free else 0.0
+        return (1 - free) / 2
+
+    def _stage(self, stage: int, exposed: float) -> StageSeconds:
+        """With so many seconds of its sum after the backward pass."""
         work, replicas = self.works[stage], len(self.ranks[stage])
         size = self.policy.round_size(stage)
         compute = (work.forward_seconds + work.backward_seconds) / replicas
         compute += work.update_seconds / size
-        reduced = self.sums[stage][1] / size
+        reduced = exposed / size
         port = self._busiest_port(self.ranks[stage])
         if port > compute + reduced:
             return StageSeconds(port, "boundary")
         return StageSeconds(compute + reduced, "all-reduce" if reduced > compute else "compute")
 
-    def _sum(self, stage: int) -> tuple[float, float]:
-        """R and E."""
+    def _sum(self, stage: int, slower: float = 1.0) -> tuple[float, float]:
+        """R and E of a sum that takes so many times as long as on an idle network."""
         own, work = self.ranks[stage], self.works[stage]
         if len(own) == 1:
             return 0.0, 0.0
-        over = taken = 0.0
+        parts = []
         for amount, after in work.sums:
-            transfer = self.network.all_reduce(own, amount)
-            share = transfer.busy / transfer.seconds if transfer.seconds else 0.0
-            begins = work.backward_seconds * (after + share * (1 - after))
-            over = max(over, begins) + transfer.total
-            taken += transfer.total
-        return taken, max(0.0, over - work.backward_seconds)
+            alone = self.network.all_reduce(own, amount)
+            parts.append(Part(replace(alone, seconds=slower * alone.seconds), after))
+        taken = sum(part.transfer.total for part in parts)
+        passed = pass_with_sums(work.backward_seconds, parts)
+        return taken, passed.seconds + passed.over - work.backward_seconds
 
     def _ports(self) -> dict[Port, float]:
         """Seconds per minibatch in which each port is in use."""
@@ -212,8 +237,10 @@ class ClosedForm:
         own = self.uses[port][user]
         return sum(min(own, each) for other, each in self.uses[port].items() if other != user)
 
-    def useful_in_flight(self) -> tuple[int, ...]:
-        """The minibatches in flight of each stage that keep the pace of stages and ports."""
+    def useful_in_flight(self, slower: float = 1.0) -> tuple[int, ...]:
+        """The minibatches in flight of each stage that keep the pace of stages and ports, if a
+        message takes so many times as long as by `_message`.
+        """
         stages = range(len(self.ranks))
         links = list(self.workload.forward_bytes)
         pace = StageTimes(
@@ -221,8 +248,8 @@ class ClosedForm:
             forward=[work.forward_seconds for work in self.works],
             backward=[work.backward_seconds for work in self.works],
             update=[self._closing(stage) for stage in stages],
-            there={link: self._message(link) for link in links},
-            back={link: self._message(link[::-1]) for link in links},
+            there={link: slower * self._message(link) for link in links},
+            back={link: slower * self._message(link[::-1]) for link in links},
         )
         replicas = [len(own) for own in self.ranks]
         return useful_in_flight(replicas, pace, links, self.policy.synchronized)

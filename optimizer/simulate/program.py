@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -62,6 +62,13 @@ class Program:
     source: Ints
     target: Ints
     stage: Ints
+
+    @cached_property
+    def closing(self) -> dict[int, Ints]:
+        """By stage that has sums, the actions that are the last backward passes of a round."""
+        at = np.flatnonzero((self.op == Op.PASS) & (self.subject >= 0))
+        own = self.stage[self.subject[at]]
+        return {stage: at[own == stage] for stage in sorted(set(self.stage.tolist()))}
 
     @staticmethod
     def of(schedule: Schedule, actions: Sequence[Sequence[Action]]) -> Program:

@@ -19,13 +19,14 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import TrainingOverheads
+from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.cuts.planning_graph import Floats
 from pipedream.optimizer.simulate.long_rounds import lengthened, rounds_to_play
 from pipedream.optimizer.simulate.noise import Noise
 from pipedream.optimizer.simulate.play import Ranks, play
 from pipedream.optimizer.simulate.program import KINDS, Program, program_of
 from pipedream.optimizer.simulate.simulation import Simulation
-from pipedream.optimizer.simulate.traffic import traffic_of
+from pipedream.optimizer.simulate.traffic import closing_passes, traffic_of
 from pipedream.optimizer.simulate.workload import UPDATE_RATE, StageWork, Workload
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Worker
 from pipedream.schedule.overlap import LOOK_AHEAD
@@ -152,8 +153,12 @@ def play_program(
     noise: Noise | None = None,
 ) -> tuple[Floats, Floats]:
     """When each action begins and ends, with the work of each worker; `numbers`: of the ranks."""
-    items, sums, streams = traffic_of(program, workload, cluster, ranks, numbers)
-    seconds = _seconds(program, works)
+    network, seconds = Network(cluster), _seconds(program, works)
+    closing = closing_passes(program, seconds, workload, network, ranks)
+    items, sums, streams = traffic_of(program, workload, network, ranks, numbers, closing)
+    for stage, passed in closing.items():
+        last = program.closing[stage]
+        seconds[last] += passed.seconds - seconds[last].max(initial=0.0)
     if noise is not None:
         seconds = seconds * noise.factors(len(seconds))
     acting = Ranks(program.begin, program.op, program.subject, seconds)

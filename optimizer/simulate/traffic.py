@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 
 import numpy as np
 
-from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.network import Network, Port, Transfer
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.optimizer.simulate.links import Streams
 from pipedream.optimizer.simulate.play import Items, Sums
 from pipedream.optimizer.simulate.program import Program
+from pipedream.optimizer.simulate.sums import Part, PassWithSums, pass_with_sums
 from pipedream.optimizer.simulate.workload import Workload
 
 
 def traffic_of(
     program: Program,
     workload: Workload,
-    cluster: Cluster,
+    network: Network,
     ranks: Sequence[Sequence[int]],
     numbers: Sequence[int],
+    closing: Mapping[int, PassWithSums],
 ) -> tuple[Items, Sums, Streams]:
     """The messages and sums of the program, whose worker (s, r) is on rank `ranks[s][r]`; `numbers`
-    are the ranks in the order of the program.
+    are the ranks in the order of the program; `closing`: as by `closing_passes`.
     """
-    network = Network(cluster)
     roads = _Roads(network)
     messages = _messages(program, workload, roads, ranks, numbers)
-    sums, parts = _sums(program, workload, roads, ranks)
+    sums, parts = _sums(program, workload, roads, ranks, closing)
     stream, size, latency, busy = (
         np.concatenate(pair) for pair in zip(messages[:4], parts, strict=True)
     )
@@ -111,24 +111,48 @@ def _messages(
     return stream.astype(np.int64), size, latency, busy, receiver.astype(np.int64)
 
 
+def closing_passes(
+    program: Program,
+    seconds: Floats,
+    workload: Workload,
+    network: Network,
+    ranks: Sequence[Sequence[int]],
+) -> dict[int, PassWithSums]:
+    """By stage, the last backward pass of a round on its slowest worker; `seconds` of each action
+    without sums.
+    """
+    passes = {}
+    for stage, closing in program.closing.items():
+        parts = (
+            Part(network.all_reduce(ranks[stage], amount), after)
+            for amount, after in workload.stages[stage].sums
+        )
+        passes[stage] = pass_with_sums(float(seconds[closing].max(initial=0.0)), parts)
+    return passes
+
+
 def _sums(
-    program: Program, workload: Workload, roads: _Roads, ranks: Sequence[Sequence[int]]
+    program: Program,
+    workload: Workload,
+    roads: _Roads,
+    ranks: Sequence[Sequence[int]],
+    closing: Mapping[int, PassWithSums],
 ) -> tuple[Sums, tuple[Ints, Floats, Floats, Floats]]:
     """The sums, and stream, bytes, latency and busy seconds of each of their parts."""
     of_stage = {
         stage: [
-            _part(stage, amount, after, roads, ranks[stage])
-            for amount, after in workload.stages[stage].sums
+            _part(stage, amount, begins, roads, ranks[stage])
+            for (amount, _), begins in zip(workload.stages[stage].sums, passed.begins, strict=True)
         ]
-        for stage in sorted(set(program.stage.tolist()))
+        for stage, passed in closing.items()
     }
     parts = [of_stage[stage] for stage in program.stage.tolist()]
     columns = _columns(list(chain.from_iterable(parts)), 5)
     first = np.array(list(accumulate(map(len, parts), initial=0)), dtype=np.int64)
     members = np.array([len(ranks[stage]) for stage in program.stage.tolist()], dtype=np.int64)
     number = np.repeat(np.arange(len(parts)), np.diff(first))
-    stream, size, latency, busy, after = columns
-    return Sums(len(program.link) + first, members, number, after), (
+    stream, size, latency, busy, begins = columns
+    return Sums(len(program.link) + first, members, number, begins), (
         stream.astype(np.int64),
         size,
         latency,
@@ -137,19 +161,14 @@ def _sums(
 
 
 def _part(
-    stage: int, amount: float, after: float, roads: _Roads, ranks: Sequence[int]
+    stage: int, amount: float, begins: float, roads: _Roads, ranks: Sequence[int]
 ) -> tuple[int, float, float, float, float]:
-    """Stream, bytes, latency and busy seconds of a part, and when in the backward pass it begins.
-
-    As much of it as keeps the ranks busy overlaps with nothing: it begins so much later.
-    """
+    """Stream, bytes, latency and busy seconds of a part, and when in the pass it begins."""
     if len(ranks) == 1:
-        return -1, 0.0, 0.0, 0.0, after
+        return -1, 0.0, 0.0, 0.0, begins
     transfer = roads.network.all_reduce(ranks, amount)
     stream = roads.ring(stage, ranks)
-    share = transfer.busy / transfer.seconds if transfer.seconds else 0.0
-    later = after + share * (1 - after)
-    return stream, roads.bytes_of(stream, transfer), transfer.latency, transfer.busy, later
+    return stream, roads.bytes_of(stream, transfer), transfer.latency, transfer.busy, begins
 
 
 def _columns(rows: Iterable[Sequence[float]], count: int) -> Floats:

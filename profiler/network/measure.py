@@ -130,8 +130,8 @@ def _passing(wire: Wire, pair: Ranks, size: int) -> Callable[[], Wait | None]:
 
 
 def _summing(wire: Wire, group: Ranks, size: int) -> Callable[[], Wait | None]:
-    flats = cycle([wire.tensor(size) for _ in range(4)])
-    return lambda: wire.add_up(next(flats), group)
+    gradients, flats = wire.tensor(size), cycle([wire.tensor(size) for _ in range(4)])
+    return lambda: wire.add_up(gradients, next(flats), group)
 
 
 def _messages(wire: Wire, pair: Ranks, effort: Effort) -> list[list[float]]:
@@ -170,14 +170,15 @@ def _repeated(
 
 def _adding(wire: Wire, group: Ranks, size: int) -> Callable[[], float]:
     """Measures all-reduces of a size, one after the other: the seconds of each."""
-    flat = wire.tensor(size) if dist.get_rank() in group else wire.tensor(0)
+    own = size if dist.get_rank() in group else 0
+    gradients, flat = wire.tensor(own), wire.tensor(own)
 
     def once() -> float:
-        wire.add_up(flat[:1], group)()  # all ranks have arrived
+        wire.add_up(gradients[:1], flat[:1], group)()  # all ranks have arrived
         wire.synchronize()
         begin = time.perf_counter()
         for _ in range(_count(size)):
-            wire.add_up(flat, group)()
+            wire.add_up(gradients, flat, group)()
         wire.synchronize()
         return (time.perf_counter() - begin) / _count(size)
 

@@ -44,12 +44,15 @@ class Wire:
         self.transport.post(channel, [torch.empty(size // 4, device="meta")])
         return lambda: self.transport.recycle(channel, self.transport.receive(channel))
 
-    def add_up(self, flat: Tensor, group: Ranks) -> Wait:
-        """Starts to replace a tensor by its sum over the ranks of a group, bucket by bucket."""
-        sums = [
-            self.transport.begin_sum(part, self.groups[group])
-            for part in torch.split(flat, BUCKET_BYTES // 4)
-        ]
+    def add_up(self, gradients: Tensor, flat: Tensor, group: Ranks) -> Wait:
+        """Starts to sum a tensor over the ranks of a group as comm/buckets.py does: bucket by
+        bucket it is copied to `flat`, as large, which then becomes the sum.
+        """
+        sums = []
+        parts = (torch.split(tensor, BUCKET_BYTES // 4) for tensor in (gradients, flat))
+        for own, bucket in zip(*parts, strict=True):
+            bucket.copy_(own)
+            sums.append(self.transport.begin_sum(bucket, self.groups[group]))
 
         def wait() -> None:
             for each in sums:

@@ -45,15 +45,17 @@ def finish(context: RankContext) -> None:
         reports = [report for of_rank, _ in messages for report in of_rank]
         recording = Recording.of([sent for _, sent in messages])
         spent = _utilisation(context, recording, reports)
-        also = ""
+        also, measured = "", None
         if recording.epochs:  # else there was nothing left to train
             _write_recording(local.job, recording, spent, reports)
-            also = "timeline.png, " + f"{MEASURED}, " * _write_measured(context, recording, spent)
+            measured = _write_measured(context, recording, spent)
+            also = "timeline.png, " + f"{MEASURED}, " * (measured is not None)
         summary = _summary(context, reports, spent) | _try_model(context)
         also += "trace.json, " * local.job.trace + "tensorboard, " * local.job.tensorboard
         planned = local.job.plan.batch_size
         planned_for = None if planned == local.job.config.batch_size else planned
-        write_summary(local.job.run, summary, also, spent.steady, planned_for)
+        expected_of = measured if local.job.as_planned else None
+        write_summary(local.job.run, summary, also, spent.steady, planned_for, expected_of)
         if local.job.export is not None:
             export_newest(local.job, local.job.export)
 
@@ -120,25 +122,28 @@ def _write_recording(
         print_utilisation(spent, workers, hoped, _simulated(job), error)
 
 
-def _write_measured(context: RankContext, recording: Recording, spent: Utilisation) -> bool:
-    """Writes measured.json, unless an epoch is one small minibatch. Returns whether it did."""
+def _write_measured(
+    context: RankContext, recording: Recording, spent: Utilisation
+) -> MeasuredRun | None:
+    """Writes measured.json, unless an epoch is one small minibatch. Returns what it wrote."""
     job, sizes = context.local.job, context.local.examples.sizes
     whole = len(sizes) - bool(sizes.rest)
     span = _steady(context) or SteadySpan(whole, 0, whole)
     epochs = list(recording.epochs.values())
     ranks = measured_ranks(epochs, range(span.first, min(span.last, whole)), job.plan)
-    if ranks:
-        measured = MeasuredRun(
-            device=job.device,
-            threads=torch.get_num_threads(),
-            batch_size=job.config.batch_size,
-            schedule=job.schedule,
-            seconds_per_minibatch=spent.seconds_per_minibatch,
-            ranks=ranks,
-            plan=job.plan,
-        )
-        write_measured(measured, job.run / MEASURED)
-    return bool(ranks)
+    if not ranks:
+        return None
+    measured = MeasuredRun(
+        device=job.device,
+        threads=torch.get_num_threads(),
+        batch_size=job.config.batch_size,
+        schedule=job.schedule,
+        seconds_per_minibatch=spent.seconds_per_minibatch,
+        ranks=ranks,
+        plan=job.plan,
+    )
+    write_measured(measured, job.run / MEASURED)
+    return measured
 
 
 def _summary(

@@ -14,7 +14,9 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from pipedream.graph.errors import UserError
+from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.runtime.report.expectation import advice, compare, figures
 
 
 class Losses:
@@ -78,27 +80,32 @@ class Losses:
         return f"loss/{self.epoch}/{minibatch}"
 
 
-_SAID = {"planned": "predicted", "expected": "expected", "simulated": "simulated"}
-"""What stands beside the measured time of a minibatch, and what summary.json calls it."""
+_WANTED = ("expected_seconds_per_minibatch", "predicted_seconds_per_minibatch")
+"""The first of these that the plan has stands beside the measured time."""
 
 
 def write_summary(
-    run: Path, summary: Mapping[str, Any], also: str, steady: bool, planned_for: int | None
+    run: Path,
+    summary: Mapping[str, Any],
+    also: str,
+    steady: bool,
+    planned_for: int | None,
+    measured_run: MeasuredRun | None = None,
 ) -> None:
     """Writes summary.json in the run's folder, and the main figures to standard output.
 
     `also`: other files that were written there. `steady`: whether times are of the steady state.
-    `planned_for`: the batch size of the plan, if the run has another.
+    `planned_for`: the batch size of the plan, if the run has another. `measured_run`: what was
+    written to measured.json.
     """
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     measured = summary["seconds_per_minibatch"]
-    said = [
-        f"{word} {show_seconds(seconds)}"
-        for word, key in _SAID.items()
-        if (seconds := summary.get(f"{key}_seconds_per_minibatch")) is not None
-    ]
+    wanted = next((summary[key] for key in _WANTED if summary.get(key) is not None), None)
+    beside = "" if wanted is None else f", expected {show_seconds(wanted)}"
+    found = None if measured_run is None else compare(measured_run)
     lines = [
-        f"time per minibatch  {', '.join([show_seconds(measured), *said])}",
+        f"time per minibatch  {show_seconds(measured)}{beside}",
+        *(figures(found) if found is not None else []),
         f"samples per second  {summary['samples_per_second']:.0f}"
         + " in the steady state" * steady,
     ]
@@ -117,5 +124,7 @@ def write_summary(
     planned = fullest["predicted_memory_bytes"]
     more = f", planned {show_bytes(planned)}" if planned else ""
     lines.append(f"memory              {measured_memory} on rank {fullest['rank']}{more}")
+    if found is not None and measured_run is not None:
+        lines += advice(found, measured_run, run)
     print("\n".join(lines))
     print(f"Written: {run}/summary.json, metrics.jsonl, {also}checkpoints")

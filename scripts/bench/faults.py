@@ -68,9 +68,9 @@ WEIGHTS, WEIGHTS_WITH_STOPS = (3, 1, 0), (3, 1, 3)
 SEEN = "FAULTS_SEEN"
 CONFIG = f"""\
 format: pipedream-run/1
-model: {{source: "bench_faults:Network"}}
-data: {{source: "bench_faults:data"}}
-loss: "bench_faults:loss"
+model: {{source: "faults:Network"}}
+data: {{source: "faults:data"}}
+loss: "faults:loss"
 optimizer: {{name: SGD, args: {{lr: 0.05, momentum: 0.9}}}}
 batch_size: {BATCH}
 microbatches: 4

@@ -28,7 +28,7 @@ from typing import Any
 import pandas as pd
 import yaml
 
-HERE = Path(__file__).resolve().parent
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 LENGTH = 64
 EXAMPLES = 6556
 """Windows of that length to learn from."""
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("stages", nargs="*", type=int, default=list(KINDS))
     parser.add_argument("-o", "--output", type=Path, default=Path("runs/learning"))
     asked = parser.parse_args()
-    paths = [str(HERE.parent / "configs"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(CONFIGS), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     sys.path[:0] = paths
     found = []

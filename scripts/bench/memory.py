@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MINIBATCHES = 10
 MARKS = (200, 500, 1_000, 2_000)
 """After so many minibatches of a long run the resident memory is looked at."""
-SCRIPTS = Path(__file__).parent
+SCRIPTS = Path(__file__).resolve().parent
 
 
 class Repeated:
@@ -90,7 +90,7 @@ class Case:
         return {
             "format": "pipedream-run/1",
             "model": self.model,
-            "data": {"source": f"bench_memory:{factory}", "args": args},
+            "data": {"source": f"memory:{factory}", "args": args},
             "loss": self.loss,
             "optimizer": self.optimizer,
             "batch_size": self.batch_size,
@@ -172,7 +172,7 @@ LONG = {"resnet18": SMALL_RESNET} | {
 
 
 def start(command: str, *arguments: object) -> subprocess.Popen[bytes]:
-    paths = [str(SCRIPTS), str(SCRIPTS.parent / "configs"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(SCRIPTS), str(SCRIPTS.parents[1] / "configs"), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
         [Path(sys.executable).with_name(command), *map(str, arguments)],
         stdout=subprocess.DEVNULL,

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+sys.path.append(str(Path(__file__).parents[2]))
 from configs import topics_gpt
 
 EXAMPLES = 4_096

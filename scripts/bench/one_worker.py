@@ -1,7 +1,7 @@
 """What does pd-train cost on one worker? `python scripts/bench/one_worker.py [MODEL]...`
 
 The plain model's training loop and pd-train's engine with a plan of one stage, in turns in one
-process, on the GPU if there is one, else on one core: the models of bench_runtime.py.
+process, on the GPU if there is one, else on one core: the models of efficiency.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from bench_runtime import MODELS, Same, Still, engine_of, plain_loop, prepare, rank_of
+from efficiency import MODELS, Same, Still, engine_of, plain_loop, prepare, rank_of
 
 from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.comm.rank_info import RankInfo

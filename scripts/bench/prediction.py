@@ -1,64 +1,122 @@
-"""Is a plan's predicted time what training takes? `python scripts/bench/prediction.py [MODEL]...`
+"""Is the time that pd-optimize expects what training takes? On two processes of this machine.
 
-The network between two processes is measured by pd-profile --network. Then, for each model,
-pd-profile measures it, and three plans for two devices are made (the best pipeline, one that is cut
-in another place, two replicas). What counts is measured after that: pd-profile once more, and
-pd-train of each plan, take turns of two seconds (turns.py) until each has had about `SECONDS` of
-passes. The cost model `measured` says from that profile what a minibatch of each plan takes. A line
-for each pair of model and plan, then the median and the worst of the errors.
+    python scripts/bench/prediction.py [MODEL]...
+
+As a user does it, one command after the other: for each model pd-profile --network between two
+workers; for each plan pd-profile --workers 2, pd-train. The plans: the one of pd-optimize,
+pipelines with two other cuts, and two replicas. A line for each pair of model and plan, then the
+median and the worst of the errors, and how many are above and below.
+
+A machine that is shared may be a fifth slower some minutes later. So each run is profiled again
+after it, and `drift` is by how much all passes of the second profile took longer than those of the
+first; `between` is the error of the mean of what both expect.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import yaml
-from bench_runtime import MODELS as THREE
-from bench_runtime import STILL, call
-from turns import take_turns
+from efficiency import MODELS as THREE
+from efficiency import STILL, call
 
 from pipedream.graph.choices import OptimizerName
 from pipedream.graph.cluster_file import read_cluster
 from pipedream.graph.model import read_graph
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.profile import read_profile
-from pipedream.optimizer.cost.models import MeasuredCost
-from pipedream.optimizer.cost.price_plan import price_plan
-from pipedream.optimizer.search.outcome import given_plan
-from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.choose.chooser import best_plan
+from pipedream.optimizer.choose.division import Division, in_order
+from pipedream.optimizer.choose.expected import expected
+from pipedream.optimizer.choose.trial import Trials
+from pipedream.optimizer.cost.models import NetworkCost
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
-from pipedream.runtime.report.recording import read_trace
-from pipedream.schedule.action import Kind
 
-SECONDS = 40
-FILLING = 4
-PASSES = 2.2
-"""How many passes of the model a repeat of pd-profile takes, about: it should end with the runs, or
-what slows the machine after it slows them alone."""
-STOPPED = 3.0
-"""What took so many times the median was stopped meanwhile."""
+SECONDS = 20
+"""About how long a run trains."""
+PROFILE_SECONDS = 20
 OPTIMIZERS: dict[str, OptimizerName] = {"SGD": "momentum", "AdamW": "adam"}
 
 MODELS: dict[str, dict[str, Any]] = {
     **THREE,
     "resnet": {
         "model": {"source": "torchvision:resnet18", "args": {"num_classes": 10}},
-        "data": {"source": "bench_models:vgg_data"},
+        "data": {"source": "models:vgg_data"},
         "loss": "cross_entropy",
         "optimizer": {"name": "SGD", "args": {"lr": STILL, "momentum": 0.9}},
         "batch_size": 32,
     },
 }
+
+
+def main() -> None:
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    folder = Path(tempfile.mkdtemp(prefix="bench-"))
+    rows = [row for name in sys.argv[1:] or MODELS for row in compare(name, folder / name)]
+    frame = pd.DataFrame(rows)
+    print(frame.to_string(index=False, float_format="%.4f"))
+    for column in ("error", "between"):
+        errors = frame[column].abs()
+        above = int((frame[column] > 0).sum())
+        print(
+            f"{column}: median {errors.median():.1%}, worst {errors.max():.1%}; expected more than"
+            f" measured in {above}, less in {len(frame) - above} of {len(frame)}"
+        )
+
+
+def compare(name: str, folder: Path) -> list[dict[str, Any]]:
+    """A row for each plan."""
+    folder.mkdir()
+    network = ["--nproc-per-node", "2", "--no-python", "pd-profile", "--network", "-o", folder]
+    subprocess.run([program("torchrun"), *network], check=True, stdout=subprocess.DEVNULL)
+    rows = []
+    before = profiled(name, folder / "first", folder)
+    for which, division in divisions(before).items():
+        plan, first = planned(before, division)
+        (folder / which).mkdir()
+        write_plan(plan, folder / which / "plan.json")
+        config = prepare(name, folder / which / "run.yaml", int(SECONDS / first))
+        words = ["--config", config, "-o", folder / which / "run", "--no-evaluate"]
+        call("pd-train", folder / which / "plan.json", *words)
+        summary = json.loads((folder / which / "run" / "summary.json").read_text())
+        took = summary["seconds_per_minibatch"]
+        after = profiled(name, folder / which / "profile", folder)
+        again = expected(plan, after)
+        assert again is not None
+        row = {
+            "model": name,
+            "plan": which,
+            "replicas": plan.replicas,
+            "expected": first,
+            "measured": took,
+            "error": first / took - 1,
+            "drift": passes(after) / passes(before) - 1,
+            "between": (first + again.seconds) / 2 / took - 1,
+        }
+        rows.append(row)
+        print(row, flush=True)
+        before = after
+    return rows
+
+
+def profiled(name: str, folder: Path, network: Path) -> Request:
+    """The request for a profile made now."""
+    config = prepare(name, folder.with_suffix(".yaml"), 16)
+    call("pd-profile", config, "-o", folder, "--seconds", PROFILE_SECONDS, "--workers", 2)
+    return request(name, folder, network)
+
+
+def passes(asked: Request) -> float:
+    return float(asked.planning.compute_seconds.sum())
 
 
 def prepare(name: str, path: Path, minibatches: int) -> Path:
@@ -70,94 +128,44 @@ def prepare(name: str, path: Path, minibatches: int) -> Path:
     return path
 
 
-def request(name: str, profile: Path, cluster: Path) -> Request:
+def request(name: str, folder: Path, network: Path) -> Request:
+    """As pd-optimize makes it of a profile and a cluster file."""
     optimizer = OPTIMIZERS[MODELS[name]["optimizer"]["name"]]
-    overheads = read_profile(profile / "profile.json").training_overheads
+    profile = read_profile(folder / "profile.json")
+    overheads = profile.training_overheads
     return Request(
-        read_graph(profile / "graph.txt"),
-        read_cluster(cluster),
-        MeasuredCost(),
-        rules=Rules(straight=True),
+        read_graph(folder / "graph.txt"),
+        read_cluster(network / "cluster.yaml"),
+        NetworkCost(),
         optimizer=optimizer,
         update_rate=overheads.update_rates[optimizer],
         overheads=overheads,
+        footprints=profile.footprints,
     )
 
 
-def plans(asked: Request) -> dict[str, Plan]:
-    """Pipelines of two stages, the best and one with another cut, and two replicas."""
-    planning = asked.planning
-    before = np.cumsum(planning.compute_seconds) / planning.compute_seconds.sum()
-    rank_info = int(np.abs(before - 0.4).argmin()) + 1
-    return {
-        "best": optimize(asked).plan,
-        "two fifths": given_plan(asked, planning, [rank_info, len(planning)], [1, 1]).plan,
-        "replicas": given_plan(asked, planning, [len(planning)], [2]).plan,
-    }
-
-
-def measured(run: Path, plan: Plan) -> float:
-    """Seconds per minibatch: the mean over all that follow some to fill the pipeline.
-
-    Of the time from one backward pass of rank 0 to its next, but where the program was stopped.
+def divisions(asked: Request) -> dict[str, Division]:
+    """That of the chosen plan, two replicas, and pipelines of two stages with cuts at two fifths
+    and at the half of the passes.
     """
-    events = read_trace(run / "timeline.csv")[0]
-    ends = [event.end for event in events if event.action.kind == Kind.BACKWARD][FILLING:]
-    spans = [late - early for early, late in pairwise(ends)]
-    most = STOPPED * statistics.median(spans)
-    return statistics.fmean(span for span in spans if span < most) / plan.replicas[0]
+    graph = asked.planning
+    before = np.cumsum(graph.compute_seconds) / graph.compute_seconds.sum()
+    every = (1 << len(graph)) - 1
+    made = {"chosen": Division.of(best_plan(asked).plan, graph)}
+    made["replicas"] = Division((every,), in_order([2]))
+    for label, share in (("two fifths", 0.4), ("half", 0.5)):
+        end = int(np.abs(before - share).argmin()) + 1
+        made[label] = Division(((1 << end) - 1, every), in_order([1, 1]))
+    return made
 
 
-def main() -> None:
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    names = sys.argv[1:] or list(MODELS)
-    folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    network = ["--nproc-per-node", "2", "--no-python", "pd-profile", "--network", "-o", folder]
-    subprocess.run([program("torchrun"), *network], check=True, stdout=subprocess.DEVNULL)
-    rows = [row for name in names for row in compare(name, folder)]
-    frame = pd.DataFrame(rows)
-    print(frame.to_string(index=False, float_format="%.4f"))
-    errors = frame.error.abs()
-    print(f"{len(frame)} pairs: median error {errors.median():.1%}, worst {errors.max():.1%}")
-
-
-def compare(name: str, folder: Path) -> list[dict[str, Any]]:
-    """A row for each plan."""
-    cluster, here = folder / "cluster.yaml", folder / name
-    here.mkdir()
-    first = prepare(name, here / "first.yaml", 16)
-    call("pd-profile", first, "-o", here / "first", "--seconds", 4, "--workers", 2)
-    asked = request(name, here / "first", cluster)
-    chosen = plans(asked)
-    repeats = int(SECONDS / PASSES / asked.planning.compute_seconds.sum())
-    # The profile has the data that the runs have: more than caches hold take longer to read.
-    minibatches = int(SECONDS / price_plan(chosen["best"], asked).per_minibatch)
-    config = prepare(name, here / "run.yaml", minibatches)
-    commands = [profiling(config, here / "profile", repeats)]
-    for which, plan in chosen.items():
-        (here / which).mkdir()
-        write_plan(plan, here / which / "plan.json")
-        commands.append(training(here / which, config))
-    take_turns(commands)
-    asked = request(name, here / "profile", cluster)
-    rows = []
-    for which, plan in chosen.items():
-        said, took = price_plan(plan, asked).expected, measured(here / which / "run", plan)
-        assert said is not None
-        row = {"model": name, "plan": which, "predicted": said, "measured": took}
-        rows.append({**row, "error": said / took - 1})
-        print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()})
-    return rows
-
-
-def profiling(config: Path, folder: Path, repeats: int) -> list[object]:
-    return [program("pd-profile"), config, "-o", folder, "--repeats", repeats, "--workers", 2]
-
-
-def training(folder: Path, config: Path) -> list[object]:
-    words = [folder / "plan.json", "--config", config, "-o", folder / "run", "--no-evaluate"]
-    return [program("pd-train"), *words]
+def planned(asked: Request, division: Division) -> tuple[Plan, float]:
+    """The plan, and the seconds per minibatch to be expected of it."""
+    trial = Trials(asked).settle(division)
+    assert trial is not None
+    in_a_run = expected(trial.plan, asked)
+    assert in_a_run is not None
+    return trial.plan, in_a_run.seconds
 
 
 def program(name: str) -> Path:

@@ -46,8 +46,9 @@ class Comparison:
     """Plans for profiles and clusters, each trained several times.
 
     `gigabyte`: bytes per second that stand for 1 GB/s; `seconds`: about how long a run trains;
-    `seconds_limit`: when it is given up. With `measured_network`, plans are for the links as
-    pd-profile measures them.
+    `seconds_limit`: when it is given up; `within`: a plan that is simulated to take more than so
+    many times as long as the fastest is left out. With `measured_network`, plans are for the links
+    as pd-profile measures them.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class Comparison:
         gigabyte: float,
         seconds: float,
         seconds_limit: float,
+        within: float,
         measured_network: bool,
     ) -> None:
+        self.within = within
         self.out, self.gigabyte, self.measured_network = out, gigabyte, measured_network
         self.seconds, self.seconds_limit = seconds, seconds_limit
         self.results = Results(out / "results.jsonl")
@@ -85,15 +88,18 @@ class Comparison:
         if self.measured_network:
             known = measure_cluster(cluster, self.out / f"network-{cluster_name}")
         plans = {name: make_plan(name, model.graph, known) for name in names}
+        trials = {name: Trial(model.graph, plan, self.seconds) for name, plan in plans.items()}
+        most = self.within * min(trial.predicted_seconds for trial in trials.values())
         for case in cases:
-            plan = plans[case.plan]
-            trial = Trial(model.graph, plan, self.seconds)
+            trial, plan = trials[case.plan], plans[case.plan]
+            if trial.predicted_seconds > most:
+                continue
             alike = (name for name in names if equal(plans[name], plan))
             rows = (self.results.of(case._replace(plan=name)) for name in alike)
             row = next((row for row in rows if row is not None), None)
             measured = self._train(case, trial, model, cluster) if row is None else _taken_from(row)
             self.results.add(case, _predicted(trial, model) | measured)
-            click.echo(show(self.results.table().tail(1), header=False))
+            click.echo(show(self.results.row(case), header=False))
 
     def _train(
         self, case: Case, trial: Trial, model: EmulatedModel, cluster: Cluster
@@ -171,6 +177,12 @@ def _amount(_context: click.Context, option: click.Parameter, text: str) -> floa
 @click.option("--repeat", default=3, show_default=True, help="Runs of each plan.")
 @click.option("--seconds", default=60.0, show_default=True, help="How long a run trains, about.")
 @click.option("--seconds-limit", default=240.0, show_default=True, help="When it is given up.")
+@click.option(
+    "--within",
+    default=2.0,
+    show_default=True,
+    help="Leave out plans simulated to take more than so many times as long as the fastest.",
+)
 @click.option("--measured-network", is_flag=True, help="Plan with pd-profile --network.")
 @click.option(
     "--minibatch-seconds",
@@ -194,6 +206,7 @@ def main(
     repeat: int,
     seconds: float,
     seconds_limit: float,
+    within: float,
     measured_network: bool,
     minibatch_seconds: float,
     gigabyte: float,
@@ -205,7 +218,7 @@ def main(
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
-    comparison = Comparison(out, gigabyte, seconds, seconds_limit, measured_network)
+    comparison = Comparison(out, gigabyte, seconds, seconds_limit, within, measured_network)
     for cluster in clusters:
         for name in profiles:
             path = folder / name / "graph.txt"

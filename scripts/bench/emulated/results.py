@@ -58,6 +58,11 @@ class Results:
             _summed_up(rows) for _, rows in frame.groupby(list(_PLAN), sort=False, dropna=False)
         )
 
+    def row(self, case: Case) -> pd.DataFrame:
+        """That of the plan of a case."""
+        table = self.table()
+        return table[(table[list(_PLAN)] == case[:3]).all(axis=1)]
+
     def summary(self) -> list[str]:
         """How far off the simulator is, and how good the chosen plans are."""
         table = self.table().dropna(subset="median")

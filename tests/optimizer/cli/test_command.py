@@ -219,6 +219,7 @@ WRONG = {
         "for the schedules flush and gpipe: leave out --schedule 2bw",
     ),
     "compression": ([*LEVELS, "--activation-compression", "0"], "0.0 is not in the range"),
+    "compression in runs": ([*LEVELS, "--activation-compression", "2"], "is for formulas"),
     "memory": ([*LEVELS, "--memory", "lots"], "--memory: 'lots' is not an amount of bytes"),
     "update rate": ([*LEVELS, "--update-rate", "0"], "--update-rate: '0' is not a positive amount"),
     "sweep": ([*LEVELS, "--sweep", "64"], "--sweep 64: give the fewest and the most workers"),

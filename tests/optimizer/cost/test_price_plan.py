@@ -8,7 +8,8 @@ from random_graphs import graphs
 from pipedream.graph.cluster import Cluster, DeviceType
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import TrainingOverheads
-from pipedream.optimizer.cost.models import MeasuredCost, PaperCost, ReleasedCost
+from pipedream.optimizer.choose.chooser import best_plan
+from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost, ReleasedCost
 from pipedream.optimizer.cost.price_plan import Price, price_plan, stage_times
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.outcome import given_plan
@@ -99,6 +100,17 @@ def test_ranks_that_no_cost_model_knows_are_refused(make_graph):
     odd = plan.model_copy(update={"stages": (stage,)})
     with pytest.raises(UserError, match="the ranks of stage 0 are not whole pieces"):
         price_plan(odd, Request(graph, cluster, PaperCost()))
+
+
+def test_a_plan_chosen_by_simulation_is_compared_by_it(make_graph):
+    """--calibrate asks whether another plan is faster: faster in a run, not in closed form."""
+    graph = make_graph("a b c", "a-b b-c", a=(30, 1e5, 1e3), b=(6, 2e5, 1e8), c=(4, 10, 0))
+    request = Request(graph, Cluster(machines=(3,), bandwidth=(1e9,)), NetworkCost())
+    plan = best_plan(request).plan
+    said, again = Price.recorded_in(plan), price_plan(plan, request)
+    assert said.goal == plan.predicted.simulated.seconds_per_minibatch
+    assert again.goal == pytest.approx(said.goal)
+    assert again.expected == pytest.approx(said.expected)
 
 
 def test_the_first_stage_reads_the_inputs_and_the_last_one_the_target(make_graph):

@@ -192,15 +192,27 @@ def test_of_a_sum_in_parts_the_last_is_waited_for():
     assert [spans(found, rank, Kind.ALL_REDUCE) for rank in (0, 1)] == [[(5, 7)]] * 2
 
 
-def test_a_sum_that_keeps_the_ranks_busy_begins_later():
-    # Half of its two seconds overlap with nothing: it begins in the middle of the second half.
+def test_a_pass_beside_a_sum_that_keeps_the_ranks_busy_takes_longer():
+    # In the two seconds of the sum half as much of the pass is done.
     #         0   1   2   3   4   5   6
-    # pass    F   B   B   B   B
-    # sum                     10  10        20 bytes, after a half
+    # pass    F   B   B   .5  .5  B
+    # sum                 10  10            20 bytes, after a half
     work = StageWork(1.0, 4.0, parts=((20.0, 0.5),))
     busy = Link(bandwidth=10.0, busy=0.5)
     found = play([work], 2, replicas=(2,), send=(busy,))
-    assert spans(found, 0, Kind.ALL_REDUCE) == [(5, 6)]
+    assert spans(found, 0, Kind.BACKWARD) == [(1, 6)]
+    assert spans(found, 0, Kind.ALL_REDUCE) == [(6, 6)]
+
+
+def test_a_sum_that_takes_all_of_the_ranks_hides_nowhere():
+    # Of the pass of 214 ms and a sum of 27, 81 % busy, the simulator had made 218: as if all of the
+    # pass were there to hide the sum in. 94 % of it are, and 22 ms of the sum are the ranks' own.
+    work = StageWork(0.0, 0.214, parts=((27.0, 0.0),))
+    found = play([work], 2, replicas=(2,), send=(Link(bandwidth=1000.0, busy=0.81),))
+    ((begin, _),), ((_, end),) = (
+        spans(found, 0, kind) for kind in (Kind.BACKWARD, Kind.ALL_REDUCE)
+    )
+    assert end - begin == pytest.approx(0.214 + 0.81 * 0.027)
 
 
 def test_a_replica_without_a_minibatch_waits_for_the_sum_of_the_others():

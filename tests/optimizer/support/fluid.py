@@ -1,7 +1,8 @@
 """The simulator's model a second time: slow, plain, and from its description alone.
 
 A rank does its actions in order. A pass or an update takes its seconds, and those that the messages
-before it keep the rank busy; a send takes none; a receive waits for its message; an all-reduce
+before it keep the rank busy; the last backward pass of a round also those that the sums beside it
+do; a send takes none; a receive waits for its message; an all-reduce
 waits for the sum. Each message or part of a sum is bytes in a queue. There are two
 queues for every pair of ranks, of activations and of gradients, and one for the ring of every
 stage, and each has a list of ports. At every moment
@@ -168,12 +169,11 @@ class _Item:
 @dataclass
 class _Part:
     """Of a sum. It begins when all `members` have given: `given` has the seconds at which each has
-    its gradients, known when the pass begins that makes them; `after` is the share of that pass.
+    its gradients, known when the pass begins that makes them.
     """
 
     item: _Item
     members: int
-    after: float
     given: list[float] = field(default_factory=list)
     begun: bool = False
 
@@ -261,19 +261,41 @@ class _Play:
 
     def _parts(self, stage: int) -> list[_Part]:
         parts, members = [], self.placed[stage]
-        for amount, after in self.workload.stages[stage].sums:
+        for amount, _ in self.workload.stages[stage].sums:
             if len(members) == 1:
-                parts.append(_Part(_Item(), 1, after))
+                parts.append(_Part(_Item(), 1))
                 continue
             need = self.wires.all_reduce(members, amount)
             queue = "ring of", stage
             self.ports[queue] = need.ports
-            # The ranks are busy with a share of the sum, which no backward pass can hide: of what
-            # is left of the pass, the sum runs beside the other share.
-            hidden = (1 - after) * (1 - (need.busy if need.seconds else 0.0))
-            item = _Item(queue, need.size, need.latency)
-            parts.append(_Part(item, len(members), 1 - hidden))
+            parts.append(_Part(_Item(queue, need.size, need.latency), len(members)))
         return parts
+
+    def _closing(self, stage: int, seconds: float) -> tuple[float, list[float]]:
+        """The last backward pass of a round, of so many seconds on the slowest rank of the stage:
+        how long it takes beside its sums, which go one after the other; and at what share of that
+        each of them begins.
+
+        Here by what the pass has done at any time: while a sum goes, as much less as that keeps the
+        rank busy.
+        """
+        sums, begins, work = self.workload.stages[stage].sums, [], [(0.0, 0.0)]
+        for amount, after in sums:
+            time, done = work[-1]
+            need = self.wires.all_reduce(self.placed[stage], amount)
+            if len(self.placed[stage]) == 1:
+                need = need._replace(seconds=0.0)
+            wait = max(0.0, after * seconds - done)
+            begins.append(time + wait)
+            work.append((time + wait, done + wait))
+            work.append((work[-1][0] + need.seconds, work[-1][1] + (1 - need.busy) * need.seconds))
+        work.append((work[-1][0] + seconds, work[-1][1] + seconds))
+        whole = next(
+            late + (seconds - more) * (later - late) / (most - more) if most > more else late
+            for (late, more), (later, most) in pairwise(work)
+            if most >= seconds
+        )
+        return whole, [min(1.0, begin / whole) if whole else 1.0 for begin in begins]
 
     def run(self) -> dict[int, list[Span]]:
         """Until nothing happens any more. Raises DeadlockError."""
@@ -368,17 +390,29 @@ class _Play:
             if all(rank.sum_of(before) != own for before in range(rank.position)):
                 self._give(own, 0.0)
         elif action.kind not in RECEIVES:
-            work = self.workload.stages[action.stage].at(self.cluster.device(number).speed)
-            seconds = _pass_seconds(work, action.kind) + rank.debt
-            rank.until, rank.debt = self.now + seconds, 0.0
+            work = self.workload.stages[action.stage]
+            seconds = _pass_seconds(work.at(self.cluster.device(number).speed), action.kind)
             closed = rank.sum_of(rank.position)
             if closed is not None:
-                self._give(closed, seconds)
+                own = self.placed[action.stage]
+                speed = min(self.cluster.device(other).speed for other in own)
+                slowest = _pass_seconds(work.at(speed), action.kind)
+                whole, begins = self._closing(action.stage, slowest)
+                seconds += whole - slowest + rank.debt
+                self._give(closed, seconds, begins)
+            else:
+                seconds += rank.debt
+            rank.until, rank.debt = self.now + seconds, 0.0
 
-    def _give(self, which: tuple[int, int], seconds: float) -> None:
-        """A pass of so many seconds begins, at the end of which all gradients are there."""
-        for part in self.sums[which]:
-            part.given.append(self.now + seconds * part.after)
+    def _give(
+        self, which: tuple[int, int], seconds: float, begins: Sequence[float] | None = None
+    ) -> None:
+        """A pass of so many seconds begins, with the gradients of each part at such a share of it
+        [default: at its beginning].
+        """
+        parts = self.sums[which]
+        for part, share in zip(parts, begins or [0.0] * len(parts), strict=True):
+            part.given.append(self.now + seconds * share)
 
     def _is_over(self, rank: _Rank, action: Action) -> bool:
         if action.kind in SENDS:

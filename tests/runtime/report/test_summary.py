@@ -24,7 +24,7 @@ SUMMARY: dict[str, Any] = {
 def test_says_what_the_figures_are_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_summary(tmp_path, SUMMARY, "", steady=True, planned_for=32)
     assert capsys.readouterr().out.splitlines()[:3] == [
-        "time per minibatch  4 ms, planned 8 ms",
+        "time per minibatch  4 ms, expected 8 ms",
         "samples per second  4000 in the steady state",
         "planned             for minibatches of 32, unlike this run's",
     ]

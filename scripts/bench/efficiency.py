@@ -1,6 +1,6 @@
-"""How near does pd-train come to what it could be? `python scripts/bench/runtime.py [MODEL]...`
+"""How near does pd-train come to what it could be? `python scripts/bench/efficiency.py [MODEL]...`
 
-For each model (mlp, vgg, gpt: bench_models.py), on two processes of one thread each:
+For each model (mlp, vgg, gpt: models.py), on two processes of one thread each:
 
 - efficiency: the slower stage's forward, backward and update, alone on its worker, over the time
   per minibatch of the pipeline with weight stashing; once with the other worker idle and once with
@@ -77,26 +77,26 @@ denormal numbers, which take several times as long.
 
 MODELS: dict[str, dict[str, Any]] = {
     "mlp": {
-        "model": {"source": "bench_models:mlp"},
-        "data": {"source": "bench_models:mlp_data"},
+        "model": {"source": "models:mlp"},
+        "data": {"source": "models:mlp_data"},
         "loss": "mse_loss",
         "optimizer": {"name": "SGD", "args": {"lr": STILL, "momentum": 0.9}},
         "batch_size": 256,
     },
     "vgg": {
-        "model": {"source": "bench_models:vgg"},
-        "data": {"source": "bench_models:vgg_data"},
+        "model": {"source": "models:vgg"},
+        "data": {"source": "models:vgg_data"},
         "loss": "cross_entropy",
         "optimizer": {"name": "SGD", "args": {"lr": STILL, "momentum": 0.9}},
         "batch_size": 16,
     },
     "gpt": {
         "model": {
-            "source": "bench_models:gpt",
+            "source": "models:gpt",
             "args": {"length": 64, "width": 256, "layers": 4, "dropout": 0.0},
         },
-        "data": {"source": "bench_models:gpt_data", "args": {"length": 64}},
-        "loss": "bench_models:gpt_loss",
+        "data": {"source": "models:gpt_data", "args": {"length": 64}},
+        "loss": "models:gpt_loss",
         "optimizer": {"name": "AdamW", "args": {"lr": STILL}},
         "batch_size": 16,
     },

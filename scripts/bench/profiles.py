@@ -1,4 +1,4 @@
-"""How much a profile is to be trusted: `python scripts/bench/profile.py [--WHAT] [MODEL]...`
+"""How much a profile is to be trusted: `python scripts/bench/profiles.py [--WHAT] [MODEL]...`
 
 Without more, whether it adds up: each model is profiled as pd-profile does it, with one thread, and
 the sum over all nodes set beside forward and backward passes of the plain model itself, one after

@@ -1,0 +1,53 @@
+"""The last backward pass of a round, beside which the sums of its gradients go.
+
+A sum keeps the ranks busy for a share of its time, so a pass beside it does the rest of that time's
+work: it takes longer, the more so the more of the sums it hides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from pipedream.optimizer.cost.network import Transfer
+
+
+class Part(NamedTuple):
+    """Of a sum: how it goes over an idle network, and the share of the backward pass after which
+    its gradients are there.
+    """
+
+    transfer: Transfer
+    after: float
+
+
+class PassWithSums(NamedTuple):
+    """The seconds of the pass, with the work of the sums that it hides; for each part the share of
+    these seconds after which it begins; and how long after the pass the last of the sums is there.
+    """
+
+    seconds: float
+    begins: tuple[float, ...]
+    over: float
+
+
+def pass_with_sums(backward_seconds: float, parts: Iterable[Part]) -> PassWithSums:
+    """The pass that takes so many seconds alone. The parts go one after the other."""
+    now = done = 0.0  # seconds, and seconds of the pass alone
+    ends: float | None = None
+    begins, there = [], 0.0
+    for transfer, after in parts:
+        ready = after * backward_seconds
+        if done < ready:
+            now, done = now + ready - done, ready
+        begins.append(now)
+        busy = transfer.busy / transfer.seconds if transfer.seconds else 0.0
+        left = backward_seconds - done
+        if left <= (1 - busy) * transfer.seconds and ends is None:
+            ends = now + (left / (1 - busy) if left else 0.0)
+        done = min(backward_seconds, done + (1 - busy) * transfer.seconds)
+        now += transfer.seconds
+        there = max(there, now + transfer.latency)
+    seconds = now + backward_seconds - done if ends is None else ends
+    shares = (min(1.0, begin / seconds) if seconds else 1.0 for begin in begins)
+    return PassWithSums(seconds, tuple(shares), max(0.0, there - seconds))

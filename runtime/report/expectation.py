@@ -1,0 +1,111 @@
+"""What the plan expected of a minibatch beside what a run took, and where the difference lies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipedream.graph.measured_run import MeasuredRun
+from pipedream.graph.plan import Plan
+from pipedream.graph.units import show_seconds
+
+_AS_EXPECTED = 0.05
+"""Two runs of one plan differ by as much on a machine that is shared."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds per minibatch of the pipeline, expected and measured."""
+
+    expected: float
+    measured: float
+
+    @property
+    def change(self) -> float:
+        return self.measured - self.expected
+
+    def __str__(self) -> str:
+        sign = "+" if self.change >= 0 else "-"
+        return (
+            f"{show_seconds(self.measured)}, expected {show_seconds(self.expected)}"
+            f" ({sign}{show_seconds(abs(self.change))})"
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A minibatch as a whole, and on the workers of `stage`, the busiest: what they computed, and
+    what they spent on messages, sums and waiting.
+    """
+
+    whole: Part
+    stage: int
+    compute: Part
+    rest: Part
+
+    @property
+    def as_expected(self) -> bool:
+        return abs(self.whole.change) <= _AS_EXPECTED * self.whole.expected
+
+
+def compare(run: MeasuredRun) -> Comparison | None:
+    """None if the plan expects nothing of such a run, or it was on GPUs: passes are timed there
+    when they are launched.
+    """
+    predicted = run.plan.predicted
+    expected = predicted.expected_seconds_per_minibatch
+    if expected is None or predicted.simulated is None or run.device != "cpu":
+        return None
+    if run.schedule != run.plan.schedule or run.plan.batch_size not in (None, run.batch_size):
+        return None
+    stage, busy = run.slowest
+    whole = Part(expected, run.seconds_per_minibatch)
+    compute = Part(min(expected, _busy_as_planned(run.plan)[stage]), busy)
+    rest = Part(whole.expected - compute.expected, max(0.0, whole.measured - compute.measured))
+    return Comparison(whole, stage, compute, rest)
+
+
+def _busy_as_planned(plan: Plan) -> list[float]:
+    """Seconds per minibatch that a worker of each stage is busy in the simulation.
+
+    Updates and calls, which it counts for all stages together, are shared out as the passes are.
+    """
+    passes = [stage.compute_seconds / stage.replicas for stage in plan.stages]
+    simulated = plan.predicted.simulated
+    assert simulated is not None
+    every = sum(stage.compute_seconds for stage in plan.stages)
+    busy = (1 - simulated.bubble) * plan.workers * simulated.seconds_per_minibatch
+    return [seconds * busy / every if every else seconds for seconds in passes]
+
+
+def figures(found: Comparison) -> list[str]:
+    """Lines for the end of a run."""
+    if found.as_expected:
+        return []
+    return [
+        f"  stage {found.stage} computed  {found.compute}",
+        f"  messages, waiting {found.rest}",
+    ]
+
+
+def advice(found: Comparison, run: MeasuredRun, folder: Path) -> list[str]:
+    """What would bring plan and run together, in lines; none where it went as expected."""
+    if found.as_expected:
+        return []
+    if abs(found.compute.change) >= abs(found.rest.change):
+        what = "longer" if found.compute.change > 0 else "less"
+        cluster = run.plan.cluster
+        used = {rank for stage in run.plan.stages for rank in stage.ranks}
+        workers = max(Counter(rank // cluster.machines[0] for rank in used).values())
+        return [
+            f"Passes took {what} than in the profile. pd-profile --workers {workers} measures them"
+            " beside each other;",
+            f"pd-optimize GRAPH --calibrate {folder} corrects them by this run.",
+        ]
+    if run.plan.cluster.measured:
+        return ["Messages took other times than were measured: repeat pd-profile --network."]
+    return [
+        "The network was not measured: pd-profile --network does that, or pd-optimize --cluster",
+        "auto where all workers are on one machine.",
+    ]

@@ -1,0 +1,106 @@
+"""Expected and measured: the difference, where it lies, and what to do about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from plans import make_plan
+
+from pipedream.graph.cluster import Cluster, Link
+from pipedream.graph.measured_run import MeasuredRank, MeasuredRun
+from pipedream.graph.model import Graph, Node
+from pipedream.graph.plan import Plan, Simulated
+from pipedream.graph.profile import Quartiles
+from pipedream.runtime.report.expectation import advice, compare, figures
+
+RUN = Path("runs/run")
+
+
+def spread(seconds: float) -> Quartiles:
+    return Quartiles(median=seconds, lower=seconds, upper=seconds)
+
+
+def plan(measured_links: bool = False) -> Plan:
+    """Two stages that compute 8 and 9 ms of the 10 expected, updates included."""
+    nodes = {name: Node(id=name, description="Linear()") for name in "ab"}
+    made = make_plan(Graph(nodes, (("a", "b"),)), [["a"], ["b"]], [1, 1])
+    seconds = (0.0076, 0.00855)
+    stages = [
+        stage.model_copy(update={"compute_seconds": each})
+        for stage, each in zip(made.stages, seconds, strict=True)
+    ]
+    figures = {
+        "expected_seconds_per_minibatch": 0.01,
+        "simulated": Simulated(seconds_per_minibatch=0.01, bubble=0.15),
+    }
+    link = Link(points=((1000.0, 0.1), (2000.0, 0.2)))
+    cluster = Cluster(machines=(2,), bandwidth=(1e9,), send=(link,) if measured_links else ())
+    predicted = made.predicted.model_copy(update=figures)
+    changed = {"stages": tuple(stages), "predicted": predicted, "cluster": cluster}
+    return made.model_copy(update=changed)
+
+
+def run(
+    of: Plan, seconds: float, computed: tuple[float, float], device: str = "cpu"
+) -> MeasuredRun:
+    ranks = [
+        MeasuredRank(
+            rank=stage,
+            stage=stage,
+            replica=0,
+            minibatches=9,
+            forward=spread(busy / 3),
+            backward=spread(busy / 3),
+            updates=9,
+            update=spread(busy / 3),
+        )
+        for stage, busy in enumerate(computed)
+    ]
+    return MeasuredRun(
+        device=device,
+        threads=1,
+        batch_size=8,
+        schedule=of.schedule,
+        seconds_per_minibatch=seconds,
+        ranks=tuple(ranks),
+        plan=of,
+    )
+
+
+def test_passes_that_took_longer() -> None:
+    taken = run(plan(), 0.0142, (0.011, 0.0125))
+    found = compare(taken)
+    assert found is not None
+    assert figures(found) == [
+        "  stage 1 computed  12.5 ms, expected 9 ms (+3.5 ms)",
+        "  messages, waiting 1.7 ms, expected 1 ms (+700 us)",
+    ]
+    said = " ".join(advice(found, taken, RUN))
+    assert "Passes took longer than in the profile. pd-profile --workers 2" in said
+    assert "--calibrate runs/run" in said
+
+
+@pytest.mark.parametrize(
+    ("measured_links", "words"), [(False, "--cluster auto"), (True, "repeat pd-profile --network")]
+)
+def test_messages_that_took_longer(measured_links: bool, words: str) -> None:
+    taken = run(plan(measured_links), 0.0142, (0.008, 0.0091))
+    found = compare(taken)
+    assert found is not None
+    assert words in " ".join(advice(found, taken, RUN))
+
+
+def test_a_run_as_expected_needs_no_words() -> None:
+    taken = run(plan(), 0.0104, (0.008, 0.009))
+    found = compare(taken)
+    assert found is not None
+    assert figures(found) == advice(found, taken, RUN) == []
+
+
+def test_nothing_is_compared_with_what_was_not_planned() -> None:
+    assert compare(run(plan(), 0.02, (0.01, 0.01), device="cuda")) is None
+    other = run(plan(), 0.02, (0.01, 0.01)).model_copy(update={"schedule": "flush"})
+    assert compare(other) is None
+    of_16 = plan().model_copy(update={"batch_size": 16})
+    assert compare(run(of_16, 0.02, (0.01, 0.01))) is None
