@@ -264,14 +264,18 @@ class NetworkCost:
         return _sum_or_boundary(terms)
 
 
+def _network(_compression: float | None = None) -> NetworkCost:
+    """pd-train sends activations as they are; pd-optimize refuses the option."""
+    return NetworkCost()
+
+
 COST_MODELS: dict[str, Callable[[float | None], CostModel]] = {
-    "network": lambda _=None: NetworkCost(),
+    "network": _network,
     "paper": PaperCost,
     "released": ReleasedCost,
     "measured": MeasuredCost,
 }
-"""By the name in --cost-model; each is called with --activation-compression, None if not
-given; `network` is never given any."""
+"""By the name in --cost-model; each is called with --activation-compression, None if not given."""
 
 DEFAULT_COST_MODEL = "network"
 

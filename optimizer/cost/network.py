@@ -26,7 +26,7 @@ class Port(NamedTuple):
 class Transfer:
     """Bytes through ports at once, on an idle network `seconds` and then `latency`.
 
-    `busy`: seconds of that in which the ranks at its ends cannot compute.
+    `busy`: seconds of both in which the ranks at its ends cannot compute; of a sum, of the first.
     """
 
     seconds: float
@@ -63,8 +63,10 @@ class Network:
         levels = self.meet(source, target)
         seconds = [_occupied(link, amount) for link in self.links[:levels]]
         slowest = seconds.index(max(seconds))
-        busy = self.links[slowest].busy * seconds[slowest]
-        return Transfer(seconds[slowest], latency(self.links[levels - 1]), busy)
+        wait = latency(self.links[levels - 1])
+        return Transfer(
+            seconds[slowest], wait, self.links[slowest].busy * (seconds[slowest] + wait)
+        )
 
     def all_reduce(self, ranks: Sequence[int], amount: float) -> Transfer:
         """A sum of `amount` bytes over the ranks."""

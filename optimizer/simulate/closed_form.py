@@ -1,7 +1,8 @@
 """The time of a plan in closed form: what the simulator says, if everything overlaps that can.
 
-Symbols, of stage s on r replicas: F and B, seconds of its passes; U, of its update; N, minibatches
-of a round; R, seconds of its sum, of which E come after the backward pass.
+Symbols, of stage s on r replicas: F and B, seconds of its passes, and for which messages keep it
+busy; U, of its update; N, minibatches of a round; R, seconds of its sum, of which E come after the
+backward pass.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ class ClosedForm:
         ]
         self.workload = workload
         self.sums = [self._sum(stage) for stage in range(len(ranks))]
+        self.busy = self._busy()
         self.uses: dict[Port, dict[_User, float]] = defaultdict(dict)
         self.ports = self._ports()
 
@@ -135,8 +137,8 @@ class ClosedForm:
         """With so many seconds of its sum after the backward pass."""
         work, replicas = self.works[stage], len(self.ranks[stage])
         size = self.policy.round_size(stage)
-        compute = (work.forward_seconds + work.backward_seconds) / replicas
-        compute += work.update_seconds / size
+        passes = work.forward_seconds + work.backward_seconds + self.busy[stage]
+        compute = passes / replicas + work.update_seconds / size
         reduced = exposed / size
         port = self._busiest_port(self.ranks[stage])
         if port > compute + reduced:
@@ -155,6 +157,20 @@ class ClosedForm:
         taken = sum(part.transfer.total for part in parts)
         passed = pass_with_sums(work.backward_seconds, parts)
         return taken, passed.seconds + passed.over - work.backward_seconds
+
+    def _busy(self) -> list[float]:
+        """Seconds for which the messages of a minibatch keep a worker of each stage busy."""
+        busy = [0.0] * len(self.ranks)
+        if not any(link.busy for link in self.network.links):
+            return busy
+        for link in self.workload.forward_bytes:
+            for user in (link, link[::-1]):
+                size = self._size(user)
+                for share, source, target in self._pairs(user):
+                    taken = share * self.network.message(source, target, size).busy
+                    for stage in user:
+                        busy[stage] += taken
+        return busy
 
     def _ports(self) -> dict[Port, float]:
         """Seconds per minibatch in which each port is in use."""

@@ -54,5 +54,5 @@ def test_a_measured_link_takes_what_was_measured():
     link = Link(points=((10, 1.0), (20, 4.0)), busy=0.5)
     cluster = Cluster(machines=(2,), bandwidth=(1.0,), send=(link,), all_reduce=(link,))
     message = Network(cluster).message(0, 1, 15)
-    assert (message.total, message.busy) == pytest.approx((2.5, 0.75))
+    assert (message.total, message.busy) == pytest.approx((2.5, 1.25))
     assert Network(cluster).all_reduce((0, 1), 15).total == pytest.approx(2.5)

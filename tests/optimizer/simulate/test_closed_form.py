@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import policy, schedule
 
-from pipedream.graph.cluster import Cluster
+from pipedream.graph.cluster import Cluster, Link
 from pipedream.optimizer.simulate.closed_form import ClosedForm
 from pipedream.optimizer.simulate.simulator import simulate
 from pipedream.optimizer.simulate.workload import StageWork, Workload
@@ -14,13 +14,14 @@ from pipedream.schedule.steady_state import SteadySpan
 BYTES_PER_SECOND = 100.0
 
 
-def forms(stages, replicas, message=0.0, name="weight-stashing", micro=1, most=None):
+def forms(stages, replicas, message=0.0, name="weight-stashing", micro=1, most=None, busy=0.0):
     """Closed form and simulated seconds per minibatch of stages on a flat cluster, with at most so
-    many minibatches in flight.
+    many minibatches in flight; messages keep ranks `busy` for a share of their time.
     """
     links = dict.fromkeys(zip(range(len(stages)), range(1, len(stages)), strict=False), message)
     workload = Workload(tuple(stages), links, links)
-    cluster = Cluster(machines=(sum(replicas),), bandwidth=(BYTES_PER_SECOND,))
+    link = Link(bandwidth=BYTES_PER_SECOND, busy=busy)
+    cluster = Cluster(machines=(sum(replicas),), bandwidth=(BYTES_PER_SECOND,), send=(link,))
     numbers = iter(range(sum(replicas)))
     ranks = [[next(numbers) for _ in range(count)] for count in replicas]
     followed = policy(name, replicas, micro, max_in_flight=most)
@@ -62,6 +63,13 @@ def test_the_way_there_and_back_over_the_minibatches_in_flight():
     assert form.seconds == pytest.approx(12 / 2)
     assert simulated == pytest.approx(form.seconds)
     assert "in flight" in form.why
+
+
+def test_messages_keep_workers_busy():
+    """A stage sends and receives for a second each, half of which its passes take longer."""
+    form, simulated = forms([StageWork(1, 1)] * 2, [1, 1], message=100, most=[4, 1], busy=0.5)
+    assert form.bound == form.seconds == pytest.approx(2 + 2 * 0.5)
+    assert simulated == pytest.approx(form.seconds)
 
 
 def test_a_flush_waits_for_the_way_through():

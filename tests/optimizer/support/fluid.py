@@ -257,7 +257,8 @@ class _Play:
         need = self.wires.message(source, target, amount)
         queue = "from", source, "to", target, forward
         self.ports[queue] = need.ports
-        return _Item(queue, need.size, need.latency, need.busy * need.seconds, receiver)
+        busy = need.busy * (need.seconds + need.latency)
+        return _Item(queue, need.size, need.latency, busy, receiver)
 
     def _parts(self, stage: int) -> list[_Part]:
         parts, members = [], self.placed[stage]
