@@ -99,9 +99,9 @@ def advice(found: Comparison, run: MeasuredRun, folder: Path) -> list[str]:
         used = {rank for stage in run.plan.stages for rank in stage.ranks}
         workers = max(Counter(rank // cluster.machines[0] for rank in used).values())
         return [
-            f"Passes took {what} than in the profile. pd-profile --workers {workers} measures them"
-            " beside each other;",
-            f"pd-optimize GRAPH --calibrate {folder} corrects them by this run.",
+            f"Passes took {what} than in the profile: with other processes at work (pd-profile"
+            f" --workers {workers}), or on a machine",
+            f"with other load. pd-optimize GRAPH --calibrate {folder} corrects them by this run.",
         ]
     if run.plan.cluster.measured:
         return ["Messages took other times than were measured: repeat pd-profile --network."]
