@@ -55,11 +55,7 @@ def choose(request: Request) -> Outcome:
     """The fastest plan that was found. Raises UserError if no plan fits the memory."""
     check(request.planning, request)
     trials = Trials(request)
-    found = [
-        (name, trial)
-        for name, division in candidates(request)
-        if (trial := _settled(division, trials)) is not None
-    ]
+    found = list(_found(request, trials))
     fitting = _distinct([trial for _, trial in found if trial.fits])
     if not fitting:
         # Either nothing fits, which the search then says, or all of it takes long to simulate.
@@ -69,12 +65,26 @@ def choose(request: Request) -> Outcome:
     climbed = [climb(start, trials, steps, trials.spent + _SPENT) for start in fitting[:_STARTS]]
     around = explore([*climbed, *fitting], trials, steps, trials.spent + _SPENT)
     best = climb(around, trials, steps, trials.spent + _SPENT)
-    starts = [best.division, *(trial.division for trial in fitting)]
+    starts = [best.division, *(trial.division for trial in fitting[:_STARTS])]
     return replace(
         _outcome(request, best, trials),
         rivals=tuple(_rivals(found, best)),
         schedules=tuple(_under_others(request, starts, steps)),
     )
+
+
+def _found(request: Request, trials: Trials) -> Iterator[tuple[str, Trial]]:
+    """The candidates; with more in flight those that may come near the fastest."""
+    tried = [
+        (name, trial)
+        for name, division in candidates(request)
+        if (trial := _tried(division, trials)) is not None
+    ]
+    fastest = min((trial.seconds for _, trial in tried), default=0.0)
+    for name, trial in tried:
+        near = trial.bound <= fastest * _AROUND
+        settled = _settled(trial.division, trials) if near else None
+        yield name, settled or trial
 
 
 def _distinct(trials: Sequence[Trial]) -> list[Trial]:
