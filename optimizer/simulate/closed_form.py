@@ -18,7 +18,7 @@ from typing import TypeAlias
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.network import Network, Port
-from pipedream.optimizer.simulate.sums import Part, pass_with_sums
+from pipedream.optimizer.simulate.sums import Part, parts_of, pass_with_sums
 from pipedream.optimizer.simulate.workload import Workload
 from pipedream.schedule.in_flight import StageTimes, useful_in_flight
 from pipedream.schedule.policy import Policy
@@ -72,6 +72,9 @@ class ClosedForm:
             for work, own in zip(workload.stages, ranks, strict=True)
         ]
         self.workload = workload
+        self.parts = [
+            parts_of(work, own, self.network) for work, own in zip(self.works, ranks, strict=True)
+        ]
         self.sums = [self._sum(stage) for stage in range(len(ranks))]
         self.busy = self._busy()
         self.uses: dict[Port, dict[_User, float]] = defaultdict(dict)
@@ -113,25 +116,20 @@ class ClosedForm:
     @cached_property
     def stages(self) -> list[StageSeconds]:
         """Each with its busiest port, and with its sums beside the messages of the pipeline."""
-        replicated = [stage for stage, own in enumerate(self.ranks) if len(own) > 1]
+        beside = {s: self._messages_beside(s) for s, own in enumerate(self.ranks) if len(own) > 1}
         exposed, period = [over for _, over in self.sums], self.bound
         for _ in range(0 if self.policy.drains else _STEPS):
-            for stage in replicated:
-                exposed[stage] = self._sum(stage, 1 + self._beside(stage, period))[1]
-            paces = [self._stage(stage, exposed[stage]).seconds for stage in replicated]
+            for stage, messages in beside.items():
+                exposed[stage] = self._sum(stage, 1 + _delay(messages, period))[1]
+            paces = [self._stage(stage, exposed[stage]).seconds for stage in beside]
             period = (period + max(paces, default=period)) / 2
         return [self._stage(stage, over) for stage, over in enumerate(exposed)]
 
-    def _beside(self, stage: int, period: float) -> float:
-        """By which share of R messages delay a stage's sum, if a minibatch takes so many seconds:
-        while one passes any port of the ring, it has half of that. Taken are ports used independent
-        of each other, and every other message to fall between sums (it goes where passes are).
-        """
-        size, free = self.policy.round_size(stage), float(period > 0)
-        for port in self.network.ring(self.ranks[stage]):
-            messages = self.ports[port] - self.uses[port][stage, stage] / size
-            free *= max(0.0, 1 - messages / period) if free else 0.0
-        return (1 - free) / 2
+    def _messages_beside(self, stage: int) -> list[float]:
+        """Seconds per minibatch for which messages use each port of the stage's ring."""
+        size = self.policy.round_size(stage)
+        ring = self.network.ring(self.ranks[stage])
+        return [self.ports[port] - self.uses[port][stage, stage] / size for port in ring]
 
     def _stage(self, stage: int, exposed: float) -> StageSeconds:
         """With so many seconds of its sum after the backward pass."""
@@ -147,16 +145,16 @@ class ClosedForm:
 
     def _sum(self, stage: int, slower: float = 1.0) -> tuple[float, float]:
         """R and E of a sum that takes so many times as long as on an idle network."""
-        own, work = self.ranks[stage], self.works[stage]
-        if len(own) == 1:
+        if len(self.ranks[stage]) == 1:
             return 0.0, 0.0
-        parts = []
-        for amount, after in work.sums:
-            alone = self.network.all_reduce(own, amount)
-            parts.append(Part(replace(alone, seconds=slower * alone.seconds), after))
+        parts = [
+            Part(replace(alone, seconds=slower * alone.seconds), after)
+            for alone, after in self.parts[stage]
+        ]
         taken = sum(part.transfer.total for part in parts)
-        passed = pass_with_sums(work.backward_seconds, parts)
-        return taken, passed.seconds + passed.over - work.backward_seconds
+        backward = self.works[stage].backward_seconds
+        passed = pass_with_sums(backward, parts)
+        return taken, passed.seconds + passed.over - backward
 
     def _busy(self) -> list[float]:
         """Seconds for which the messages of a minibatch keep a worker of each stage busy."""
@@ -296,3 +294,15 @@ class ClosedForm:
             longest = max(longest, whole - before + after)
             before += passes[stage]
         return longest
+
+
+def _delay(messages: Sequence[float], period: float) -> float:
+    """By which share of its time messages delay a sum that passes the same ports, each used by them
+    for so many seconds of a `period`: while one passes any port, the sum has half of that. Taken
+    are ports used independent of each other, and every other message to fall between sums (it goes
+    where passes are).
+    """
+    free = float(period > 0)
+    for seconds in messages:
+        free *= max(0.0, 1 - seconds / period) if free else 0.0
+    return (1 - free) / 2

@@ -6,10 +6,11 @@ work: it takes longer, the more so the more of the sums it hides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from pipedream.optimizer.cost.network import Transfer
+from pipedream.optimizer.cost.network import Network, Transfer
+from pipedream.optimizer.simulate.workload import StageWork
 
 
 class Part(NamedTuple):
@@ -29,6 +30,11 @@ class PassWithSums(NamedTuple):
     seconds: float
     begins: tuple[float, ...]
     over: float
+
+
+def parts_of(work: StageWork, ranks: Sequence[int], network: Network) -> list[Part]:
+    """Of the sum of a stage with this work over the ranks."""
+    return [Part(network.all_reduce(ranks, amount), after) for amount, after in work.sums]
 
 
 def pass_with_sums(backward_seconds: float, parts: Iterable[Part]) -> PassWithSums:

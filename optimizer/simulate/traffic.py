@@ -12,7 +12,7 @@ from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.optimizer.simulate.links import Streams
 from pipedream.optimizer.simulate.play import Items, Sums
 from pipedream.optimizer.simulate.program import Program
-from pipedream.optimizer.simulate.sums import Part, PassWithSums, pass_with_sums
+from pipedream.optimizer.simulate.sums import PassWithSums, parts_of, pass_with_sums
 from pipedream.optimizer.simulate.workload import Workload
 
 
@@ -123,10 +123,7 @@ def closing_passes(
     """
     passes = {}
     for stage, closing in program.closing.items():
-        parts = (
-            Part(network.all_reduce(ranks[stage], amount), after)
-            for amount, after in workload.stages[stage].sums
-        )
+        parts = parts_of(workload.stages[stage], ranks[stage], network)
         passes[stage] = pass_with_sums(float(seconds[closing].max(initial=0.0)), parts)
     return passes
 
