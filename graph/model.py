@@ -89,6 +89,15 @@ class Graph:
         return {name: tuple(targets) for name, targets in users.items()}
 
     @cached_property
+    def read_nodes(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """The nodes whose outputs others read, with those, except the model's inputs."""
+        return tuple(
+            (name, readers)
+            for name, readers in self.successors.items()
+            if readers and not (self.nodes[name].is_input and not self.predecessors[name])
+        )
+
+    @cached_property
     def order(self) -> tuple[str, ...]:
         """A topological order; ties are broken by the order of the file.
 

@@ -16,7 +16,7 @@ from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.stages import Rules
 from pipedream.schedule.policy import uniform_updates
 
-_MOST_CUTS = 500
+_MOST_CUTS = 300
 """With more, the bound is one over bins of cuts."""
 
 
@@ -75,8 +75,7 @@ def lower_bound(request: Request) -> float:
         kinds=cluster.kinds,
         machine_kinds=tuple(kind for kind in cluster.machine_kinds for _ in range(inner)),
     )
-    relaxed = replace(
-        request,
+    relaxed = request.changed(
         cluster=flat,
         model=RelaxedCost.of(cluster),
         memory=None,

@@ -177,8 +177,7 @@ def _under_others(
     for schedule in _SCHEDULES:
         if schedule == request.schedule:
             continue
-        changed = replace(
-            request,
+        changed = request.changed(
             schedule=schedule,
             latency=None,
             weight_prediction=False,

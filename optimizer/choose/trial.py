@@ -90,7 +90,7 @@ class Trials:
             memory = request.memory_model(cuts)
             plan, form, workers = placed_plan(memory, request, placed, division.slack)
         else:
-            plan, form, workers = unweighed_plan(cuts, request, placed, division.slack)
+            plan, form, workers = unweighed_plan(cuts, request, placed, division.slack, within)
         self.bounds[division] = form.bound
         if form.bound > within:
             return None

@@ -13,6 +13,7 @@ Sets of nodes are bits of an int, node 0 lowest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 
@@ -72,7 +73,8 @@ def growth(graph: PlanningGraph, downset: int, node: int) -> float:
     return (float(graph.output_bytes[node]) if graph.consumers[node] else 0.0) - freed
 
 
-def depth_first(graph: PlanningGraph) -> list[int]:
+@lru_cache(maxsize=8)
+def depth_first(graph: PlanningGraph) -> tuple[int, ...]:
     """Always takes the node whose producers came last: finishes a branch before the next."""
     came: dict[int, int] = {}
 
@@ -81,12 +83,13 @@ def depth_first(graph: PlanningGraph) -> list[int]:
 
     for node in _greedy(graph, age):
         came[node] = len(came)
-    return list(came)
+    return tuple(came)
 
 
-def fewest_bytes(graph: PlanningGraph) -> list[int]:
+@lru_cache(maxsize=8)
+def fewest_bytes(graph: PlanningGraph) -> tuple[int, ...]:
     """Always takes the node that adds least to the bytes still to be read."""
-    return list(_greedy(graph, lambda downset, node: growth(graph, downset, node)))
+    return tuple(_greedy(graph, lambda downset, node: growth(graph, downset, node)))
 
 
 def _greedy(graph: PlanningGraph, key: Callable[[int, int], float]) -> Iterator[int]:

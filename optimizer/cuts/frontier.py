@@ -186,7 +186,7 @@ class _FrontierSweep:
             for node in range(total)
         ]
         self.last_source = max(step_of[node] for node in range(total) if not graph.producers[node])
-        order = depth_first(graph)
+        order = list(depth_first(graph))
         self.shift = _shares(order, graph.compute_seconds, self.grid.columns) * (self.grid.rows + 1)
         self.shift += _shares(order, graph.parameter_bytes, self.grid.rows)
         width = self.grid.bins

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from pipedream.optimizer.cuts.frontier import Bins
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints, PlanningGraph
 
 
+@lru_cache(maxsize=8)
 def prefixes(graph: PlanningGraph, limit: int) -> tuple[int, ...]:
     """About `limit` downsets, the empty one first and the whole graph last: prefixes of `orders`.
 
@@ -49,9 +51,9 @@ def in_order(downsets: Collection[int]) -> tuple[int, ...]:
     return tuple(sorted(downsets, key=lambda downset: (downset.bit_count(), downset)))
 
 
-def orders(graph: PlanningGraph) -> list[list[int]]:
+def orders(graph: PlanningGraph) -> list[Sequence[int]]:
     """Topological orders: the file's, depth first, and that which keeps the fewest bytes alive."""
-    return [list(range(len(graph))), depth_first(graph), fewest_bytes(graph)]
+    return [range(len(graph)), depth_first(graph), fewest_bytes(graph)]
 
 
 def lightest(cuts: Cuts, count: int, among: Ints | None = None) -> list[int]:

@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PlanningGraph:
     """The nodes that a plan divides, numbered in topological order.
 

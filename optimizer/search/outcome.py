@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import NamedTuple
 
 from pipedream.graph.choices import ScheduleName
@@ -140,7 +141,7 @@ def make_outcome(
             cost.on(types.worst_of(types.counts)), cluster.machines
         ),
     )
-    plan = _plan(cuts, request, placed, workers, predicted)
+    plan = Plan(**dict(_plan(cuts, request, placed, workers, predicted)))
     if request.in_flight == "useful":
         useful = required_in_flight(plan, *_work(plan, request))
         workers = with_more_in_flight(memory, placed, types, workers, useful)
@@ -161,6 +162,7 @@ def placed_outcome(
     """
     cuts, types = memory.cuts, request.device_types
     plan, form, workers = placed_plan(memory, request, placed, slack)
+    plan = Plan(**dict(plan))  # which checks it
     every = tuple(range(request.cluster.devices))
     machines = tuple(range(request.cluster.machines[-1]))
     whole = [PlacedStage(0, len(cuts) - 1, every, machines)]
@@ -197,9 +199,11 @@ def placed_plan(
 
 
 def unweighed_plan(
-    cuts: Cuts, request: Request, placed: Sequence[PlacedStage], slack: int = 0
+    cuts: Cuts, request: Request, placed: Sequence[PlacedStage], slack: int = 0, within: float = inf
 ) -> tuple[Plan, ClosedForm, Sequence[WorkerMemory]]:
-    """The same where memory is no limit, without any figures of memory: several times as fast."""
+    """The same where memory is no limit, without any figures of memory: several times as fast; and
+    with as few in flight as can be if stages and ports alone take longer than `within`.
+    """
     settings, types = request.settings, request.device_types
     replicas = [stage.replicas for stage in placed]
     fewest = [warm_up(replicas, position) for position in range(len(placed))]
@@ -208,7 +212,7 @@ def unweighed_plan(
         wanted = [max(both) for both in zip(useful, fewest, strict=True)]
         return unweighed(placed, settings, types, wanted)
 
-    return _in_flight(cuts, request, placed, weigh(fewest), weigh, slack)
+    return _in_flight(cuts, request, placed, weigh(fewest), weigh, slack, within)
 
 
 def _in_flight(
@@ -218,6 +222,7 @@ def _in_flight(
     workers: Sequence[WorkerMemory],
     weigh: Callable[[Sequence[int]], Sequence[WorkerMemory]],
     slack: int,
+    within: float = inf,
 ) -> tuple[Plan, ClosedForm, Sequence[WorkerMemory]]:
     """The plan with as many minibatches in flight as are of use; `weigh` says which of them fit."""
     predicted = Predicted(
@@ -230,7 +235,7 @@ def _in_flight(
     )
     plan = _plan(cuts, request, placed, workers, predicted)
     form = _closed_form(plan, request)
-    if request.in_flight == "useful":
+    if request.in_flight == "useful" and form.bound <= within:
         workers = weigh(form.useful_in_flight(1 + slack / 4))
         stages = tuple(
             stage.model_copy(
@@ -269,7 +274,8 @@ def _plan(
     workers: Sequence[WorkerMemory],
     predicted: Predicted,
 ) -> Plan:
-    return Plan(
+    """Not checked: it is made for every division that is tried."""
+    return Plan.model_construct(
         graph=request.planned_graph,
         cluster=request.cluster,
         schedule=request.schedule,
@@ -327,10 +333,13 @@ def _stages(
     graph = cuts.graph
     nodes = [cuts.nodes(stage.start, stage.end) for stage in placed]
     stage_of = graph.stage_of(nodes)
+    named: list[list[str]] = [[] for _ in placed]
+    for name in request.graph.order:
+        named[stage_of[name]].append(name)
     return tuple(
         Stage(
             stage=position,
-            nodes=tuple(name for name in request.graph.order if stage_of[name] == position),
+            nodes=tuple(named[position]),
             ranks=stage.ranks,
             compute_seconds=compute_seconds(graph, inside, worker.recompute) / worker.device.speed,
             parameter_bytes=float(graph.parameter_bytes[list(inside)].sum()),

@@ -9,6 +9,7 @@ many are left, likely ones are searched and the result is bounded (bounds.py).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
@@ -39,6 +40,9 @@ from pipedream.optimizer.search.stages import TIE, Solution
 
 # Cuts for a first plan; cuts and search steps when there are too many cuts to try them all.
 _FEW, _MANY, _STEPS = 200, 3_000, 1e9
+
+_FOR_EACH_CUT = 2e4
+"""Steps of filling bins that are worth it where only so many cuts are asked for."""
 
 _AT_ONCE = 2
 """Only this fraction of the affordable cuts is searched at once; pruning is worth the rest."""
@@ -81,9 +85,13 @@ def rough_plan(request: Request, most_cuts: int) -> Outcome:
     check(graph, request)
     if request.latency is not None:
         return plan_latency(graph, request, request.latency, most_cuts)
-    downsets = all_downsets(graph, most_cuts) or prefixes(graph, most_cuts)
-    memory = request.memory_model(Cuts(graph, downsets))
+    memory = request.memory_model(_few_cuts(graph, most_cuts))
     return make_outcome(memory, request, _planned(memory, request), 0.0, exact=False)
+
+
+@lru_cache(maxsize=2)
+def _few_cuts(graph: PlanningGraph, most: int) -> Cuts:
+    return Cuts(graph, all_downsets(graph, most) or prefixes(graph, most))
 
 
 def check(graph: PlanningGraph, request: Request) -> None:
@@ -116,7 +124,7 @@ def plan_throughput(graph: PlanningGraph, request: Request, most_cuts: int | Non
         best = _among_all(cuts, request, limit)
         if best is not None and best.proven:
             return _best_of_all(cuts, request, best)
-    bins = bins_of(graph)
+    bins = bins_of(graph) if most_cuts is None else bins_of(graph, most_cuts * _FOR_EACH_CUT)
     many = most_cuts or _many(graph, bins, request)
     likely = request.memory_model(Cuts(graph, likely_cuts(graph, bins, many)))
     solution = _planned(likely, request)

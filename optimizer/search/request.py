@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from pipedream.graph.choices import MICROBATCHES, InFlight, OptimizerName, Recompute, ScheduleName
 from pipedream.graph.cluster import Cluster
@@ -68,18 +69,29 @@ class Request:
     @cached_property
     def planning(self) -> PlanningGraph:
         """The graph to divide, with the overheads that the cost model counts."""
+        return PlanningGraph.of(self.graph, self.footprints, *self._seconds_besides)
+
+    @property
+    def _seconds_besides(self) -> tuple[float, float, float]:
+        """Those that a PlanningGraph has besides its nodes: update, call, reading."""
         overheads = self._counted_overheads
         if overheads is None:
-            return PlanningGraph.of(self.graph, self.footprints)
+            return 0.0, 0.0, 0.0
         settings = self.settings
         per_update = settings.microbatches if uniform_updates(settings.schedule) else 1
-        return PlanningGraph.of(
-            self.graph,
-            self.footprints,
-            update=1 / self.update_rate / per_update,
-            call=overheads.call_forward + overheads.call_backward,
-            reading=overheads.reading,
-        )
+        calls = overheads.call_forward + overheads.call_backward
+        return 1 / self.update_rate / per_update, calls, overheads.reading
+
+    def changed(self, **changes: Any) -> Request:
+        """The request with these fields changed. What it has worked out of its graph is kept where
+        it stays the same.
+        """
+        other = replace(self, **changes)
+        if other.graph is self.graph and other.footprints is self.footprints:
+            vars(other)["planned_graph"] = self.planned_graph
+            if other._seconds_besides == self._seconds_besides:
+                vars(other)["planning"] = self.planning
+        return other
 
     @property
     def spread(self) -> Sequence[float]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
-from typing import TypeAlias
+from itertools import accumulate, chain
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipedream.optimizer.cuts.planning_graph import Ints
 from pipedream.schedule.action import (
@@ -73,86 +75,106 @@ class Program:
     @staticmethod
     def of(schedule: Schedule, actions: Sequence[Sequence[Action]]) -> Program:
         """The program of ranks with these actions under the schedule."""
-        builder = _Builder(schedule)
-        for listed in actions:
-            builder.add_rank(listed)
-        return builder.build(actions)
+        workers = tuple(schedule.workers)
+        table = _Table.of(list(chain.from_iterable(actions)), workers)
+        op, subject = _OP[table.kind], np.full(len(table.kind), -1)
+        forwards, source, target = _number_messages(table, subject)
+        sums = _number_sums(table, op, subject)
+        ends = np.where(forwards, (source, target), (target, source))
+        stages = np.array([stage for stage, _ in workers])
+        numbers = {link: number for number, link in enumerate(schedule.spec.links)}
+        links = [numbers[link] for link in zip(*stages[ends].tolist(), strict=True)]
+        return Program(
+            actions=tuple(map(tuple, actions)),
+            workers=workers,
+            begin=np.array(list(accumulate(map(len, actions), initial=0)), dtype=np.int64),
+            op=op,
+            kind=table.kind,
+            worker=table.worker,
+            minibatch=table.minibatch,
+            subject=subject,
+            link=np.array(links, dtype=np.int64),
+            forwards=forwards.astype(np.int64),
+            source=source,
+            target=target,
+            stage=table.stage[sums],
+        )
 
 
 KINDS = tuple(Kind)
 
-_OP = dict.fromkeys(SENDS, Op.SEND) | dict.fromkeys(RECEIVES, Op.RECEIVE)
-_OP[Kind.ALL_REDUCE] = Op.SUM
+_NUMBER = {kind: number for number, kind in enumerate(KINDS)}
 
 
-class _Builder:
-    def __init__(self, schedule: Schedule) -> None:
-        self.workers = tuple(schedule.workers)
-        self.number = {worker: number for number, worker in enumerate(self.workers)}
-        self.links = {link: number for number, link in enumerate(schedule.spec.links)}
-        self.reduces = [
-            schedule.spec.reduces(stage) for stage in range(len(schedule.spec.replicas))
-        ]
-        self.rows: list[tuple[int, int, int, int, int]] = []
-        self.begin = [0]
-        self.messages: dict[tuple[Worker, Worker, bool, int], int] = {}
-        self.message_rows: list[tuple[int, bool, int, int]] = []
-        self.sums: dict[tuple[int, int], int] = {}
+def _among(kinds: Iterable[Kind]) -> NDArray[np.bool_]:
+    """Of the numbers of kinds, which are among these."""
+    chosen = set(kinds)
+    return np.array([kind in chosen for kind in KINDS])
 
-    def add_rank(self, actions: Sequence[Action]) -> None:
-        kinds = {kind: number for number, kind in enumerate(KINDS)}
-        last_backward: dict[Worker, int] = {}
-        for action in actions:
-            kind, stage, replica, minibatch, _, peer, _ = action
-            worker, subject, op = (stage, replica), -1, _OP.get(kind, Op.PASS)
-            if peer is not None:
-                subject = self._message(kind, worker, peer, minibatch)
-            elif kind is Kind.ALL_REDUCE:
-                subject = self.sums.setdefault((stage, minibatch), len(self.sums))
-                contributes = last_backward.pop(worker, None)
-                if contributes is None:
-                    op = Op.LATE_SUM
-                else:
-                    self.rows[contributes] = (*self.rows[contributes][:4], subject)
-            elif kind in ENDS_BACKWARD and self.reduces[stage]:
-                last_backward[worker] = len(self.rows)
-            self.rows.append((op, kinds[kind], self.number[worker], minibatch, subject))
-        self.begin.append(len(self.rows))
 
-    def _message(self, kind: Kind, worker: Worker, peer: Worker, minibatch: int) -> int:
-        source, target = (worker, peer) if kind in SENDS else (peer, worker)
-        forwards = kind in (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION)
-        key = source, target, forwards, minibatch
-        number = self.messages.get(key)
-        if number is None:
-            number = self.messages[key] = len(self.messages)
-            link = (source[0], target[0]) if forwards else (target[0], source[0])
-            self.message_rows.append(
-                (self.links[link], forwards, self.number[source], self.number[target])
-            )
-        return number
+_SENDS, _MESSAGES = _among(SENDS), _among(SENDS | RECEIVES)
+_ACTIVATIONS = _among({Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION})
+_ENDS, _SUMS = _among(ENDS_BACKWARD), _among({Kind.ALL_REDUCE})
 
-    def build(self, actions: Sequence[Sequence[Action]]) -> Program:
-        rows = np.array(self.rows, dtype=np.int64).reshape(-1, 5).T
-        messages = np.array(self.message_rows, dtype=np.int64).reshape(-1, 4).T
-        stages = np.array([stage for stage, _ in self.sums], dtype=np.int64)
-        op, kind, worker, minibatch, subject = map(np.ascontiguousarray, rows)
-        link, forwards, source, target = map(np.ascontiguousarray, messages)
-        return Program(
-            actions=tuple(map(tuple, actions)),
-            workers=self.workers,
-            begin=np.array(self.begin, dtype=np.int64),
-            op=op,
-            kind=kind,
-            worker=worker,
-            minibatch=minibatch,
-            subject=subject,
-            link=link,
-            forwards=forwards,
-            source=source,
-            target=target,
-            stage=stages,
+_OP = np.full(len(KINDS), Op.PASS, dtype=np.int64)
+_OP[_MESSAGES] = Op.RECEIVE
+_OP[_SENDS] = Op.SEND
+_OP[_SUMS] = Op.SUM
+
+
+class _Table(NamedTuple):
+    """The columns of some actions; `worker` and `peer` (-1 for none) are places of workers."""
+
+    kind: Ints
+    stage: Ints
+    worker: Ints
+    minibatch: Ints
+    peer: Ints
+
+    @staticmethod
+    def of(actions: Sequence[Action], workers: Sequence[Worker]) -> _Table:
+        place: dict[Worker | None, int] = {worker: at for at, worker in enumerate(workers)}
+        place[None] = -1
+        columns = (
+            [_NUMBER[action[0]] for action in actions],
+            [action[1] for action in actions],
+            [place[action[1:3]] for action in actions],
+            [action[3] for action in actions],
+            [place[action[5]] for action in actions],
         )
+        return _Table(*(np.array(column, dtype=np.int64) for column in columns))
+
+
+def _number_messages(table: _Table, subject: Ints) -> tuple[NDArray[np.bool_], Ints, Ints]:
+    """Enters the number of its message as the subject of each send and receive. Returns of each
+    message whether it goes forwards, and its source and target.
+    """
+    at = np.flatnonzero(_MESSAGES[table.kind])
+    sends, forwards = _SENDS[table.kind[at]], _ACTIVATIONS[table.kind[at]]
+    worker, peer, minibatch = table.worker[at], table.peer[at], table.minibatch[at]
+    source, target = np.where(sends, (worker, peer), (peer, worker))
+    workers = int(table.worker.max(initial=0)) + 1
+    keys = ((minibatch * workers + source) * workers + target) * 2 + forwards
+    _, first, subject[at] = np.unique(keys, return_index=True, return_inverse=True)
+    return forwards[first], source[first], target[first]
+
+
+def _number_sums(table: _Table, op: Ints, subject: Ints) -> Ints:
+    """Enters the number of its sum as the subject of each all-reduce, and of the last backward pass
+    before it in its round. Returns an all-reduce of each sum.
+    """
+    ends, sums = _ENDS[table.kind], _SUMS[table.kind]
+    at = np.flatnonzero(sums)
+    keys = table.stage[at] * (table.minibatch.max(initial=0) + 1) + table.minibatch[at]
+    _, first, subject[at] = np.unique(keys, return_index=True, return_inverse=True)
+    closing = np.flatnonzero(ends | sums)
+    closing = closing[np.argsort(table.worker[closing], kind="stable")]
+    before, after = closing[:-1], closing[1:]
+    same = sums[after] & ends[before] & (table.worker[before] == table.worker[after])
+    subject[before[same]] = subject[after[same]]
+    late = np.setdiff1d(at, after[same])
+    op[late] = Op.LATE_SUM
+    return at[first]
 
 
 @lru_cache(maxsize=512)

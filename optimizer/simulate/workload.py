@@ -81,23 +81,25 @@ class Workload:
         stage_of = plan.stage_of
         forward: dict[StageLink, float] = defaultdict(float)
         backward: dict[StageLink, float] = defaultdict(float)
-        for name, node in graph.nodes.items():
-            if node.is_input and not graph.predecessors[name]:
-                continue
-            readers = {stage_of[reader] for reader in graph.successors[name]} - {stage_of[name]}
-            for target in readers:
-                link = stage_of[name], target
-                forward[link] += node.output_bytes
-                backward[link] += node.output_bytes if name in graph.learning else 0.0
+        for name, readers in graph.read_nodes:
+            here = stage_of[name]
+            across = {there for reader in readers if (there := stage_of[reader]) != here}
+            for there in across:
+                sent = graph.nodes[name].output_bytes
+                forward[here, there] += sent
+                backward[here, there] += sent if name in graph.learning else 0.0
         stages = []
         for stage in plan.stages:
             nodes = [graph.nodes[name] for name in stage.nodes]
-            parameters = sum(node.parameter_bytes for node in nodes)
             overhead = (overheads or TrainingOverheads({})).of_stage(stage.stage, len(plan.stages))
-            working = [node for node in nodes if not node.is_input]
-            forward_seconds = overhead[0] + sum(node.forward_seconds for node in working)
+            parameters, (forward_seconds, backward_seconds) = 0.0, overhead
+            for node in nodes:
+                parameters += node.parameter_bytes
+                if not node.is_input:
+                    forward_seconds += node.forward_seconds
+                    backward_seconds += node.backward_seconds
             again = forward_seconds if stage.recompute else 0.0
-            backward_seconds = overhead[1] + sum(node.backward_seconds for node in working) + again
+            backward_seconds += again
             work = StageWork(
                 forward_seconds=forward_seconds,
                 backward_seconds=backward_seconds,

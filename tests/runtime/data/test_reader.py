@@ -34,8 +34,7 @@ class Stuck(Deadly):
     go = threading.Event()
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        if index == 3:
-            self.go.wait(60)
+        self.go.wait(60 if index == 3 else 0.01)
         return torch.zeros(2), 0
 
 
@@ -76,7 +75,32 @@ def test_a_dataset_that_never_comes_back_keeps_nobody_from_leaving() -> None:
     """A rank that had lost another one waited for its own data for ever."""
     begin = time.monotonic()
     with reader(Stuck(), data_workers=0) as data:
-        data.inputs(0, [0])
+        for minibatch in range(3):
+            data.inputs(minibatch, [0])
         time.sleep(0.1)
+        assert any(thread.name == "data" for thread in threading.enumerate())
     assert time.monotonic() - begin < 30
     Stuck.go.set()
+
+
+class Noted(Plain):
+    """Says which thread read each example; reading takes so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.threads = seconds, list[str]()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        self.threads.append(threading.current_thread().name)
+        time.sleep(self.seconds)
+        return torch.zeros(2), index
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01])
+def test_a_thread_reads_what_takes_long(seconds: float) -> None:
+    """A thread read everything: handing over took longer than a minibatch of numbers in memory."""
+    dataset = Noted(seconds)
+    with reader(dataset, data_workers=0) as data:
+        read = [int(data.target(number)) for number in range(8)]
+    assert read == list(range(8))
+    threads = ["MainThread"] * 2 + ["data"] * 6 if seconds else ["MainThread"] * 8
+    assert dataset.threads == threads
