@@ -32,7 +32,7 @@ _HANDING_OVER = 3e-4
 """Seconds that a minibatch costs at least if a thread reads it, besides reading: two threads of
 Python wait for each other. README's model takes 10.2 ms with a thread, 7.5 ms without."""
 
-_SLOW_READS = 2
+_SLOW_READS = 3
 """So many in a row that take longer are read by a thread from then on."""
 
 

@@ -29,12 +29,12 @@ class Deadly:
 
 
 class Stuck(Deadly):
-    """Waits at example 3 until `go` is set."""
+    """Waits at example 5 until `go` is set."""
 
     go = threading.Event()
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        self.go.wait(60 if index == 3 else 0.01)
+        self.go.wait(60 if index == 5 else 0.01)
         return torch.zeros(2), 0
 
 
@@ -75,7 +75,7 @@ def test_a_dataset_that_never_comes_back_keeps_nobody_from_leaving() -> None:
     """A rank that had lost another one waited for its own data for ever."""
     begin = time.monotonic()
     with reader(Stuck(), data_workers=0) as data:
-        for minibatch in range(3):
+        for minibatch in range(4):
             data.inputs(minibatch, [0])
         time.sleep(0.1)
         assert any(thread.name == "data" for thread in threading.enumerate())
@@ -95,12 +95,13 @@ class Noted(Plain):
         return torch.zeros(2), index
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.01])
-def test_a_thread_reads_what_takes_long(seconds: float) -> None:
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_a_thread_reads_what_takes_long(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread read everything: handing over took longer than a minibatch of numbers in memory."""
+    monkeypatch.setattr("pipedream.runtime.data.reader._HANDING_OVER", 0.05)
     dataset = Noted(seconds)
     with reader(dataset, data_workers=0) as data:
         read = [int(data.target(number)) for number in range(8)]
     assert read == list(range(8))
-    threads = ["MainThread"] * 2 + ["data"] * 6 if seconds else ["MainThread"] * 8
+    threads = ["MainThread"] * 3 + ["data"] * 5 if seconds else ["MainThread"] * 8
     assert dataset.threads == threads
