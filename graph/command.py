@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +22,32 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Failed writes with these codes carry no file name."""
 
 
+_LONGEST = 900
+"""Characters of a message."""
+
+
 class UserError(click.ClickException):
     """A mistake that the user can fix: printed as one line without traceback, exit code 2.
 
-    The message names the file and line, or the option; what is wrong; and what to do.
+    The message names the file and line, or the option; what is wrong; and what to do. What it
+    cites is cut if it is long, and escaped if it cannot be printed or would move the cursor.
     """
 
     exit_code = 2
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_printable(message))
+
+
+def _printable(message: str) -> str:
+    text = "".join(
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode()
+        for character in message
+    )
+    text = re.sub(r"\S{300,}", lambda word: f"{word[0][:100]}...{word[0][-20:]}", text)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 200]} ... {text[-180:]}"
 
 
 @contextmanager

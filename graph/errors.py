@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -18,7 +18,10 @@ from pipedream.graph.command import UserError as UserError
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_TEXT = "tag:yaml.org,2002:str"
+_TAG = "tag:yaml.org,2002:"
+_TEXT, _DATE = f"{_TAG}str", f"{_TAG}timestamp"
+_TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
+_MOST_FIELDS, _MOST_NESTED, _MOST_TEXT = 10_000, 50, 100_000
 
 
 class ArtifactModel(BaseModel):
@@ -29,13 +32,44 @@ class ArtifactModel(BaseModel):
 
 class _Yaml(yaml.SafeLoader):
     """YAML as people write it: `1e-3` is a number, as in YAML 1.2 (in YAML 1.1 it is a string), and
-    a field that is given twice is an error (PyYAML takes the last).
+    a field that is given twice is an error (PyYAML takes the last). Numbers, text, lists and named
+    fields are all there is: what looks like a date is text.
     """
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [pair for pair in pairs if pair[0] != _DATE]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    yaml_constructors: ClassVar = {
+        tag: construct
+        for tag, construct in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.removeprefix(_TAG) in _TYPES
+    }
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.depth > _MOST_NESTED:
+            raise yaml.composer.ComposerError(problem="nested too deeply")
+        self.depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Fields merged by `<<` may multiply: a file of a kilobyte can ask for all memory."""
+        super().flatten_mapping(node)
+        if len(node.value) > _MOST_FIELDS:
+            raise yaml.constructor.ConstructorError(
+                problem=f"more than {_MOST_FIELDS} fields", problem_mark=node.start_mark
+            )
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            if key.tag == _TEXT and key.value in seen:
+            if key.tag != _TEXT:
+                continue
+            if key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     problem=f"{key.value} is given twice: remove one of them",
                     problem_mark=key.start_mark,
@@ -89,6 +123,8 @@ def _parse_json(path: Path, text: str) -> Any:
 
 
 def _parse_yaml(path: Path, text: str) -> Any:
+    if len(text) > _MOST_TEXT:
+        raise UserError(f"{path}: {len(text)} characters are too many: is this the right file?")
     try:
         return yaml.load(text, _Yaml)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
@@ -103,11 +139,11 @@ def _parse_yaml(path: Path, text: str) -> Any:
 def _line(text: str, error: ValidationError) -> str:
     """`:LINE` of the wrong field, or of the fields among which one is missing; JSON is also YAML.
 
-    Empty if the error is in no field, or if the text (JSON) cannot be read as YAML.
+    Empty if the error is in no field, or if the text (JSON) is long or cannot be read as YAML.
     """
     where = _foremost(error)["loc"]
     try:
-        node = yaml.compose(text, _Yaml)
+        node = yaml.compose(text, _Yaml) if len(text) <= _MOST_TEXT else None
     except (yaml.YAMLError, RecursionError):
         node = None
     if node is None or not where:

@@ -231,13 +231,12 @@ def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
     At every moment the file is the old one or the new one, should the run be killed.
     """
     if path.exists():
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept: list[str] = []
-        for line in lines:
-            with suppress(ValueError, KeyError, TypeError):
-                kept += [line] if line.endswith("\n") and wanted(json.loads(line)) else []
+        kept: list[bytes] = []
+        for line in path.read_bytes().splitlines(keepends=True):
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
+                kept += [line] if line.endswith(b"\n") and wanted(json.loads(line)) else []
         fresh = path.with_name(f"{path.name}.partial")
-        fresh.write_text("".join(kept), encoding="utf-8")
+        fresh.write_bytes(b"".join(kept))
         fresh.replace(path)
 
 

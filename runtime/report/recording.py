@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pipedream.graph.errors import UserError
+from pipedream.graph.errors import UserError, read_text
 from pipedream.graph.timeline import Event, Timeline, draw, write_chrome
 from pipedream.runtime.report.clock import Clock
 from pipedream.runtime.report.utilisation import in_flight, versions
@@ -133,15 +133,14 @@ def write_trace(ranks: Timeline, path: Path) -> None:
 def read_trace(path: Path) -> dict[int, list[Event]]:
     """What `write_trace` wrote. Raises UserError `FILE:LINE: what is wrong`."""
     ranks: dict[int, list[Event]] = {}
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.reader(file)
-        if next(reader, None) != _HEADER:
-            raise UserError(f"{path}:1: expected the columns {','.join(_HEADER)}")
-        for row in reader:
-            try:
-                rank, action, begin, end = row
-                event = Event(parse_action(action), float(begin), float(end))
-                ranks.setdefault(int(rank), []).append(event)
-            except ValueError as error:
-                raise UserError(f"{path}:{reader.line_num}: {error}") from error
+    header, *lines = read_text(path).splitlines() or [""]
+    if header != ",".join(_HEADER):
+        raise UserError(f"{path}:1: expected the columns {','.join(_HEADER)}")
+    for number, line in enumerate(lines, start=2):
+        try:
+            rank, action, begin, end = line.split(",")
+            event = Event(parse_action(action), float(begin), float(end))
+            ranks.setdefault(int(rank), []).append(event)
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: {error}") from error
     return ranks

@@ -8,40 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from whole_files import plan_json
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, moved, read_plan, write_plan
-
-
-def plan_json() -> dict[str, Any]:
-    """A diamond a -> b, c -> d in two stages: {a, b} on ranks 0 and 1, {c, d} on rank 2."""
-    inputs = {"a": [], "b": ["a"], "c": ["a"], "d": ["b", "c"]}
-    memory = {"parameters": 8.0, "weight_versions": 8.0, "optimizer_state": 16.0, "gradients": 8.0}
-    memory |= {"activations": 20.0, "inputs": 3.0, "workspace": 1.0}
-    figures = {"compute_seconds": 0.5, "parameter_bytes": 8.0, "memory_bytes": 64.0}
-    figures |= {"memory": memory}  # type: ignore[dict-item]
-    return {
-        "format": "pipedream-plan/1",
-        "graph": {
-            "fingerprint": "f00d",
-            "nodes": [{"id": n, "description": n, "inputs": i} for n, i in inputs.items()],
-        },
-        "cluster": {"machines": [2, 2], "bandwidth": [1e10, 1e9]},
-        "schedule": "weight-stashing",
-        "optimizer": "adam",
-        "stages": [
-            {"stage": 0, "nodes": ["a", "b"], "ranks": [0, 1], **figures, "recompute": True},
-            {"stage": 1, "nodes": ["c", "d"], "ranks": [2], **figures, "recompute": False},
-        ],
-        "predicted": {
-            "cost_model": "paper",
-            "objective": "throughput",
-            "seconds_per_minibatch": 0.5,
-            "lower_bound_seconds": 0.4,
-            "one_worker_seconds": 1.0,
-            "data_parallel_seconds": 0.7,
-        },
-    }
 
 
 def test_a_plan_written_and_read_is_the_same_plan(tmp_path: Path) -> None:
