@@ -29,6 +29,11 @@ class RankInfo:
     master_address: str
     master_port: int
 
+    @property
+    def stays_here(self) -> bool:
+        """Whether the address of the rendezvous reaches this machine alone."""
+        return self.master_address == "localhost" or self.master_address.startswith("127.")
+
     def variables(self) -> dict[str, str]:
         """The same as variables of torchrun, which `init_method="env://"` reads."""
         return {

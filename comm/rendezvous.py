@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from pipedream.comm.rank_info import RankInfo, restarts
+from pipedream.comm.rank_info import LOCALHOST, RankInfo, restarts
 from pipedream.graph.errors import UserError
 
 
@@ -36,21 +38,54 @@ def choose_device(name: str, rank_info: RankInfo) -> tuple[torch.device, str]:
 
 
 def connect_store(rank_info: RankInfo, timeout: float) -> Store:
-    """Connects to the store that all ranks share. Raises RendezvousError if some rank is late."""
+    """Connects to the store that all ranks share. Raises RendezvousError if some rank is late.
+
+    A store at an address of this machine alone is open to this machine alone.
+    """
     with _meeting(rank_info):
-        address = f"tcp://{rank_info.master_address}:{rank_info.master_port}"
         limit = timedelta(seconds=timeout)
-        met = rendezvous(address, rank_info.rank, rank_info.world_size, timeout=limit)
-        store, _, _ = next(met)
+        if rank_info.rank == 0 and rank_info.stays_here and not _served_by_torchrun():
+            store: Store = _serve_here(rank_info, limit)
+        else:
+            address = f"tcp://{rank_info.master_address}:{rank_info.master_port}"
+            met = rendezvous(address, rank_info.rank, rank_info.world_size, timeout=limit)
+            store, _, _ = next(met)
         store.set_timeout(limit)
     # The store of torchrun outlives a restart; the prefix hides entries of earlier workers.
     return PrefixStore(f"restart-{restarts()}", store)
+
+
+def _served_by_torchrun() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _serve_here(rank_info: RankInfo, limit: timedelta) -> Store:
+    """Torch's own server listens on every address of the machine, and asks nobody for a secret."""
+    listening = socket.create_server((LOCALHOST, rank_info.master_port))
+    return TCPStore(
+        LOCALHOST,
+        rank_info.master_port,
+        rank_info.world_size,
+        is_master=True,
+        timeout=limit,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _talk_here() -> None:
+    """Has gloo and NCCL listen on the loopback interface; the user's own choice goes first."""
+    here = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if here is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", here)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", here)
 
 
 def join(
     rank_info: RankInfo, met: Store, backend: str, device: torch.device, timeout: float
 ) -> Store:
     """Joins the process group; returns the store of the run. Raises RendezvousError."""
+    if rank_info.local_world_size == rank_info.world_size:
+        _talk_here()
     with _meeting(rank_info):
         dist.init_process_group(
             backend,
@@ -67,7 +102,7 @@ def join(
 def _meeting(rank_info: RankInfo) -> Iterator[None]:
     try:
         yield
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         where = f"{rank_info.master_address}:{rank_info.master_port}"
         reason = (str(error).strip() or "no message").splitlines()[0]
         raise RendezvousError(

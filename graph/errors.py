@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from reprlib import repr as shortened
-from typing import Any, ClassVar, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -36,11 +36,11 @@ class _Yaml(yaml.SafeLoader):
     fields are all there is: what looks like a date is text.
     """
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers = {  # noqa: RUF012 - as its base declares it
         first: [pair for pair in pairs if pair[0] != _DATE]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
-    yaml_constructors: ClassVar = {
+    yaml_constructors = {  # noqa: RUF012 - as its base declares it
         tag: construct
         for tag, construct in yaml.SafeLoader.yaml_constructors.items()
         if tag is None or tag.removeprefix(_TAG) in _TYPES

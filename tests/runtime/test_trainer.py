@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ import pytest
 import small_models
 import torch
 from commands import interrupt, start, typed
+from listening import descendants, is_loopback, listening
 from plans import cut, make_plan
 from safetensors.torch import load_file
 from training import losses, run_jobs, weights
@@ -101,6 +103,18 @@ def test_each_launcher_trains_the_plan(launcher: str, folder: Path) -> None:
     assert summary["final_loss"] == json.loads(metrics[-1])["loss"]
     assert "Written: run/summary.json" in done.stdout
     assert (folder / "run/timeline.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_run_on_one_machine_listens_on_the_loopback_alone(folder: Path) -> None:
+    process = start(folder, TRAIN, VARIABLES)
+    addresses: set[str] = set()
+    while process.poll() is None:
+        addresses |= listening(descendants(process.pid))
+        time.sleep(0.05)
+    assert process.returncode == 0
+    assert addresses
+    assert all(map(is_loopback, addresses)), addresses
 
 
 @pytest.mark.slow

@@ -1,0 +1,53 @@
+"""Ranks of one machine meet where nobody else can reach them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from listening import is_loopback, listening
+from processes import free_port, run_processes
+
+from pipedream.comm.rank_info import RankInfo
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_nothing_listens_beyond_the_loopback(address: str) -> None:
+    """Torch's store and gloo listened on every address: losses could be forged from outside."""
+    for addresses in run_processes(_meet, 2, address, free_port()):
+        assert addresses
+        assert all(map(is_loopback, addresses)), addresses
+
+
+def _meet(rank: int, ranks: int, address: str, port: int) -> set[str]:
+    import torch
+    import torch.distributed as dist
+
+    from pipedream.comm.rendezvous import connect_store, join
+
+    rank_info = RankInfo(rank, ranks, rank, ranks, address, port)
+    store = connect_store(rank_info, 60.0)
+    join(rank_info, store, "gloo", torch.device("cpu"), 60.0)
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert total.tolist() == [ranks] * 3
+    found = listening([os.getpid()])
+    dist.barrier()
+    return found
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    (message, _) = run_processes(_refused, 2, free_port())
+    assert "the 2 ranks did not all meet at 127.0.0.1" in message
+
+
+def _refused(rank: int, ranks: int, port: int) -> str:
+    import socket
+
+    from pipedream.comm.rendezvous import RendezvousError, connect_store
+
+    if rank:
+        return ""
+    with socket.create_server(("127.0.0.1", port)), pytest.raises(RendezvousError) as refused:
+        connect_store(RankInfo(rank, ranks, rank, ranks, "127.0.0.1", port), 5.0)
+    return str(refused.value)
