@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -108,6 +109,7 @@ class Command(click.Command):
         super().__init__(*args, **kwargs)
         self.groups, self.examples = groups or {}, examples
         self.params += [each for options in self.groups.values() for each in options]
+        self.params.append(_version())
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         if self.examples:
@@ -139,6 +141,18 @@ class Command(click.Command):
                 raise
             _fail(self.name, f"{error.strerror}: free some disk space", 2)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _version() -> click.Option:
+    def show(context: click.Context, _option: click.Parameter, asked: bool) -> None:
+        if asked:
+            python = ".".join(map(str, sys.version_info[:3]))
+            own, torch = (metadata.version(name) for name in ("pipedream", "torch"))
+            click.echo(f"{context.info_name} {own} (Python {python}, torch {torch})")
+            context.exit()
+
+    text, quietly = "Show the version and exit.", {"expose_value": False, "is_eager": True}
+    return click.Option(["--version"], is_flag=True, help=text, callback=show, **quietly)
 
 
 class Calculation(Command):

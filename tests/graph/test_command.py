@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import version
 from pathlib import Path
 
 import click
@@ -95,6 +97,7 @@ def test_help_lists_examples_before_the_options_and_each_option_under_its_headin
         "  -o, --out FILE  Where to.  [default: here]",
         "Options:",
         "  --count TEXT  How often.",
+        "  --version     Show the version and exit.",
         "  --help        Show this message and exit.",
     ]
 
@@ -116,3 +119,34 @@ def test_an_option_is_declared_by_its_names_and_metavar(
     declared: click.Option, args: list[str], values: dict[str, object]
 ) -> None:
     assert Command("pd-try", groups={"Output": [declared]}).make_context("", args).params == values
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        Command("pd-try").main(["--version"], prog_name="pd-try")
+    assert end.value.code == 0
+    assert re.fullmatch(
+        rf"pd-try {re.escape(version('pipedream'))} \(Python 3\.\d+\.\d+, torch \d\S+\)\n",
+        capsys.readouterr().out,
+    )
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("graph.txt:1: \x1b[2J is no node", r"graph.txt:1: \x1b[2J is no node"),
+        ("a \ud800 b\u2028c", r"a \ud800 b\u2028c"),
+        ("node " + "9" * 1000, "node " + "9" * 100 + "..." + "9" * 20),
+        ("Größe, 量", "Größe, 量"),
+    ],
+)
+def test_what_a_message_cites_is_cut_and_escaped(said: str, shown: str) -> None:
+    """A line of a file of any length, and what moves the cursor, went to the terminal as it was."""
+    assert UserError(said).format_message() == shown
+
+
+def test_a_long_message_keeps_its_begin_and_end() -> None:
+    message = UserError("first " + "word " * 1000 + "last").format_message()
+    assert len(message) < 950
+    assert message.startswith("first")
+    assert message.endswith("last")
