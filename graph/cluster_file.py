@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from pipedream.graph.cluster import Cluster, DeviceType, Link, Seconds, SomeBytes, check_kinds
 from pipedream.graph.errors import ArtifactModel, read_artifact
+from pipedream.graph.files import write_whole
 from pipedream.graph.units import show_bytes, show_seconds
 
 
@@ -100,7 +101,7 @@ def write_cluster(cluster: Cluster, path: Path, notes: Sequence[str] = ()) -> No
     if cluster.kinds:
         lines += ["kinds:", *(f"  - {_type_text(kind)}" for kind in cluster.kinds)]
         lines += [f"machine_kinds: {json.dumps(list(cluster.machine_kinds))}"]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_whole(path, "\n".join(lines) + "\n")
 
 
 def _level_lines(cluster: Cluster, level: int) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import graphviz
 
+from pipedream.graph.files import whole, write_whole
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.units import show_bytes, show_seconds
 
@@ -58,9 +59,10 @@ def draw(graph: Graph, path: Path, title: str = "") -> Path:
     image = _lay_out(picture) if _can_lay_out(graph) else None
     written, stale = (text, svg) if image is None else (svg, text)
     if image is None:
-        text.write_text(picture.source, encoding="utf-8")
+        write_whole(text, picture.source)
     else:
-        svg.write_bytes(image)
+        with whole(svg) as fresh:
+            fresh.write_bytes(image)
     stale.unlink(missing_ok=True)
     return written
 

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.errors import ArtifactModel, read_artifact
+from pipedream.graph.files import write_whole
 from pipedream.graph.plan import Amount, Plan, workers_by_rank
 from pipedream.graph.profile import Quartiles
 
@@ -97,4 +98,4 @@ def read_measured(path: Path) -> MeasuredRun:
 
 def write_measured(measured: MeasuredRun, path: Path) -> None:
     text = measured.model_dump_json(indent=1, exclude_none=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    write_whole(path, text + "\n")

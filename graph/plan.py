@@ -20,6 +20,7 @@ from pipedream.graph.choices import (
 )
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
+from pipedream.graph.files import write_whole
 from pipedream.graph.model import Graph
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -319,4 +320,4 @@ def moved(plan: Plan, source: Path, target: Path) -> Plan:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    path.write_text(plan.model_dump_json(indent=1, exclude_none=True) + "\n", encoding="utf-8")
+    write_whole(path, plan.model_dump_json(indent=1, exclude_none=True) + "\n")

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
+from pipedream.graph.files import write_whole
 from pipedream.graph.model import Graph
 
 _INTERRUPTED = 3.0
@@ -300,7 +301,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    path.write_text(profile.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    write_whole(path, profile.model_dump_json(indent=1) + "\n")
 
 
 def folder_of(folder: Path, batch_size: int) -> Path:

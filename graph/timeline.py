@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
+from pipedream.graph.files import whole, write_whole
+
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
@@ -129,7 +131,8 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     kinds = {event.action.kind for event in visible}
     colours = {style.name: style.colour for kind, style in _STYLES.items() if kind in kinds}
     _legend(figure, [Patch(facecolor=colour, label=name) for name, colour in colours.items()])
-    figure.savefig(path, dpi=_DPI)
+    with whole(path) as fresh:
+        figure.savefig(fresh, dpi=_DPI)
 
 
 def _draw_panel(axes: Axes, panel: Panel, begin: float, end: float) -> None:
@@ -251,7 +254,8 @@ def draw_memory(
     axes.set_title(title + _left_out(len(shown), len(memory)), loc="left")
     drawn = {stage_of[rank]: len(stages[stage_of[rank]]) for rank in shown}
     _stage_legend(figure, drawn, colours, limit is not None)
-    figure.savefig(path, dpi=_DPI)
+    with whole(path) as fresh:
+        figure.savefig(fresh, dpi=_DPI)
 
 
 def _stage_colours(count: int) -> list[Any]:
@@ -299,7 +303,7 @@ def write_chrome(
     for name, time in (marks or {}).items():
         written.append(_entry(name, "i", 0, time - begin, s="g", tid=0))
     text = json.dumps({"traceEvents": written, "displayTimeUnit": "ms"})
-    path.write_text(text + "\n", encoding="utf-8")
+    write_whole(path, text + "\n")
 
 
 def _rank_entries(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipedream.graph.command import COUNT, PATH, Command, UserError, option, writing
+from pipedream.graph.files import write_whole
 from pipedream.profiler.network.options import NETWORK_OPTIONS, check_no_network_options
 from pipedream.profiler.report.view import VIEW_OPTIONS, view_profiles
 
@@ -313,9 +314,9 @@ def _write(graph: Graph, profile: Profile, output: Path) -> str:
 
     with writing(output):
         output.mkdir(exist_ok=True)
-        (output / "graph.txt").write_text(format_graph(graph), encoding="utf-8")
+        write_whole(output / "graph.txt", format_graph(graph))
         write_profile(profile, output / "profile.json")
-        layers_frame(profile).to_csv(output / "layers.csv", index=False)
+        write_whole(output / "layers.csv", layers_frame(profile).to_csv(index=False))
         draw_layers(profile, output / "layers.png")
         picture = draw(graph, output / "graph", f"{profile.model}, batch {profile.batch_size}")
     why = why_text(graph, picture)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipedream.graph.choices import DEFAULT_ORDER, ScheduleName
-from pipedream.graph.errors import UserError
+from pipedream.graph.errors import UserError, read_text
 from pipedream.graph.model import read_graph
 from pipedream.graph.plan import Plan, workers_by_rank
 from pipedream.graph.run_config import AsynchronousConfig, OptimizerConfig, RunConfig
@@ -19,6 +20,9 @@ from pipedream.schedule.action import StageLink, Worker
 from pipedream.schedule.policy import Policy, policy
 from pipedream.schedule.schedule import ORDERS
 from pipedream.schedule.spec import PipelineSpec
+
+SUMMARY = "summary.json"
+"""File name in the folder of the run: the last that it writes but an export."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,15 @@ class Job:
         """The position of the newest checkpoint."""
         positions = (Position.of(path.name) for path in self.checkpoints.glob("epoch-*"))
         return max((position for position in positions if position is not None), default=None)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run has written all that it writes at its end."""
+        try:
+            done = bool(json.loads(read_text(self.run / SUMMARY))["epochs"] >= self.epochs)
+        except (UserError, ValueError, TypeError, LookupError, RecursionError):
+            return False
+        return done and (self.export is None or self.export.exists())
 
     @property
     def goes_on(self) -> bool:

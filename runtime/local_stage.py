@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from pipedream.capture.export import Captured
 from pipedream.capture.segment import Segment
+from pipedream.graph.files import write_whole
 from pipedream.runtime.engine.randomness import MinibatchRng, operator_positions, seed_each
 from pipedream.runtime.job import Job
 from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
@@ -63,7 +64,7 @@ class LocalStage:
     def _write_source(self, captured: Captured) -> None:
         self.job.run.mkdir(parents=True, exist_ok=True)
         text = source_text(captured, self.job.plan, self.interface, self.interface.build(captured))
-        (self.job.run / f"stage{self.stage}.py").write_text(text, encoding="utf-8")
+        write_whole(self.job.run / f"stage{self.stage}.py", text)
 
     def make_stepping(self, tied: Mapping[str, Sequence[int]]) -> StageStepping:
         """The steps of its optimizer.

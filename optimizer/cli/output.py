@@ -9,6 +9,7 @@ import click
 from pipedream.graph import timeline
 from pipedream.graph.command import writing
 from pipedream.graph.draw import draw, why_text
+from pipedream.graph.files import write_whole
 from pipedream.graph.model import format_graph
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.profile import BATCH_SIZES_TABLE
@@ -40,7 +41,7 @@ def write_plan_files(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_plan(plan, folder / "plan.json")
-        (folder / "graph.txt").write_text(format_graph(staged), encoding="utf-8")
+        write_whole(folder / "graph.txt", format_graph(staged))
         picture = draw(staged, folder / "graph")
         drawn = "" if simulation is None else _draw(simulation, plan, folder, request.memory)
     why = why_text(staged, picture)
@@ -88,7 +89,7 @@ def sweep_workers(request: Request, numbers: range, folder: Path) -> None:
     """Prints the table of --sweep; writes it as CSV and as a picture."""
     frame = sweep_frame(list(sweep(request, numbers)))
     print_table(make_console(), sweep_table(frame))
-    frame.to_csv(folder / "sweep.csv", index=False)
+    write_whole(folder / "sweep.csv", frame.to_csv(index=False))
     draw_sweep(frame, folder / "sweep.png")
     click.echo(f"Written: {folder}/sweep.csv, sweep.png")
 
@@ -100,7 +101,7 @@ def compare_plans(request: Request, microbatches: int, chosen: Plan, folder: Pat
     for contender in contenders:
         if contender.problem is not None:
             click.echo(f"{contender.name}: {contender.problem}")
-    comparison_frame(contenders).to_csv(folder / "compare.csv", index=False)
+    write_whole(folder / "compare.csv", comparison_frame(contenders).to_csv(index=False))
     draw_comparison(contenders, folder / "compare.png")
     click.echo(f"Written: {folder}/compare.csv, compare.png")
 
@@ -108,7 +109,7 @@ def compare_plans(request: Request, microbatches: int, chosen: Plan, folder: Pat
 def write_choices(choices: Choices, folder: Path) -> None:
     """Writes the table of batch sizes as CSV, and prints which size was chosen."""
     with writing(folder):
-        choices_frame(choices).to_csv(folder / BATCH_SIZES_TABLE, index=False)
+        write_whole(folder / BATCH_SIZES_TABLE, choices_frame(choices).to_csv(index=False))
     click.echo(f"Written: {folder}/{BATCH_SIZES_TABLE}")
     click.echo(choices.words)
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
+from pipedream.graph.files import whole
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.report import table_of
@@ -203,4 +204,5 @@ def draw_sweep(frame: pd.DataFrame, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if axes.lines:  # none where no plan fits
         axes.legend(frameon=False)
-    figure.savefig(path, dpi=110)
+    with whole(path) as fresh:
+        figure.savefig(fresh, dpi=110)

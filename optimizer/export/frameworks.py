@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipedream.graph.errors import UserError
+from pipedream.graph.files import write_whole
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
@@ -47,7 +48,7 @@ def export(framework: str, plan: Plan, graph: Graph, profile: Profile) -> Export
 
 
 def write_export(export: Export, path: Path) -> None:
-    path.write_text(json.dumps(export.content, indent=1) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(export.content, indent=1) + "\n")
 
 
 def _torch(plan: Plan, graph: Graph, profile: Profile) -> Export:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from pipedream.graph.cluster_file import write_cluster
 from pipedream.graph.command import writing
+from pipedream.graph.files import whole
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.network.link_fit import MOST_MISS
 from pipedream.profiler.network.measure import MeasuredLevel, Timed, cluster
@@ -98,7 +99,7 @@ def _kinds(measured: Sequence[MeasuredLevel]) -> Iterator[tuple[str, str, Timed]
 
 
 def _write_numbers(measured: Sequence[MeasuredLevel], path: Path) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with whole(path) as fresh, fresh.open("w", encoding="utf-8", newline="") as file:
         table = csv.writer(file)
         table.writerow(["level", "kind", "bytes", "seconds", "spread", "line_seconds"])
         for level, kind, timed in _kinds(measured):
@@ -129,7 +130,8 @@ def draw(measured: Sequence[MeasuredLevel], path: Path) -> None:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="upper left")
-    figure.savefig(path, dpi=110)
+    with whole(path) as fresh:
+        figure.savefig(fresh, dpi=110)
 
 
 def _draw(axes: Axes, name: str, timed: Timed, colour: str) -> None:

@@ -12,6 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from pipedream.graph.command import UserError, writing
+from pipedream.graph.files import whole, write_whole
 from pipedream.graph.profile import BATCH_SIZES_TABLE, difference, folder_of, sizes_in
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.report.table import make_console
@@ -77,7 +78,7 @@ def profile_sizes(
     frame = batch_sizes_frame(profiles)
     title = f"{profiles[0].model} at {len(sizes)} batch sizes"
     with writing(folder):
-        frame.to_csv(folder / BATCH_SIZES_TABLE, index=False)
+        write_whole(folder / BATCH_SIZES_TABLE, frame.to_csv(index=False))
         draw_batch_sizes(frame, title, folder / PICTURE)
     console = make_console()
     for part in ("", batch_sizes_table(frame, title), ""):
@@ -186,7 +187,8 @@ def draw_batch_sizes(frame: pd.DataFrame, title: str, path: Path) -> None:
         _draw_line(panels[2], frame, "saved_bytes", "saved for backward", "#7A3300", unit="B")
     for axes in panels:
         _scale(axes, list(frame["batch_size"]))
-    figure.savefig(path, dpi=_DPI)
+    with whole(path) as fresh:
+        figure.savefig(fresh, dpi=_DPI)
 
 
 def _draw_times(axes: Axes, frame: pd.DataFrame) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from pipedream.graph.files import whole
 from pipedream.graph.profile import Profile
 from pipedream.profiler.report.layers import QUANTITIES, layer_names, layers_frame
 
@@ -88,7 +89,8 @@ def draw_layers(profile: Profile, path: Path) -> None:
     for axes, (name, bars) in zip(rows, panels.items(), strict=True):
         _draw_panel(axes, name, frame, bars)
     _label_layers(rows, runs, len(frame), _PER_LABEL * len(frame) / (width - _MARGIN))
-    figure.savefig(path, dpi=_DPI)
+    with whole(path) as fresh:
+        figure.savefig(fresh, dpi=_DPI)
 
 
 def _draw_panel(axes: Axes, name: str, frame: pd.DataFrame, bars: Sequence[_Bars]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipedream.graph.command import PATH, UserError, option, writing
+from pipedream.graph.files import write_whole
 from pipedream.profiler.report.layers import ORDERS
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def _diff(a: Path, b: Path, output: Path | None, sort: str, top: int | None) -> 
     print_diff(diff, sort, top)
     if output is not None:
         with writing(output):
-            diff.table().to_csv(output, index=False)
+            write_whole(output, diff.table().to_csv(index=False))
         click.echo(f"Written: {output}")
 
 

@@ -44,7 +44,7 @@ def resume(local: LocalModel, stepping: Stepping) -> Position:
 
 def _check(job: Job, path: Path, saved: checkpoint.State) -> None:
     optimizer = job.optimizer.names
-    if saved.epoch >= job.epochs and not job.restarted:
+    if saved.epoch >= job.epochs and job.is_finished and not job.restarted:
         raise UserError(f"--resume: {path} has completed all {job.epochs} epochs; raise --epochs")
     if saved.details.get("optimizer", optimizer) != optimizer:
         raise UserError(

@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
+from pipedream.graph.files import whole
 from pipedream.graph.plan import RankAssignment, workers_by_rank
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.data.order import Sizes
@@ -79,7 +80,9 @@ class Display:
         return self.samples / (time.perf_counter() - self.begin)
 
     def __enter__(self) -> Display:
-        keep_before(self.path, self.first)
+        before = keep_before(self.path, self.first)
+        loss = before.get("loss")
+        self.last_loss = loss if isinstance(loss, float) else None
         # Those of an epoch that is over are about to be tried again.
         keep_until(
             self.path.with_name("held_out.jsonl"), self.first.epoch - (not self.first.minibatch)
@@ -215,9 +218,11 @@ class Display:
             print(text, file=sys.stderr, flush=True)
 
 
-def keep_before(path: Path, position: Position) -> None:
-    """Drops from metrics.jsonl what a run that goes on from `position` will write again."""
-    _keep(path, lambda line: Position(line["epoch"] - 1, line["minibatch"]) < position)
+def keep_before(path: Path, position: Position) -> dict[str, Any]:
+    """Drops from metrics.jsonl what a run that goes on from `position` will write again. Returns
+    the last line that stays.
+    """
+    return _keep(path, lambda line: Position(line["epoch"] - 1, line["minibatch"]) < position)
 
 
 def keep_until(path: Path, epoch: int) -> None:
@@ -225,19 +230,23 @@ def keep_until(path: Path, epoch: int) -> None:
     _keep(path, lambda line: line["epoch"] <= epoch)
 
 
-def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> None:
+def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     """Keeps the lines that are wanted, without any that cannot be read, such as one cut short.
 
-    At every moment the file is the old one or the new one, should the run be killed.
+    At every moment the file is the old one or the new one, should the run be killed. Returns the
+    last line.
     """
+    last: dict[str, Any] = {}
     if path.exists():
         kept: list[bytes] = []
         for line in path.read_bytes().splitlines(keepends=True):
             with suppress(ValueError, KeyError, TypeError, RecursionError):
-                kept += [line] if line.endswith(b"\n") and wanted(json.loads(line)) else []
-        fresh = path.with_name(f"{path.name}.partial")
-        fresh.write_bytes(b"".join(kept))
-        fresh.replace(path)
+                if line.endswith(b"\n") and wanted(read := json.loads(line)):
+                    kept.append(line)
+                    last = read
+        with whole(path) as fresh:
+            fresh.write_bytes(b"".join(kept))
+    return last
 
 
 def table(

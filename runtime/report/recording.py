@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipedream.graph.errors import UserError, read_text
+from pipedream.graph.files import whole
 from pipedream.graph.timeline import Event, Timeline, draw, write_chrome
 from pipedream.runtime.report.clock import Clock
 from pipedream.runtime.report.utilisation import in_flight, versions
@@ -122,7 +123,7 @@ def _counters(ranks: Timeline) -> dict[str, dict[int, list[tuple[float, float]]]
 
 def write_trace(ranks: Timeline, path: Path) -> None:
     """A CSV line for each event: rank, action as `2F0`, begin and end in seconds."""
-    with path.open("w", encoding="utf-8", newline="") as file:
+    with whole(path) as fresh, fresh.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(_HEADER)
         for rank, events in sorted(ranks.items()):

@@ -14,8 +14,10 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from pipedream.graph.errors import UserError
+from pipedream.graph.files import write_whole
 from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.runtime.job import SUMMARY
 from pipedream.runtime.report.expectation import advice, compare, figures
 
 
@@ -98,17 +100,19 @@ def write_summary(
     `planned_for`: the batch size of the plan, if the run has another. `measured_run`: what was
     written to measured.json.
     """
-    (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+    write_whole(run / SUMMARY, json.dumps(summary, indent=1) + "\n")
     measured = summary["seconds_per_minibatch"]
     wanted = next((summary[key] for key in _WANTED if summary.get(key) is not None), None)
     beside = "" if wanted is None else f", expected {show_seconds(wanted)}"
     found = None if measured_run is None else compare(measured_run)
-    lines = [
-        f"time per minibatch  {show_seconds(measured)}{beside}",
-        *(figures(found) if found is not None else []),
-        f"samples per second  {summary['samples_per_second']:.0f}"
-        + " in the steady state" * steady,
-    ]
+    lines = []
+    if measured:  # else there was nothing left to train
+        rate = f"{summary['samples_per_second']:.0f}" + " in the steady state" * steady
+        lines = [
+            f"time per minibatch  {show_seconds(measured)}{beside}",
+            *(figures(found) if found is not None else []),
+            f"samples per second  {rate}",
+        ]
     if planned_for is not None:
         lines.append(f"planned             for minibatches of {planned_for}, unlike this run's")
     if summary["final_loss"] is not None:

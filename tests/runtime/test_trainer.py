@@ -132,6 +132,32 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_was_missing_when_all_were_killed_at_the_end_is_made_up_for(folder: Path) -> None:
+    """With the last checkpoint written and no summary, --resume said that all epochs were done:
+    there never was a summary, a held-out result or an export.
+    """
+    plan, config = read_plan(folder / "plan.json"), read_config(folder / "run.yaml")
+    whole = Job(plan, config, SUPPORT, folder / "whole", epochs=2)
+    again = replace(whole, resume=True)
+    run_jobs([whole])
+    first, trained = json.loads((whole.run / "summary.json").read_text()), weights(whole)
+    for broken in (None, "{", '{"epochs": 1}', "[]", '{"epochs": []}'):
+        (whole.run / "summary.json").unlink()
+        if broken is not None:
+            (whole.run / "summary.json").write_text(broken)
+        run_jobs([again])
+        found = json.loads((whole.run / "summary.json").read_text())
+        for key in ("epochs", "final_loss", "held_out_loss", "held_out_accuracy"):
+            assert found[key] == first[key]
+    export = replace(again, export=folder / "model.safetensors")
+    run_jobs([export])
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        torch.testing.assert_close(tensor, trained[name], rtol=0, atol=0)
+    assert export.is_finished
+    assert not replace(export, epochs=3).is_finished
+
+
+@pytest.mark.slow
 def test_going_on_inside_an_epoch_is_the_run_that_was_never_stopped(folder: Path) -> None:
     """Replicas, a segment that is rounded up to whole updates, and losses told of later
     minibatches.
