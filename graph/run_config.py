@@ -48,6 +48,19 @@ class DataFactory(Factory):
             )
         return source
 
+    inputs: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Of examples that are dicts: the parts that go to the model, to the parameters of `forward`
+    that have these names. By default all tensors but the target.
+    """
+    target: str | None = None
+    """Of examples that are dicts: the part that goes to the loss. By default the first there is of
+    `labels`, `label`, `target`, `targets` and `y`.
+    """
+    collate: str | None = Field(default=None, pattern=r"^[\w.\-]+:[\w.]+$")
+    """`package.module:function` that makes a minibatch of a list of examples: a dict, or inputs and
+    target. By default torch's default_collate.
+    """
+
 
 class GroupConfig(ArtifactModel):
     """Options of the optimizer for the parameters whose names match a pattern."""

@@ -228,7 +228,7 @@ WRONG_IN_A_RANK = [
     ("plan.json --config loss_class.yaml", r"loss torch.nn:CrossEntropyLoss: this is a class"),
     ("plan.json --config no_model.yaml", r"has no 'Noisi'; did you mean 'Noisy'"),
     ("plan.json --config no_module.yaml", r"there is no module small_model in"),
-    ("plan.json --config no_data.yaml", r"user:rubbish must return two things, .*, not a int"),
+    ("plan.json --config no_data.yaml", r"user:rubbish: the training set, a int, lacks __len__"),
     ("plan.json --config too_large.yaml", r"60 examples do not fill a batch of 4000"),
     (
         "plan.json --config one_left.yaml",

@@ -16,6 +16,7 @@ from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.datasets import huggingface
 from pipedream.capture.sources.image_folder import image_folder
 from pipedream.capture.sources.minibatch import Dataset, examples, minibatch
+from pipedream.capture.sources.named_examples import bind_inputs, input_names, named_examples
 from pipedream.capture.sources.transformers import (
     load_transformers,
     take_labels,
@@ -87,15 +88,17 @@ def load_config(
     Raises UserError.
     """
     size = batch_size or config.batch_size
-    model = load_config_model(config.model_copy(update={"batch_size": size}), directory, meta)
     train, _ = load_data(config, directory)
+    sized, names = config.model_copy(update={"batch_size": size}), input_names(train, config.loss)
+    model = load_config_model(sized, directory, meta, names)
     if len(train) < size:
         raise UserError(
             f"{config.data.source}: {len(train)} examples do not fill a batch of {size}"
         )
     dtype = getattr(torch, config.dtype)
     inputs, target = minibatch(train, range(size), dtype, config.data.source)
-    model_inputs = (*inputs, target) if config.loss == "output" else inputs
+    with_target = config.loss == "output" and target is not None
+    model_inputs = (*inputs, target) if with_target else inputs
     loss = load_loss(config.loss, directory)
     return Loaded(
         model,
@@ -108,8 +111,14 @@ def load_config(
     )
 
 
-def load_config_model(config: RunConfig, directory: Path, meta: bool = False) -> nn.Module:
-    """Creates the model of a run config in `directory`, in training mode and of its dtype.
+def load_config_model(
+    config: RunConfig,
+    directory: Path,
+    meta: bool = False,
+    names: Sequence[str] | None = None,
+) -> nn.Module:
+    """Creates the model of a run config in `directory`, in training mode and of its dtype; it takes
+    its inputs by position, in the order of `names` (see `input_names`) if these are known.
 
     Seeds torch with the seed of the config, so the weights are the initial ones of a run. Raises
     UserError.
@@ -117,7 +126,9 @@ def load_config_model(config: RunConfig, directory: Path, meta: bool = False) ->
     torch.manual_seed(config.seed)
     source = config.model.source
     model, _ = _make(source, config.model.args, config.batch_size, directory, meta)
-    if config.loss == "output" and source.startswith("transformers:"):
+    if names is not None:
+        model = bind_inputs(model, names, source, config.data.source)
+    elif config.loss == "output" and source.startswith("transformers:"):
         model = take_labels(model, source)
     return model.to(getattr(torch, config.dtype)).train()
 
@@ -125,17 +136,17 @@ def load_config_model(config: RunConfig, directory: Path, meta: bool = False) ->
 def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | None]:
     """Loads the training set of a run config, and its held-out set or None.
 
-    Calls the factory with `data.args`; `torchvision-folder:` and `huggingface:` are built in.
-    Raises UserError.
+    Calls the factory with `data.args`; `torchvision-folder:` and `huggingface:` are built in. A
+    factory may return the training set alone. Raises UserError.
     """
     source = config.data.source
-    pair = call(source, _data_factory(source, directory), config.data.args)
-    if not isinstance(pair, tuple) or len(pair) != 2:
+    made = call(source, _data_factory(source, directory), config.data.args)
+    if isinstance(made, tuple) and len(made) != 2:
         raise UserError(
-            f"{source} must return two things, (training set, held-out set or None), not a"
-            f" {type(pair).__name__}"
+            f"{source} must return (training set, held-out set or None), or a training set alone,"
+            f" not {len(made)} things"
         )
-    train, held_out = pair
+    train, held_out = made if isinstance(made, tuple) else (made, None)
     for which, dataset in (("training", train), ("held-out", held_out)):
         if dataset is None and which == "held-out":
             continue
@@ -156,7 +167,8 @@ def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | No
             length = len(dataset)
         if length == 0:
             raise UserError(f"{source}: the {which} set is empty")
-    return train, held_out
+    held_out = held_out if held_out is None else named_examples(held_out, config.data, directory)
+    return named_examples(train, config.data, directory), held_out
 
 
 def _data_factory(source: str, directory: Path) -> Callable[..., Any]:

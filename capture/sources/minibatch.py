@@ -11,6 +11,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from pipedream.capture.sources.named_examples import (
+    NamedExamples,
+    check_example,
+    pair,
+    read_examples,
+)
 from pipedream.capture.sources.user_code import blaming
 from pipedream.graph.errors import UserError
 
@@ -18,7 +24,9 @@ _SPEC = re.compile(r"(\d+(?:x\d+)*)?(?::([a-z]+\d*)(?::(\d+))?)?")
 
 
 class Dataset(Protocol):
-    """A map-style dataset whose examples are (input or tuple of inputs, target)."""
+    """A map-style dataset whose examples are (input or tuple of inputs, target), or (input, ...,
+    target), or NamedExamples.
+    """
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Any: ...
@@ -51,21 +59,16 @@ def _together(dataset: Any, indices: Sequence[int], source: str) -> Any:
     """The unchecked pair of inputs and target."""
     if type(dataset) is Subset:
         return _together(dataset.dataset, [dataset.indices[i] for i in indices], source)
+    if isinstance(dataset, NamedExamples):
+        return dataset.batch(indices, source)
     with blaming(source):
         # Reading one by one would hold the GIL, which the passes of other threads need.
-        if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
-            return dataset[torch.as_tensor(indices)]
-        # All at once if the dataset supports that, like torch's DataLoader.
-        at_once = getattr(dataset, "__getitems__", None)
-        read = list(at_once(indices)) if at_once else [dataset[index] for index in indices]
-    first = read[0]
-    if not isinstance(first, (tuple, list)) or len(first) != 2:
-        many = f" of {len(first)}" if isinstance(first, (tuple, list)) else ""
-        raise UserError(
-            f"{source}: an example is a {type(first).__name__}{many}, not a pair (input, target)"
-        )
+        if type(dataset) is TensorDataset and len(dataset.tensors) > 1:
+            return pair(dataset[torch.as_tensor(indices)], source)
+        read = read_examples(dataset, indices)
+    check_example(read[0], source)
     try:
-        return default_collate(read)
+        return pair(default_collate(read), source)
     except (RuntimeError, TypeError) as error:
         raise UserError(f"{source}: examples do not form a batch: {error}") from error
 

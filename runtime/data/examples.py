@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pipedream.capture.sources.load import load_data
+from pipedream.capture.sources.named_examples import input_names
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.order import EpochOrder
 from pipedream.runtime.data.reader import Batch, Epoch
@@ -30,6 +31,11 @@ class Examples:
                 f"{job.config.data.source}: {self.sizes.examples} examples do not fill a batch of "
                 f"{job.config.batch_size}: choose a smaller batch_size"
             )
+
+    @property
+    def input_names(self) -> tuple[str, ...] | None:
+        """What the model's inputs are called; None if they have no names."""
+        return input_names(self.training, self.config.loss)
 
     def first(self) -> Batch:
         """The first minibatch of all; from now on the others have to be of its `kind`."""

@@ -55,7 +55,8 @@ class Batch:
         """Raises UserError: see `minibatch`."""
         dtype = getattr(torch, config.dtype)
         inputs, target = minibatch(dataset, indices, dtype, config.data.source)
-        return Batch((*inputs, target) if config.loss == "output" else inputs, target)
+        with_target = config.loss == "output" and target is not None
+        return Batch((*inputs, target) if with_target else inputs, target)
 
     def to(self, device: torch.device) -> Batch:
         moved = pytree.tree_map_only(

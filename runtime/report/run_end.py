@@ -178,5 +178,5 @@ def _try_model(context: RankContext) -> dict[str, Any]:
         return {}
     path = checkpoint.latest(job.checkpoints)
     assert path is not None
-    model = load_config_model(job.config, job.directory)
+    model = load_config_model(job.config, job.directory, names=local.examples.input_names)
     return evaluate(model, path, local.examples.held_out, job.config, local.loss, local.device)

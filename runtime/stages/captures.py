@@ -43,7 +43,7 @@ class Captures:
 
 def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
     """The same on all ranks, but for `evaluation`. Raises UserError if the model is unsuitable."""
-    model = load_config_model(job.config, job.directory)
+    model = load_config_model(job.config, job.directory, names=examples.input_names)
     first = examples.first()
     with lowered(job.config.autocast, torch.device("cpu")):
         whole = capture(model, first.inputs)

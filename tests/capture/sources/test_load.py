@@ -51,8 +51,8 @@ def data(count=6):
 def two_inputs():
     return [((torch.zeros(2), 7), 1.5)] * 4, [((torch.zeros(2), 7), 1.5)] * 2
 
-def one_set():
-    return data()[0]
+def three_sets():
+    return *data(), None
 
 def loaders():
     return torch.utils.data.DataLoader(data()[0], 4), None
@@ -230,15 +230,12 @@ def test_several_inputs_and_a_target_that_the_model_takes(user: Callable[..., st
 @pytest.mark.parametrize(
     ("factory", "told"),
     [
-        (
-            "one_set",
-            "must return two things, (training set, held-out set or None), not a TensorDataset",
-        ),
+        ("three_sets", "must return (training set, held-out set or None), or a training set alone"),
         ("loaders", "a DataLoader: return the dataset; batch_size in the run config"),
         ("no_sets", "the training set, a int, lacks __len__ or __getitem__"),
         ("empty", "the training set is empty"),
         ("ragged", "3 examples do not fill a batch of 4"),
-        ("no_pairs", "an example is a Tensor, not a pair (input, target)"),
+        ("no_pairs", "an example is a Tensor: give (input, ..., target), or a dict"),
         ("broken", "OSError: disk gone"),
         ("nosuch", "has no 'nosuch'"),
     ],

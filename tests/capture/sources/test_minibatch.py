@@ -79,7 +79,7 @@ def test_what_gives_many_at_once_is_asked_once() -> None:
 
 
 def test_rows_that_are_no_pairs() -> None:
-    with pytest.raises(UserError, match="an example is a tuple of 1, not a pair"):
+    with pytest.raises(UserError, match=r"an example is a tuple of 1: give \(input, ..., target\)"):
         minibatch(TensorDataset(torch.zeros(3)), [0], torch.float32, "mine:data")
     with pytest.raises(UserError, match="mine:data: IndexError"):
         minibatch(ROWS, [6], torch.float32, "mine:data")
