@@ -137,6 +137,9 @@ class Command(click.Command):
         except OSError as error:
             if error.filename is not None:
                 _fail(self.name, f"{error.filename}: {error.strerror}", 2)
+            if error.errno == errno.EPIPE:  # who reads the output has had enough
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                sys.exit(128 + signal.SIGPIPE)
             if error.errno not in _DISK_FULL:
                 raise
             _fail(self.name, f"{error.strerror}: free some disk space", 2)

@@ -186,7 +186,8 @@ def _start(job: Job, workers: int | None, max_restarts: int) -> int:
             "pd-optimize, or for fewer with --replan"
         )
     saved = job.saved if job.resume else None
-    if job.export is not None and saved is not None and saved >= Position(job.epochs):
+    trained = saved is not None and saved >= Position(job.epochs)
+    if job.export is not None and trained and job.has_summary:
         from pipedream.runtime.checkpoint.plain_model import export_newest
 
         export_newest(job, job.export)

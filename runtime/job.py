@@ -166,13 +166,17 @@ class Job:
         return max((position for position in positions if position is not None), default=None)
 
     @property
-    def is_finished(self) -> bool:
-        """Whether the run has written all that it writes at its end."""
+    def has_summary(self) -> bool:
+        """Whether the run has all its epochs behind it, and has written what they came to."""
         try:
-            done = bool(json.loads(read_text(self.run / SUMMARY))["epochs"] >= self.epochs)
+            return bool(json.loads(read_text(self.run / SUMMARY))["epochs"] >= self.epochs)
         except (UserError, ValueError, TypeError, LookupError, RecursionError):
             return False
-        return done and (self.export is None or self.export.exists())
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.has_summary and (self.export is None or self.export.exists())
 
     @property
     def goes_on(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipedream.runtime.epochs import train_epochs
 from pipedream.runtime.job import Job
 from pipedream.runtime.local_model import LocalModel
 from pipedream.runtime.rank_context import RankContext
+from pipedream.runtime.report.announcement import announcement
 from pipedream.runtime.report.run_end import finish
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 from pipedream.runtime.supervise.replan import replanned
@@ -67,6 +69,10 @@ def _watched(context: RankContext) -> None:
 
 
 def _run(context: RankContext) -> None:
+    local = context.local
+    if local.rank_info.rank == 0:
+        said = announcement(local.job, local.examples.minibatches)
+        print(f"pd-train: {said}", file=sys.stderr, flush=True)
     gc.freeze()  # what is there stays; to look through it again and again takes long
     try:
         with nullcontext() if context.display is None else context.display:

@@ -114,6 +114,9 @@ def _import() -> None:
 def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
     known = importlib.import_module("transformers.models.auto.configuration_auto")
     if name not in known.CONFIG_MAPPING_NAMES:
+        own = _architecture_of(name)
+        if own is not None:
+            raise UserError(f"{source}: {name} is a class of the architecture {own}: write {own}")
         raise UserError(
             f"{source}: transformers has no architecture of this name (models of the hub are not "
             f"downloaded){close_matches(name, known.CONFIG_MAPPING_NAMES)}"
@@ -133,6 +136,17 @@ def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
         if hasattr(part, "use_cache"):
             part.use_cache = False
     return config
+
+
+def _architecture_of(name: str) -> str | None:
+    """The architecture that has a class of this name."""
+    mappings = vars(importlib.import_module("transformers.models.auto.modeling_auto"))
+    for variable, mapping in mappings.items():
+        if variable.endswith("_MAPPING_NAMES") and isinstance(mapping, Mapping):
+            for architecture, classes in mapping.items():
+                if name == classes or (isinstance(classes, (tuple, list)) and name in classes):
+                    return str(architecture)
+    return None
 
 
 def _head(name: str, config: Any, auto: Any) -> str:

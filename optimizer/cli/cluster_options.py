@@ -22,6 +22,10 @@ _MOST_DEVICES = 100_000
 """The most devices accepted: planning needs time and memory for each."""
 
 
+_FEWEST_BYTES = 1_000
+"""A number of fewer, without a unit, was meant otherwise."""
+
+
 def cluster_of(options: Options) -> Cluster:
     """The cluster to plan for. Raises UserError."""
     file, machines, bandwidth = options.cluster, options.machines, options.bandwidth
@@ -128,8 +132,11 @@ def _short_cluster(machines: str, bandwidth: str, latency: str | None) -> Cluste
 
 
 def bytes_of(option: str, text: str) -> float:
-    """The bytes typed for the option. Raises UserError."""
-    return _parsed(option, text, parse_bytes)
+    """The bytes typed for the option. Raises UserError, also for a number that lacks its unit."""
+    amount = _parsed(option, text, parse_bytes)
+    if amount < _FEWEST_BYTES and text.strip().replace(".", "").isdecimal():
+        raise UserError(f"{option} {text} is {text} bytes: add a unit, such as {text.strip()}GB")
+    return amount
 
 
 def _parsed(option: str, text: str, parse: Callable[[str], float]) -> float:

@@ -31,8 +31,8 @@ def main(**values: Any) -> None:
 
     Writes plan.json for pd-train, graph.txt with the stage of each node, and a picture of it.
 
-    GRAPH may be a folder made by pd-profile --batch-sizes; then each batch size is planned, and the
-    fastest is chosen.
+    GRAPH may be the folder that has it, or one made by pd-profile --batch-sizes; then each batch
+    size is planned, and the fastest is chosen.
     """
     # Planning makes millions of long-lived objects and hardly any cycles: the collector's default
     # thresholds cost a tenth of the time. Threads of numpy's BLAS do not help either.
@@ -41,6 +41,8 @@ def main(**values: Any) -> None:
     options = Options(**values)
     check_global_batch(options)
     choices: Choices | None = None
+    if (options.graph / "graph.txt").exists():
+        options = replace(options, graph=options.graph / "graph.txt")
     if options.graph.is_dir():
         choices, options, task, outcome, simulation = _choose(options)
     else:
@@ -50,11 +52,13 @@ def main(**values: Any) -> None:
     from pipedream.optimizer.cli import output
     from pipedream.optimizer.report import print_report
 
+    # First of all: `pd-optimize ... | head` ends with the first line that is too many.
+    written = output.write_plan_files(outcome.plan, task.request, options.folder, simulation)
     profiled_on = None if task.profile is None else task.profile.machine
     print_report(outcome, task.request.graph, profiled_on=profiled_on)
     if task.runs:
         output.judge(task, outcome.plan)
-    output.write_plan_files(outcome.plan, task.request, options.folder, simulation)
+    click.echo(written)
     for framework in options.exports:
         output.export_plan(framework, outcome.plan, task, options.folder)
     if task.numbers is not None:

@@ -32,8 +32,9 @@ from pipedream.optimizer.simulate.simulation import Simulation
 
 def write_plan_files(
     plan: Plan, request: Request, folder: Path, simulation: Simulation | None
-) -> None:
-    """Writes plan.json, graph.txt and pictures, of the simulation too if there is one.
+) -> str:
+    """Writes plan.json, graph.txt and pictures, of the simulation too if there is one; returns a
+    line that names them.
 
     Raises UserError if the folder cannot be written.
     """
@@ -45,11 +46,8 @@ def write_plan_files(
         picture = draw(staged, folder / "graph")
         drawn = "" if simulation is None else _draw(simulation, plan, folder, request.memory)
     why = why_text(staged, picture)
-    click.echo(
-        f"Written: {folder}/plan.json, graph.txt, {picture.name}"
-        + (f" ({why})" if why else "")
-        + drawn
-    )
+    files = f"{folder}/plan.json, graph.txt, {picture.name}"
+    return f"Written: {files}" + (f" ({why})" if why else "") + drawn
 
 
 def _draw(simulation: Simulation, plan: Plan, folder: Path, memory: float | None) -> str:

@@ -66,7 +66,7 @@ class Display:
             "training", total=minibatches, loss=float("nan"), rate=0.0
         )
         self.live = Live(self.progress, console=self.console, refresh_per_second=2)
-        self.begin = self.line_printed = self.asked = time.perf_counter()
+        self.begin = self.epoch_begin = self.line_printed = self.asked = time.perf_counter()
         self.done = self.samples = 0
         self.last_loss: float | None = None
         self.loss_sum, self.losses = 0.0, 0
@@ -76,8 +76,8 @@ class Display:
 
     @property
     def rate(self) -> float:
-        """Samples per second since the run began."""
-        return self.samples / (time.perf_counter() - self.begin)
+        """Samples per second of this epoch."""
+        return self.samples / (time.perf_counter() - self.epoch_begin)
 
     def __enter__(self) -> Display:
         before = keep_before(self.path, self.first)
@@ -105,6 +105,7 @@ class Display:
     def watching(self, losses: Losses) -> Iterator[None]:
         """Shows and writes down the losses of an epoch as they come, beside the compute."""
         ended = threading.Event()
+        self.epoch_begin, self.samples = time.perf_counter(), 0
 
         def watch() -> None:
             while not ended.wait(SECONDS_BETWEEN_LOOKS) and self.failure is None:
@@ -132,7 +133,7 @@ class Display:
             self.failure.__cause__ = error
 
     def end_epoch(self, losses: Losses) -> None:
-        """Writes down what is left of an epoch; without a terminal it gets a line of its own.
+        """Writes down what is left of an epoch, and prints a line of it.
 
         Raises UserError where the disk refuses.
         """
@@ -144,12 +145,9 @@ class Display:
             return
         mean = self.loss_sum / self.losses
         self.loss_sum, self.losses = 0.0, 0
-        if not self.console.is_terminal:
-            whole = (losses.first, losses.next) == (0, losses.minibatches)
-            part = "" if whole else f", minibatches {losses.first} to {losses.next - 1}"
-            self._line(
-                f"epoch {losses.epoch}{part}: mean loss {mean:.4f}, {self.rate:.0f} samples/s"
-            )
+        whole_epoch = (losses.first, losses.next) == (0, losses.minibatches)
+        part = "" if whole_epoch else f", minibatches {losses.first} to {losses.next - 1}"
+        self._line(f"epoch {losses.epoch}{part}: mean loss {mean:.4f}, {self.rate:.0f} samples/s")
 
     def held_out(self, epoch: int, step: int, metrics: Mapping[str, float]) -> None:
         """Writes down how the held-out data went after an epoch; `step` counts its minibatches."""

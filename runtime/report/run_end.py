@@ -44,20 +44,27 @@ def finish(context: RankContext) -> None:
         ]
         reports = [report for of_rank, _ in messages for report in of_rank]
         recording = Recording.of([sent for _, sent in messages])
-        spent = _utilisation(context, recording, reports)
-        also, measured = "", None
-        if recording.epochs:  # else there was nothing left to train
-            _write_recording(local.job, recording, spent, reports)
-            measured = _write_measured(context, recording, spent)
-            also = "timeline.png, " + f"{MEASURED}, " * (measured is not None)
-        summary = _summary(context, reports, spent) | _try_model(context)
-        also += "trace.json, " * local.job.trace + "tensorboard, " * local.job.tensorboard
-        planned = local.job.plan.batch_size
-        planned_for = None if planned == local.job.config.batch_size else planned
-        expected_of = measured if local.job.as_planned else None
-        write_summary(local.job.run, summary, also, spent.steady, planned_for, expected_of)
+        if recording.epochs or not local.job.has_summary:  # else an export alone was missing
+            _sum_up(context, recording, reports)
         if local.job.export is not None:
             export_newest(local.job, local.job.export)
+
+
+def _sum_up(context: RankContext, recording: Recording, reports: list[dict[str, Any]]) -> None:
+    """Writes what rank 0 knows of the run; its last epochs may have been trained before."""
+    job = context.local.job
+    spent = _utilisation(context, recording, reports)
+    also, measured = "", None
+    if recording.epochs:
+        _write_recording(job, recording, spent, reports)
+        measured = _write_measured(context, recording, spent)
+        also = "timeline.png, " + f"{MEASURED}, " * (measured is not None)
+    summary = _summary(context, reports, spent) | _try_model(context)
+    also += "trace.json, " * job.trace + "tensorboard, " * job.tensorboard
+    planned = job.plan.batch_size
+    planned_for = None if planned == job.config.batch_size else planned
+    expected_of = measured if job.as_planned else None
+    write_summary(job.run, summary, also, spent.steady, planned_for, expected_of)
 
 
 def _reports(context: RankContext) -> list[dict[str, Any]]:

@@ -331,3 +331,34 @@ def test_says_what_is_wrong_before_it_plans(tmp_path, monkeypatch):
     done = CliRunner().invoke(main, [str(word) for word in words])
     assert done.exit_code == 2
     assert "profile of another graph" in done.output
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (("--bandwidth", "10"), "--bandwidth 10 is 10 bytes: add a unit, such as 10GB"),
+        (("--bandwidth", "12.5"), "--bandwidth 12.5 is 12.5 bytes: add a unit, such as 12.5GB"),
+        (("--bandwidth", "1GB", "--memory", "16"), "--memory 16 is 16 bytes: add a unit"),
+    ],
+)
+def test_a_number_that_lacks_its_unit_is_noticed(typed, told, tmp_path):
+    done = pd_optimize(TRANSLATION, "--machines", "2", *typed, "-o", tmp_path)
+    assert done.returncode == 2
+    assert told in done.stderr
+
+
+def test_the_folder_of_the_graph_will_do(tmp_path):
+    shutil.copy(TRANSLATION, tmp_path / "graph.txt")
+    done = pd_optimize(tmp_path, "--machines", "2", "--bandwidth", "1GB", "-o", tmp_path / "plan")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "plan/plan.json").exists()
+
+
+def test_who_reads_only_the_first_line_has_a_plan_all_the_same(tmp_path):
+    """`pd-optimize ... | head` ended before the plan was written, with a traceback."""
+    command = [Path(sys.executable).with_name("pd-optimize"), TRANSLATION, *LEVELS, "-o", tmp_path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        running.stdout.readline()
+        running.stdout.close()
+        assert running.stderr.read() == b""
+    assert (tmp_path / "plan.json").exists()

@@ -1,0 +1,38 @@
+"""What a run is about to do, said before it trains: updates, examples of each, late gradients."""
+
+from __future__ import annotations
+
+from pipedream.runtime.job import Job
+from pipedream.schedule.schedule import Schedule
+from pipedream.schedule.steady_state import SteadySpan
+
+
+def announcement(job: Job, minibatches: int) -> str:
+    """One line for a run whose epochs have so many minibatches."""
+    policy, config = job.policy, job.config
+    sizes = [policy.round_size(stage) for stage in range(len(job.plan.replicas))]
+    updates = [-(-minibatches // size) for size in sizes]
+    examples = [size * config.batch_size for size in sizes]
+    if len(set(sizes)) == 1:
+        counts = f"{updates[0]} updates an epoch, each of {examples[0]} examples"
+    else:
+        of = ", ".join(map(str, examples))
+        counts = f"{', '.join(map(str, updates))} updates an epoch, each of {of} examples"
+    late = _latest(job, minibatches)
+    told = "no gradient is late"
+    if any(late):
+        told = f"gradients are up to {', '.join(map(str, late))} updates late"
+        told += " (stage by stage)" * (len(late) > 1)
+    clipped = ""
+    if config.clip_norm is not None:
+        of = "the whole model" if policy.uniform_updates else "each stage by itself"
+        clipped = f"; clip_norm is of {of}"
+    return f"{job.schedule}: {counts}; {told}{clipped}"
+
+
+def _latest(job: Job, minibatches: int) -> list[int]:
+    """By stage, between how many updates at most a gradient is computed and used."""
+    enough = SteadySpan.for_simulation(job.policy).minibatches
+    schedule = Schedule(job.spec(), min(minibatches, enough))
+    stages = range(len(job.plan.replicas))
+    return [max(schedule.delays(stage).values(), default=0) for stage in stages]
