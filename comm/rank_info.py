@@ -89,6 +89,17 @@ def environment(variables: Mapping[str, str] = os.environ) -> RankInfo | None:
     return None
 
 
+def without_srun(variables: Mapping[str, str] = os.environ) -> str | None:
+    """A line for the user if a job of Slurm has several tasks and this process is none of them."""
+    tasks = variables.get("SLURM_NTASKS", "1")
+    if tasks == "1" or environment(variables) is not None:
+        return None
+    return (
+        f"Slurm has given this job {tasks} tasks, but without srun all workers run on this machine:"
+        " put srun before pd-train to have one in each task"
+    )
+
+
 def _place(launcher: _Launcher, variables: Mapping[str, str]) -> RankInfo:
     rank = _number(variables, launcher.rank)
     world_size = _number(variables, launcher.world_size)

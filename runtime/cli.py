@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipedream.comm.rank_info import environment, restarts
+from pipedream.comm.rank_info import environment, restarts, without_srun
 from pipedream.graph.choices import SCHEDULES
 from pipedream.graph.command import COUNT, PATH, Command, FiniteRange, UserError, option
 
@@ -180,6 +180,11 @@ def _start(job: Job, workers: int | None, max_restarts: int) -> int:
     from pipedream.runtime.supervise import launch
 
     planned, replan = job.plan.workers, job.replan is not None
+    warning = without_srun()
+    if warning is not None:
+        print(f"pd-train: {warning}", file=sys.stderr)
+    if sys.stderr.isatty():
+        print(f"pd-train: {workers or planned} workers load and capture the model", file=sys.stderr)
     if workers is not None and (workers > planned or (workers < planned and not replan)):
         raise UserError(
             f"--workers {workers}: the plan is for {planned} workers; make another with "

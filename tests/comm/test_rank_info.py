@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipedream.comm.rank_info import RankInfo, environment
+from pipedream.comm.rank_info import RankInfo, environment, without_srun
 from pipedream.graph.errors import UserError
 
 OPEN_MPI = {
@@ -88,3 +88,14 @@ def test_mpirun_for_real():
         assert all("world_size=3, local_rank=" in line for line in lines)
         places.append(lines[0].partition("master")[2])
     assert places[0] != places[1]
+
+
+def test_a_job_of_slurm_without_srun_is_noticed() -> None:
+    """With SLURM_NTASKS=2 the whole plan ran in the shell of the batch job, without a word."""
+    assert without_srun({}) is None
+    assert without_srun({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
+    told = without_srun({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"})
+    assert told is not None
+    assert "2 tasks" in told
+    step = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2"}
+    assert without_srun(step) is None
