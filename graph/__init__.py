@@ -2,7 +2,6 @@
 
 `model` (graph.txt), `profile`, `cluster` and `cluster_file`, `plan`, `run_config`, `measured_run`:
 one file format each, checked by pydantic. `timeline` and `draw`: pictures of them. `errors` and
-`command`: one line for every mistake of a user. `files`: whole or not at all. `units`: text to
-bytes and seconds.
+`command`: one line for every mistake of a user. `units`: text to bytes and seconds.
 Begin with `model`, then `profile` and `plan`.
 """

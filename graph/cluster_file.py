@@ -10,8 +10,8 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from pipedream.graph.cluster import Cluster, DeviceType, Link, Seconds, SomeBytes, check_kinds
+from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, read_artifact
-from pipedream.graph.files import write_whole
 from pipedream.graph.units import show_bytes, show_seconds
 
 

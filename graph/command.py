@@ -1,4 +1,6 @@
-"""The click commands of the three tools: options under headings, and one-line errors."""
+"""The click commands of the three tools: options under headings, one-line errors, files that are
+written whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +61,26 @@ def writing(output: Path) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or error  # pandas gives an error without a code for a missing folder
         raise UserError(f"-o {output}: cannot be written: {why}") from error
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yields a path beside, with the same suffix, to write to; it takes the place of `path` once
+    the block is over, and goes if the block raises. So whoever reads `path` sees the old content or
+    the new.
+    """
+    fresh = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        yield fresh
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes the text in UTF-8. Raises OSError."""
+    with whole(path) as fresh:
+        fresh.write_text(text, encoding="utf-8")
 
 
 class FiniteRange(click.FloatRange):

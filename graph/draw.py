@@ -10,7 +10,7 @@ from pathlib import Path
 
 import graphviz
 
-from pipedream.graph.files import whole, write_whole
+from pipedream.graph.command import whole, write_whole
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.units import show_bytes, show_seconds
 

@@ -8,8 +8,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from pipedream.graph.choices import ScheduleName
+from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, read_artifact
-from pipedream.graph.files import write_whole
 from pipedream.graph.plan import Amount, Plan, workers_by_rank
 from pipedream.graph.profile import Quartiles
 

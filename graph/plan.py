@@ -19,8 +19,8 @@ from pipedream.graph.choices import (
     ScheduleName,
 )
 from pipedream.graph.cluster import Cluster
+from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
-from pipedream.graph.files import write_whole
 from pipedream.graph.model import Graph
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
-from pipedream.graph.files import write_whole
 from pipedream.graph.model import Graph
 
 _INTERRUPTED = 3.0

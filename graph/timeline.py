@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from pipedream.graph.files import whole, write_whole
+from pipedream.graph.command import whole, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipedream.graph.command import COUNT, PATH, Command, UserError, option, writing
-from pipedream.graph.files import write_whole
+from pipedream.graph.command import COUNT, PATH, Command, UserError, option, write_whole, writing
 from pipedream.profiler.network.options import NETWORK_OPTIONS, check_no_network_options
 from pipedream.profiler.report.view import VIEW_OPTIONS, view_profiles
 

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from pipedream.capture.export import Captured
 from pipedream.capture.segment import Segment
-from pipedream.graph.files import write_whole
+from pipedream.graph.command import write_whole
 from pipedream.runtime.engine.randomness import MinibatchRng, operator_positions, seed_each
 from pipedream.runtime.job import Job
 from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import click
 
-sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support" / "broken"))
 from mutated_files import READERS, mutated, read_mutated
 from whole_files import whole_file
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from pipedream.graph import timeline
-from pipedream.graph.command import writing
+from pipedream.graph.command import write_whole, writing
 from pipedream.graph.draw import draw, why_text
-from pipedream.graph.files import write_whole
 from pipedream.graph.model import format_graph
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.profile import BATCH_SIZES_TABLE

@@ -13,8 +13,8 @@ import numpy as np
 from rich.table import Table
 
 from pipedream.graph.cluster import Cluster
+from pipedream.graph.command import whole
 from pipedream.graph.errors import UserError
-from pipedream.graph.files import whole
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.report import table_of

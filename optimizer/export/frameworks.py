@@ -20,8 +20,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from pipedream.graph.command import write_whole
 from pipedream.graph.errors import UserError
-from pipedream.graph.files import write_whole
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pipedream.graph.cluster_file import write_cluster
-from pipedream.graph.command import writing
-from pipedream.graph.files import whole
+from pipedream.graph.command import whole, writing
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.network.link_fit import MOST_MISS
 from pipedream.profiler.network.measure import MeasuredLevel, Timed, cluster

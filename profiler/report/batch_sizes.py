@@ -11,8 +11,7 @@ import click
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from pipedream.graph.command import UserError, writing
-from pipedream.graph.files import whole, write_whole
+from pipedream.graph.command import UserError, whole, write_whole, writing
 from pipedream.graph.profile import BATCH_SIZES_TABLE, difference, folder_of, sizes_in
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.report.table import make_console

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from pipedream.graph.files import whole
+from pipedream.graph.command import whole
 from pipedream.graph.profile import Profile
 from pipedream.profiler.report.layers import QUANTITIES, layer_names, layers_frame
 

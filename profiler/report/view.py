@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipedream.graph.command import PATH, UserError, option, writing
-from pipedream.graph.files import write_whole
+from pipedream.graph.command import PATH, UserError, option, write_whole, writing
 from pipedream.profiler.report.layers import ORDERS
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from pipedream.graph.command import whole
 from pipedream.graph.errors import UserError
-from pipedream.graph.files import whole
 from pipedream.graph.plan import RankAssignment, workers_by_rank
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.data.order import Sizes

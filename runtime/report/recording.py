@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pipedream.graph.command import whole
 from pipedream.graph.errors import UserError, read_text
-from pipedream.graph.files import whole
 from pipedream.graph.timeline import Event, Timeline, draw, write_chrome
 from pipedream.runtime.report.clock import Clock
 from pipedream.runtime.report.utilisation import in_flight, versions

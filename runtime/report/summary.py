@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
+from pipedream.graph.command import write_whole
 from pipedream.graph.errors import UserError
-from pipedream.graph.files import write_whole
 from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.job import SUMMARY

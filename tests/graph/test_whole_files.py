@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipedream.graph.files import whole, write_whole
+from pipedream.graph.command import whole, write_whole
 
 
 def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path: Path) -> None:
