@@ -43,11 +43,27 @@ def checked(function: Callable[..., Any], name: str) -> Loss:
     """Wraps `function` to raise UserError if it fails or returns no scalar to learn from."""
 
     def loss(output: Any, target: Any) -> Tensor:
-        with blaming(f"loss {name}"):
-            value = function(output, target)
+        try:
+            with blaming(f"loss {name}"):
+                value = function(output, target)
+        except UserError as error:
+            raise UserError(error.format_message() + _mismatch(output, target)) from error
         return _scalar(value, f"loss {name} returns")
 
     return loss
+
+
+def _mismatch(output: Any, target: Any) -> str:
+    """What may be wrong with these, for a message."""
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor) or not target.numel():
+        return ""
+    shapes = f"; the output is {list(output.shape)}, the target {list(target.shape)}"
+    if target.is_floating_point() or output.dim() < 2:
+        return shapes
+    least, most, classes = int(target.min()), int(target.max()), output.shape[1]
+    if least >= 0 and most < classes:
+        return shapes
+    return f"{shapes}; targets are {least} to {most}, and the output has classes 0 to {classes - 1}"
 
 
 def _own_loss(output: Any, target: Any) -> Tensor:

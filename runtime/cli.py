@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -46,6 +47,11 @@ _GROUPS = {
         ),
         option(
             "--device", "Where each worker computes.", click.Choice(["cpu", "cuda"]), default="cpu"
+        ),
+        option(
+            "--dry-run",
+            "Check plan, run config, data, model, loss and memory in this process, in seconds;"
+            " train and write nothing.",
         ),
         option(
             "--timeout SECONDS",
@@ -127,6 +133,7 @@ def main(
     replan: bool,
     workers: int | None,
     max_restarts: int,
+    dry_run: bool,
     **options: Any,
 ) -> int:
     """Train the model of a run config as the pipeline that PLAN (a plan.json) describes.
@@ -140,6 +147,8 @@ def main(
     from pipedream.runtime.supervise import launch
 
     try:
+        if dry_run:
+            return _try(plan, config, options)
         job = _job(plan, config, output, replan, options)
         rank_info = environment()
         return _start(job, workers, max_restarts) if rank_info is None else _work(job, rank_info)
@@ -147,6 +156,20 @@ def main(
         if launch.reports_the_error():
             raise
         return launch.USER_ERROR
+
+
+def _try(plan: Path, config: Path, options: dict[str, Any]) -> int:
+    """Checks the run without beginning it; its folder goes. Raises UserError if it cannot be."""
+    from pipedream.runtime.dry_run import dry_run
+
+    given = [name for name in ("resume", "export") if options[name]]
+    if given:
+        raise UserError(f"--dry-run checks a run from its beginning: leave --{given[0]} out")
+    with TemporaryDirectory() as folder:
+        for line in dry_run(_job(plan, config, Path(folder), False, options)):
+            print(line, flush=True)
+    print("Nothing was trained or written.")
+    return 0
 
 
 def _job(

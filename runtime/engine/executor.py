@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from pipedream.capture.segment import Segment
 from pipedream.comm.buckets import Buckets, StageGroups
+from pipedream.graph.errors import UserError
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, computing
 from pipedream.runtime.engine.minibatch_state import BackwardRoots, MinibatchState, Recomputation
 from pipedream.runtime.engine.randomness import MinibatchRng
@@ -84,7 +85,11 @@ class Executor(ForwardExecutor):
         return state.version.tensors
 
     def _take_output(self, action: Action, state: MinibatchState, output: Any, target: Any) -> None:
-        loss = self.loss(output, target)
+        try:
+            loss = self.loss(output, target)
+        except UserError as error:
+            told = f"{error.format_message()}, in minibatch {action.minibatch}"
+            raise UserError(told) from error
         self.on_loss(action.minibatch, loss.detach())
         scale = self.stepping.scale.value
         state.loss = loss if scale == 1.0 else loss * scale

@@ -1,0 +1,110 @@
+"""`pd-train --dry-run`: what a run does before its ranks meet, in this process alone.
+
+The run config, the data, the model and its stages under the plan, the optimizer and the loss of one
+minibatch: whatever would stop the run is found in seconds, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from pipedream.capture.compute_settings import lowered
+from pipedream.capture.loss import load_loss
+from pipedream.capture.sources.load import load_config_model
+from pipedream.capture.sources.user_code import blaming
+from pipedream.comm.rank_info import LOCALHOST, RankInfo
+from pipedream.comm.rendezvous import choose_device
+from pipedream.graph.errors import UserError
+from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.runtime.data.examples import Examples
+from pipedream.runtime.engine.randomness import MinibatchRng
+from pipedream.runtime.job import Job
+from pipedream.runtime.local_stage import LocalStage
+from pipedream.runtime.report.announcement import announcement
+from pipedream.runtime.stages.captures import capture_all
+from pipedream.runtime.stages.partition import interfaces
+
+
+def dry_run(job: Job) -> Iterator[str]:
+    """Yields lines for the user. `job.run` is a folder that goes. Raises UserError."""
+    workers = job.plan.workers
+    first = RankInfo(0, workers, 0, workers, LOCALHOST, 0)
+    choose_device(job.device, first)
+    device = torch.device("cpu")
+    counts = ", ".join(map(str, job.plan.replicas))
+    yield f"plan      stages of {counts} workers; {workers} in all"
+    examples = Examples(job, device)
+    yield f"data      {_data(job, examples)}"
+    yield f"loss      {job.config.loss}: {_loss(job, examples):.4f} for the first minibatch"
+    captures = capture_all(job, examples, first)
+    faces = interfaces(captures.whole, job.plan)
+    rng = MinibatchRng(job.config.seed, device)
+    stages = [LocalStage(job, (face.stage, 0), captures, face, rng) for face in faces]
+    sizes = (sum(p.nbytes for p in stage.parameters.values()) for stage in stages)
+    amounts = ", ".join(map(show_bytes, sizes))
+    yield f"model     {job.config.model.source} as it was planned; parameters by stage {amounts}"
+    yield f"training  {announcement(job, examples.minibatches)}"
+    yield f"memory    {_memory(job)}"
+    wanted = job.plan.predicted.expected_seconds_per_minibatch
+    if job.as_planned and wanted is not None:
+        epoch = show_seconds(wanted * examples.minibatches)
+        yield f"time      expected {show_seconds(wanted)} per minibatch, {epoch} per epoch"
+
+
+def _data(job: Job, examples: Examples) -> str:
+    sizes, source = examples.sizes, job.config.data.source
+    epoch = f"{examples.minibatches} minibatches of {sizes.batch_size} an epoch"
+    held_out = 0 if examples.held_out is None else len(examples.held_out)
+    return f"{source}: {sizes.examples} examples, {epoch}" + f"; {held_out} held out" * bool(
+        held_out
+    )
+
+
+def _loss(job: Job, examples: Examples) -> float:
+    """Of the first minibatch, by the plain model. Raises UserError if it cannot be learnt from."""
+    config = job.config
+    model = load_config_model(config, job.directory, names=examples.input_names)
+    batch = examples.first()
+    with lowered(config.autocast, examples.device):
+        with blaming(config.model.source):
+            output = model(*batch.inputs)
+        value = load_loss(config.loss, job.directory)(output, batch.target).item()
+    if not math.isfinite(value) and config.nan == "stop":
+        raise UserError(f"the loss of the first minibatch is {value}: look for nan in the data")
+    return value
+
+
+def _memory(job: Job) -> str:
+    """What the plan says that workers need, beside what there is."""
+    planned = [stage.memory_bytes for stage in job.plan.stages]
+    if not job.as_planned or job.plan.batch_size not in (None, job.config.batch_size):
+        return "not known: the plan is for another schedule or batch size"
+    counts = job.plan.replicas
+    told = f"the plan needs {', '.join(map(show_bytes, planned))} of a worker, by stage"
+    if job.device == "cuda":
+        there = torch.cuda.get_device_properties(0).total_memory
+        return f"{told}; a GPU has {show_bytes(there)}" + _too_much(max(planned), there)
+    needed = sum(count * each for count, each in zip(counts, planned, strict=True))
+    free = _free_memory()
+    if free is None:
+        return told
+    more = f"; all of them {show_bytes(needed)}, and this machine has {show_bytes(free)} free"
+    return told + more + _too_much(needed, free)
+
+
+def _too_much(needed: float, there: float) -> str:
+    return "" if needed <= there else ": TOO LITTLE"
+
+
+def _free_memory() -> float | None:
+    """Bytes of this machine's memory that nobody uses; None where Linux does not say."""
+    path = Path("/proc/meminfo")
+    for line in path.read_text(encoding="ascii").splitlines() if path.exists() else ():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return float(value.split()[0]) * 1024
+    return None
