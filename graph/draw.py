@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import shutil
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import graphviz
@@ -46,17 +46,26 @@ _COARSE = {"splines": "line", "mclimit": "0.1", "nslimit": "0.3", "nslimit1": "0
 
 _WIDEST_LABEL = 44
 
+_MOST_BOXES, _FEW_BOXES = 100, 40
+"""A graph of more nodes is drawn in few boxes, each a module, where modules are known."""
 
-def draw(graph: Graph, path: Path, title: str = "") -> Path:
+
+def draw(
+    graph: Graph, path: Path, title: str = "", modules: Mapping[str, str] | None = None
+) -> Path:
     """Draws `graph` as `path`.svg, or writes `path`.gv if dot is missing or the graph is too large.
 
     `path` has no suffix; returns the file written. If nodes have stages, each stage has a frame and
     a colour. Otherwise nodes are darker the larger their share of the compute time (`HEAT`), with a
-    legend below the title. `why_text` explains a .gv to the user.
+    legend below the title. `why_text` explains a .gv to the user. `modules`: the path of the module
+    of each node; a large graph is drawn as `condensed` by them.
     """
-    picture = _digraph(graph, title)
+    drawn = graph
+    if modules is not None and len(graph.nodes) > _MOST_BOXES:
+        drawn = condensed(graph, modules)
+    picture = _digraph(drawn, title, graph)
     svg, text = (path.parent / (path.name + suffix) for suffix in (".svg", ".gv"))
-    image = _lay_out(picture) if _can_lay_out(graph) else None
+    image = _lay_out(picture) if _can_lay_out(drawn) else None
     written, stale = (text, svg) if image is None else (svg, text)
     if image is None:
         write_whole(text, picture.source)
@@ -65,6 +74,61 @@ def draw(graph: Graph, path: Path, title: str = "") -> Path:
             fresh.write_bytes(image)
     stale.unlink(missing_ok=True)
     return written
+
+
+def condensed(graph: Graph, modules: Mapping[str, str], most: int = _FEW_BOXES) -> Graph:
+    """The graph with a node for each run of nodes of one module, as deep inside the model as leaves
+    at most `most` of them, or else as few as there can be. Stages are never joined.
+
+    Runs are of the topological order, so there are no cycles.
+    """
+    depths = [path.count(".") + 1 for path in modules.values() if path]
+    for depth in range(max(depths, default=1), 0, -1):
+        runs = _runs(graph, {name: _upper(path, depth) for name, path in modules.items()})
+        if len(runs) <= most:
+            break
+    return _joined(graph, runs)
+
+
+def _upper(path: str, depth: int) -> str:
+    return ".".join(path.split(".")[:depth])
+
+
+def _runs(graph: Graph, modules: Mapping[str, str]) -> list[tuple[str, list[Node]]]:
+    runs: list[tuple[str, list[Node]]] = []
+    for name in graph.order:
+        node, module = graph.nodes[name], modules.get(name, "")
+        if module and runs and (module, node.stage) == (runs[-1][0], runs[-1][1][0].stage):
+            runs[-1][1].append(node)
+        else:
+            runs.append((module, [node]))
+    return runs
+
+
+def _joined(graph: Graph, runs: Sequence[tuple[str, Sequence[Node]]]) -> Graph:
+    """A node for each run; its output is what others read of it."""
+    home = {node.id: number for number, (_, run) in enumerate(runs) for node in run}
+    edges = [(home[source], home[target]) for source, target in graph.edges]
+    sent = {source for source, target in graph.edges if home[source] != home[target]}
+    nodes = [_node(module, run, sent) for module, run in runs]
+    between = dict.fromkeys((nodes[a].id, nodes[b].id) for a, b in edges if a != b)
+    return Graph({node.id: node for node in nodes}, tuple(between), graph.size_decimals)
+
+
+def _node(module: str, run: Sequence[Node], sent: Collection[str]) -> Node:
+    """A run as one node; one node stays what it is."""
+    first, *others = run
+    if not others:
+        return first
+    return Node(
+        id=f"{first.id} to {run[-1].id}",
+        description=f"{module}, {len(run)} nodes",
+        forward_seconds=sum(node.forward_seconds for node in run),
+        backward_seconds=sum(node.backward_seconds for node in run),
+        activation_bytes=(sum(node.output_bytes for node in run if node.id in sent),),
+        parameter_bytes=sum(node.parameter_bytes for node in run),
+        stage=first.stage,
+    )
 
 
 def why_text(graph: Graph, written: Path) -> str | None:
@@ -100,7 +164,8 @@ def _lay_out(picture: graphviz.Digraph) -> bytes | None:
         return None
 
 
-def _digraph(graph: Graph, title: str) -> graphviz.Digraph:
+def _digraph(graph: Graph, title: str, whole_graph: Graph) -> graphviz.Digraph:
+    """`whole_graph`: of whose nodes the boxes of `graph` are made."""
     picture = graphviz.Digraph("model")
     coarse = _COARSE if _length(graph) > PLAIN_LENGTH else {}
     picture.attr(rankdir="TB", fontname="Helvetica", nodesep="0.2", **coarse)
@@ -119,7 +184,7 @@ def _digraph(graph: Graph, title: str) -> graphviz.Digraph:
         home.node(names[node.id], _label(node, share), tooltip=tooltip, **colours)
     for stage, frame in sorted(frames.items()):
         frame.name = f"cluster_{stage}"
-        frame.attr(label=_stage_label(graph, stage), color=_stage_colour(stage), penwidth="3")
+        frame.attr(label=_stage_label(whole_graph, stage), color=_stage_colour(stage), penwidth="3")
         picture.subgraph(frame)
     for source, target in graph.edges:
         crossing = graph.nodes[source].stage != graph.nodes[target].stage

@@ -217,6 +217,11 @@ class Profile(ArtifactModel):
         return {node.id: node for node in self.nodes}
 
     @property
+    def modules(self) -> Mapping[str, str]:
+        """The path of the module that each node is a call of, by id."""
+        return {node.id: node.module for node in self.nodes}
+
+    @property
     def footprints(self) -> Mapping[str, Footprint] | None:
         """The footprint of every node by id; None if memory was not measured."""
         footprints = {}

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from pipedream.graph.cluster import Cluster
-from pipedream.graph.model import Graph
+from pipedream.graph.model import Graph, Node
 from pipedream.graph.plan import Plan, Stage
-from pipedream.graph.profile import Machine
+from pipedream.graph.profile import Machine, Profile
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.cost.models import DEFAULT_COST_MODEL
 from pipedream.optimizer.search.outcome import Outcome, ScheduleTime
@@ -29,21 +29,23 @@ def print_report(
     outcome: Outcome,
     graph: Graph,
     console: Console | None = None,
-    profiled_on: Machine | None = None,
+    profile: Profile | None = None,
 ) -> None:
     """Prints the time to expect, the stages, their memory, and other plans.
 
-    `profiled_on`: the machine of the graph's profile, if that is known.
+    `profile`: the graph's, if that is known.
     """
     console = console or make_console()
     console.print(_times(outcome))
-    print_table(console, _stage_table(outcome, graph, narrow=console.width < _NARROW))
+    modules = {} if profile is None else profile.modules
+    print_table(console, _stage_table(outcome, graph, modules, console.width < _NARROW))
     print_table(console, _memory_table(outcome))
     if outcome.rivals:
         print_table(console, _rival_table(outcome))
     if outcome.schedules:
         print_table(console, _schedule_table(outcome))
-    for remark in (*_assumptions(outcome, profiled_on), _remark(outcome)):
+    machine = None if profile is None else profile.machine
+    for remark in (*_assumptions(outcome, machine), _remark(outcome)):
         console.print(remark, markup=False, soft_wrap=not console.is_terminal)
 
 
@@ -98,7 +100,7 @@ def make_grid() -> Table:
     return Table(*columns, box=None, show_header=False, pad_edge=False)
 
 
-def _stage_table(outcome: Outcome, graph: Graph, narrow: bool) -> Table:
+def _stage_table(outcome: Outcome, graph: Graph, modules: Mapping[str, str], narrow: bool) -> Table:
     """A row per stage; a narrow page leaves out the number of nodes."""
     plan, seconds = outcome.plan, outcome.plan.predicted.seconds_per_minibatch
     machines = " x ".join(str(count) for count in plan.cluster.machines)
@@ -111,7 +113,7 @@ def _stage_table(outcome: Outcome, graph: Graph, narrow: bool) -> Table:
         {
             "stage": str(stage.stage),
             "nodes": str(len(stage.nodes)),
-            "first and last": _span(stage, graph),
+            "first and last": _span(stage, graph, modules),
             "time": show_seconds(stage.compute_seconds),
             "replicas": str(stage.replicas),
             "kinds": _kinds(plan.cluster, stage.ranks),
@@ -159,13 +161,19 @@ def _memory_table(outcome: Outcome) -> Table:
     return table
 
 
-def _span(stage: Stage, graph: Graph) -> str:
-    """The class names of the first and the last layer."""
+def _span(stage: Stage, graph: Graph, modules: Mapping[str, str]) -> str:
+    """The paths of the first and the last module, or the classes of these layers."""
     nodes = [graph.nodes[name] for name in stage.nodes]
     working = [node for node in nodes if not node.is_input] or nodes
     ends = [working[0], working[-1]] if len(working) > 1 else working
-    names = [f"{node.id} {node.description.partition('(')[0]}" for node in ends]
-    return " ... ".join(name[:_WIDEST_NAME].rstrip() for name in names)
+    return " ... ".join(dict.fromkeys(_name(node, modules.get(node.id, "")) for node in ends))
+
+
+def _name(node: Node, module: str) -> str:
+    if len(module) > _WIDEST_NAME:  # its end tells more
+        parts = module[3 - _WIDEST_NAME :].partition(".")
+        return f"...{parts[2] or parts[0]}"
+    return module or f"{node.id} {node.description.partition('(')[0]}"[:_WIDEST_NAME].rstrip()
 
 
 def _count(number: int, what: str, ending: str = "s") -> str:

@@ -53,9 +53,10 @@ def main(**values: Any) -> None:
     from pipedream.optimizer.report import print_report
 
     # First of all: `pd-optimize ... | head` ends with the first line that is too many.
-    written = output.write_plan_files(outcome.plan, task.request, options.folder, simulation)
-    profiled_on = None if task.profile is None else task.profile.machine
-    print_report(outcome, task.request.graph, profiled_on=profiled_on)
+    modules = None if task.profile is None else task.profile.modules
+    folder = options.folder
+    written = output.write_plan_files(outcome.plan, task.request, folder, simulation, modules)
+    print_report(outcome, task.request.graph, profile=task.profile)
     if task.runs:
         output.judge(task, outcome.plan)
     click.echo(written)

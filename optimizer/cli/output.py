@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -30,10 +31,14 @@ from pipedream.optimizer.simulate.simulation import Simulation
 
 
 def write_plan_files(
-    plan: Plan, request: Request, folder: Path, simulation: Simulation | None
+    plan: Plan,
+    request: Request,
+    folder: Path,
+    simulation: Simulation | None,
+    modules: Mapping[str, str] | None = None,
 ) -> str:
     """Writes plan.json, graph.txt and pictures, of the simulation too if there is one; returns a
-    line that names them.
+    line that names them. `modules`: the path of the module of each node.
 
     Raises UserError if the folder cannot be written.
     """
@@ -42,7 +47,7 @@ def write_plan_files(
         folder.mkdir(parents=True, exist_ok=True)
         write_plan(plan, folder / "plan.json")
         write_whole(folder / "graph.txt", format_graph(staged))
-        picture = draw(staged, folder / "graph")
+        picture = draw(staged, folder / "graph", modules=modules)
         drawn = "" if simulation is None else _draw(simulation, plan, folder, request.memory)
     why = why_text(staged, picture)
     files = f"{folder}/plan.json, graph.txt, {picture.name}"

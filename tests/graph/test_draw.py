@@ -10,7 +10,7 @@ import graphviz
 import pytest
 
 from pipedream.graph import draw as drawing
-from pipedream.graph.draw import HEAT, STAGE_COLOURS, draw, why_text
+from pipedream.graph.draw import HEAT, STAGE_COLOURS, condensed, draw, why_text
 from pipedream.graph.model import Graph, Node, read_graph
 
 REFERENCE = Path(__file__).parents[2] / "../shared/reference/profiles"
@@ -198,3 +198,52 @@ def test_a_dot_that_fails_leaves_text(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_largest_published_profile_is_drawn(tmp_path: Path, dot: str) -> None:
     graph = read_graph(REFERENCE / "nasnetalarge/graph.txt")
     assert draw(graph, tmp_path / "graph").suffix == dot
+
+
+def blocks(count: int, stages: int = 1) -> tuple[Graph, dict[str, str]]:
+    """So many residual blocks of four layers, and the module of each layer."""
+    nodes, edges, modules = {}, [], {}
+    for block in range(count):
+        for layer in range(4):
+            name = f"n{4 * block + layer}"
+            nodes[name] = Node(
+                name, "Linear", 1e-3, 2e-3, (8.0,), 4.0, stage=block * stages // count
+            )
+            modules[name] = f"net.block{block}" + f".layer{layer}" * (layer < 3)
+            if nodes and name != "n0":
+                edges.append((f"n{4 * block + layer - 1}", name))
+        edges.append((f"n{4 * block}", f"n{4 * block + 3}"))
+    return Graph(nodes, tuple(edges)), modules
+
+
+def test_a_large_graph_is_drawn_by_its_modules(tmp_path: Path) -> None:
+    """The picture of 444 nodes was 34,000 points high."""
+    graph, modules = blocks(30, stages=4)
+    few = condensed(graph, modules)
+    assert len(few.nodes) == 30
+    assert few.nodes["n0 to n3"].description == "net.block0, 4 nodes"
+    assert few.edges[0] == ("n0 to n3", "n4 to n7")
+    written = draw(graph, tmp_path / "graph", modules=modules).read_text()
+    assert "net.block29, 4 nodes" in written
+    assert "30 nodes" in written or "32 nodes" in written  # of a stage, not its boxes
+    assert "Linear" in draw(*blocks(2)[:1], tmp_path / "small", modules=blocks(2)[1]).read_text()
+
+
+@pytest.mark.parametrize("most", [1, 4, 10, 60, 500])
+@pytest.mark.parametrize("stages", [1, 3])
+def test_what_is_joined_adds_up_and_stages_stay_apart(most: int, stages: int) -> None:
+    graph, modules = blocks(30, stages)
+    few = condensed(graph, modules, most)
+    assert len(few.nodes) <= max(most, stages)
+    for total in (lambda node: node.compute_seconds, lambda node: node.parameter_bytes):
+        assert sum(map(total, few.nodes.values())) == pytest.approx(
+            sum(map(total, graph.nodes.values()))
+        )
+    assert {node.stage for node in few.nodes.values()} == set(range(stages))
+    assert len(few.order) == len(few.nodes)  # which raises where there is a cycle
+
+
+def test_nodes_without_a_module_stay_alone() -> None:
+    graph, modules = blocks(30)
+    few = condensed(graph, dict.fromkeys(modules, ""), 10)
+    assert few.nodes == graph.nodes
