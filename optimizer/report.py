@@ -14,11 +14,11 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.profile import Machine, Profile
+from pipedream.graph.tables import make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.cost.models import DEFAULT_COST_MODEL
 from pipedream.optimizer.search.outcome import Outcome, ScheduleTime
 
-_PIPED_WIDTH = 120
 _WIDEST_NAME = 24
 _ROUNDING = 1e-9
 _MOST_COUNTS = 6
@@ -47,20 +47,6 @@ def print_report(
     machine = None if profile is None else profile.machine
     for remark in (*_assumptions(outcome, machine), _remark(outcome)):
         console.print(remark, markup=False, soft_wrap=not console.is_terminal)
-
-
-def print_table(console: Console, table: Table) -> None:
-    """Prints a table, with less space between the columns on a narrow page."""
-    if console.width < _NARROW:
-        table.padding = 0
-        table.show_edge = False
-    console.print(table)
-
-
-def make_console() -> Console:
-    """A console of the terminal's width, or of a fixed width if the output is not a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=_PIPED_WIDTH)
 
 
 def make_table(title: str, caption: str, *columns: str | Column) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,12 @@ from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.datasets import huggingface
 from pipedream.capture.sources.image_folder import image_folder
 from pipedream.capture.sources.minibatch import Dataset, examples, minibatch
-from pipedream.capture.sources.named_examples import bind_inputs, input_names, named_examples
+from pipedream.capture.sources.named_examples import (
+    NamedExamples,
+    bind_inputs,
+    input_names,
+    named_examples,
+)
 from pipedream.capture.sources.transformers import (
     load_transformers,
     take_labels,
@@ -167,8 +172,10 @@ def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | No
             length = len(dataset)
         if length == 0:
             raise UserError(f"{source}: the {which} set is empty")
-    held_out = held_out if held_out is None else named_examples(held_out, config.data, directory)
-    return named_examples(train, config.data, directory), held_out
+    train = named_examples(train, config.data, directory)
+    if isinstance(train, NamedExamples) and held_out is not None:
+        held_out = replace(train, dataset=held_out)
+    return train, held_out
 
 
 def _data_factory(source: str, directory: Path) -> Callable[..., Any]:

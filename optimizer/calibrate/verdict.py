@@ -14,10 +14,11 @@ from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Quartiles, TrainingOverheads
+from pipedream.graph.tables import make_console, print_table
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.calibrate.runs import CalibrationRun
 from pipedream.optimizer.cost.price_plan import Price
-from pipedream.optimizer.report import make_console, make_grid, make_table, print_table
+from pipedream.optimizer.report import make_grid, make_table
 
 ALIKE = 0.01
 """Plans whose times differ by less count as equal: so much do two runs of one plan differ."""

@@ -52,7 +52,7 @@ def cluster_of(options: Options) -> Cluster:
         _only("--cluster", AUTO, short)
         cluster = _measured_here(options)
     elif file is not None:
-        from pipedream.graph.cluster_file import read_cluster
+        from pipedream.graph.cluster import read_cluster
 
         _only("--cluster", file, short)
         cluster = read_cluster(file)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import click
 
-from pipedream.graph.cluster import Cluster
-from pipedream.graph.cluster_file import read_cluster
+from pipedream.graph.cluster import Cluster, read_cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Machine
 

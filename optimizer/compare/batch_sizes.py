@@ -18,9 +18,10 @@ from rich.table import Table
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.profile import difference, folder_of, sizes_in
+from pipedream.graph.tables import make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.compare.comparison import Candidate, no_plan
-from pipedream.optimizer.report import make_console, print_table, show_replicas, table_of
+from pipedream.optimizer.report import show_replicas, table_of
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
-from pipedream.graph.cluster_file import write_cluster
+from pipedream.graph.cluster import write_cluster
 from pipedream.graph.command import whole, writing
+from pipedream.graph.tables import make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.network.link_fit import MOST_MISS
 from pipedream.profiler.network.measure import MeasuredLevel, Timed, cluster
@@ -29,9 +29,9 @@ def report(measured: Sequence[MeasuredLevel], provenance: str, folder: Path) -> 
 
     `provenance`: where and how the network was measured.
     """
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.print(sizes_table(measured))
-    console.print(links_table(measured))
+    console = make_console()
+    print_table(console, sizes_table(measured))
+    print_table(console, links_table(measured), labels=2)
     console.print(f"Measured on {provenance}.", soft_wrap=True)
     with writing(folder):
         notes = [f"Measured by pd-profile --network on {provenance}."]

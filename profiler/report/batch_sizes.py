@@ -13,8 +13,8 @@ from rich.table import Table
 
 from pipedream.graph.command import UserError, whole, write_whole, writing
 from pipedream.graph.profile import BATCH_SIZES_TABLE, difference, folder_of, sizes_in
+from pipedream.graph.tables import make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.profiler.report.table import make_console
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,8 +80,9 @@ def profile_sizes(
         write_whole(folder / BATCH_SIZES_TABLE, frame.to_csv(index=False))
         draw_batch_sizes(frame, title, folder / PICTURE)
     console = make_console()
-    for part in ("", batch_sizes_table(frame, title), ""):
-        console.print(part)
+    console.print()
+    print_table(console, batch_sizes_table(frame, title))
+    console.print()
     click.echo(f"Written: {folder}/{BATCH_SIZES_TABLE}, {PICTURE}")
 
 

@@ -9,9 +9,10 @@ from rich.table import Table
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Profile
+from pipedream.graph.tables import make_console
 from pipedream.profiler.report.diff import Diff, differing_settings
 from pipedream.profiler.report.layers import QUANTITIES, Quantity, layer_names
-from pipedream.profiler.report.table import how_many, make_console, make_table
+from pipedream.profiler.report.table import how_many, make_table
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -6,9 +6,10 @@ from rich.table import Table
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import Profile, Quartiles
+from pipedream.graph.tables import make_console
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.report.layers import QUANTITIES, layer_names, layers_frame
-from pipedream.profiler.report.table import how_many, make_console, make_table
+from pipedream.profiler.report.table import how_many, make_table
 
 _SPARE = ("workspace", "time", "saved", "parameters", "activations", "backward", "forward")
 """The columns to leave out first if the terminal is too narrow."""

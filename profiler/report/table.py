@@ -5,21 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
-_PIPED_WIDTH = 120
 _GAP = 2  # between columns
 _HEAVIEST = 10
-
-
-def make_console() -> Console:
-    """A console for the terminal, or of fixed width if the output is redirected."""
-    # Without emoji=False, `transformers:llama: ...` is printed with an emoji.
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = _PIPED_WIDTH
-    return console
 
 
 def how_many(sort: str, top: int | None) -> int | None:

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from pipedream.graph.plan import Plan, Simulated, workers_by_rank
+from pipedream.graph.tables import make_console, print_table
 from pipedream.graph.timeline import Event, Timeline
 from pipedream.graph.units import show_seconds
 from pipedream.schedule.action import (
@@ -23,8 +23,6 @@ from pipedream.schedule.action import (
     stages_and_replicas,
 )
 from pipedream.schedule.steady_state import BUSY, SteadySpan, bubble, steady_window
-
-_PIPED_WIDTH = 120
 
 _COLUMNS = {
     "forward": (Kind.FORWARD,),
@@ -154,10 +152,8 @@ def print_utilisation(
     `workers` are those of each rank, `hoped` how busy it would be (`promised`), if that is known.
     `clock_error`: by how many seconds the clocks of the ranks may differ.
     """
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_PIPED_WIDTH)
-    console.print(_table(utilisation, workers, hoped))
+    console = make_console()
+    print_table(console, _table(utilisation, workers, hoped), labels=3)
     parts = [f"bubble              {utilisation.bubble:.1%}"]
     if any(hoped.values()):
         parts.append(f"planned {max(0.0, 1 - sum(hoped.values()) / len(hoped)):.1%}")

@@ -29,7 +29,7 @@ from efficiency import MODELS as THREE
 from efficiency import STILL, call
 
 from pipedream.graph.choices import OptimizerName
-from pipedream.graph.cluster_file import read_cluster
+from pipedream.graph.cluster import read_cluster
 from pipedream.graph.model import read_graph
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.profile import read_profile

@@ -11,8 +11,7 @@ from launched import launch
 from network import EmulatedNetwork
 
 import pipedream.profiler.network.command  # noqa: F401 - so that the processes need not import it
-from pipedream.graph.cluster import Cluster, Link
-from pipedream.graph.cluster_file import read_cluster
+from pipedream.graph.cluster import Cluster, Link, read_cluster
 from pipedream.graph.errors import UserError
 from pipedream.profiler.cli import main as pd_profile
 

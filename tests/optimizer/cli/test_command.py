@@ -156,7 +156,7 @@ CLUSTERS = Path(__file__).parents[3] / "configs" / "clusters"
 
 
 def test_a_cluster_file_is_planned_for_and_lies_in_the_plan(tmp_path):
-    from pipedream.graph.cluster_file import read_cluster
+    from pipedream.graph.cluster import read_cluster
 
     file = CLUSTERS / "measured.yaml"
     assert pd_optimize(TRANSLATION, "--cluster", file, "-o", tmp_path).returncode == 0

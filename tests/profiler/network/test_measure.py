@@ -16,8 +16,7 @@ from commands import PROGRAMS, typed
 from processes import free_port, run_processes
 
 from pipedream.comm.rank_info import RankInfo
-from pipedream.graph.cluster import Link
-from pipedream.graph.cluster_file import read_cluster
+from pipedream.graph.cluster import Link, read_cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import read_plan
 from pipedream.profiler.network.levels import NetworkLevel, levels, levels_of, parse_machines

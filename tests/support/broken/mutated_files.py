@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipedream.graph.cluster_file import read_cluster
+from pipedream.graph.cluster import read_cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.measured_run import read_measured
 from pipedream.graph.model import read_graph

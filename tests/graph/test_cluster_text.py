@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipedream.graph.cluster import Cluster, Link
-from pipedream.graph.cluster_file import read_cluster, write_cluster
+from pipedream.graph.cluster import Cluster, Link, read_cluster, write_cluster
 from pipedream.graph.errors import UserError
 
 CLUSTERS = Path(__file__).parents[2] / "configs" / "clusters"
