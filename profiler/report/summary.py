@@ -15,6 +15,10 @@ _SPARE = ("workspace", "time", "saved", "parameters", "activations", "backward",
 """The columns to leave out first if the terminal is too narrow."""
 
 
+_NOISY = 0.1
+"""Share of their medians by which repeats of layers may differ."""
+
+
 def print_report(profile: Profile, sort: str = "time", top: int | None = None) -> None:
     """Prints the nodes with the largest `sort`, then the totals; `top`: see `how_many`.
 
@@ -81,6 +85,12 @@ def _summary(profile: Profile) -> str:
     lines.append(
         f"Measured on {where}: median of {profile.repeats} after {profile.warmup} of warm-up."
     )
+    spread_share = _spread(profile)
+    if not profile.pass_seconds and spread_share > _NOISY:
+        lines.append(
+            f"Noisy: half of the repeats of a layer are up to {spread_share:.0%} from their median;"
+            " repeat on an idle machine."
+        )
     if len(profile.pass_seconds) > 1:
         spread = Quartiles.of(profile.pass_seconds)
         lines.append(
@@ -95,3 +105,10 @@ def _summary(profile: Profile) -> str:
             f" {profile.forward.worst_error:.1%} and {profile.backward.worst_error:.1%})."
         )
     return "\n".join(lines)
+
+
+def _spread(profile: Profile) -> float:
+    """Half the distance between the quartiles of all nodes, as a share of their medians."""
+    quartiles = [q for node in profile.nodes for q in (node.forward_seconds, node.backward_seconds)]
+    whole = sum(each.median for each in quartiles)
+    return sum(each.spread for each in quartiles) / whole if whole else 0.0

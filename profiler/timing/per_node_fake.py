@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ def time_per_node_fake(
 ) -> Times:
     """Like `time_per_node`, but with all repeats of a node before the next one gets memory.
 
-    Nodes read random values, except for `inputs` (in the order of `captured.inputs`).
+    Nodes read random values, except for `inputs` (in the order of `captured.inputs`). Equal layers
+    are measured minutes apart, and take the same time: each has the repeats of all of them.
     """
     watch = stopwatch(device)
     random = RandomGradients(device)
@@ -43,6 +45,8 @@ def time_per_node_fake(
         return seconds_of(step(node, values, watch, random)[1], watch)
 
     nodes = dict.fromkeys(captured.graph.nodes, Timing.nothing())
+    kinds: dict[str, Hashable] = {}
+    measured: dict[Hashable, list[tuple[float, float]]] = defaultdict(list)
     counts: list[Repeats] = []
     with no_garbage_collection(), torch.enable_grad():
         for part, node, values in _real(captured, inputs, device):
@@ -55,10 +59,21 @@ def time_per_node_fake(
                 turns.append(turn(node, values))
                 enough = rule.repeats is None and len(turns) >= _REPEATS
                 more = repeats.go_on(sum(turns[-1])) and not enough
-            nodes[node.name] = Timing.of(turns)
+            kinds[node.name] = kind = _kind(captured, node)
+            measured[kind] += turns
             counts.append(repeats)
             progress(part)
+    pooled = {kind: Timing.of(turns) for kind, turns in measured.items()}
+    nodes |= {name: pooled[kind] for name, kind in kinds.items()}
     return Times(nodes, len(counts[0].warming), min(len(each.noted) for each in counts))
+
+
+def _kind(captured: Captured, node: NodeModule) -> Hashable:
+    """The same for nodes that do the same: operator, settings, shapes and types."""
+    names = (*node.segment.inputs, *node.segment.outputs)
+    values = [captured.values[name] for name in names]
+    description = captured.graph.nodes[node.name].description
+    return description, tuple((tuple(value.shape), value.dtype) for value in values)
 
 
 def footprints_fake(

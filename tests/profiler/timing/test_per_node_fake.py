@@ -55,3 +55,19 @@ def test_every_node_is_timed() -> None:
     assert profile.stretches == ()
     assert profile.forward is None
     assert profile.updates.keys() == {"sgd", "momentum", "adam"}
+
+
+def test_equal_layers_take_equal_time() -> None:
+    """Those of a Llama, measured minutes apart, differed by a factor of nine."""
+    loaded = load("torchvision:resnet18", {}, 2, ("3x32x32",), meta=True)
+    settings = Settings("net", {}, 2, CPU, StoppingRule(1, 3), 1, meta=True)
+    _, profile = measure(loaded, settings, lambda _part: None)
+    alike: dict[str, list[Any]] = {}
+    for node in profile.nodes:
+        if node.module.startswith("layer1") and node.description.startswith("Conv2d"):
+            alike.setdefault(node.description, []).append(node.forward_seconds)
+    (times,) = alike.values()
+    assert len(times) == 4
+    assert len(set(map(str, times))) == 1
+    first = profile.nodes[1]
+    assert str(first.forward_seconds) != str(times[0])
