@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,17 +147,23 @@ def _fits(plan: Plan, device_types: DeviceTypes) -> bool:
 
 def comparison_table(contenders: list[Contender], microbatches: int) -> Table:
     """A row per plan; the best simulated time among those that fit is bold."""
-    simulated = [c.simulated if c.fits else None for c in contenders]
-    best = min((seconds for seconds in simulated if seconds is not None), default=None)
+    best = _fastest(contenders)
     return table_of(
         "Other plans for the same graph and cluster",
         f"Per minibatch; with flush, of batches of {microbatches}. Closed form: by the cost model;"
         " simulated: the schedule, action by action, the best that fits in bold. Waiting: the share"
         " of the workers' time that is not computing. Memory: of the fullest worker.",
         [_cells(contender) for contender in contenders],
-        bold=[n for n, seconds in enumerate(simulated) if seconds is not None and seconds == best],
+        bold=[n for n, contender in enumerate(contenders) if contender in best],
         wrapped=("plan", "schedule"),
     )
+
+
+def _fastest(contenders: Sequence[Contender]) -> list[Contender]:
+    """Those that fit and have the best simulated time."""
+    fit = [each for each in contenders if each.fits and each.simulated is not None]
+    least = min((each.simulated or 0.0 for each in fit), default=0.0)
+    return [each for each in fit if each.simulated == least]
 
 
 def _cells(contender: Contender) -> dict[str, str]:
@@ -202,9 +208,11 @@ def comparison_frame(contenders: list[Contender]) -> pd.DataFrame:
 
 def draw_comparison(contenders: list[Contender], path: Path) -> None:
     """Draws the timelines one under the other (PNG), on one scale, from their steady states on."""
+    best = _fastest(contenders)
     panels = [
         Panel(
-            f"{contender.name}: {show_seconds(simulation.seconds_per_minibatch)} per minibatch",
+            ("Fastest: " if contender in best else "") + f"{contender.name},"
+            f" {show_seconds(simulation.seconds_per_minibatch)} per minibatch",
             simulation.events,
             first=simulation.steady_from,
             count=_DRAWN,
