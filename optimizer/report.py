@@ -334,8 +334,15 @@ def _assumptions(outcome: Outcome, profiled_on: Machine | None) -> Iterator[str]
             "Assumed: links that carry their --bandwidth and slow no pass down;"
             " pd-profile --network or --cluster auto measures that."
         )
+    if profiled_on is not None and not (plan.cluster.measured or plan.cluster.kinds):
+        yield (
+            f"Assumed: devices as fast as the one profiled, {profiled_on.device_name}"
+            + (f" with {_count(profiled_on.threads, 'thread')}" * (profiled_on.device == "cpu"))
+            + "; --speed says otherwise."
+        )
     on_one = min(plan.workers, plan.cluster.machines[0])
-    if profiled_on is not None and profiled_on.device == "cpu" and profiled_on.workers < on_one:
+    here = profiled_on is not None and profiled_on.device == "cpu" and not plan.cluster.kinds
+    if profiled_on is not None and here and profiled_on.workers < on_one:
         yield (
             f"Assumed: passes as fast with {on_one} workers at work as with {profiled_on.workers},"
             f" as they were profiled. pd-profile --workers {on_one} measures that."

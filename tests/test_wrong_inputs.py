@@ -162,7 +162,7 @@ WRONG = [
     ("pd-optimize good.txt --machines 2 --bandwidth 1GB -o file", r"file"),
     ("pd-optimize good.txt --machines 2 --bandwidth 1GB -o file/a/b", r"-o file/a/b: .* is a file"),
     (f"pd-optimize good.txt {OPTIMIZE} --export torch", r"--export torch needs profile.json"),
-    ("pd-optimize good.txt --machines 4,2 --bandwidth 1,1 --sweep 5..7", r"--sweep 5..7: none"),
+    ("pd-optimize good.txt --machines 4,2 --bandwidth 1GB,1GB --sweep 5..7", r"--sweep 5..7: none"),
     (f"pd-optimize good.txt {OPTIMIZE} --sweep ١..٤", r"--sweep"),
     ("pd-profile torchvision:resnet999 -o out", r"resnet999.*did you mean"),
     ("pd-profile nowhere:model -o out", r"there is no module nowhere"),

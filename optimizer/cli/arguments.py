@@ -63,6 +63,13 @@ GROUPS = {
             "Seconds of a message at each level, innermost first: 5us,50us.  [default: 0]",
         ),
         option(
+            "--speed X",
+            "How many times as fast as the device that was profiled the devices are, for plans"
+            " for machines that you do not have; a cluster file has it for each type.  [default:"
+            " 1]",
+            FiniteRange(min=0, min_open=True),
+        ),
+        option(
             "--like PLAN",
             "Take the cluster of this plan.json, and its options as defaults.  [default: none]",
             PATH,

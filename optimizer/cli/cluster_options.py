@@ -30,6 +30,7 @@ def cluster_of(options: Options) -> Cluster:
     """The cluster to plan for. Raises UserError."""
     file, machines, bandwidth = options.cluster, options.machines, options.bandwidth
     short = {"--machines": machines, "--bandwidth": bandwidth, "--latency": options.latency}
+    short["--speed"] = None if options.speed is None else str(options.speed)
     from_run = bool(options.calibrate) and not any((file, *short.values()))
     here = options.like is None and file == AUTO
     if options.workers is not None and options.like is None and not from_run and not here:
@@ -62,7 +63,7 @@ def cluster_of(options: Options) -> Cluster:
             f"Missing option '{missing}': give --machines and --bandwidth, or --cluster FILE"
         )
     else:
-        cluster = _short_cluster(machines, bandwidth, options.latency)
+        cluster = _of_speed(_short_cluster(machines, bandwidth, options.latency), options.speed)
     if cluster.devices > _MOST_DEVICES:
         raise UserError(f"{named(options)}: give at most {_MOST_DEVICES:,} devices in all")
     return cluster
@@ -129,6 +130,16 @@ def _short_cluster(machines: str, bandwidth: str, latency: str | None) -> Cluste
         reason = error.errors()[0]["msg"].removeprefix("Value error, ")
         also = "" if latency is None else f" --latency {latency}"
         raise UserError(f"--machines {machines} --bandwidth {bandwidth}{also}: {reason}") from None
+
+
+def _of_speed(cluster: Cluster, speed: float | None) -> Cluster:
+    if speed is None or speed == 1:
+        return cluster
+    from pipedream.graph.cluster import DeviceType
+
+    kind = DeviceType(name="device", speed=speed)
+    names = (kind.name,) * cluster.machines[-1]
+    return cluster.model_copy(update={"kinds": (kind,), "machine_kinds": names})
 
 
 def bytes_of(option: str, text: str) -> float:

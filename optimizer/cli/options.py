@@ -20,6 +20,7 @@ class Options:
     machines: str | None
     bandwidth: str | None
     latency: str | None
+    speed: float | None
     like: Path | None
     workers: int | None
 

@@ -83,15 +83,15 @@ def shaped(cluster: Cluster, workers: int) -> Cluster | None:
         names=cluster.names[:levels],
         send=cluster.send[:levels],
         all_reduce=tuple(rings),
+        kinds=cluster.kinds,
+        machine_kinds=cluster.machine_kinds[:1] * machines[-1],
     )
 
 
 def check_sweep(cluster: Cluster, numbers: range) -> None:
     """Raises UserError unless at least one of these numbers of workers makes a cluster."""
-    if cluster.kinds:
-        raise UserError(
-            "--sweep is for devices of one kind: leave kinds and machine_kinds out of --cluster"
-        )
+    if len(set(cluster.machine_kinds)) > 1:
+        raise UserError("--sweep is for devices of one kind, and those of --cluster are of several")
     if not any(shaped(cluster, workers) for workers in numbers):
         raise UserError(
             f"--sweep {numbers[0]}..{numbers[-1]}: none of these fills the machines of"

@@ -362,3 +362,18 @@ def test_who_reads_only_the_first_line_has_a_plan_all_the_same(tmp_path):
         running.stdout.close()
         assert running.stderr.read() == b""
     assert (tmp_path / "plan.json").exists()
+
+
+def test_devices_that_are_faster_than_the_one_profiled(tmp_path):
+    """`What would I get on 16 GPUs` had no answer without one of them."""
+    asked = (TRANSLATION, "--machines", "2", "--bandwidth", "1TB")
+    for speed, folder in (("1", "as"), ("4", "faster")):
+        done = pd_optimize(*asked, "--speed", speed, "-o", tmp_path / folder, "--sweep", "1..2")
+        assert done.returncode == 0, done.stderr
+    here, there = (
+        read_plan(tmp_path / folder / "plan.json").predicted.one_worker_seconds
+        for folder in ("as", "faster")
+    )
+    assert here == pytest.approx(4 * there)
+    assert "--speed" in pd_optimize(*asked[:1], "--cluster", "x.yaml", "--speed", "2").stderr
+    assert pd_optimize(*asked, "--speed", "0").returncode == 2
