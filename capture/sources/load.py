@@ -26,6 +26,7 @@ from pipedream.capture.sources.transformers import (
     load_transformers,
     take_labels,
     transformers_inputs,
+    without_cache,
 )
 from pipedream.capture.sources.user_code import accepts, blaming, call, load_function
 from pipedream.capture.sources.vision import image_shape, load_timm, load_torchvision, timm_shape
@@ -209,6 +210,7 @@ def _make(
     model, *own = result if isinstance(result, tuple) and len(result) in (2, 3) else (result,)
     if not isinstance(model, nn.Module):
         raise UserError(f"{source} returns a {type(model).__name__}, not a torch.nn.Module")
+    without_cache(model)
     if not own or own[0] is None:
         return model, None
     positional = own[0] if isinstance(own[0], tuple) else (own[0],)

@@ -132,21 +132,36 @@ def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise UserError(f"{source}: {blame(error)}") from error
     config.architectures = config.architectures or []  # it takes the first of several heads
-    for part in (config, config.get_text_config()):
+    _forget(config)
+    return config
+
+
+def without_cache(model: nn.Module) -> None:
+    """Has a model of transformers return no cache of keys and values, which training does not need
+    and capturing refuses.
+    """
+    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
+        _forget(getattr(model, "config", None))
+
+
+def _forget(config: Any) -> None:
+    for part in (config, config.get_text_config()) if config is not None else ():
         if hasattr(part, "use_cache"):
             part.use_cache = False
-    return config
 
 
 def _architecture_of(name: str) -> str | None:
     """The architecture that has a class of this name."""
     mappings = vars(importlib.import_module("transformers.models.auto.modeling_auto"))
-    for variable, mapping in mappings.items():
-        if variable.endswith("_MAPPING_NAMES") and isinstance(mapping, Mapping):
-            for architecture, classes in mapping.items():
-                if name == classes or (isinstance(classes, (tuple, list)) and name in classes):
-                    return str(architecture)
-    return None
+    known = [
+        str(architecture)
+        for variable, mapping in mappings.items()
+        if variable.endswith("_MAPPING_NAMES") and isinstance(mapping, Mapping)
+        for architecture, classes in mapping.items()
+        if name == classes or (isinstance(classes, (tuple, list)) and name in classes)
+    ]
+    same = (each for each in known if name.lower().startswith(each.replace("_", "")))
+    return next(same, known[0] if known else None)
 
 
 def _head(name: str, config: Any, auto: Any) -> str:

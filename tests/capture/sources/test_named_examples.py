@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config, load_config_model, load_data
 from pipedream.capture.sources.named_examples import NamedExamples, input_names
+from pipedream.capture.sources.vision import import_torchvision
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
 
@@ -164,3 +166,45 @@ def test_a_function_of_the_user_makes_the_minibatch() -> None:
     assert tuple(ids.shape) == (4, 3)
     ids, mask = load_config(config("rows", collate=HERE + "stacked"), Path()).args
     assert (ids.dtype, mask.dtype) == (torch.int64, torch.float32)
+
+
+def texts() -> Any:
+    ids = [torch.randint(0, 50, (6,)) for _ in range(8)]
+    return [{"input_ids": x, "attention_mask": torch.ones(6).long(), "labels": x} for x in ids]
+
+
+def own_gpt2() -> nn.Module:
+    import_torchvision()  # a broken one would keep transformers from being imported
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 50, "n_positions": 8}
+    return GPT2LMHeadModel(GPT2Config(**sizes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["own", "transformers:llama"])
+def test_a_language_model_gets_its_mask_and_labels_without_a_class_of_the_users(model: str) -> None:
+    """The mask landed in past_key_values, and the cache could not be captured."""
+    run = config("texts", loss="output")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 50, "intermediate_size": 8}
+    factory = (
+        Factory(source=model, args=sizes) if model != "own" else Factory(source=HERE + "own_gpt2")
+    )
+    loaded = load_config(run.model_copy(update={"model": factory}), Path())
+    captured = capture(loaded.model, loaded.args)
+    assert len(captured.inputs) == 3
+    ids, mask, labels = loaded.args
+    assert torch.equal(ids, labels)
+    assert mask.shape == ids.shape
+
+
+@pytest.mark.slow
+def test_a_class_of_transformers_names_its_architecture() -> None:
+    with pytest.raises(UserError, match="is a class of the architecture llama: write llama"):
+        load_config_model(
+            config("rows").model_copy(
+                update={"model": Factory(source="transformers:LlamaForCausalLM")}
+            ),
+            Path(),
+        )
