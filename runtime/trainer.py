@@ -72,7 +72,7 @@ def _run(context: RankContext) -> None:
     local = context.local
     if local.rank_info.rank == 0:
         said = announcement(local.job, local.examples.minibatches)
-        print(f"pd-train: {said}", file=sys.stderr, flush=True)
+        print(f"training: {said}", file=sys.stderr, flush=True)
     gc.freeze()  # what is there stays; to look through it again and again takes long
     try:
         with nullcontext() if context.display is None else context.display:
