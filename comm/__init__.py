@@ -2,5 +2,6 @@
 
 `rank_info` reads what torchrun, mpirun or srun says of this process; `rendezvous` joins it with the
 others. `transport` carries the tensors between stages, `buckets` adds up gradients,
-`store_messages` carries small values. Begin with `transport`.
+`store_messages` carries small values; `memory` says how much a device has left. Begin with
+`transport`.
 """

@@ -1,4 +1,4 @@
-"""The device that a profile is measured on: its name and its free memory."""
+"""The device that a profile is measured on: its name, and what it says when its memory is full."""
 
 from __future__ import annotations
 
@@ -21,23 +21,6 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def free_memory(device: torch.device) -> float:
-    """Bytes that may be allocated; infinite if unknown.
-
-    On a CPU 90 % of what Linux reports as available; on a GPU including memory that torch caches.
-    """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return float(free + kept)
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return float("inf")
-    kilobytes = [int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return 0.9 * 1024 * kilobytes[0] if kilobytes else float("inf")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

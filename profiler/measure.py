@@ -16,6 +16,7 @@ from pipedream.capture.compute_settings import keep_freed_memory, lowered
 from pipedream.capture.export import Captured, Value, capture, flatten_inputs, rebuild
 from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.sources.load import Loaded
+from pipedream.comm.memory import free_memory
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.profile import (
@@ -28,7 +29,7 @@ from pipedream.graph.profile import (
     ProfiledUpdate,
     Totals,
 )
-from pipedream.profiler.device import device_name, free_memory, is_out_of_memory
+from pipedream.profiler.device import device_name, is_out_of_memory
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.timing.contention import (
     contention,

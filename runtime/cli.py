@@ -147,10 +147,11 @@ def main(
     from pipedream.runtime.supervise import launch
 
     try:
-        if dry_run:
-            return _try(plan, config, options)
-        job = _job(plan, config, output, replan, options)
         rank_info = environment()
+        if dry_run:
+            first = rank_info is None or rank_info.rank == 0
+            return _try(plan, config, options) if first else 0
+        job = _job(plan, config, output, replan, options)
         return _start(job, workers, max_restarts) if rank_info is None else _work(job, rank_info)
     except (UserError, OSError):
         if launch.reports_the_error():

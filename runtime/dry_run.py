@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
@@ -16,6 +15,7 @@ from pipedream.capture.compute_settings import lowered
 from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.load import load_config_model
 from pipedream.capture.sources.user_code import blaming
+from pipedream.comm.memory import free_memory
 from pipedream.comm.rank_info import LOCALHOST, RankInfo
 from pipedream.comm.rendezvous import choose_device
 from pipedream.graph.errors import UserError
@@ -86,25 +86,15 @@ def _memory(job: Job) -> str:
     counts = job.plan.replicas
     told = f"the plan needs {', '.join(map(show_bytes, planned))} of a worker, by stage"
     if job.device == "cuda":
-        there = torch.cuda.get_device_properties(0).total_memory
-        return f"{told}; a GPU has {show_bytes(there)}" + _too_much(max(planned), there)
+        there = free_memory(torch.device("cuda", 0))
+        return f"{told}; a GPU has {show_bytes(there)} free" + _too_much(max(planned), there)
     needed = sum(count * each for count, each in zip(counts, planned, strict=True))
-    free = _free_memory()
-    if free is None:
+    there = free_memory(torch.device("cpu"))
+    if math.isinf(there):
         return told
-    more = f"; all of them {show_bytes(needed)}, and this machine has {show_bytes(free)} free"
-    return told + more + _too_much(needed, free)
+    more = f"; all of them {show_bytes(needed)}, and this machine has {show_bytes(there)} free"
+    return told + more + _too_much(needed, there)
 
 
 def _too_much(needed: float, there: float) -> str:
     return "" if needed <= there else ": TOO LITTLE"
-
-
-def _free_memory() -> float | None:
-    """Bytes of this machine's memory that nobody uses; None where Linux does not say."""
-    path = Path("/proc/meminfo")
-    for line in path.read_text(encoding="ascii").splitlines() if path.exists() else ():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return float(value.split()[0]) * 1024
-    return None

@@ -15,7 +15,7 @@ from pipedream.capture.fake_tensors import check_on_meta, on_meta_device, with_m
 from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.datasets import huggingface
 from pipedream.capture.sources.image_folder import image_folder
-from pipedream.capture.sources.minibatch import Dataset, examples, minibatch
+from pipedream.capture.sources.minibatch import Dataset, examples, minibatch, model_inputs
 from pipedream.capture.sources.named_examples import (
     NamedExamples,
     bind_inputs,
@@ -103,12 +103,10 @@ def load_config(
         )
     dtype = getattr(torch, config.dtype)
     inputs, target = minibatch(train, range(size), dtype, config.data.source)
-    with_target = config.loss == "output" and target is not None
-    model_inputs = (*inputs, target) if with_target else inputs
     loss = load_loss(config.loss, directory)
     return Loaded(
         model,
-        model_inputs,
+        model_inputs(inputs, target, config.loss),
         {},
         config.autocast,
         loss=lambda output: loss(output, target),

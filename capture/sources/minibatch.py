@@ -55,6 +55,11 @@ def minibatch(
     return inputs, target
 
 
+def model_inputs(inputs: tuple[Tensor, ...], target: Any, loss: str) -> tuple[Any, ...]:
+    """What the model is called with: with loss `output` the target is the last input, too."""
+    return (*inputs, target) if loss == "output" and target is not None else inputs
+
+
 def _together(dataset: Any, indices: Sequence[int], source: str) -> Any:
     """The unchecked pair of inputs and target."""
     if type(dataset) is Subset:

@@ -42,11 +42,7 @@ class NamedExamples:
             batch = self.collate(read_examples(self.dataset, indices))
         if self.inputs is None:
             return pair(batch, source)
-        for name in (*self.inputs, *([self.target] if self.target else [])):
-            if name not in batch:
-                raise UserError(
-                    f"{source}: an example has no {name!r}, only {', '.join(map(str, batch))}"
-                )
+        _check_names(batch, self.inputs, self.target, source)
         target = batch[self.target] if self.target else None
         return tuple(batch[name] for name in self.inputs), target
 
@@ -100,15 +96,21 @@ def named_examples(dataset: Any, data: DataFactory, directory: Path) -> Any:
 
 def _chosen(first: Mapping[str, Any], data: DataFactory) -> tuple[tuple[str, ...], str | None]:
     """The names of the inputs and of the target."""
-    for name in (*(data.inputs or ()), *([data.target] if data.target else [])):
-        if name not in first:
-            raise UserError(
-                f"{data.source}: an example has no {name!r}, only {', '.join(map(str, first))}"
-                + close_matches(name, map(str, first))
-            )
+    _check_names(first, data.inputs or (), data.target, data.source)
     target = data.target or next((name for name in TARGETS if name in first), None)
     parts = (name for name, value in first.items() if isinstance(value, Tensor))
     return tuple(data.inputs or (name for name in parts if name != target)), target
+
+
+def _check_names(
+    parts: Mapping[str, Any], inputs: Sequence[str], target: str | None, source: str
+) -> None:
+    for name in (*inputs, *([target] if target else [])):
+        if name not in parts:
+            raise UserError(
+                f"{source}: an example has no {name!r}, only {', '.join(map(str, parts))}"
+                + close_matches(name, map(str, parts))
+            )
 
 
 def input_names(dataset: Any, loss: str) -> tuple[str, ...] | None:

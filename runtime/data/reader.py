@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from pipedream.capture.sources.minibatch import Dataset, minibatch
+from pipedream.capture.sources.minibatch import Dataset, minibatch, model_inputs
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.data.order import Sizes, shuffled
@@ -55,8 +55,7 @@ class Batch:
         """Raises UserError: see `minibatch`."""
         dtype = getattr(torch, config.dtype)
         inputs, target = minibatch(dataset, indices, dtype, config.data.source)
-        with_target = config.loss == "output" and target is not None
-        return Batch((*inputs, target) if with_target else inputs, target)
+        return Batch(model_inputs(inputs, target, config.loss), target)
 
     def to(self, device: torch.device) -> Batch:
         moved = pytree.tree_map_only(

@@ -7,30 +7,15 @@ from pathlib import Path
 
 import pytest
 import small_models
-import torch
 from commands import typed
-from plans import cut, make_plan
-
-from pipedream.capture.export import capture
-from pipedream.graph.plan import write_plan
 
 VARIABLES = {"PYTHONPATH": str(Path(small_models.__file__).parent)}
-CONFIG = """\
-format: pipedream-run/1
-model: {source: "small_models:Noisy"}
-data: {source: "small_models:classes"}
-optimizer: {name: SGD, args: {lr: 0.1, momentum: 0.9}}
-batch_size: 4
-clip_norm: 1
-"""
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    graph = capture(small_models.Noisy(), (torch.randn(4, 6),)).graph
-    write_plan(make_plan(graph, cut(graph, 2), (1, 1)), tmp_path / "plan.json")
-    (tmp_path / "run.yaml").write_text(CONFIG)
-    return tmp_path
+@pytest.fixture(autouse=True)
+def clipped(folder: Path) -> None:
+    with (folder / "run.yaml").open("a") as config:
+        config.write("clip_norm: 1\n")
 
 
 def _names(folder: Path) -> set[str]:
@@ -50,6 +35,14 @@ def test_a_run_that_would_go_well(folder: Path) -> None:
     assert _names(folder) == {"plan.json", "run.yaml"}
 
 
+def test_of_several_ranks_one_tries(folder: Path) -> None:
+    second = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    second |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    asked = ["pd-train", "plan.json", "--config", "run.yaml", "--dry-run"]
+    done = typed(folder, asked, VARIABLES | second)
+    assert (done.code, done.out, done.error) == (0, "", "")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words", "told"),
     [
@@ -64,7 +57,8 @@ def test_a_run_that_would_go_well(folder: Path) -> None:
 def test_what_would_stop_a_run_is_told_in_one_line(
     folder: Path, old: str, new: str, words: tuple[str, ...], told: str
 ) -> None:
-    (folder / "run.yaml").write_text(CONFIG.replace(old, new))
+    config = (folder / "run.yaml").read_text()
+    (folder / "run.yaml").write_text(config.replace(old, new))
     asked = ["pd-train", "plan.json", "--config", "run.yaml", "--dry-run", *words]
     done = typed(folder, asked, VARIABLES)
     assert done.code == 2

@@ -34,15 +34,6 @@ from pipedream.runtime.job import Job
 
 BIN = Path(sys.executable).parent
 SUPPORT = Path(small_models.__file__).parent
-CONFIG = """\
-format: pipedream-run/1
-model: {source: "small_models:Noisy"}
-data: {source: "small_models:classes"}
-optimizer: {name: SGD, args: {lr: 0.1, momentum: 0.9}}
-batch_size: 4
-epochs: 3
-"""
-
 CHAIN = """\
 format: pipedream-run/1
 model: {source: "small_models:Chain"}
@@ -52,15 +43,6 @@ optimizer: {name: AdamW, args: {lr: 0.05}}
 batch_size: 4
 dtype: float64
 """
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A plan for two workers and a run config."""
-    graph = capture(small_models.Noisy(), (torch.randn(4, 6),)).graph
-    write_plan(make_plan(graph, cut(graph, 2), (1, 1)), tmp_path / "plan.json")
-    (tmp_path / "run.yaml").write_text(CONFIG)
-    return tmp_path
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -166,7 +148,9 @@ def test_going_on_inside_an_epoch_is_the_run_that_was_never_stopped(folder: Path
     """
     graph = capture(small_models.Noisy(), (torch.randn(4, 6),)).graph
     classes = '{source: "small_models:classes", args: {examples: 84}}'
-    (folder / "run.yaml").write_text(CONFIG.replace('{source: "small_models:classes"}', classes))
+    (folder / "run.yaml").write_text(
+        (folder / "run.yaml").read_text().replace('{source: "small_models:classes"}', classes)
+    )
     plan, config = make_plan(graph, cut(graph, 2), (2, 1)), read_config(folder / "run.yaml")
     whole = Job(plan, config, SUPPORT, folder / "whole", epochs=2, evaluate=False, save_every=3)
     run_jobs([whole])
@@ -210,7 +194,9 @@ def test_a_run_goes_on_when_a_worker_was_killed(launcher: str, folder: Path) -> 
     plan, config = read_plan(folder / "plan.json"), read_config(folder / "run.yaml")
     whole = Job(plan, config, SUPPORT, folder / "whole", epochs=3, evaluate=False, save_every=4)
     run_jobs([whole])
-    (folder / "deadly.yaml").write_text(CONFIG.replace("classes", "deadly"))
+    (folder / "deadly.yaml").write_text(
+        (folder / "run.yaml").read_text().replace("classes", "deadly")
+    )
     words = ["pd-train", "plan.json", "--config", "deadly.yaml", "-o", "run", "--save-every", "4"]
     if launcher == "alone":
         done = typed(folder, [*words, "--max-restarts", "1"], VARIABLES)
@@ -268,7 +254,9 @@ def test_a_run_is_exported_for_the_plain_model(folder: Path) -> None:
     """Right after training, or later; a tied weight under both of its names."""
     model = small_models.Tied()
     graph = capture(model, (torch.randn(4, 6),)).graph
-    text = CONFIG.replace("Noisy", "Tied").replace("classes", "regression")
+    text = (
+        (folder / "run.yaml").read_text().replace("Noisy", "Tied").replace("classes", "regression")
+    )
     (folder / "run.yaml").write_text(text + "loss: mse_loss\n")
     config = read_config(folder / "run.yaml")
     plan = make_plan(graph, cut(graph, 2), (1, 1), "flush")
