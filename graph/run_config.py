@@ -48,6 +48,8 @@ class DataFactory(Factory):
             )
         return source
 
+    examples: int | None = Field(default=None, ge=1, strict=True)
+    """Of a stream, such as an IterableDataset: the examples of an epoch. By default its length."""
     inputs: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Of examples that are dicts: the parts that go to the model, to the parameters of `forward`
     that have these names. By default all tensors but the target.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from pipedream.capture.fake_tensors import check_on_meta, on_meta_device, with_memory
 from pipedream.capture.loss import load_loss
@@ -22,6 +22,7 @@ from pipedream.capture.sources.named_examples import (
     input_names,
     named_examples,
 )
+from pipedream.capture.sources.streams import Stream, examples_of, is_stream, stream_of
 from pipedream.capture.sources.transformers import (
     load_transformers,
     take_labels,
@@ -104,13 +105,18 @@ def load_config(
     dtype = getattr(torch, config.dtype)
     inputs, target = minibatch(train, range(size), dtype, config.data.source)
     loss = load_loss(config.loss, directory)
+
+    def read(indices: Sequence[int]) -> object:
+        return minibatch(train, indices, dtype, config.data.source)
+
     return Loaded(
         model,
         model_inputs(inputs, target, config.loss),
         {},
         config.autocast,
         loss=lambda output: loss(output, target),
-        read=lambda indices: minibatch(train, indices, dtype, config.data.source),
+        # A stream cannot be read here and there, to learn how long that takes.
+        read=None if stream_of(train) else read,
         examples=len(train),
     )
 
@@ -151,30 +157,34 @@ def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | No
             f" not {len(made)} things"
         )
     train, held_out = made if isinstance(made, tuple) else (made, None)
-    for which, dataset in (("training", train), ("held-out", held_out)):
-        if dataset is None and which == "held-out":
-            continue
-        if isinstance(dataset, IterableDataset):
-            raise UserError(
-                f"{source}: the {which} set is an IterableDataset, and ranks read examples by "
-                "index: return a dataset with __len__ and __getitem__"
-            )
-        if isinstance(dataset, DataLoader):
-            raise UserError(
-                f"{source}: the {which} set is a DataLoader: return the dataset; batch_size in the"
-                " run config makes the minibatches"
-            )
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            kind = type(dataset).__name__
-            raise UserError(f"{source}: the {which} set, a {kind}, lacks __len__ or __getitem__")
+    if is_stream(train):
+        wanted = examples_of(train, config.data.examples, source)
+        train = Stream(train, wanted, config.seed, source)
+    if is_stream(held_out):
         with blaming(source):
-            length = len(dataset)
-        if length == 0:
-            raise UserError(f"{source}: the {which} set is empty")
+            held_out = list(held_out)
+    _check_set(source, "training", train)
+    if held_out is not None:
+        _check_set(source, "held-out", held_out)
     train = named_examples(train, config.data, directory)
     if isinstance(train, NamedExamples) and held_out is not None:
         held_out = replace(train, dataset=held_out)
     return train, held_out
+
+
+def _check_set(source: str, which: str, dataset: Any) -> None:
+    if isinstance(dataset, DataLoader):
+        raise UserError(
+            f"{source}: the {which} set is a DataLoader: return the dataset; batch_size in the"
+            " run config makes the minibatches"
+        )
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        kind = type(dataset).__name__
+        raise UserError(f"{source}: the {which} set, a {kind}, lacks __len__ or __getitem__")
+    with blaming(source):
+        length = len(dataset)
+    if length == 0:
+        raise UserError(f"{source}: the {which} set is empty")
 
 
 def _data_factory(source: str, directory: Path) -> Callable[..., Any]:

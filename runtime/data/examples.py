@@ -6,6 +6,7 @@ import torch
 
 from pipedream.capture.sources.load import load_data
 from pipedream.capture.sources.named_examples import input_names
+from pipedream.capture.sources.streams import stream_of
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.order import EpochOrder
 from pipedream.runtime.data.reader import Batch, Epoch
@@ -21,6 +22,12 @@ class Examples:
     def __init__(self, job: Job, device: torch.device) -> None:
         self.config, self.device = job.config, device
         self.training, self.held_out = load_data(job.config, job.directory)
+        self.stream = stream_of(self.training)
+        if self.stream is not None and job.config.data_workers:
+            raise UserError(
+                f"data_workers: {job.config.data.source} gives a stream, which each rank reads by"
+                " itself: write data_workers: 0"
+            )
         self.order = EpochOrder(self.training, job.config, job.directory)
         self.sizes = self.order.sizes
         self.minibatches = len(self.sizes)
@@ -41,12 +48,16 @@ class Examples:
         """The first minibatch of all; from now on the others have to be of its `kind`."""
         before = torch.get_rng_state()
         batch = self.epoch(0).batch(0)
-        self.draws = not torch.equal(torch.get_rng_state(), before)
+        # A stream has random numbers of its own, which take the place of torch's while it is read.
+        drawn = not torch.equal(torch.get_rng_state(), before)
+        self.draws = drawn or self.stream is not None
         self.kind = batch.kind
         return batch
 
     def epoch(self, number: int) -> Epoch:
         order = self.order(number)
+        if self.stream is not None:
+            self.stream.begin(number)
         return Epoch(self.training, self.config, number, self.device, self.kind, self.draws, order)
 
     def to_try(self) -> Epoch:

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from pipedream.capture.sources.minibatch import Dataset
+from pipedream.capture.sources.streams import stream_of
 from pipedream.capture.sources.user_code import accepts, blaming, call, load_function
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import Factory, RunConfig
@@ -50,14 +51,21 @@ class Sizes:
 class EpochOrder:
     """`order(number)` returns the indices of an epoch's examples, by the seed and the number alone.
 
-    Without a sampler all examples in a random order. A sampler is made anew for each epoch, with
-    the training set as `dataset` or `data_source` and a seeded `generator`, if it takes them, and
-    told the epoch with `set_epoch`, if it has that; the random numbers of torch, numpy and Python
-    are seeded for it, too. Raises UserError if it gives another order when asked again.
+    Without a sampler all examples in a random order, those of a stream in its own. A sampler is
+    made anew for each epoch, with the training set as `dataset` or `data_source` and a seeded
+    `generator`, if it takes them, and told the epoch with `set_epoch`, if it has that; the random
+    numbers of torch, numpy and Python are seeded for it, too. Raises UserError if it gives another
+    order when asked again.
     """
 
     def __init__(self, dataset: Dataset, config: RunConfig, directory: Path) -> None:
         self.dataset, self.config, self.directory = dataset, config, directory
+        self.is_stream = stream_of(dataset) is not None
+        if self.is_stream and config.sampler is not None:
+            raise UserError(
+                f"sampler {config.sampler.source}: {config.data.source} gives a stream, whose"
+                " examples come in their own order: leave the sampler out"
+            )
         first = self(0)
         if config.sampler is not None and self(0) != first:
             raise UserError(
@@ -69,6 +77,8 @@ class EpochOrder:
 
     def __call__(self, epoch: int) -> list[int]:
         sampler, seed = self.config.sampler, _seed(self.config.seed, epoch)
+        if self.is_stream:
+            return list(range(len(self.dataset)))
         if sampler is None:
             return shuffled(len(self.dataset), self.config.seed, epoch)
         generator = torch.Generator().manual_seed(seed)

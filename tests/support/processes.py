@@ -86,6 +86,8 @@ def warm_context() -> multiprocessing.context.ForkServerContext:
     if (root := str(Path(__file__).parents[2])) not in sys.path:
         sys.path.append(root)
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    # pd-train sets it before it imports torch, which reads it only then.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         forkserver.ensure_running()
     finally:

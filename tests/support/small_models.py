@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 
 class Layer(nn.Module):
@@ -200,6 +203,25 @@ def classes(examples: int = 80) -> tuple[TensorDataset, TensorDataset]:
     x = torch.randn(examples, 6, generator=generator)
     whole = TensorDataset(x, x[:, :3].argmax(1))
     return TensorDataset(*whole[: examples * 3 // 4]), TensorDataset(*whole[examples * 3 // 4 :])
+
+
+class Drawn(IterableDataset[Any]):
+    """A stream that draws its examples, differently in each epoch; it has no end."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        while True:
+            mean = random.random() + float(np.random.rand()) + self.epoch
+            yield torch.randn(6) + mean, int(torch.randint(3, ()))
+
+
+def drawn() -> tuple[Drawn, TensorDataset]:
+    return Drawn(), classes()[1]
 
 
 class Towers(nn.Module):

@@ -155,6 +155,6 @@ def stream() -> tuple[Stream, None]:
     return Stream(), None
 
 
-def test_a_set_without_numbers_is_refused() -> None:
-    with pytest.raises(UserError, match="the training set is an IterableDataset"):
+def test_a_stream_of_unknown_length_is_refused() -> None:
+    with pytest.raises(UserError, match=r"a stream of unknown length: write examples: N"):
         load_data(config(f"{__name__}:stream"), Path())

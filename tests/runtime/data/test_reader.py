@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import small_models
 import torch
+from plans import cut, make_plan
 from torch import Tensor
+from training import losses, run_jobs, weights
 
-from pipedream.graph.run_config import DataFactory, Factory, RunConfig
+from pipedream.capture.export import capture
+from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.data.reader import DataLost, Epoch, Reader
+from pipedream.runtime.job import Job
 
 
 class Deadly:
@@ -105,3 +113,34 @@ def test_a_thread_reads_what_takes_long(seconds: float, monkeypatch: pytest.Monk
     assert read == list(range(8))
     threads = ["MainThread"] * 3 + ["data"] * 5 if seconds else ["MainThread"] * 8
     assert dataset.threads == threads
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1)])
+def test_a_run_on_a_stream_goes_on_at_the_same_example(
+    replicas: tuple[int, int], tmp_path: Path
+) -> None:
+    """Stopped in the middle of an epoch, and between two: bit for bit the run that was not."""
+    graph = capture(small_models.Noisy(), (torch.randn(4, 6),)).graph
+    config = RunConfig(
+        format="pipedream-run/1",
+        model=Factory(source="small_models:Noisy"),
+        data=DataFactory(source="small_models:drawn", examples=48),
+        optimizer=OptimizerConfig(name="SGD", args={"lr": 0.1, "momentum": 0.9}),
+        batch_size=4,
+    )
+    plan = make_plan(graph, cut(graph, 2), replicas)
+    support = Path(small_models.__file__).parent
+    whole = Job(plan, config, support, tmp_path / "whole", epochs=3, save_every=4)
+    run_jobs([whole])
+    kept = sorted(path.name for path in whole.checkpoints.glob("epoch-*"))
+    expected, told = weights(whole), losses(whole)
+    for number, last in enumerate((2, 4)):
+        parts = replace(whole, run=tmp_path / f"parts{number}", resume=True)
+        shutil.copytree(whole.run, parts.run, symlinks=True)
+        for name in kept[last:]:
+            shutil.rmtree(parts.checkpoints / name)
+        run_jobs([parts])
+        assert losses(parts) == told
+        for name, tensor in weights(parts).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
