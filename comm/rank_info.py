@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
+import socket
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from pipedream.graph.errors import UserError
@@ -151,3 +154,19 @@ def reports_errors() -> bool:
     if rank_info is not None and rank_info.rank > 0:
         time.sleep(_UNTIL_RANK_0_HAS_SPOKEN)
     return True
+
+
+def alone() -> RankInfo:
+    """The only rank of a run. Raises UserError if no port is free."""
+    return RankInfo(0, 1, 0, 1, LOCALHOST, free_port())
+
+
+def free_port() -> int:
+    """Returns a free port, outside the range that the system assigns: while the workers import
+    their libraries, another program could be assigned one of those.
+    """
+    for port in random.sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOCALHOST, port))
+            return port
+    raise UserError(f"no port from {PORTS[0]} to {PORTS[-1]} is free for the workers to meet at")

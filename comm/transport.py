@@ -155,6 +155,17 @@ class Transport:
             for tensor, part in zip(same, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
 
+    def average(self, buffers: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+        """Replaces batch-norm statistics and the like by their mean over the replicas, of which
+        None stands for a single one.
+        """
+        if group is None or not buffers:
+            return
+        sums = [buffer.double() for buffer in buffers]
+        self.add_up(sums, group)
+        for buffer, sum_ in zip(buffers, sums, strict=True):
+            buffer.copy_(sum_ / dist.get_world_size(group))  # counts stay whole numbers
+
     def begin_sum(self, flat: torch.Tensor, group: dist.ProcessGroup | None) -> Sum:
         """Begins to replace `flat` by its sum over the group. Raises PeerLost."""
         staged = flat.to(self.staged)

@@ -146,10 +146,10 @@ def _profile_model(options: Mapping[str, Any]) -> None:
     _make_folder(output)
     if sizes is not None:
         check_folder(output, sizes)
-        profile_sizes(sizes, output, _measurement(options, args), _write)
+        profile_sizes(sizes, output, _measurement(options, args), write_files)
     else:
         graph, profile = _measurement(options, args)(options["batch_size"])
-        written = _write(graph, profile, output)
+        written = write_files(graph, profile, output)
         print_report(profile, options["sort"], options["top"])
         click.echo(f"Written: {written}")
     planned = output if sizes is not None else output / "graph.txt"
@@ -303,7 +303,7 @@ def _progress() -> Iterator[Callable[[str, float, float], None]]:
         )
 
 
-def _write(graph: Graph, profile: Profile, output: Path) -> str:
+def write_files(graph: Graph, profile: Profile, output: Path) -> str:
     """Writes all files of a profile; returns a line that names them."""
     from pipedream.graph.draw import draw, why_text
     from pipedream.graph.model import format_graph

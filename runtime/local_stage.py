@@ -52,11 +52,11 @@ class LocalStage:
         self.optimizer = make_optimizer(job.optimizer, self.parameters, captures.parameters)
 
     def _stage_module(self, captured: Captured) -> StageModule:
-        device = self.rng.device
+        device, config = self.rng.device, self.job.config
 
         def compute(captured: Captured, piece: Segment) -> Compute:
             seed_each(piece, operator_positions(captured.module), self.rng)
-            return make_compute(piece, self.job.config, device)
+            return make_compute(piece, device, config.autocast, config.compile)
 
         interface = interfaces(captured, self.job.plan)[self.stage]
         return StageModule.of(captured, interface, device, compute)

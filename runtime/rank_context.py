@@ -85,7 +85,8 @@ class RankContext:
         In the next segment others would wait for its last save no longer than the timeout.
         """
         for stage in self.local.stages:
-            self._average_buffers(stage)
+            group = self.groups[stage.stage].replicas
+            self.transport.average(list(stage.buffers.values()), group)
         parts = {
             stage.stage: (stage.saved, state_tensors(stage.optimizer, stage.parameters))
             for stage in self.local.stages
@@ -93,16 +94,6 @@ class RankContext:
         }
         self.saver.begin(position, parts, self.stepping.state())
         broadcast(self.store, self.local.rank_info, f"at/{position}", True)
-
-    def _average_buffers(self, stage: LocalStage) -> None:
-        """Replaces batch-norm statistics and the like by their mean over the stage's replicas."""
-        group = self.groups[stage.stage].replicas
-        if group is not None and stage.buffers:
-            count = len(self.assignment[stage.stage])
-            sums = {name: buffer.double() for name, buffer in stage.buffers.items()}
-            self.transport.add_up(list(sums.values()), group)
-            for name, buffer in stage.buffers.items():
-                buffer.copy_(sums[name] / count)
 
     def _add_up(self, tensor: torch.Tensor) -> None:
         self.transport.begin_sum(tensor, None).wait()

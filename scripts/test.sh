@@ -29,7 +29,7 @@ check() {
     [ -z "${torch_version:-}" ] || exit 0
     check ruff check --quiet
     check ruff format --quiet --check
-    check mypy $(printf -- "-p pipedream.%s " graph capture schedule comm profiler optimizer runtime)
+    check mypy -p pipedream
     check lint-imports --no-logo
     [ -z "${failed:-}" ] || { echo "test.sh: failed: $failed" && exit 1; }
 ) >"$output" 2>&1 &

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +19,19 @@ from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table
 from pipedream.runtime.engine.minibatch_state import BackwardRoots, MinibatchState, Recomputation
 from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.engine.weights import Weights
-from pipedream.runtime.optim.stepping import Stepping
+from pipedream.runtime.optim.stepping import Scale
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, uses
+
+
+class Updates(Protocol):
+    """What makes an update of a stage out of the gradients of a round; see `Stepping`."""
+
+    scale: Scale
+
+    def update(
+        self, stage: int, number: int, weights: Weights, divisor: int, updates: int
+    ) -> None: ...
 
 
 @dataclass
@@ -39,7 +49,7 @@ class Executor(ForwardExecutor):
     """
 
     weights: Weights
-    stepping: Stepping
+    stepping: Updates
     groups: StageGroups
     on_loss: Callable[[int, Tensor], None]
     rng: MinibatchRng

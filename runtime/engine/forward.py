@@ -17,7 +17,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import RankAssignment
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.stages.partition import StageInterface
-from pipedream.runtime.stages.stage_module import StageModules
+from pipedream.runtime.stages.stage_module import ModuleChoice
 from pipedream.schedule.action import Action, Kind, Worker
 from pipedream.schedule.channel import Channel
 
@@ -53,11 +53,11 @@ def computing(action: Action) -> Iterator[None]:
 class ForwardExecutor(ABC):
     """One replica of one stage: the base of those that the engine drives.
 
-    `stage_modules` has the stage for each size of minibatch; `loss(output, target)`, of what the
+    `stage_modules` has the stage for each minibatch; `loss(output, target)`, of what the
     model returns, is for the last stage.
     """
 
-    stage_modules: StageModules
+    stage_modules: ModuleChoice
     transport: Transport
     assignment: RankAssignment
     loss: Loss

@@ -48,11 +48,14 @@ class Progress(BaseModel):
 
 
 class Scale:
-    """The factor of the loss. It must be the same in every stage at the same minibatch."""
+    """The factor of the loss. It must be the same in every stage at the same minibatch.
 
-    def __init__(self, config: RunConfig) -> None:
-        self.adapts = config.autocast == "float16" and config.loss_scale is None
-        self.value = config.loss_scale or (FIRST_SCALE if self.adapts else 1.0)
+    `fixed`: the one that the run config sets; None to find it, if it `adapts`.
+    """
+
+    def __init__(self, adapts: bool = False, fixed: float | None = None) -> None:
+        self.adapts = adapts and fixed is None
+        self.value = fixed or (FIRST_SCALE if self.adapts else 1.0)
         self.went_well = 0
 
     def note(self, finite: bool) -> None:
@@ -64,6 +67,10 @@ class Scale:
             self.value *= BACKOFF
         elif self.went_well % PATIENCE == 0:
             self.value *= GROWTH
+
+
+def scale_of(config: RunConfig) -> Scale:
+    return Scale(config.autocast == "float16", config.loss_scale)
 
 
 class StageStepping:
@@ -151,7 +158,7 @@ class Stepping:
         add_up: Callable[[Tensor], None] | None,
     ) -> None:
         self.stages, self.losses, self.add_up = stages, losses, add_up
-        self.scale = Scale(config)
+        self.scale = scale_of(config)
         self.watches = watches_norm(config)
         self.together = len(stages) if self.watches and add_up is not None else 1
         self.waiting: dict[int, list[_Update]] = {}
@@ -247,7 +254,7 @@ class Stepping:
 
 def watches_norm(config: RunConfig) -> bool:
     """Returns whether updates need the norm of the gradients, to clip or to check them."""
-    scales = Scale(config).value != 1.0
+    scales = scale_of(config).value != 1.0
     return config.clip_norm is not None or config.nan == "skip" or scales
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from pipedream.capture.export import Captured, OutSpec, capture, rebuild
 from pipedream.capture.segment import Segment, freeze_constants
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, PlannedGraph
-from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.randomness import SeedHook
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
@@ -38,21 +37,23 @@ def plain(piece: Segment) -> Compute:
     return run
 
 
-def make_compute(piece: Segment, config: RunConfig, device: torch.device) -> Compute:
-    """Raises UserError for a torch.compile backend that does not exist."""
+def make_compute(
+    piece: Segment, device: torch.device, autocast: str | None, backend: str | None = None
+) -> Compute:
+    """Raises UserError for a torch.compile `backend` that does not exist."""
     run = plain(piece)
-    if config.compile is not None:
+    if backend is not None:
         known = torch.compiler.list_backends(exclude_tags=())
-        if config.compile not in known:
-            raise UserError(f"compile: backend {config.compile!r} is not available; write inductor")
+        if backend not in known:
+            raise UserError(f"compile: backend {backend!r} is not available; write inductor")
         for module in piece.module.modules():
             if isinstance(module, SeedHook):  # a compiled one would seed only once
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore
         # Never for shapes in general: the last, smaller minibatch has a piece of its own.
-        run = torch.compile(run, backend=config.compile, dynamic=False)
+        run = torch.compile(run, backend=backend, dynamic=False)
 
     def compute(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
-        with lowered(config.autocast, device):
+        with lowered(autocast, device):
             return run(tensors, inputs)
 
     return compute
@@ -95,6 +96,12 @@ class StageModule:
                 setattr(self.piece.module.get_submodule(path), own, buffer)
 
 
+class ModuleChoice(Protocol):
+    """A stage in the forms that its minibatches need."""
+
+    def of(self, minibatch: int) -> StageModule: ...
+
+
 @dataclass(frozen=True)
 class StageModules:
     """The module for each minibatch: `whole`, but `rest` for the one with the number `last`."""
@@ -115,17 +122,17 @@ def capture_rest(
     Raises UserError if the model does not accept so few, or its stages would be others.
     """
     captured = capture(model, batch.first(rest).inputs, training=training)
-    difference = _difference(whole, captured, plan)
-    if difference is not None:
-        raise UserError(f"the model differs: {difference}")
+    told = difference(whole, captured, plan)
+    if told is not None:
+        raise UserError(f"the model differs: {told}")
     return captured
 
 
-def _difference(whole: Captured, other: Captured, plan: Plan) -> str | None:
+def difference(whole: Captured, other: Captured, plan: Plan) -> str | None:
     """Describes where two captures differ in nodes, parameters or messages; None if they do not."""
-    difference = first_difference(PlannedGraph.of(whole.graph), other.graph)
-    if difference is not None:
-        return difference
+    told = first_difference(PlannedGraph.of(whole.graph), other.graph)
+    if told is not None:
+        return told
     for node, again in zip(whole.graph.order, other.graph.order, strict=True):
         expected = (whole.module_paths[node], *whole.parameters[node])
         if expected != (other.module_paths[again], *other.parameters[again]):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,8 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 
-from pipedream.comm.rank_info import LOCALHOST, PORTS, RESTARTS, RankInfo, reports_errors
-from pipedream.graph.errors import UserError
+from pipedream.comm.rank_info import LOCALHOST, RESTARTS, RankInfo, free_port, reports_errors
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 
 USER_ERROR = 2
@@ -111,7 +108,7 @@ def _run(
 ) -> _End:
     """Starts all workers once; stops the rest when one has failed."""
     parent_death_pipe, writing_end = os.pipe()
-    error_token, memory, port = _open_error_token(), Heartbeats.make(workers), _free_port()
+    error_token, memory, port = _open_error_token(), Heartbeats.make(workers), free_port()
     children: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(workers):
@@ -307,17 +304,6 @@ def _catching_signals() -> Iterator[Sequence[int]]:
     finally:
         for number, handler in zip(asked, before, strict=True):
             signal.signal(number, handler)
-
-
-def _free_port() -> int:
-    """Returns a free port, outside the range that the system assigns: while the workers import
-    their libraries, another program could be assigned one of those.
-    """
-    for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind((LOCALHOST, port))
-            return port
-    raise UserError(f"no port from {PORTS[0]} to {PORTS[-1]} is free for the workers to meet at")
 
 
 def die_with_parent() -> bool:

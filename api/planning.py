@@ -1,0 +1,89 @@
+"""`pipedream.optimize`: pd-optimize from Python."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from pipedream.command_line import words
+from pipedream.graph.command import whole, write_whole
+from pipedream.graph.model import Graph, format_graph
+from pipedream.graph.plan import Plan, read_plan
+from pipedream.profiling import Profiled
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, and in `files` what pd-optimize wrote, by name; `report` is what it printed."""
+
+    plan: Plan
+    report: str
+    files: Mapping[str, bytes]
+
+    def write(self, folder: str | Path) -> Path:
+        """Writes plan.json, graph.txt with stage ids and the pictures; returns the folder."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files.items():
+            with whole(folder / name) as fresh:
+                fresh.write_bytes(content)
+        return folder
+
+    def _repr_html_(self) -> str:
+        picture = self.files.get("graph.svg", b"").decode(errors="replace")
+        svg = picture[max(picture.find("<svg"), 0) :]
+        return f"<pre>{escape(self.report)}</pre>{svg}"
+
+
+def optimize(
+    graph: Profiled | Graph | str | Path,
+    machines: Sequence[int] | int | None = None,
+    bandwidth: Sequence[str] | str | None = None,
+    **options: Any,
+) -> Planned:
+    """Plans a profiled model, or that of a graph.txt, for a cluster such as `machines=(4, 2)` with
+    `bandwidth=("100GB/s", "10GB/s")`.
+
+    `options` are those of pd-optimize, with `_` for `-`: `optimize(graph, cluster="cluster.yaml",
+    memory="16GB", schedule="flush")`. Raises UserError.
+    """
+    from pipedream.optimizer.cli.command import main
+
+    with TemporaryDirectory() as folder, _quick_collector():
+        made = Path(folder) / "plan"
+        asked = {"machines": machines, "bandwidth": bandwidth, **options}
+        arguments = [str(_written(graph, Path(folder))), *words(asked), "--output", str(made)]
+        report = io.StringIO()
+        with redirect_stdout(report), main.make_context("pd-optimize", arguments) as context:
+            main.invoke(context)
+        files = {path.name: path.read_bytes() for path in made.iterdir() if path.is_file()}
+        return Planned(read_plan(made / "plan.json"), report.getvalue(), files)
+
+
+def _written(graph: Profiled | Graph | str | Path, folder: Path) -> Path:
+    """The path of its graph.txt."""
+    if isinstance(graph, Profiled):
+        return graph.write(folder / "profile") / "graph.txt"
+    if isinstance(graph, Graph):
+        write_whole(folder / "graph.txt", format_graph(graph))
+        return folder / "graph.txt"
+    return Path(graph)
+
+
+@contextmanager
+def _quick_collector() -> Iterator[None]:
+    """pd-optimize changes the thresholds of Python's garbage collector, which is not this process's
+    own.
+    """
+    before = gc.get_threshold()
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

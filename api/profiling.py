@@ -1,0 +1,96 @@
+"""`pipedream.profile`: pd-profile for a model that is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.model import Graph
+from pipedream.graph.profile import Profile
+from pipedream.profiler.cli import write_files
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A model with the times and sizes of its layers."""
+
+    graph: Graph
+    profile: Profile
+
+    @property
+    def layers(self) -> pd.DataFrame:
+        """A row for each layer in order of execution; seconds and bytes per minibatch."""
+        from pipedream.profiler.report.layers import layers_frame
+
+        return layers_frame(self.profile)
+
+    def write(self, folder: str | Path) -> Path:
+        """Writes graph.txt, profile.json and their pictures, as pd-profile does; returns the
+        folder. Raises UserError if it cannot be written.
+        """
+        write_files(self.graph, self.profile, Path(folder))
+        return Path(folder)
+
+    def _repr_html_(self) -> str:
+        title = escape(f"{self.profile.model}, batch {self.profile.batch_size}")
+        table = self.layers.to_html(index=False, max_rows=30)
+        return f"<b>{title}</b>{table}"
+
+
+def profile(
+    model: nn.Module,
+    inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    *,
+    loss: Callable[[Any], Tensor] | None = None,
+    autocast: Literal["bfloat16", "float16"] | None = None,
+    device: str = "cpu",
+    threads: int = 1,
+    warmup: int | None = None,
+    repeats: int | None = None,
+    seconds: float = 30.0,
+) -> Profiled:
+    """Measures every layer of `model`, called with `inputs`: a tensor, several, or a mapping of
+    keyword arguments; the first dimension of the tensors are the examples.
+
+    `loss` of what the model returns makes the passes those of training. The others are the options
+    of pd-profile. Raises UserError.
+    """
+    from pipedream.capture.export import flatten_inputs
+    from pipedream.capture.sources.load import Loaded
+    from pipedream.profiler.measure import Settings, measure
+    from pipedream.profiler.timing.stopping_rule import StoppingRule
+
+    args, kwargs = _arguments(inputs)
+    tensors = flatten_inputs(args, kwargs)
+    if not tensors or not tensors[0].dim():
+        raise UserError("profile: inputs: give tensors whose first dimension are the examples")
+    loaded = Loaded(model.train(), args, kwargs, autocast, loss)
+    settings = Settings(
+        model=f"{type(model).__module__}:{type(model).__qualname__}",
+        args={},
+        batch_size=len(tensors[0]),
+        device=torch.device(device),
+        stopping_rule=StoppingRule(warmup, repeats, seconds),
+        threads=threads,
+    )
+    before = torch.get_num_threads()
+    try:
+        return Profiled(*measure(loaded, settings))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs,) if isinstance(inputs, Tensor) else tuple(inputs), {}

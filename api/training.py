@@ -1,0 +1,103 @@
+"""`pipedream.train`: pd-train from Python."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from tempfile import NamedTemporaryFile, TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from pipedream.command_line import words
+from pipedream.graph.errors import UserError
+from pipedream.graph.plan import Plan, write_plan
+from pipedream.planning import Planned
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run in its folder."""
+
+    folder: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Times, losses and memory of the run, as in summary.json."""
+        read: dict[str, Any] = json.loads((self.folder / "summary.json").read_text("utf-8"))
+        return read
+
+    @property
+    def metrics(self) -> pd.DataFrame:
+        """A row for each minibatch, as in metrics.jsonl."""
+        import pandas as pd
+
+        return pd.read_json(self.folder / "metrics.jsonl", lines=True)
+
+    def _repr_html_(self) -> str:
+        import pandas as pd
+
+        told = pd.Series(self.summary, name="").to_frame().to_html(header=False)
+        return f"<b>{escape(str(self.folder))}</b>{told}"
+
+
+def train(
+    plan: Planned | Plan | str | Path,
+    config: Mapping[str, Any] | str | Path,
+    output: str | Path,
+    **options: Any,
+) -> Run:
+    """Trains a plan on this machine, one process for each worker, in the folder `output`.
+
+    `config` is a run config: a file, or what one would have in it; then its names and paths are
+    relative to the current folder. `options` are those of pd-train, with `_` for `-`: `train(plan,
+    "run.yaml", "runs/first", epochs=3, save_every=100)`. Raises UserError with what pd-train says
+    if it fails, KeyboardInterrupt if it was stopped.
+    """
+    with TemporaryDirectory() as folder, _as_file(config) as file:
+        asked = {"config": file, "output": Path(output), **options}
+        command = [_program(), str(_written(plan, Path(folder))), *words(asked)]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 130:
+        raise KeyboardInterrupt
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.startswith("pd-train: ")]
+        raise UserError((said or done.stderr.splitlines() or ["pd-train failed"])[-1][:2_000])
+    return Run(Path(output))
+
+
+@contextmanager
+def _as_file(config: Mapping[str, Any] | str | Path) -> Iterator[Path]:
+    """Its path; that of a file in the current folder for the time being if it is none."""
+    if isinstance(config, (str, Path)):
+        yield Path(config)
+        return
+    with NamedTemporaryFile("w", dir=".", prefix=".run-", suffix=".yaml", encoding="utf-8") as file:
+        yaml.safe_dump(dict(config), file)
+        file.flush()
+        yield Path(file.name)
+
+
+def _program() -> str:
+    beside = Path(sys.executable).with_name("pd-train")
+    return str(beside) if beside.exists() else shutil.which("pd-train") or "pd-train"
+
+
+def _written(plan: Planned | Plan | str | Path, folder: Path) -> Path:
+    """The path of its plan.json; with graph.txt beside it, if that is known, to plan again from."""
+    if isinstance(plan, Planned):
+        return plan.write(folder) / "plan.json"
+    if isinstance(plan, Plan):
+        write_plan(plan, folder / "plan.json")
+        return folder / "plan.json"
+    return Path(plan)

@@ -1,0 +1,344 @@
+"""A pipeline that a training loop of the user's own steps: passes and gradients, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipedream.capture.compute_settings import lowered
+from pipedream.capture.export import Captured
+from pipedream.capture.loss import Loss, checked, load_loss
+from pipedream.comm.buckets import StageGroups, make_groups
+from pipedream.comm.rank_info import alone, environment
+from pipedream.comm.rendezvous import choose_device, connect_store, join
+from pipedream.comm.transport import Transport
+from pipedream.graph.choices import MICROBATCHES
+from pipedream.graph.errors import UserError
+from pipedream.graph.plan import Plan, read_plan, workers_by_rank
+from pipedream.runtime.data.order import Sizes
+from pipedream.runtime.engine.action_stream import ActionStream
+from pipedream.runtime.engine.engine import Engine
+from pipedream.runtime.engine.evaluation import EvaluationExecutor, EvaluationTotals
+from pipedream.runtime.engine.executor import Executor
+from pipedream.runtime.engine.forward import ForwardExecutor
+from pipedream.runtime.engine.randomness import MinibatchRng
+from pipedream.runtime.engine.training_segment import TrainingSegment
+from pipedream.runtime.engine.weights import Weights
+from pipedream.runtime.optim.gradient_sums import GradientSums
+from pipedream.runtime.stages.by_kind import ByMinibatch, Call, StageForms, part_of
+from pipedream.runtime.stages.partition import interfaces, links, tied
+from pipedream.runtime.stages.stage_module import StageModule, StageModules
+from pipedream.schedule.action import Action
+from pipedream.schedule.channel import rank_links
+from pipedream.schedule.schedule import Schedule, forwards
+from pipedream.schedule.spec import PipelineSpec
+
+Order = Literal["flush", "gpipe"]
+
+
+class Pipeline:
+    """A `model` as the pipeline of a `plan`, under torchrun, mpirun or srun: on each rank its
+    stages.
+
+    Every rank makes the same model and the same calls, with the same whole minibatches. Gradients
+    of a rank's own stages come to the parameters of `model`; the others keep none, so that an
+    optimizer of all parameters steps those of this rank. If torch.distributed is initialized
+    already, its ranks are used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | str | Path,
+        loss: Callable[[Any, Any], Tensor] | str = "output",
+        *,
+        microbatches: int = MICROBATCHES,
+        schedule: Order = "flush",
+        device: str | None = None,
+        autocast: Literal["bfloat16"] | None = None,
+        seed: int = 0,
+        timeout: float = 300.0,
+    ) -> None:
+        """`loss(output, target)` is a mean over the examples; "output" for models that return
+        theirs, or the name of a function of torch.nn.functional. `microbatches`: into how many a
+        minibatch is cut. `device`: cpu or cuda, by default cuda if there is one. `seed`: of
+        dropout. `timeout`: seconds after which a silent rank is taken for lost.
+
+        Raises UserError if the plan is for another number of ranks.
+        """
+        self.model, self.microbatches, self.schedule = model, microbatches, schedule
+        self.plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
+        self.loss: Loss = (
+            load_loss(loss, Path())
+            if isinstance(loss, str)
+            else checked(loss, getattr(loss, "__name__", type(loss).__name__))
+        )
+        self.autocast, self.timeout = autocast, timeout
+        self.rank = self._join(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.rng = MinibatchRng(seed, self.device)
+        self.workers = workers_by_rank(self.plan.rank_assignment)[self.rank]
+        self.stages = [stage for stage, _ in self.workers]
+        self.trained = self._forms(training=True)
+        self.tried = self._forms(training=False)
+        self.checked = 0
+
+    def _join(self, wanted: str) -> int:
+        """Meets the other ranks; returns the rank. Raises UserError."""
+        workers, info = self.plan.workers, environment() or alone()
+        if dist.is_initialized():
+            rank, started = dist.get_rank(), dist.get_world_size()
+            info = replace(info, rank=rank, world_size=started)
+        if info.world_size != workers:
+            raise UserError(
+                f"the plan is for {workers} workers and {info.world_size} were started: start "
+                f"{workers}, by torchrun --nproc-per-node {workers}, or make another plan"
+            )
+        self.device, backend = choose_device(wanted, info)
+        if not dist.is_initialized():
+            join(info, connect_store(info, self.timeout), backend, self.device, self.timeout)
+        self.backend = backend if backend in dist.get_backend() else "gloo"
+        return info.rank
+
+    def _forms(self, training: bool) -> StageForms:
+        return StageForms(self.model, self.plan, self.stages, self.rng, self.autocast, training)
+
+    def forward_backward(
+        self, *args: Any, target: Any = None, weights: Sequence[float] = (), **kwargs: Any
+    ) -> Tensor:
+        """Adds the gradients of the minibatch's mean loss to the parameters; returns that loss.
+
+        `args` and `kwargs` are what the model takes, `target` goes to the loss; their tensors have
+        the examples as first dimension. All ranks return the same. `weights`: the part that each
+        microbatch's loss has in the mean, by default its part of the examples.
+
+        Raises UserError, and PeerLost if a rank is gone.
+        """
+        calls = Call(args, kwargs).split(self.microbatches)
+        self._check_same(calls)
+        forms = [self.trained.of(call) for call in calls]
+        parts = weights or _parts(calls)
+        assert len(parts) == len(calls), f"{len(calls)} microbatches, {len(parts)} weights"
+        losses: list[Tensor] = []
+        for stage, executor in self.executors.items():
+            executor.stage_modules = ByMinibatch(stage, forms)
+            executor.on_loss = lambda _, loss: losses.append(loss.double() / len(calls))
+        self.rng.epoch += 1
+        self.model.train()
+        # The engine makes the mean of the microbatches' gradients.
+        data = _Data(calls, _cut(target, calls), [part * len(calls) for part in parts], self.device)
+        actions = Schedule(self.spec, len(calls)).actions(*self.workers)
+        self._run(self.executors, actions, data)
+        return self._sum(losses)
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """The mean loss of a minibatch in eval mode, on all ranks. Raises as `forward_backward`."""
+        calls = Call(args, kwargs).split(self.microbatches)
+        forms, totals = [self.tried.of(call) for call in calls], EvaluationTotals()
+        self._average_buffers()
+        sizes = Sizes(len(calls) * len(calls[0]) - len(calls[0]) + len(calls[-1]), len(calls[0]))
+        executors = {
+            stage: EvaluationExecutor(
+                ByMinibatch(stage, forms),
+                self.transport,
+                self.plan.rank_assignment,
+                self._loss,
+                self._tensors(stage, forms[0][stage]),
+                sizes,
+                totals,
+            )
+            for stage in self.stages
+        }
+        actions = forwards(self.plan.replicas, self.spec.links, len(calls), self.workers)
+        data = _Data(calls, _cut(target, calls), [1.0] * len(calls), self.device)
+        self._run(executors, actions, data)
+        return self._sum([torch.tensor(totals.loss / sizes.examples, dtype=torch.float64)])
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scales the gradients down so that the norm of the whole model's is at most this; returns
+        what it was, as torch.nn.utils.clip_grad_norm_ does.
+        """
+        squares = [
+            parameter.grad.double().square().sum()
+            for stage, replica in self.workers
+            for name, parameter in self.executors[stage].weights.parameters.items()
+            if parameter.grad is not None
+            and replica == 0
+            and stage == min(self.tied.get(name, (stage,)))
+        ]
+        norm = self._sum(squares).sqrt()
+        for executor in self.executors.values():
+            for parameter in executor.weights.parameters.values():
+                if parameter.grad is not None and norm > max_norm:
+                    parameter.grad.mul_(max_norm / (norm + 1e-6))
+        return norm
+
+    @torch.no_grad()
+    def gather(self) -> nn.Module:
+        """Brings the model of every rank up to date, to save or export it; returns it."""
+        self._average_buffers()
+        own = {
+            name: tensor
+            for stage in self.stages
+            for name, tensor in self._tensors(stage, self._any_form(stage)).items()
+        }
+        held: list[list[str]] = [[] for _ in range(self.plan.workers)]
+        dist.all_gather_object(held, list(own))
+        owner = {name: rank for rank in reversed(range(len(held))) for name in held[rank]}
+        theirs = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        for name in sorted(owner.keys() & theirs.keys()):
+            value = own.get(name, theirs[name]).detach().to(self.device).contiguous()
+            dist.broadcast(value, owner[name])
+            if name not in own or own[name] is not theirs[name]:
+                theirs[name].data.copy_(value)
+        return self.model
+
+    def _run(
+        self, executors: Mapping[int, ForwardExecutor], actions: Sequence[Action], data: _Data
+    ) -> None:
+        stream = ActionStream(TrainingSegment(0, len(data.calls)), actions)
+        Engine(executors, self.transport).run(stream, data)
+
+    @cached_property
+    def captured(self) -> Captured:
+        captured = self.trained.first or self.tried.first
+        assert captured is not None, "a minibatch is to come first"
+        return captured
+
+    @cached_property
+    def tied(self) -> Mapping[str, Sequence[int]]:
+        return tied(self.captured, interfaces(self.captured, self.plan))
+
+    @cached_property
+    def spec(self) -> PipelineSpec:
+        bounds = self.plan.max_in_flight if self.plan.schedule == self.schedule else None
+        return PipelineSpec(
+            self.schedule,
+            self.plan.replicas,
+            links(interfaces(self.captured, self.plan)),
+            self.microbatches,
+            max_in_flight=bounds,
+            tied=tuple(sorted({stage for stages in self.tied.values() for stage in stages})),
+        )
+
+    @cached_property
+    def transport(self) -> Transport:
+        ways = rank_links(self.plan.rank_assignment, self.spec.links)
+        return Transport(self.device, self.backend, ways)
+
+    @cached_property
+    def groups(self) -> Sequence[StageGroups]:
+        return make_groups(self.plan.rank_assignment, self.tied)
+
+    @cached_property
+    def executors(self) -> dict[int, Executor]:
+        """The training of this rank's stages; their modules change with the minibatches."""
+        return {stage: self._executor(stage, self._any_form(stage)) for stage in self.stages}
+
+    def _executor(self, stage: int, form: StageModule) -> Executor:
+        groups = self.groups[stage]
+        return Executor(
+            stage_modules=StageModules(form),
+            transport=self.transport,
+            assignment=self.plan.rank_assignment,
+            loss=self._loss,
+            weights=Weights(dict(form.piece.module.named_parameters())),
+            stepping=GradientSums(shared=groups.replicas is not None),
+            groups=groups,
+            on_loss=lambda _minibatch, _loss: None,
+            rng=self.rng,
+            recompute=self.plan.stages[stage].recompute,
+        )
+
+    def _any_form(self, stage: int) -> StageModule:
+        first, *_ = (self.trained.forms or self.tried.forms).values()
+        return first[stage]
+
+    def _tensors(self, stage: int, form: StageModule) -> dict[str, Tensor]:
+        """Parameters and buffers of a stage as they are now; `form` names those that it needs."""
+        now = self._any_form(stage).piece.module
+        known = dict(form.piece.module.named_buffers()) | dict(form.piece.module.named_parameters())
+        current = dict(now.named_buffers()) | dict(now.named_parameters())
+        return {name: current.get(name, tensor) for name, tensor in known.items()}
+
+    def _average_buffers(self) -> None:
+        """Makes the statistics of batch norm and the like their mean over the replicas."""
+        for stage in self.stages:
+            names = {name for name, _ in self.model.named_buffers()}
+            held = self._any_form(stage).piece.module.named_buffers()
+            buffers = [buffer for name, buffer in held if name in names]
+            self.transport.average(buffers, self.groups[stage].replicas)
+
+    def _loss(self, output: Any, target: tuple[Any, float]) -> Tensor:
+        target, factor = target
+        with lowered(self.autocast, self.device):
+            return self.loss(output, target) * factor
+
+    def _sum(self, values: Sequence[Tensor]) -> Tensor:
+        """Of all ranks, as a float64 scalar."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.device)
+        for value in values:
+            total += value.detach().to(self.device)
+        self.transport.begin_sum(total, None).wait()
+        return total[0]
+
+    def _check_same(self, calls: Sequence[Call]) -> None:
+        """Raises UserError if ranks have begun with other weights, or have other minibatches."""
+        if self.checked == _CHECKED:
+            return
+        self.checked += 1
+        for what, tensors, remedy in (
+            ("models", self.model.parameters(), "call torch.manual_seed before you make it"),
+            ("minibatches", calls[0].tensors, "no sampler may divide the data among the ranks"),
+        ):
+            if what == "models" and self.checked > 1:
+                continue
+            sums = torch.tensor([float(tensor.double().sum()) for tensor in tensors])
+            both = torch.cat([sums, -sums]).to(self.device)
+            dist.all_reduce(both, dist.ReduceOp.MAX)
+            if not torch.equal(both, torch.cat([sums, -sums]).to(self.device)):
+                raise UserError(f"the ranks have different {what}: {remedy}")
+
+
+_CHECKED = 3
+"""Minibatches that are compared between the ranks."""
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The microbatches of a minibatch; the loss of each counts `factors` times."""
+
+    calls: Sequence[Call]
+    targets: Sequence[Any]
+    factors: Sequence[float]
+    device: torch.device
+
+    def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]:
+        tensors = self.calls[minibatch].tensors
+        return [tensors[position].to(self.device) for position in which]
+
+    def target(self, minibatch: int) -> tuple[Any, float]:
+        target = pytree.tree_map_only(Tensor, lambda x: x.to(self.device), self.targets[minibatch])
+        return target, self.factors[minibatch]
+
+
+def _cut(target: Any, calls: Sequence[Call]) -> list[Any]:
+    """The part of `target` for each call."""
+    ends = list(accumulate(len(call) for call in calls))
+    return [
+        part_of(target, slice(end - len(call), end)) for call, end in zip(calls, ends, strict=True)
+    ]
+
+
+def _parts(calls: Sequence[Call]) -> list[float]:
+    """The part of each call in all examples."""
+    return [len(call) / sum(map(len, calls)) for call in calls]

@@ -1,0 +1,124 @@
+"""A loop of the user's own: gradients are those of the plain model, whatever the plan."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import small_models
+import torch
+from plans import cut, make_plan
+from processes import free_port, run_processes
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipedream.capture.export import capture
+from pipedream.comm.rank_info import RankInfo
+from pipedream.graph.errors import UserError
+from pipedream.graph.plan import Plan
+from pipedream.runtime.pipeline import Pipeline
+
+BATCHES = [16, 16, 10, 3]
+"""Examples of each minibatch: the later ones make other shapes, and microbatches that differ."""
+
+
+def _model(name: str) -> nn.Module:
+    torch.manual_seed(5)
+    return getattr(small_models, name)().double()  # type: ignore[no-any-return]
+
+
+def _batches() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(n, 6, dtype=torch.float64, generator=draw), torch.randn(n, 6, generator=draw))
+        for n in BATCHES
+    ]
+
+
+def _plan(name: str, replicas: tuple[int, ...]) -> Plan:
+    graph = capture(_model(name), (torch.randn(4, 6, dtype=torch.float64),)).graph
+    return make_plan(graph, cut(graph, len(replicas)), replicas, "flush")
+
+
+def _mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target.to(output.dtype))
+
+
+def _as_rank(rank: int, ranks: int, port: int) -> None:
+    torch.set_num_threads(1)
+    os.environ |= RankInfo(rank, ranks, rank, ranks, "127.0.0.1", port).variables()
+
+
+def _train(rank: int, ranks: int, name: str, plan: Plan, port: int) -> Any:
+    """Losses, norms and the weights at the end, by a loop as a user would write it."""
+    _as_rank(rank, ranks, port)
+    model = _model(name)
+    pipeline = Pipeline(model, plan, _mean_square, microbatches=4, device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses, norms = [], []
+    for x, y in _batches():
+        losses.append(float(pipeline.forward_backward(x, target=y)))
+        losses.append(float(pipeline.forward_backward(x, target=y)))  # gradients add up
+        norms.append(float(pipeline.clip_grad_norm_(0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    tried = float(pipeline.evaluate(x, target=y))
+    weights = pipeline.gather().state_dict()
+    return losses, norms, tried, {name: tensor.numpy() for name, tensor in weights.items()}
+
+
+def _plain(name: str) -> Any:
+    model = _model(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    losses, norms = [], []
+    for x, y in _batches():
+        for _ in range(2):
+            loss = _mean_square(model(x), y)
+            loss.backward()
+            losses.append(loss.item())
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return losses, norms, float(_mean_square(model.eval()(x), y)), model.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Chain", "Tied", "FrozenFirst"])
+@pytest.mark.parametrize("replicas", [(1,), (1, 1), (2, 1), (1, 2)])
+def test_a_loop_learns_what_the_plain_model_would(name: str, replicas: tuple[int, ...]) -> None:
+    plan = _plan(name, replicas)
+    expected = _plain(name)
+    results = run_processes(_train, sum(replicas), name, plan, free_port())
+    for losses, norms, tried, weights in results:
+        assert losses == pytest.approx(expected[0], abs=1e-12)
+        assert norms == pytest.approx(expected[1], rel=1e-9)
+        assert tried == pytest.approx(expected[2], abs=1e-12)
+        for key, tensor in expected[3].items():
+            torch.testing.assert_close(torch.from_numpy(weights[key]), tensor, rtol=0, atol=1e-10)
+
+
+def _mistake(rank: int, ranks: int, plan: Plan, port: int, which: str) -> str:
+    _as_rank(rank, ranks, port)
+    x, y = _batches()[0]
+    torch.manual_seed(rank if which == "models" else 0)
+    model = small_models.Chain().double()
+    pipeline = Pipeline(model, plan, _mean_square, microbatches=4, device="cpu")
+    if which == "minibatches":
+        x = x + rank
+    with pytest.raises(UserError) as error:
+        pipeline.forward_backward(x, target=y)
+    return error.value.format_message()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["models", "minibatches"])
+def test_ranks_that_differ_are_told(which: str) -> None:
+    for said in run_processes(_mistake, 2, _plan("Chain", (1, 1)), free_port(), which):
+        assert f"the ranks have different {which}: " in said
+
+
+def test_a_plan_for_other_ranks_is_refused() -> None:
+    with pytest.raises(UserError, match="the plan is for 2 workers and 1 were started"):
+        Pipeline(_model("Chain"), _plan("Chain", (1, 1)), _mean_square)
