@@ -149,7 +149,7 @@ def _draw_panel(axes: Axes, panel: Panel, begin: float, end: float) -> None:
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     title = f"{panel.title}, {_which(panel)}" + _left_out(len(ranks), len(panel.ranks))
-    axes.set_title(title, loc="left")
+    axes.set_title(title, loc="left", parse_math=False)  # it may be the name of a folder
 
 
 def _draw_row(axes: Axes, row: int, events: Sequence[Event], origin: float, scale: float) -> None:
