@@ -50,25 +50,22 @@ class Table:
 
 
 def headline(run: FinishedRun) -> list[Figure]:
-    """The figures that pd-train prints at the end, and what was trained."""
+    """The main figures, those that pd-train prints at the end among them."""
     summary = run.summary
-    figures = [*_speed(run), *_bubble(run)]
+    figures = [*_speed(run), *_bubble(run), *_memory(run)]
     if summary["final_loss"] is not None:
         figures.append(Figure("final loss", f"{summary['final_loss']:.4f}"))
     if "held_out_loss" in summary:
         figures.append(Figure("held-out loss", f"{summary['held_out_loss']:.4f}"))
     if "held_out_accuracy" in summary:
         figures.append(Figure("held-out accuracy", f"{summary['held_out_accuracy']:.1%}"))
-    fullest = max(summary["ranks"], key=lambda rank: rank["peak_memory_bytes"])
-    planned = fullest["predicted_memory_bytes"]
-    beside = f"on rank {fullest['rank']}" + (f", planned {show_bytes(planned)}" if planned else "")
-    return [*figures, Figure("peak memory", show_bytes(fullest["peak_memory_bytes"]), beside)]
+    return figures
 
 
 def _speed(run: FinishedRun) -> Iterable[Figure]:
     measured, expected = run.summary["seconds_per_minibatch"], expected_seconds(run.summary)
     if measured:  # else there was nothing left to train
-        beside = f"expected {show_seconds(expected)}" if expected else ""
+        beside = f"expected {show_seconds(expected)}" if expected and run.job.as_planned else ""
         yield Figure("time per minibatch", show_seconds(measured), beside)
         steady = "in the steady state" * run.spent.steady
         yield Figure("samples per second", f"{run.summary['samples_per_second']:.0f}", steady)
@@ -79,6 +76,14 @@ def _bubble(run: FinishedRun) -> Iterable[Figure]:
         simulated = run.summary["simulated_bubble"]
         beside = "" if simulated is None else f"simulated {simulated:.1%}"
         yield Figure("bubble", f"{run.summary['bubble']:.1%}", beside)
+
+
+def _memory(run: FinishedRun) -> Iterable[Figure]:
+    fullest = max(run.summary["ranks"], key=lambda rank: rank["peak_memory_bytes"])
+    measured, planned = fullest["peak_memory_bytes"], fullest["predicted_memory_bytes"]
+    if measured:
+        more = f", planned {show_bytes(planned)}" if planned else ""
+        yield Figure("peak memory", show_bytes(measured), f"on rank {fullest['rank']}{more}")
 
 
 def notes(run: FinishedRun) -> list[str]:

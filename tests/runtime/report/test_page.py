@@ -330,6 +330,7 @@ def test_figures_of_another_schedule_or_batch_size_are_called_so(tmp_path: Path)
     )
     assert "minibatches of 9" in page
     assert "trained in another way" in page
+    assert "expected 10 ms" not in page
     assert "Expected and measured time" not in page
     assert len(Reader(page).all("img")) == 1
 
