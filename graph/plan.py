@@ -59,6 +59,11 @@ class PlannedNode(ArtifactModel):
     inputs: tuple[str, ...]
     """Ids of the nodes it reads from."""
 
+    @property
+    def is_input(self) -> bool:
+        """Like `Node.is_input`."""
+        return self.description.startswith("Input")
+
 
 class PlannedGraph(ArtifactModel):
     """The structure of the graph the plan was made from, in topological order."""

@@ -78,24 +78,24 @@ class Panel:
         return {rank: self.ranks[rank] for rank in evenly(sorted(self.ranks), self.most_rows)}
 
 
-class _Style(NamedTuple):
+class Style(NamedTuple):
     name: str
     colour: str
     text: str = "black"
 
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
-_STYLES = {
-    "F": _Style("forward", "#0072B2", "white"),
-    "B": _Style("backward", "#E69F00"),
-    "BI": _Style("backward, inputs", "#E69F00"),
-    "BW": _Style("backward, weights", "#D55E00"),
-    "AR": _Style("all-reduce", "#CC79A7"),
-    "U": _Style("update", "#000000", "white"),
-    "SA": _Style("send", "#009E73"),
-    "SG": _Style("send", "#009E73"),
-    "RA": _Style("wait for a message", "#DDDDDD"),
-    "RG": _Style("wait for a message", "#DDDDDD"),
+STYLES = {
+    "F": Style("forward", "#0072B2", "white"),
+    "B": Style("backward", "#E69F00"),
+    "BI": Style("backward, inputs", "#E69F00"),
+    "BW": Style("backward, weights", "#D55E00"),
+    "AR": Style("all-reduce", "#CC79A7"),
+    "U": Style("update", "#000000", "white"),
+    "SA": Style("send", "#009E73"),
+    "SG": Style("send", "#009E73"),
+    "RA": Style("wait for a message", "#DDDDDD"),
+    "RG": Style("wait for a message", "#DDDDDD"),
 }
 _PASSES = ("F", "B", "BI", "BW")
 
@@ -129,7 +129,7 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
         _draw_panel(axes, panel, begin, begin + length)
     visible = (e for p in panels for events in p.ranks.values() for e in events if e.end > e.begin)
     kinds = {event.action.kind for event in visible}
-    colours = {style.name: style.colour for kind, style in _STYLES.items() if kind in kinds}
+    colours = {style.name: style.colour for kind, style in STYLES.items() if kind in kinds}
     _legend(figure, [Patch(facecolor=colour, label=name) for name, colour in colours.items()])
     with whole(path) as fresh:
         figure.savefig(fresh, dpi=_DPI)
@@ -149,12 +149,12 @@ def _draw_panel(axes: Axes, panel: Panel, begin: float, end: float) -> None:
     axes.tick_params(axis="y", length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
     title = f"{panel.title}, {_which(panel)}" + _left_out(len(ranks), len(panel.ranks))
-    axes.set_title(title, loc="left")
+    axes.set_title(title, loc="left", parse_math=False)  # it may be the name of a folder
 
 
 def _draw_row(axes: Axes, row: int, events: Sequence[Event], origin: float, scale: float) -> None:
     """Draws passes as high as the row, and everything else lower, so that it does not hide them."""
-    for kind, style in _STYLES.items():
+    for kind, style in STYLES.items():
         spans = [
             ((event.begin - origin) * scale, (event.end - event.begin) * scale)
             for event in events
@@ -170,7 +170,7 @@ def _draw_row(axes: Axes, row: int, events: Sequence[Event], origin: float, scal
         width = (event.end - event.begin) * scale * points_per_unit
         if event.action.kind in _PASSES and width > _POINTS_PER_DIGIT * (len(text) + 0.5):
             middle = ((event.begin + event.end) / 2 - origin) * scale
-            colour = _STYLES[event.action.kind].text
+            colour = STYLES[event.action.kind].text
             axes.text(
                 middle, row, text, ha="center", va="center", color=colour, size=8, clip_on=True
             )
@@ -318,7 +318,7 @@ def _rank_entries(
                 "X",
                 rank,
                 event.begin - begin,
-                cat=_STYLES[event.action.kind].name,
+                cat=STYLES[event.action.kind].name,
                 dur=_microseconds(event.end - event.begin),
                 tid=0,
                 args={"minibatch": event.action.minibatch},

@@ -69,7 +69,8 @@ _GROUPS = {
     "Checkpoints and restarts": (
         option(
             "-o --output",
-            "Folder for checkpoints, metrics and pictures.  [default: runs/NAME OF CONFIG]",
+            "Folder for checkpoints, metrics, pictures and report.html, the run on one page."
+            "  [default: runs/NAME OF CONFIG]",
             click.Path(path_type=Path, file_okay=False),
         ),
         option(
@@ -192,6 +193,7 @@ def _job(
         run=run,
         restarted=restarts() > 0,
         replan=plan if replan else None,
+        plan_folder=plan.parent,
         **options,
     )
     job.check()

@@ -30,7 +30,8 @@ class Job:
     """What pd-train was asked to do. `directory`: the run config's; `run`: where results go.
 
     `restarted`: the launcher has started it again after a failure. `replan`: the plan.json to plan
-    again from if there are fewer workers than the plan has; None to refuse that.
+    again from if there are fewer workers than the plan has; None to refuse that. `plan_folder`:
+    where plan.json is, if anywhere.
     """
 
     plan: Plan
@@ -50,6 +51,7 @@ class Job:
     keep: int | None = None
     export: Path | None = None
     replan: Path | None = None
+    plan_folder: Path | None = None
 
     @property
     def checkpoints(self) -> Path:

@@ -2,5 +2,5 @@
 
 `live_table`, `tensorboard` and `summary` show losses and ranks; `recording` brings the events of
 all ranks together on one `clock`, and `utilisation` and `stage_times` say what they spent their
-time on; `run_end` writes all files. Begin with `run_end`.
+time on; `page` shows it all as report.html; `run_end` writes all files. Begin with `run_end`.
 """

@@ -14,6 +14,8 @@ from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.plain_model import evaluate, export_newest
 from pipedream.runtime.job import Job
 from pipedream.runtime.rank_context import RankContext
+from pipedream.runtime.report.page.finished_run import FinishedRun
+from pipedream.runtime.report.page.run_page import REPORT, write_page
 from pipedream.runtime.report.recording import Recording
 from pipedream.runtime.report.stage_times import measured_ranks
 from pipedream.runtime.report.summary import write_summary
@@ -60,6 +62,9 @@ def _sum_up(context: RankContext, recording: Recording, reports: list[dict[str, 
         measured = _write_measured(context, recording, spent)
         also = "timeline.png, " + f"{MEASURED}, " * (measured is not None)
     summary = _summary(context, reports, spent) | _try_model(context)
+    # Before summary.json, which says that the run is finished.
+    if write_page(FinishedRun(job, summary, spent, measured)):
+        also = f"{REPORT}, {also}"
     also += "trace.json, " * job.trace + "tensorboard, " * job.tensorboard
     planned = job.plan.batch_size
     planned_for = None if planned == job.config.batch_size else planned

@@ -82,8 +82,10 @@ class Losses:
         return f"loss/{self.epoch}/{minibatch}"
 
 
-_WANTED = ("expected_seconds_per_minibatch", "predicted_seconds_per_minibatch")
-"""The first of these that the plan has stands beside the measured time."""
+def expected_seconds(summary: Mapping[str, Any]) -> float | None:
+    """What stands beside the measured time of a minibatch, if the plan says anything."""
+    keys = ("expected_seconds_per_minibatch", "predicted_seconds_per_minibatch")
+    return next((summary[key] for key in keys if summary.get(key) is not None), None)
 
 
 def write_summary(
@@ -102,7 +104,7 @@ def write_summary(
     """
     write_whole(run / SUMMARY, json.dumps(summary, indent=1) + "\n")
     measured = summary["seconds_per_minibatch"]
-    wanted = next((summary[key] for key in _WANTED if summary.get(key) is not None), None)
+    wanted = expected_seconds(summary)
     beside = "" if wanted is None else f", expected {show_seconds(wanted)}"
     found = None if measured_run is None else compare(measured_run)
     lines = []

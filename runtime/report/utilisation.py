@@ -24,7 +24,7 @@ from pipedream.schedule.action import (
 )
 from pipedream.schedule.steady_state import BUSY, SteadySpan, bubble, steady_window
 
-_COLUMNS = {
+COLUMNS = {
     "forward": (Kind.FORWARD,),
     "backward": BACKWARDS,
     "update": (Kind.UPDATE,),
@@ -50,6 +50,11 @@ class Utilisation:
         """Of the window, from 0 to 1."""
         spent = sum(self.seconds[rank].get(kind, 0.0) for kind in kinds)
         return spent / self.window if self.window else 0.0
+
+    def shares(self, rank: int) -> dict[str, float]:
+        """Of the window, by the names in `COLUMNS`, and what is left of it as `rest`."""
+        shares = {name: self.share(rank, kinds) for name, kinds in COLUMNS.items()}
+        return {**shares, "rest": max(0.0, 1 - sum(shares.values()))}
 
     def busy(self, rank: int) -> float:
         return self.share(rank, BUSY)
@@ -177,15 +182,13 @@ def _table(
         caption_justify="left",
         box=SIMPLE_HEAD,
     )
-    for heading in ("rank", "stage", "replica", *_COLUMNS, "rest", "busy", "planned"):
+    for heading in ("rank", "stage", "replica", *COLUMNS, "rest", "busy", "planned"):
         table.add_column(heading, justify="right", no_wrap=True)
     for rank, own in workers.items():
-        spent = [utilisation.share(rank, kinds) for kinds in _COLUMNS.values()]
-        rest = max(0.0, 1 - sum(spent))
         table.add_row(
             str(rank),
             *stages_and_replicas(own),
-            *(f"{share:.1%}" for share in (*spent, rest)),
+            *(f"{share:.1%}" for share in utilisation.shares(rank).values()),
             f"{utilisation.busy(rank):.1%}",
             f"{hoped[rank]:.1%}" if hoped.get(rank) else "-",
         )

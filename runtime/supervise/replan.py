@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from torch._C._distributed_c10d import Store
 
@@ -29,7 +30,7 @@ def replanned(job: Job, rank_info: RankInfo, store: Store) -> tuple[Job, RankInf
     if "error" in answer:
         raise UserError(answer["error"])
     plan = Plan.model_validate_json(answer["plan"])
-    replanned_job = replace(job, plan=plan)
+    replanned_job = replace(job, plan=plan, plan_folder=_folder(job, rank_info.world_size))
     replanned_job.check_microbatches()
     here = min(rank_info.local_world_size, plan.workers)
     return replanned_job, replace(rank_info, world_size=plan.workers, local_world_size=here)
@@ -45,7 +46,7 @@ def _planned(job: Job, rank_info: RankInfo) -> dict[str, str]:
 def _plan(job: Job, workers: int) -> Plan:
     """Runs pd-optimize in a process of its own. Raises UserError."""
     assert job.replan is not None
-    graph, folder = job.replan.with_name("graph.txt"), job.run / f"plan-{workers}"
+    graph, folder = job.replan.with_name("graph.txt"), _folder(job, workers)
     command = [sys.executable, "-P", "-m", "pipedream.optimizer.cli.command", str(graph)]
     command += ["--like", str(job.replan), "--workers", str(workers), "-o", str(folder)]
     done = subprocess.run(
@@ -65,6 +66,10 @@ def _plan(job: Job, workers: int) -> Plan:
         flush=True,
     )
     return moved(plan, folder, job.run)
+
+
+def _folder(job: Job, workers: int) -> Path:
+    return job.run / f"plan-{workers}"
 
 
 def _words(plan: Plan) -> str:

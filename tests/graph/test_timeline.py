@@ -40,6 +40,12 @@ def test_picture_has_rows_numbers_and_says_what_it_shows(tmp_path, texts):
     assert texts.count("5") >= 4  # forward and backward at either stage
 
 
+def test_a_title_is_text_not_mathematics(tmp_path):
+    """A folder of this name ended a run whose training was over, before its summary."""
+    draw(played((1, 1), 3), tmp_path / "timeline.png", r"run$\frac$: last epoch")
+    assert (tmp_path / "timeline.png").exists()
+
+
 def test_numbers_that_do_not_fit_are_left_out(tmp_path, texts):
     draw(played((1, 1), 400), tmp_path / "timeline.png", "many", count=400)
     assert "many, all 400 minibatches" in texts

@@ -137,6 +137,7 @@ def test_all_hear_of_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) 
     found = [replanned(job, rank_info(rank, 2), store) for rank in range(2)]
     assert found[0][0] == found[1][0]
     assert found[0][0].plan == read_plan(folder / "run/plan-2/plan.json")
+    assert found[0][0].plan_folder == folder / "run/plan-2"
     assert [rank_info.world_size for _, rank_info in found] == [2, 2]
     assert len(capsys.readouterr().err.splitlines()) == 1
 

@@ -1,0 +1,274 @@
+"""The figures and tables of report.html, as text: the template lays them out and escapes them."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import NamedTuple
+
+import torch
+
+from pipedream.graph.model import Graph
+from pipedream.graph.plan import Stage, workers_by_rank
+from pipedream.graph.timeline import evenly
+from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.runtime.report.page.finished_run import FinishedRun
+from pipedream.runtime.report.summary import expected_seconds
+from pipedream.schedule.action import stages_and_replicas
+
+_LAYERS = 12
+_EPOCHS = 20
+"""More epochs than this are thinned out in the table of held-out metrics."""
+
+
+class Figure(NamedTuple):
+    """A figure with its name; `beside` is what it is to be compared with."""
+
+    name: str
+    value: str
+    beside: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells by heading, the same headings in each row. The columns `text` are aligned left."""
+
+    rows: Sequence[Mapping[str, str]]
+    text: Collection[str] = ()
+
+    @property
+    def headings(self) -> list[str]:
+        """Those of columns that are not empty in all rows."""
+        return [name for name in self.rows[0] if any(row[name] for row in self.rows)]
+
+
+# The run as a whole
+
+
+def headline(run: FinishedRun) -> list[Figure]:
+    """The main figures, those that pd-train prints at the end among them."""
+    summary = run.summary
+    figures = [*_speed(run), *_bubble(run), *_memory(run)]
+    if summary["final_loss"] is not None:
+        figures.append(Figure("final loss", f"{summary['final_loss']:.4f}"))
+    if "held_out_loss" in summary:
+        figures.append(Figure("held-out loss", f"{summary['held_out_loss']:.4f}"))
+    if "held_out_accuracy" in summary:
+        figures.append(Figure("held-out accuracy", f"{summary['held_out_accuracy']:.1%}"))
+    return figures
+
+
+def _speed(run: FinishedRun) -> Iterable[Figure]:
+    measured, expected = run.summary["seconds_per_minibatch"], expected_seconds(run.summary)
+    if measured:  # else there was nothing left to train
+        beside = f"expected {show_seconds(expected)}" if expected and run.job.as_planned else ""
+        yield Figure("time per minibatch", show_seconds(measured), beside)
+        steady = "in the steady state" * run.spent.steady
+        yield Figure("samples per second", f"{run.summary['samples_per_second']:.0f}", steady)
+
+
+def _bubble(run: FinishedRun) -> Iterable[Figure]:
+    if run.summary["bubble"] is not None:
+        simulated = run.summary["simulated_bubble"]
+        beside = "" if simulated is None else f"simulated {simulated:.1%}"
+        yield Figure("bubble", f"{run.summary['bubble']:.1%}", beside)
+
+
+def _memory(run: FinishedRun) -> Iterable[Figure]:
+    fullest = max(run.summary["ranks"], key=lambda rank: rank["peak_memory_bytes"])
+    measured, planned = fullest["peak_memory_bytes"], fullest["predicted_memory_bytes"]
+    if measured:
+        more = f", planned {show_bytes(planned)}" if planned else ""
+        yield Figure("peak memory", show_bytes(measured), f"on rank {fullest['rank']}{more}")
+
+
+def notes(run: FinishedRun) -> list[str]:
+    """Why figures of the plan are not for this run."""
+    job, lines = run.job, []
+    if not run.planned_batch:
+        lines.append(
+            f"The plan was made for minibatches of {job.plan.batch_size}, and this run's have"
+            f" {job.config.batch_size} examples."
+        )
+    if not job.as_planned:
+        lines.append(
+            f"The plan was made for {job.plan.schedule} and trained in another way: what it expects"
+            " is not comparable."
+        )
+    left_out = max(rank["updates_left_out"] for rank in run.summary["ranks"])
+    if left_out:
+        lines.append(f"{left_out} updates were left out: non-finite gradients.")
+    return lines
+
+
+def differences(run: FinishedRun) -> Table | None:
+    """Expected and measured time of a minibatch, and where the difference lies."""
+    found = run.comparison
+    if found is None:
+        return None
+    parts = {
+        "a minibatch": found.whole,
+        f"stage {found.stage}, the busiest: compute": found.compute,
+        f"stage {found.stage}: messages, waiting": found.rest,
+    }
+    rows = [
+        {
+            "per minibatch": name,
+            "expected": show_seconds(part.expected),
+            "measured": show_seconds(part.measured),
+            "difference": f"{'+' if part.change >= 0 else '-'}{show_seconds(abs(part.change))}",
+        }
+        for name, part in parts.items()
+    ]
+    return Table(rows, text=("per minibatch",))
+
+
+def held_out(run: FinishedRun) -> Table | None:
+    """The metrics of held_out.jsonl by epoch; None without them."""
+    path = run.job.run / "held_out.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    read = [json.loads(line) for line in evenly(lines, _EPOCHS)]
+    rows = [
+        {
+            "epoch": str(each["epoch"]),
+            "loss": f"{each['held_out_loss']:.4f}",
+            "accuracy": f"{each['held_out_accuracy']:.1%}" if "held_out_accuracy" in each else "",
+        }
+        for each in read
+    ]
+    return Table(rows) if rows else None
+
+
+def environment(run: FinishedRun) -> Table:
+    """Versions and devices, as rank 0 has them."""
+    cuda = run.job.device == "cuda"
+    found = {
+        "pipedream": metadata.version("pipedream"),
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        "device": torch.cuda.get_device_name() if cuda else f"cpu ({platform.machine()})",
+        "threads of an operator": str(torch.get_num_threads()),
+        "workers": str(run.job.plan.workers),
+    }
+    return Table([{"what": name, "is": value} for name, value in found.items()], ("what", "is"))
+
+
+# Stages and layers
+
+
+def stages(run: FinishedRun, names: Mapping[str, str], graph: Graph | None) -> Table:
+    """The plan, a row for each stage; `names` are those of the nodes. What a stage sends to later
+    ones is known by the `graph` of the plan.
+    """
+    assignment = run.job.plan.rank_assignment
+    inputs = {node.id for node in run.job.plan.graph.nodes if node.is_input}
+    sent = {} if graph is None else _sent_bytes(graph, run.job.plan.stage_of)
+    rows = [
+        {
+            "stage": str(stage.stage),
+            "replicas": str(stage.replicas),
+            "ranks": _ranges(sorted(rank for group in groups for rank in group.ranks)),
+            "nodes": str(len(stage.nodes)),
+            "first and last layer": _span(stage, names, inputs),
+            "parameters": show_bytes(stage.parameter_bytes),
+            "activations sent": show_bytes(sent[stage.stage]) if stage.stage in sent else "",
+            "time expected": show_seconds(stage.compute_seconds) if stage.compute_seconds else "",
+            "measured": _pass_seconds(run, stage.stage),
+        }
+        for stage, groups in zip(run.job.plan.stages, assignment, strict=True)
+    ]
+    return Table(rows, text=("ranks", "first and last layer"))
+
+
+def _sent_bytes(graph: Graph, stage_of: Mapping[str, int]) -> Counter[int]:
+    """By stage, the outputs of a minibatch that later stages read."""
+    sent = Counter[int]()
+    for name, readers in graph.read_nodes:
+        if any(stage_of[reader] > stage_of[name] for reader in readers):
+            sent[stage_of[name]] += round(graph.nodes[name].output_bytes)
+    return sent
+
+
+def _span(stage: Stage, names: Mapping[str, str], inputs: Collection[str]) -> str:
+    """The first and the last node that compute anything."""
+    nodes = [names[node] for node in stage.nodes if node not in inputs] or ["inputs"]
+    return nodes[0] if len(nodes) == 1 else f"{nodes[0]} … {nodes[-1]}"
+
+
+def _ranges(ranks: Sequence[int]) -> str:
+    """Ascending numbers as `0-3, 6`."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and ranges[-1][-1] == rank - 1:
+            ranges[-1][1:] = [rank]
+        else:
+            ranges.append([rank])
+    return ", ".join("-".join(map(str, each)) for each in ranges)
+
+
+def _pass_seconds(run: FinishedRun, stage: int) -> str:
+    """Forward plus backward on the slowest replica; on a GPU they are timed when launched."""
+    if run.measured is None or run.measured.device != "cpu":
+        return ""
+    ranks = run.measured.of_stage(stage)
+    return show_seconds(max(rank.forward.median + rank.backward.median for rank in ranks))
+
+
+def layers(run: FinishedRun, names: Mapping[str, str], graph: Graph | None) -> Table | None:
+    """The layers that take longest by the graph of the plan; None without one, or times."""
+    if graph is None:
+        return None
+    nodes = sorted(graph.nodes.values(), key=lambda node: -node.compute_seconds)
+    total = sum(node.compute_seconds for node in nodes)
+    stage_of = run.job.plan.stage_of
+    rows = [
+        {
+            "layer": names[node.id],
+            "stage": str(stage_of[node.id]),
+            "forward": show_seconds(node.forward_seconds),
+            "backward": show_seconds(node.backward_seconds),
+            "share": f"{node.compute_seconds / total:.1%}",
+            "output": show_bytes(node.output_bytes),
+            "parameters": show_bytes(node.parameter_bytes),
+        }
+        for node in nodes[:_LAYERS]
+        if node.compute_seconds
+    ]
+    return Table(rows, text=("layer",)) if rows else None
+
+
+# Ranks
+
+
+def ranks_time(run: FinishedRun) -> Table | None:
+    """What share of its time each rank spent on what; None if it was not recorded."""
+    if not run.spent.seconds:
+        return None
+    rows = []
+    for rank, own in workers_by_rank(run.job.plan.rank_assignment).items():
+        stage, replica = stages_and_replicas(own)
+        shares = {name: f"{share:.1%}" for name, share in run.spent.shares(rank).items()}
+        rows.append({"rank": str(rank), "stage": stage, "replica": replica, **shares})
+    return Table(rows)
+
+
+def ranks_memory(run: FinishedRun) -> Table:
+    """Measured and planned memory of each rank, and what it held at once."""
+    rows = [
+        {
+            "rank": str(rank["rank"]),
+            "stage": str(rank["stage"]),
+            "replica": str(rank["replica"]),
+            "peak memory": show_bytes(rank["peak_memory_bytes"]),
+            "planned": show_bytes(planned) if (planned := rank["predicted_memory_bytes"]) else "",
+            "weight versions": str(rank["weight_versions"]),
+            "minibatches in flight": str(rank["in_flight"]),
+        }
+        for rank in run.summary["ranks"]
+    ]
+    return Table(rows)
