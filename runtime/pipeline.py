@@ -61,6 +61,7 @@ class Pipeline:
         plan: Plan | str | Path,
         loss: Callable[[Any, Any], Tensor] | str = "output",
         *,
+        weigh: Callable[..., Tensor] | None = None,
         microbatches: int = MICROBATCHES,
         schedule: Order = "flush",
         device: str | None = None,
@@ -69,7 +70,9 @@ class Pipeline:
         timeout: float = 300.0,
     ) -> None:
         """`loss(output, target)` is a mean over the examples; "output" for models that return
-        theirs, or the name of a function of torch.nn.functional. `microbatches`: into how many a
+        theirs, or the name of a function of torch.nn.functional. `weigh`: where the mean is over
+        something else, such as tokens, how many of these each example has, as a tensor [examples];
+        it gets what the model gets. `microbatches`: into how many a
         minibatch is cut. `device`: cpu or cuda, by default cuda if there is one. `seed`: of
         dropout. `timeout`: seconds after which a silent rank is taken for lost.
 
@@ -82,13 +85,14 @@ class Pipeline:
             if isinstance(loss, str)
             else checked(loss, getattr(loss, "__name__", type(loss).__name__))
         )
-        self.autocast, self.timeout = autocast, timeout
+        self.autocast, self.timeout, self.weigh = autocast, timeout, weigh
         self.rank = self._join(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.rng = MinibatchRng(seed, self.device)
         self.workers = workers_by_rank(self.plan.rank_assignment)[self.rank]
         self.stages = [stage for stage, _ in self.workers]
         self.trained = self._forms(training=True)
         self.tried = self._forms(training=False)
+        self.gradients: dict[int, GradientSums] = {}
         self.checked = 0
 
     def _join(self, wanted: str) -> int:
@@ -111,22 +115,44 @@ class Pipeline:
     def _forms(self, training: bool) -> StageForms:
         return StageForms(self.model, self.plan, self.stages, self.rng, self.autocast, training)
 
-    def forward_backward(
-        self, *args: Any, target: Any = None, weights: Sequence[float] = (), **kwargs: Any
+    def __call__(
+        self, *args: Any, target: Any = None, weights: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """Adds the gradients of the minibatch's mean loss to the parameters; returns that loss.
+        """Returns the mean loss of a minibatch, the same on all ranks; its `backward` adds the
+        gradients, which are computed by then, to those of the parameters.
 
         `args` and `kwargs` are what the model takes, `target` goes to the loss; their tensors have
-        the examples as first dimension. All ranks return the same. `weights`: the part that each
-        microbatch's loss has in the mean, by default its part of the examples.
+        the examples as first dimension. `weights`: the part that each example has in the mean, as a
+        tensor [examples]; by default as `weigh` says.
 
         Raises UserError, and PeerLost if a rank is gone.
         """
+        loss = self._train(args, kwargs, target, weights)
+        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        computed: Tensor = _Computed.apply(anchor, loss, self._add_gradients)  # type: ignore[no-untyped-call]
+        return computed
+
+    def _parts(self, args: Any, kwargs: Mapping[str, Any], weights: Tensor | None) -> list[float]:
+        """The part of each microbatch in the mean."""
+        if weights is None:
+            first = Call(args, kwargs).tensors[0]
+            counted = self.weigh(*args, **kwargs) if self.weigh else torch.ones(len(first))
+            weights = counted.double() / counted.double().sum().clamp(min=1e-300)
+        return [
+            float(call.tensors[0].sum()) for call in Call((weights,), {}).split(self.microbatches)
+        ]
+
+    def _add_gradients(self, factor: float) -> None:
+        for stage, executor in self.executors.items():
+            self.gradients[stage].add(executor.weights, factor)
+
+    def _train(
+        self, args: Any, kwargs: Mapping[str, Any], target: Any, weights: Tensor | None
+    ) -> Tensor:
         calls = Call(args, kwargs).split(self.microbatches)
+        parts = self._parts(args, kwargs, weights)
         self._check_same(calls)
         forms = [self.trained.of(call) for call in calls]
-        parts = weights or _parts(calls)
-        assert len(parts) == len(calls), f"{len(calls)} microbatches, {len(parts)} weights"
         losses: list[Tensor] = []
         for stage, executor in self.executors.items():
             executor.stage_modules = ByMinibatch(stage, forms)
@@ -140,9 +166,15 @@ class Pipeline:
         return self._sum(losses)
 
     @torch.no_grad()
-    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
-        """The mean loss of a minibatch in eval mode, on all ranks. Raises as `forward_backward`."""
+    def evaluate(
+        self, *args: Any, target: Any = None, weights: Tensor | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The mean loss of a minibatch in eval mode, on all ranks. Raises as a call does."""
         calls = Call(args, kwargs).split(self.microbatches)
+        parts = self._parts(args, kwargs, weights)
+        factors = [
+            part * sum(map(len, calls)) / len(call) for part, call in zip(parts, calls, strict=True)
+        ]
         forms, totals = [self.tried.of(call) for call in calls], EvaluationTotals()
         self._average_buffers()
         sizes = Sizes(len(calls) * len(calls[0]) - len(calls[0]) + len(calls[-1]), len(calls[0]))
@@ -159,7 +191,7 @@ class Pipeline:
             for stage in self.stages
         }
         actions = forwards(self.plan.replicas, self.spec.links, len(calls), self.workers)
-        data = _Data(calls, _cut(target, calls), [1.0] * len(calls), self.device)
+        data = _Data(calls, _cut(target, calls), factors, self.device)
         self._run(executors, actions, data)
         return self._sum([torch.tensor(totals.loss / sizes.examples, dtype=torch.float64)])
 
@@ -206,7 +238,10 @@ class Pipeline:
         self, executors: Mapping[int, ForwardExecutor], actions: Sequence[Action], data: _Data
     ) -> None:
         stream = ActionStream(TrainingSegment(0, len(data.calls)), actions)
-        Engine(executors, self.transport).run(stream, data)
+        # Dropout has random numbers of its own; those of the user's code stay alike on all ranks.
+        gpus = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(gpus):
+            Engine(executors, self.transport).run(stream, data)
 
     @cached_property
     def captured(self) -> Captured:
@@ -246,13 +281,14 @@ class Pipeline:
 
     def _executor(self, stage: int, form: StageModule) -> Executor:
         groups = self.groups[stage]
+        self.gradients[stage] = GradientSums(shared=groups.replicas is not None)
         return Executor(
             stage_modules=StageModules(form),
             transport=self.transport,
             assignment=self.plan.rank_assignment,
             loss=self._loss,
             weights=Weights(dict(form.piece.module.named_parameters())),
-            stepping=GradientSums(shared=groups.replicas is not None),
+            stepping=self.gradients[stage],
             groups=groups,
             on_loss=lambda _minibatch, _loss: None,
             rng=self.rng,
@@ -293,24 +329,41 @@ class Pipeline:
 
     def _check_same(self, calls: Sequence[Call]) -> None:
         """Raises UserError if ranks have begun with other weights, or have other minibatches."""
-        if self.checked == _CHECKED:
-            return
         self.checked += 1
+        if self.checked > _CHECKED and self.checked % _CHECKED_AGAIN:
+            return
         for what, tensors, remedy in (
             ("models", self.model.parameters(), "call torch.manual_seed before you make it"),
             ("minibatches", calls[0].tensors, "no sampler may divide the data among the ranks"),
         ):
             if what == "models" and self.checked > 1:
                 continue
-            sums = torch.tensor([float(tensor.double().sum()) for tensor in tensors])
+            sums = torch.tensor([float(tensor.detach().double().sum()) for tensor in tensors])
             both = torch.cat([sums, -sums]).to(self.device)
             dist.all_reduce(both, dist.ReduceOp.MAX)
             if not torch.equal(both, torch.cat([sums, -sums]).to(self.device)):
                 raise UserError(f"the ranks have different {what}: {remedy}")
 
 
+class _Computed(torch.autograd.Function):
+    """A loss whose gradients are known: `add(factor)` adds them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, add: Callable[[float], None]) -> Tensor:
+        ctx.add = add
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *factors: Tensor) -> tuple[None, None, None]:
+        ctx.add(float(factors[0]))
+        return None, None, None
+
+
 _CHECKED = 3
-"""Minibatches that are compared between the ranks."""
+"""The first minibatches, which are compared between the ranks."""
+
+_CHECKED_AGAIN = 100
+"""So does one in so many of those that follow."""
 
 
 @dataclass(frozen=True)
@@ -337,8 +390,3 @@ def _cut(target: Any, calls: Sequence[Call]) -> list[Any]:
     return [
         part_of(target, slice(end - len(call), end)) for call, end in zip(calls, ends, strict=True)
     ]
-
-
-def _parts(calls: Sequence[Call]) -> list[float]:
-    """The part of each call in all examples."""
-    return [len(call) / sum(map(len, calls)) for call in calls]

@@ -72,14 +72,16 @@ def test_every_folder_with_code_is_a_package_that_is_installed() -> None:
     config = configparser.ConfigParser()
     config.read(root / "setup.cfg")
     listed = config["options"]["packages"].split()
-    folders = {path.parent for top in PACKAGES for path in (root / top).rglob("*.py")}
-    names = (".".join(folder.relative_to(root).parts) for folder in folders)
-    assert sorted(f"pipedream.{name}" for name in names) == listed
+    tops = ("api", *PACKAGES)
+    folders = {path.parent for top in tops for path in (root / top).rglob("*.py")}
+    parts = (folder.relative_to(root).parts for folder in folders)
+    names = (part[1:] if part[0] == "api" else part for part in parts)  # api is pipedream itself
+    assert sorted(".".join(("pipedream", *name)) for name in names) == listed
 
 
 def test_no_folder_has_more_than_fourteen_files() -> None:
     root = Path(__file__).parents[1]
-    for top in (*PACKAGES, "tests", "scripts"):
+    for top in ("api", *PACKAGES, "tests", "scripts"):
         for folder in [root / top, *(path for path in (root / top).rglob("*") if path.is_dir())]:
             assert len(list(folder.glob("*.py"))) <= 14, folder
 

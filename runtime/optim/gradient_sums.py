@@ -9,27 +9,34 @@ from pipedream.runtime.optim.stepping import Scale
 
 
 class GradientSums:
-    """In the place of `Stepping`: an update changes no weights, and leaves its gradients.
+    """In the place of `Stepping` for one stage: an update changes no weights, and keeps its
+    gradients until they are added.
 
     `shared`: whether gradients come in memory that the next round uses again.
     """
 
     def __init__(self, shared: bool) -> None:
         self.shared, self.scale = shared, Scale()
+        self.gradients: dict[str, Tensor] = {}
 
     def update(self, stage: int, number: int, weights: Weights, divisor: int, updates: int) -> None:
-        gradients = weights.take_gradients(divisor)
         before = {name: parameter.grad for name, parameter in weights.parameters.items()}
+        self.gradients = weights.take_gradients(divisor)
 
-        def add() -> None:
+        def leave() -> None:
             for name, parameter in weights.parameters.items():
-                parameter.grad = self._sum(before[name], gradients.get(name))
+                parameter.grad = before[name]
 
-        weights.update(gradients, add, number)
+        weights.update({}, leave, number)
 
-    def _sum(self, before: Tensor | None, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None:
-            return before
-        if before is None:
-            return gradient.clone() if self.shared else gradient
-        return before.add_(gradient)
+    def add(self, weights: Weights, factor: float) -> None:
+        """Adds the gradients of the last update, times `factor`, to those of the parameters."""
+        for name, gradient in self.gradients.items():
+            parameter = weights.parameters[name]
+            if parameter.grad is not None:
+                parameter.grad.add_(gradient, alpha=factor)
+            elif factor != 1.0 or self.shared:
+                parameter.grad = gradient * factor
+            else:
+                parameter.grad = gradient
+        self.gradients = {}
