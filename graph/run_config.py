@@ -50,6 +50,10 @@ class DataFactory(Factory):
 
     examples: int | None = Field(default=None, ge=1, strict=True)
     """Of a stream, such as an IterableDataset: the examples of an epoch. By default its length."""
+    varying: bool = Field(default=False, strict=True)
+    """Whether minibatches differ in shape, as sentences do in their length. Then all ranks read all
+    minibatches that pass through them, and capture the model once for each shape.
+    """
     inputs: tuple[str, ...] | None = Field(default=None, min_length=1)
     """Of examples that are dicts: the parts that go to the model, to the parameters of `forward`
     that have these names. By default all tensors but the target.

@@ -199,10 +199,13 @@ class _Training:
     def _to_read(self) -> list[int]:
         """The minibatches whose inputs or targets this rank needs."""
         own, stages = [stage.interface for stage in self.local.stages], len(self.local.interfaces)
+        varying = self.local.job.config.data.varying
         return [
             minibatch + segment.begin
             for segment in self.ahead
-            for minibatch in minibatches_read(self.local.actions(len(segment)), own, stages)
+            for minibatch in minibatches_read(
+                self.local.actions(len(segment)), own, stages, varying
+            )
         ]
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:

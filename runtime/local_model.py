@@ -17,6 +17,7 @@ from pipedream.runtime.engine.training_segment import training_segments, whole_u
 from pipedream.runtime.job import Job
 from pipedream.runtime.local_stage import LocalStage
 from pipedream.runtime.optim.stepping import check_joint_updates
+from pipedream.runtime.stages.by_kind import StageForms
 from pipedream.runtime.stages.captures import Captures, capture_all
 from pipedream.runtime.stages.partition import interfaces, links, tied
 from pipedream.schedule.action import Action
@@ -49,14 +50,29 @@ class LocalModel:
             segments = training_segments(self.examples.minibatches, self.every)
             for minibatches in {min(len(segment), most) for segment in segments}:
                 self._check_order(minibatches)
+        forms = self._forms(captures)
         self.stages = tuple(
-            LocalStage(job, worker, captures, self.interfaces[worker[0]], self.rng)
+            LocalStage(job, worker, captures, self.interfaces[worker[0]], self.rng, forms)
             for worker in self.workers
         )
         if self.rank_info.rank == 0:
             self._forget_other_stages()
         self.evaluation = captures.evaluation
         self.loss = load_loss(job.config.loss, job.directory)
+
+    def _forms(self, captures: Captures) -> StageForms | None:
+        """The stages of this rank in other forms, if minibatches vary in shape."""
+        if captures.model is None:
+            return None
+        return StageForms(
+            captures.model,
+            self.job.plan,
+            [stage for stage, _ in self.workers],
+            self.rng,
+            self.job.config.autocast,
+            backend=self.job.config.compile,
+            first=captures.whole,
+        )
 
     def _forget_other_stages(self) -> None:
         """Deletes the text of stages that an earlier plan of this run had, and this one has not."""

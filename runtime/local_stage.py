@@ -15,17 +15,24 @@ from pipedream.runtime.job import Job
 from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.optim.stepping import StageStepping
+from pipedream.runtime.stages.by_kind import ByData, StageForms
 from pipedream.runtime.stages.captures import Captures
 from pipedream.runtime.stages.partition import StageInterface, interfaces, source_text
-from pipedream.runtime.stages.stage_module import Compute, StageModule, StageModules, make_compute
+from pipedream.runtime.stages.stage_module import (
+    Compute,
+    ModuleChoice,
+    StageModule,
+    StageModules,
+    make_compute,
+)
 from pipedream.schedule.action import Worker
 
 
 class LocalStage:
     """One replica of one stage: its modules, parameters and optimizer.
 
-    `stage_modules` compute it; `parameters` and `buffers` are its part of a checkpoint. Random
-    operators draw from `rng`.
+    `stage_modules` compute it, out of `forms` where minibatches vary in shape; `parameters` and
+    `buffers` are its part of a checkpoint. Random operators draw from `rng`.
     """
 
     def __init__(
@@ -35,6 +42,7 @@ class LocalStage:
         captures: Captures,
         interface: StageInterface,
         rng: MinibatchRng,
+        forms: StageForms | None = None,
     ) -> None:
         self.job, self.interface, self.rng = job, interface, rng
         self.stage, self.replica = worker
@@ -44,7 +52,10 @@ class LocalStage:
         if captures.rest is not None:
             rest = self._stage_module(captures.rest)
             rest.share(whole, captures.buffers)
-        self.stage_modules = StageModules(whole, rest, captures.last)
+        self.stage_modules: ModuleChoice = StageModules(whole, rest, captures.last)
+        if forms is not None:
+            forms.originals[self.stage] = whole
+            self.stage_modules = ByData(self.stage, forms)
         self.module = whole.piece.module
         self.parameters: dict[str, Parameter] = dict(self.module.named_parameters())
         buffers = self.module.named_buffers()

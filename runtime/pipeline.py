@@ -25,6 +25,7 @@ from pipedream.graph.choices import MICROBATCHES
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, read_plan, workers_by_rank
 from pipedream.runtime.data.order import Sizes
+from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.evaluation import EvaluationExecutor, EvaluationTotals
@@ -378,6 +379,9 @@ class _Data:
     def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]:
         tensors = self.calls[minibatch].tensors
         return [tensors[position].to(self.device) for position in which]
+
+    def peek(self, minibatch: int) -> Batch:
+        return Batch(tuple(self.calls[minibatch].tensors), self.targets[minibatch])
 
     def target(self, minibatch: int) -> tuple[Any, float]:
         target = pytree.tree_map_only(Tensor, lambda x: x.to(self.device), self.targets[minibatch])

@@ -51,7 +51,7 @@ class Examples:
         # A stream has random numbers of its own, which take the place of torch's while it is read.
         drawn = not torch.equal(torch.get_rng_state(), before)
         self.draws = drawn or self.stream is not None
-        self.kind = batch.kind
+        self.kind = None if self.config.data.varying else batch.kind
         return batch
 
     def epoch(self, number: int) -> Epoch:

@@ -135,18 +135,21 @@ class Reader:
     """A context manager that reads the minibatches a rank will ask for ahead, in that order.
 
     A thread reads them, or `data_workers` processes. Each is read when it is asked for as long as
-    that takes less than to hand it over, and if the dataset uses torch's random numbers: it cannot
-    be a thread then, for the model uses the same.
+    that takes less than to hand it over, and if the dataset uses torch's random numbers, or
+    minibatches vary in shape: it cannot be a thread then, for the model uses the same random
+    numbers, and a capture looks whether the model draws from Python's or numpy's, which reading
+    seeds.
     """
 
     def __init__(self, epoch: Epoch, minibatches: Sequence[int]) -> None:
         self.last: tuple[int, Batch] | None = None
+        self.ahead: dict[int, Batch] = {}
         self.device, self.numbers = epoch.device, iter(minibatches)
         listed, workers = _Listed(epoch, minibatches), epoch.config.data_workers
         self.close: Callable[[], None] = lambda: None
         if workers and minibatches:
             self.coming: Iterator[Batch | BaseException] = _by_processes(listed, workers)
-        elif epoch.draws:
+        elif epoch.draws or epoch.config.data.varying:
             self.coming = iter(listed)
         else:
             ahead = _Ahead(listed)
@@ -175,15 +178,27 @@ class Reader:
     def target(self, minibatch: int) -> Any:
         return self._batch(minibatch).target
 
+    def peek(self, minibatch: int) -> Batch:
+        """A minibatch that is still to be asked for, on the CPU; it and those before are kept."""
+        while minibatch not in self.ahead:
+            self._read()
+        return self.ahead[minibatch]
+
     def _batch(self, minibatch: int) -> Batch:
         """The last one is kept: a stage may read the inputs and then the target."""
         if self.last is None or self.last[0] != minibatch:
-            assert next(self.numbers) == minibatch, "minibatches are asked for in the order given"
-            batch = next(self.coming)
-            if isinstance(batch, BaseException):
-                raise batch
-            self.last = minibatch, batch.to(self.device)
+            if not self.ahead:
+                self._read()
+            first = next(iter(self.ahead))
+            assert first == minibatch, "minibatches are asked for in the order given"
+            self.last = minibatch, self.ahead.pop(minibatch).to(self.device)
         return self.last[1]
+
+    def _read(self) -> None:
+        batch = next(self.coming)
+        if isinstance(batch, BaseException):
+            raise batch
+        self.ahead[next(self.numbers)] = batch
 
 
 @dataclass(frozen=True)

@@ -65,14 +65,20 @@ class Engine:
 
 
 def minibatches_read(
-    actions: Iterable[Action], interfaces: Sequence[StageInterface], stages: int
+    actions: Iterable[Action],
+    interfaces: Sequence[StageInterface],
+    stages: int,
+    varying: bool = False,
 ) -> list[int]:
     """The minibatches that a rank reads in its forward passes, in that order.
 
     `interfaces` are those of its stages, of so many: those that read an input of the model, and the
-    last one for the target. Reading the same minibatch twice in a row counts once.
+    last one for the target; all if minibatches are `varying`, to know their shapes. Reading the
+    same minibatch twice in a row counts once.
     """
-    reading = {each.stage for each in interfaces if each.reads or each.stage == stages - 1}
+    reading = {
+        each.stage for each in interfaces if each.reads or each.stage == stages - 1 or varying
+    }
     passes = (
         action.minibatch
         for action in actions

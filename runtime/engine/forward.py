@@ -15,6 +15,7 @@ from pipedream.capture.segment import Segment
 from pipedream.comm.transport import PeerLost, Transport
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import RankAssignment
+from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.runtime.stages.stage_module import ModuleChoice
@@ -31,6 +32,9 @@ class Minibatches(Protocol):
     def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]: ...
 
     def target(self, minibatch: int) -> Any: ...
+
+    def peek(self, minibatch: int) -> Batch:
+        """One whose turn is still to come."""
 
 
 @contextmanager
@@ -65,6 +69,7 @@ class ForwardExecutor(ABC):
     def begin(self, data: Minibatches) -> None:
         """Prepares for a segment, with nothing in flight."""
         self.data = data
+        self.stage_modules.begin(data)
         self.states: dict[int, MinibatchState] = {}
         self.channels: dict[tuple[Kind, Worker | None], Channel] = {}
 

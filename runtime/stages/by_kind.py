@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -14,6 +14,7 @@ from pipedream.capture.export import Captured, capture, flatten_inputs
 from pipedream.capture.segment import Segment
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
+from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.randomness import MinibatchRng, operator_positions, seed_each
 from pipedream.runtime.stages.partition import interfaces
 from pipedream.runtime.stages.stage_module import Compute, StageModule, difference, make_compute
@@ -68,12 +69,18 @@ def part_of(tree: Any, which: slice) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor[which], tree)
 
 
+class Peeking(Protocol):
+    """Data of which one can know what a minibatch is like before its turn."""
+
+    def peek(self, minibatch: int) -> Batch: ...
+
+
 @dataclass(eq=False)
 class StageForms:
     """The stages of `plan` that a rank runs, of a `model` captured in training or eval mode.
 
-    All ranks ask for the same kinds in the same order. Raises UserError where a kind of minibatch
-    makes another model of it than the one that was planned.
+    `originals`: by stage the form whose buffers the others share. Raises UserError where a kind of
+    minibatch makes another model of it than the one that was planned.
     """
 
     model: nn.Module
@@ -82,8 +89,24 @@ class StageForms:
     rng: MinibatchRng
     autocast: str | None = None
     training: bool = True
+    backend: str | None = None
     first: Captured | None = None
+    originals: dict[int, StageModule] = field(default_factory=dict)
     forms: dict[Kind, dict[int, StageModule]] = field(default_factory=dict)
+    data: Peeking | None = None
+    known: dict[int, dict[int, StageModule]] = field(default_factory=dict)
+
+    def begin(self, data: Peeking) -> None:
+        """From now on minibatches are those of these data, by their numbers."""
+        if data is not self.data:
+            self.data, self.known = data, {}
+
+    def of_minibatch(self, minibatch: int) -> dict[int, StageModule]:
+        """The stages for a minibatch of the data; once asked for by one stage, for all."""
+        if minibatch not in self.known:
+            assert self.data is not None
+            self.known[minibatch] = self.of(Call(self.data.peek(minibatch).inputs, {}))
+        return self.known[minibatch]
 
     def of(self, call: Call) -> dict[int, StageModule]:
         """The stages for calls of this kind, by number."""
@@ -100,19 +123,19 @@ class StageForms:
     def _form(self, captured: Captured, stage: int) -> StageModule:
         def compute(captured: Captured, piece: Segment) -> Compute:
             seed_each(piece, operator_positions(captured.module), self.rng)
-            return make_compute(piece, self.rng.device, self.autocast)
+            return make_compute(piece, self.rng.device, self.autocast, self.backend)
 
         interface = interfaces(captured, self.plan)[stage]
         form = StageModule.of(captured, interface, self.rng.device, compute)
-        for other in self.forms.values():
-            form.share(other[stage], [name for name, _ in self.model.named_buffers()])
-            break
+        original = self.originals.setdefault(stage, form)
+        form.share(original, [name for name, _ in self.model.named_buffers()])
         return form
 
     @contextmanager
     def _all_on_cpu(self) -> Iterator[None]:
         """Has the whole model in one place, where the rank's own stages are on a GPU by now."""
-        own = [form.piece.module for forms in self.forms.values() for form in forms.values()]
+        forms = [form for forms in self.forms.values() for form in forms.values()]
+        own = [form.piece.module for form in (*self.originals.values(), *forms)]
         for module in own:
             module.to("cpu")
         yield
@@ -129,6 +152,23 @@ class ByMinibatch:
 
     def of(self, minibatch: int) -> StageModule:
         return self.forms[minibatch][self.stage]
+
+    def begin(self, data: Any) -> None:
+        """All that there is to know of the minibatches is known."""
+
+
+@dataclass(frozen=True)
+class ByData:
+    """The form of one stage for each minibatch, by what the data of the segment are."""
+
+    stage: int
+    forms: StageForms
+
+    def begin(self, data: Peeking) -> None:
+        self.forms.begin(data)
+
+    def of(self, minibatch: int) -> StageModule:
+        return self.forms.of_minibatch(minibatch)[self.stage]
 
 
 def _shapes(call: Call) -> str:

@@ -30,6 +30,7 @@ class Captures:
     `parameters`: the names of all that the model has; `persistent`: those in its state_dict;
     `buffers`: those of all its buffers. `evaluation`: a rank's part in evaluating the held-out
     data, None if that is not asked for or cannot go through the pipeline.
+    `model`: if minibatches vary in shape, to capture it for others.
     """
 
     whole: Captured
@@ -39,6 +40,7 @@ class Captures:
     persistent: Set[str]
     buffers: Set[str]
     evaluation: Evaluation | None
+    model: nn.Module | None = None
 
 
 def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
@@ -56,6 +58,7 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
         frozenset(model.state_dict()),
         frozenset(name for name, _ in model.named_buffers()),
         _evaluation(job, examples, rank_info, model, first),
+        model if job.config.data.varying else None,
     )
 
 
@@ -63,7 +66,7 @@ def _rest(
     job: Job, examples: Examples, model: nn.Module, first: Batch, whole: Captured
 ) -> Captured | None:
     sizes = examples.sizes
-    if not sizes.rest:
+    if not sizes.rest or job.config.data.varying:
         return None
     interfaces(whole, job.plan)  # first of all it has to be the model that was planned
     try:
@@ -81,6 +84,11 @@ def _evaluation(
 ) -> Evaluation | None:
     if job.config.evaluate_every is None or not job.evaluate:
         return None
+    if job.config.data.varying:
+        raise UserError(
+            "evaluate_every: minibatches of varying shapes are evaluated after the run only: leave"
+            " it out"
+        )
     if examples.held_out is None:
         raise UserError(
             f"evaluate_every: {job.config.data.source} gives no held-out data: leave it out"

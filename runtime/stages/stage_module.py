@@ -101,6 +101,9 @@ class ModuleChoice(Protocol):
 
     def of(self, minibatch: int) -> StageModule: ...
 
+    def begin(self, data: Any) -> None:
+        """Called with the minibatches of a segment, before it begins."""
+
 
 @dataclass(frozen=True)
 class StageModules:
@@ -112,6 +115,9 @@ class StageModules:
 
     def of(self, minibatch: int) -> StageModule:
         return self.rest if self.rest is not None and minibatch == self.last else self.whole
+
+    def begin(self, data: Any) -> None:
+        """All that there is to know of the minibatches is known."""
 
 
 def capture_rest(

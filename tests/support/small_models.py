@@ -96,6 +96,23 @@ def regression(examples: int = 64) -> tuple[TensorDataset, None]:
     return TensorDataset(x, y), None
 
 
+LENGTHS = 8
+
+
+def sentences(examples: int = 64) -> tuple[TensorDataset, None]:
+    """As regression, at each of several places; `cut` makes minibatches of different lengths."""
+    generator = torch.Generator().manual_seed(7)
+    x, y = torch.randn(2, examples, LENGTHS, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, y), None
+
+
+def cut(examples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """[examples, length, 6] of both; the length depends on what the first example is."""
+    x, y = (torch.stack(part) for part in zip(*examples, strict=True))
+    length = 1 + int(1e6 * float(x[0, 0, 0].abs())) % LENGTHS
+    return x[:, :length], y[:, :length]
+
+
 class Tail(nn.Module):
     """The third part of Skips, by itself: (second, first) to the output."""
 

@@ -79,6 +79,9 @@ class Data:
     def inputs(self, minibatch: int, which: Collection[int]) -> list[Tensor]:
         return [self.batches[minibatch].inputs[position] for position in which]
 
+    def peek(self, minibatch: int) -> Batch:
+        raise AssertionError("all minibatches are alike")
+
     def target(self, minibatch: int) -> Tensor:
         return self.batches[minibatch].target
 

@@ -19,6 +19,7 @@ from torch import nn
 from training import losses, run_jobs, weights
 
 from pipedream.capture.export import Captured, capture
+from pipedream.capture.sources.load import load_data
 from pipedream.graph.choices import SCHEDULES, ScheduleName
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
@@ -126,7 +127,7 @@ def assert_equals_serial(
         config.microbatches,
         config.accumulate,
     )
-    data, _ = small_models.regression(**config.data.args)
+    data, _ = load_data(config, SUPPORT)
     expected: list[float] = []
     for number in range(1, EPOCHS + 1):
         epoch = Epoch(data, config, number, torch.device("cpu"))
@@ -174,6 +175,34 @@ def test_losses_and_weights_are_those_of_the_serial_reference(
     run_jobs(jobs)
     for job, parts in zip(jobs, parts_of, strict=True):
         assert_equals_serial(job, serial, MODELS[name], parts)
+
+
+SENTENCES = DataFactory(
+    source="small_models:sentences",
+    args={"examples": 63},
+    collate="small_models:cut",
+    varying=True,
+)
+
+
+@pytest.mark.slow
+def test_minibatches_of_eight_lengths(serial: ModuleType, tmp_path: Path) -> None:
+    """Each schedule; stages are captured once for each length, and no rank waits for another that
+    expects other shapes.
+    """
+    captured = capture(small_models.Skips(), (torch.randn(4, 3, 6),))
+    jobs, parts_of = [], []
+    for replicas in [(1, 1), (2, 1), (1, 2, 1)]:
+        parts = ("a", "bc") if len(replicas) == 2 else ("a", "b", "c")
+        plan = plan_for(captured, parts, replicas)
+        for schedule in SCHEDULES:
+            config = config_for("Skips", "float64", SGD).model_copy(update={"data": SENTENCES})
+            run = tmp_path / f"{schedule}-{'-'.join(map(str, replicas))}"
+            jobs.append(Job(plan, config, SUPPORT, run, schedule=schedule, epochs=EPOCHS))
+            parts_of.append(parts)
+    run_jobs(jobs)
+    for job, parts in zip(jobs, parts_of, strict=True):
+        assert_equals_serial(job, serial, skip_stages, parts)
 
 
 def test_the_skip_is_a_link_of_its_own_past_the_second_stage() -> None:
