@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -79,18 +80,17 @@ def seconds(folder: Path, collate: str) -> float:
     (folder / f"{collate}.yaml").write_text(json.dumps(config))
     command = ["pd-train", f"{PLAN}/plan.json", "--config", f"{collate}.yaml", "-o", collate]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
+    done = subprocess.run(
         [*command, "--epochs", str(EPOCHS)],
         cwd=folder,
         env=environment,
-        check=True,
         capture_output=True,
+        text=True,
     )
+    assert done.returncode == 0, done.stderr
     lines = (folder / collate / "metrics.jsonl").read_text().splitlines()
     ends = {line["epoch"]: line["seconds"] for line in map(json.loads, lines)}
-    for path in (folder / collate).rglob("*"):
-        if path.is_file():
-            path.unlink()
+    shutil.rmtree(folder / collate)
     return ends[EPOCHS] - ends[1]
 
 
