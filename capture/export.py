@@ -122,7 +122,8 @@ def capture(
     Raises UserError with the reason if torch.export cannot capture the model, or if the model is
     not a fixed sequence of operators on tensors of fixed shapes.
     """
-    kwargs = dict(kwargs or {})
+    own: tuple[tuple[Any, ...], dict[str, Any]] = _distinct((args, dict(kwargs or {})))
+    args, kwargs = own
     count = len(args) + len(kwargs)
     check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs)
     model.train(training)
@@ -149,6 +150,21 @@ def capture(
         return _assemble(module, groups, outputs, out_spec)
     except RuntimeError as error:  # an operator that can be exported but not run
         raise capture_error(error, model) from error
+
+
+def _distinct(inputs: Any) -> Any:
+    """The same inputs with a tensor of its own in each place. Where labels are the tokens, the same
+    object, torch.export has both read one of the two.
+    """
+    seen: set[int] = set()
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in seen:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        seen.add(id(tensor))
+        return tensor
+
+    return pytree.tree_map_only(torch.Tensor, own, inputs)
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:

@@ -259,3 +259,20 @@ def test_gradients_of_embeddings_are_dense() -> None:
     assert gradient is not None
     assert not gradient.is_sparse
     assert gradient[2].ne(0).all()
+
+
+class Compared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return self.embedding(tokens).sum() * labels.sum()
+
+
+def test_labels_that_are_the_tokens_are_an_input_of_their_own() -> None:
+    """As people train language models: `labels=tokens`. A plan was made for another model."""
+    tokens = torch.randint(0, 9, (2, 3))
+    one = capture(Compared(), (), {"tokens": tokens, "labels": tokens}).graph
+    two = capture(Compared(), (), {"tokens": tokens, "labels": tokens.clone()}).graph
+    assert one.fingerprint == two.fingerprint
