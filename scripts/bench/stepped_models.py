@@ -42,7 +42,7 @@ HEADS = [
         ("BertForMaskedLM", ENCODER),
         ("BertForSequenceClassification", ENCODER),
         ("RobertaForTokenClassification", {**ENCODER, "pad_token_id": 0}),
-        ("T5ForConditionalGeneration", T5),
+        ("T5ForConditionalGeneration", {**T5, "decoder_start_token_id": 0}),
         ("BartForConditionalGeneration", TWO_SIDED),
         ("PegasusForConditionalGeneration", TWO_SIDED),
     )
@@ -127,7 +127,7 @@ def main() -> None:
     torch.set_num_threads(1)
     wanted = sys.argv[1:]
     cases = [
-        case for case in TRANSFORMERS + HEADS if not wanted or case.source.split(":")[1] in wanted
+        case for case in TRANSFORMERS + HEADS if not wanted or case.source.split(":")[-1] in wanted
     ]
     good = 0
     for case in cases:
