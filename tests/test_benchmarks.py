@@ -22,7 +22,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.py"))
 
 
-@pytest.mark.parametrize("folder", [FOLDER, FOLDER / "emulated"], ids=["bench", "emulated"])
+FOLDERS = [FOLDER, FOLDER / "architectures", FOLDER / "emulated"]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=[each.name for each in FOLDERS])
 def test_every_benchmark_finds_what_it_imports(folder: Path) -> None:
     """Four of them did not, after files were renamed."""
     command = [sys.executable, "-c", IMPORTS, str(folder), *names(folder)]

@@ -1,7 +1,7 @@
 """Which models can be captured, and do they then compute what the plain model computes?
 
-`python scripts/bench/captured_models.py` tries each in a process of its own, with a time limit, and
-writes docs/reference/coverage.md; `... captured_models.py NAME ...` tries those and prints. A model
+`python scripts/bench/architectures/captured_models.py` tries each in a process of its own, with a
+time limit, and writes docs/reference/coverage.md; `... captured_models.py NAME ...` tries those and prints. A model
 counts as captured where the outputs, the gradients of all parameters and the buffers after one
 training pass, run node by node as pieces of their own, are those of the plain model.
 """
@@ -30,7 +30,7 @@ from pipedream.capture.sources.load import load
 from pipedream.capture.sources.vision import import_torchvision
 from pipedream.graph.errors import UserError
 
-TABLE = Path(__file__).parents[2] / "docs" / "reference" / "coverage.md"
+TABLE = Path(__file__).parents[3] / "docs" / "reference" / "coverage.md"
 BATCH = 2
 LIMIT = 90.0  # seconds for one model
 CLOSE = 1e-5  # of the largest value of each tensor
@@ -356,7 +356,8 @@ def write_table(results: dict[str, Result]) -> None:
 
 HEAD = """# Models that are captured
 
-{good} of {all} architectures, tried by `python scripts/bench/captured_models.py`: each with
+{good} of {all} architectures, tried by
+`python scripts/bench/architectures/captured_models.py`: each with
 random weights on two small examples, in training mode; those of transformers in small
 configurations. *Captured* means that the nodes, each run as a module of its own, together give
 the outputs, the gradients of all parameters and the buffers of the plain model, on inputs other
