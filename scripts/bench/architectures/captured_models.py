@@ -1,9 +1,10 @@
 """Which models can be captured, and do they then compute what the plain model computes?
 
 `python scripts/bench/architectures/captured_models.py` tries each in a process of its own, with a
-time limit, and writes docs/reference/coverage.md; `... captured_models.py NAME ...` tries those and prints. A model
-counts as captured where the outputs, the gradients of all parameters and the buffers after one
-training pass, run node by node as pieces of their own, are those of the plain model.
+time limit, and writes docs/reference/coverage.md; `... captured_models.py NAME ...` tries those and
+prints. A model counts as captured where the outputs, the gradients of all parameters and the
+buffers after one training pass, run node by node as pieces of their own, are those of the plain
+model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which architectures of transformers are profiled, planned and trained as they are?
 
 `python scripts/bench/architectures/stepped_models.py [NAME]...` takes those of captured_models.py,
-in small configurations, and heads with labels: pipedream.profile, pipedream.optimize for two workers in a
-row, and three steps of a Pipeline on two processes. A model counts where its losses are those of
-the same three steps on one process, dropout included.
+in small configurations, and heads with labels: pipedream.profile, pipedream.optimize for two
+workers in a row, and three steps of a Pipeline on two processes. A model counts where its losses
+are those of the same three steps on one process, dropout included.
 """
 
 from __future__ import annotations
