@@ -81,7 +81,7 @@ def _loss(job: Job, examples: Examples) -> float:
 def _memory(job: Job) -> str:
     """What the plan says that workers need, beside what there is."""
     planned = [stage.memory_bytes for stage in job.plan.stages]
-    if not job.as_planned or job.plan.batch_size not in (None, job.config.batch_size):
+    if not (job.as_planned and job.has_planned_batch):
         return "not known: the plan is for another schedule or batch size"
     counts = job.plan.replicas
     told = f"the plan needs {', '.join(map(show_bytes, planned))} of a worker, by stage"

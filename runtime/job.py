@@ -92,6 +92,11 @@ class Job:
         return self.schedule == self.plan.schedule and planned in (None, self.config.microbatches)
 
     @property
+    def has_planned_batch(self) -> bool:
+        """Whether minibatches have the size that the plan was made for, as far as it says so."""
+        return self.plan.batch_size in (None, self.config.batch_size)
+
+    @property
     def optimizer(self) -> OptimizerConfig:
         """The config's optimizer, or the form of it that is asked for."""
         optimizer, momentum = self.config.optimizer, self.config.asynchronous.nesterov

@@ -8,22 +8,20 @@ import torch
 from torch.nn import Parameter
 
 from pipedream.capture.export import Captured
-from pipedream.capture.segment import Segment
 from pipedream.graph.command import write_whole
-from pipedream.runtime.engine.randomness import MinibatchRng, operator_positions, seed_each
+from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.job import Job
 from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.optim.stepping import StageStepping
 from pipedream.runtime.stages.by_kind import ByData, StageForms
 from pipedream.runtime.stages.captures import Captures
-from pipedream.runtime.stages.partition import StageInterface, interfaces, source_text
+from pipedream.runtime.stages.partition import StageInterface, source_text
 from pipedream.runtime.stages.stage_module import (
-    Compute,
     ModuleChoice,
     StageModule,
     StageModules,
-    make_compute,
+    seeded_module,
 )
 from pipedream.schedule.action import Worker
 
@@ -63,14 +61,8 @@ class LocalStage:
         self.optimizer = make_optimizer(job.optimizer, self.parameters, captures.parameters)
 
     def _stage_module(self, captured: Captured) -> StageModule:
-        device, config = self.rng.device, self.job.config
-
-        def compute(captured: Captured, piece: Segment) -> Compute:
-            seed_each(piece, operator_positions(captured.module), self.rng)
-            return make_compute(piece, device, config.autocast, config.compile)
-
-        interface = interfaces(captured, self.job.plan)[self.stage]
-        return StageModule.of(captured, interface, device, compute)
+        plan, config = self.job.plan, self.job.config
+        return seeded_module(captured, plan, self.stage, self.rng, config.autocast, config.compile)
 
     def _write_source(self, captured: Captured) -> None:
         self.job.run.mkdir(parents=True, exist_ok=True)

@@ -173,12 +173,12 @@ class Pipeline:
         """The mean loss of a minibatch in eval mode, on all ranks. Raises as a call does."""
         calls = Call(args, kwargs).split(self.microbatches)
         parts = self._parts(args, kwargs, weights)
+        sizes = Sizes(sum(map(len, calls)), len(calls[0]))
         factors = [
-            part * sum(map(len, calls)) / len(call) for part, call in zip(parts, calls, strict=True)
+            part * sizes.examples / len(call) for part, call in zip(parts, calls, strict=True)
         ]
         forms, totals = [self.tried.of(call) for call in calls], EvaluationTotals()
         self._average_buffers()
-        sizes = Sizes(len(calls) * len(calls[0]) - len(calls[0]) + len(calls[-1]), len(calls[0]))
         executors = {
             stage: EvaluationExecutor(
                 ByMinibatch(stage, forms),
@@ -333,17 +333,20 @@ class Pipeline:
         self.checked += 1
         if self.checked > _CHECKED and self.checked % _CHECKED_AGAIN:
             return
-        for what, tensors, remedy in (
-            ("models", self.model.parameters(), "call torch.manual_seed before you make it"),
-            ("minibatches", calls[0].tensors, "no sampler may divide the data among the ranks"),
-        ):
-            if what == "models" and self.checked > 1:
-                continue
-            sums = torch.tensor([float(tensor.detach().double().sum()) for tensor in tensors])
-            both = torch.cat([sums, -sums]).to(self.device)
-            dist.all_reduce(both, dist.ReduceOp.MAX)
-            if not torch.equal(both, torch.cat([sums, -sums]).to(self.device)):
-                raise UserError(f"the ranks have different {what}: {remedy}")
+        if self.checked == 1:
+            remedy = "call torch.manual_seed before you make it"
+            self._compare("models", self.model.parameters(), remedy)
+        remedy = "no sampler may divide the data among the ranks"
+        self._compare("minibatches", calls[0].tensors, remedy)
+
+    def _compare(self, what: str, tensors: Iterable[Tensor], remedy: str) -> None:
+        """Raises UserError on all ranks unless each has tensors of the same sums."""
+        sums = torch.tensor([float(tensor.detach().double().sum()) for tensor in tensors])
+        own = torch.cat([sums, -sums]).to(self.device)
+        largest = own.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        if not torch.equal(largest, own):
+            raise UserError(f"the ranks have different {what}: {remedy}")
 
 
 class _Computed(torch.autograd.Function):
@@ -364,7 +367,7 @@ _CHECKED = 3
 """The first minibatches, which are compared between the ranks."""
 
 _CHECKED_AGAIN = 100
-"""So does one in so many of those that follow."""
+"""Of those that follow, one in so many is compared, too."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.export import Captured, capture, flatten_inputs
-from pipedream.capture.segment import Segment
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.randomness import MinibatchRng, operator_positions, seed_each
-from pipedream.runtime.stages.partition import interfaces
-from pipedream.runtime.stages.stage_module import Compute, StageModule, difference, make_compute
+from pipedream.runtime.engine.randomness import MinibatchRng
+from pipedream.runtime.stages.stage_module import StageModule, difference, seeded_module
 
 Kind: TypeAlias = Hashable
 """What two calls of a model have to have in common for the same operators to run: the shapes and
@@ -121,12 +119,7 @@ class StageForms:
         return self.forms[call.kind]
 
     def _form(self, captured: Captured, stage: int) -> StageModule:
-        def compute(captured: Captured, piece: Segment) -> Compute:
-            seed_each(piece, operator_positions(captured.module), self.rng)
-            return make_compute(piece, self.rng.device, self.autocast, self.backend)
-
-        interface = interfaces(captured, self.plan)[stage]
-        form = StageModule.of(captured, interface, self.rng.device, compute)
+        form = seeded_module(captured, self.plan, stage, self.rng, self.autocast, self.backend)
         original = self.originals.setdefault(stage, form)
         form.share(original, [name for name, _ in self.model.named_buffers()])
         return form

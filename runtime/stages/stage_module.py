@@ -21,7 +21,12 @@ from pipedream.capture.segment import Segment, freeze_constants
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, PlannedGraph
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.randomness import SeedHook
+from pipedream.runtime.engine.randomness import (
+    MinibatchRng,
+    SeedHook,
+    operator_positions,
+    seed_each,
+)
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 
 Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
@@ -94,6 +99,27 @@ class StageModule:
             if name in buffers:
                 path, _, own = name.rpartition(".")
                 setattr(self.piece.module.get_submodule(path), own, buffer)
+
+
+def seeded_module(
+    captured: Captured,
+    plan: Plan,
+    stage: int,
+    rng: MinibatchRng,
+    autocast: str | None,
+    backend: str | None,
+) -> StageModule:
+    """The stage of a captured model, to train: its random operators draw from `rng`.
+
+    Raises UserError if the model is not the one that was planned.
+    """
+
+    def compute(captured: Captured, piece: Segment) -> Compute:
+        seed_each(piece, operator_positions(captured.module), rng)
+        return make_compute(piece, rng.device, autocast, backend)
+
+    interface = interfaces(captured, plan)[stage]
+    return StageModule.of(captured, interface, rng.device, compute)
 
 
 class ModuleChoice(Protocol):

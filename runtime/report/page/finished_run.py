@@ -27,11 +27,6 @@ class FinishedRun:
     measured: MeasuredRun | None
 
     @property
-    def planned_batch(self) -> bool:
-        """Whether minibatches have the size that the plan was made for, as far as it says so."""
-        return self.job.plan.batch_size in (None, self.job.config.batch_size)
-
-    @property
     def comparison(self) -> Comparison | None:
         """The plan's expectation beside the run; None if it was trained in another way."""
         return compare(self.measured) if self.measured and self.job.as_planned else None

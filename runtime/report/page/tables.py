@@ -89,7 +89,7 @@ def _memory(run: FinishedRun) -> Iterable[Figure]:
 def notes(run: FinishedRun) -> list[str]:
     """Why figures of the plan are not for this run."""
     job, lines = run.job, []
-    if not run.planned_batch:
+    if not run.job.has_planned_batch:
         lines.append(
             f"The plan was made for minibatches of {job.plan.batch_size}, and this run's have"
             f" {job.config.batch_size} examples."
