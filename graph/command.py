@@ -180,25 +180,6 @@ def _version() -> click.Option:
     return click.Option(["--version"], is_flag=True, help=text, callback=show, **quietly)
 
 
-class Calculation(Command):
-    """A command without side effects, which Ctrl-C ends at once.
-
-    KeyboardInterrupt is not enough: raised between compiled code and Python, it may be replaced by
-    another exception or lost.
-    """
-
-    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        before = signal.signal(signal.SIGINT, self._leave)
-        try:
-            super().main(*args, **kwargs)
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _leave(self, *_: object) -> NoReturn:
-        os.write(sys.stderr.fileno(), f"\n{self.name}: interrupted\n".encode())
-        os._exit(130)
-
-
 def _fail(program: str | None, message: str, code: int) -> NoReturn:
     print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     sys.exit(code)

@@ -16,7 +16,7 @@ from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.optim.stepping import StageStepping
 from pipedream.runtime.stages.by_kind import ByData, StageForms
 from pipedream.runtime.stages.captures import Captures
-from pipedream.runtime.stages.partition import StageInterface, source_text
+from pipedream.runtime.stages.partition import StageInterface, holds_first, source_text
 from pipedream.runtime.stages.stage_module import (
     ModuleChoice,
     StageModule,
@@ -76,8 +76,7 @@ class LocalStage:
         stages hold it (`tied`), in the first of them.
         """
         together = self.job.policy.uniform_updates
-        first = {name: min(stages) == self.stage for name, stages in tied.items()}
-        counted = [name for name in self.parameters if first.get(name, True)]
+        counted = [name for name in self.parameters if holds_first(name, self.stage, tied)]
         return StageStepping(
             self.optimizer,
             self.parameters,

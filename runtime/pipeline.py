@@ -36,7 +36,7 @@ from pipedream.runtime.engine.training_segment import TrainingSegment
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.gradient_sums import GradientSums
 from pipedream.runtime.stages.by_kind import ByMinibatch, Call, StageForms, part_of
-from pipedream.runtime.stages.partition import interfaces, links, tied
+from pipedream.runtime.stages.partition import holds_first, interfaces, links, tied
 from pipedream.runtime.stages.stage_module import StageModule, StageModules
 from pipedream.schedule.action import Action
 from pipedream.schedule.channel import rank_links
@@ -204,9 +204,7 @@ class Pipeline:
             parameter.grad.double().square().sum()
             for stage, replica in self.workers
             for name, parameter in self.executors[stage].weights.parameters.items()
-            if parameter.grad is not None
-            and replica == 0
-            and stage == min(self.tied.get(name, (stage,)))
+            if parameter.grad is not None and replica == 0 and holds_first(name, stage, self.tied)
         ]
         norm = self._sum(squares).sqrt()
         for executor in self.executors.values():

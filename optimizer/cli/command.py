@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipedream.graph.command import PATH, Calculation, UserError
+from pipedream.graph.command import PATH, Command, UserError
 from pipedream.optimizer.cli.arguments import EXAMPLES, GROUPS
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.options import Options
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipedream.optimizer.simulate.simulation import Simulation
 
 
-@click.command("pd-optimize", cls=Calculation, groups=GROUPS, examples=EXAMPLES)
+@click.command("pd-optimize", cls=Command, groups=GROUPS, examples=EXAMPLES)
 @click.argument("graph", type=PATH)
 def main(**values: Any) -> None:
     """Plan the model of GRAPH, a graph.txt of pd-profile, for a cluster.

@@ -114,6 +114,13 @@ def tied(captured: Captured, interfaces: Sequence[StageInterface]) -> dict[str, 
     return {name: tuple(stages) for name, stages in holders.items() if len(stages) > 1}
 
 
+def holds_first(name: str, stage: int, tied: Mapping[str, Sequence[int]]) -> bool:
+    """Returns whether `stage` is the first of the stages that hold the parameter, as `tied` has
+    them: there it counts in a norm of the whole model.
+    """
+    return min(tied.get(name, (stage,))) == stage
+
+
 def _present(messages: Mapping[int, tuple[Value, ...]]) -> dict[int, tuple[Value, ...]]:
     return {stage: values for stage, values in messages.items() if values}
 
