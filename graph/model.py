@@ -14,9 +14,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import networkx as nx
+import numpy as np
+from numpy.typing import NDArray
 
 from pipedream.graph.errors import UserError, read_text
 
@@ -60,6 +62,23 @@ class Node:
         return math.fsum(self.activation_bytes)
 
 
+class NodeArrays(NamedTuple):
+    """The figures of all nodes, as arrays in the order of the file.
+
+    `place`: of each node by its name. Seconds are 0 for the model's inputs. `sent`, `returned`:
+    bytes of the output, and of its gradient if anything before it learns. `reads`: the places of
+    the two ends of each edge of `read_nodes`, of shape (2, edges).
+    """
+
+    place: Mapping[str, int]
+    forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
+    parameters: NDArray[np.float64]
+    sent: NDArray[np.float64]
+    returned: NDArray[np.float64]
+    reads: NDArray[np.int64]
+
+
 @dataclass(frozen=True)
 class Graph:
     """An acyclic graph; nodes and edges are in the order of the file.
@@ -96,6 +115,24 @@ class Graph:
             for name, readers in self.successors.items()
             if readers and not (self.nodes[name].is_input and not self.predecessors[name])
         )
+
+    @cached_property
+    def arrays(self) -> NodeArrays:
+        place = {name: number for number, name in enumerate(self.nodes)}
+        rows = [
+            (
+                0.0 if node.is_input else node.forward_seconds,
+                0.0 if node.is_input else node.backward_seconds,
+                node.parameter_bytes,
+                node.output_bytes,
+                node.output_bytes if name in self.learning else 0.0,
+            )
+            for name, node in self.nodes.items()
+        ]
+        reads = [(place[name], place[r]) for name, readers in self.read_nodes for r in readers]
+        forward, backward, parameters, sent, returned = np.array(rows).reshape(-1, 5).T
+        ends = np.array(reads, dtype=np.int64).reshape(-1, 2).T
+        return NodeArrays(place, forward, backward, parameters, sent, returned, ends)
 
     @cached_property
     def order(self) -> tuple[str, ...]:

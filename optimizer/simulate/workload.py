@@ -6,10 +6,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pipedream.graph.model import Graph, Node
+import numpy as np
+from numpy.typing import NDArray
+
+from pipedream.graph.model import Graph, NodeArrays
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.cost.memory import HeldBytes
+from pipedream.optimizer.cuts.planning_graph import Floats
 from pipedream.schedule.action import StageLink
 from pipedream.schedule.overlap import BUCKET_BYTES
 from pipedream.schedule.policy import Policy
@@ -78,64 +82,82 @@ class Workload:
         stage reads the model's inputs itself. A gradient of the same size comes back if anything
         before the tensor learns.
         """
-        stage_of = plan.stage_of
-        forward: dict[StageLink, float] = defaultdict(float)
-        backward: dict[StageLink, float] = defaultdict(float)
-        for name, readers in graph.read_nodes:
-            here = stage_of[name]
-            across = {there for reader in readers if (there := stage_of[reader]) != here}
-            for there in across:
-                sent = graph.nodes[name].output_bytes
-                forward[here, there] += sent
-                backward[here, there] += sent if name in graph.learning else 0.0
+        arrays = graph.arrays
+        own = [np.array([arrays.place[n] for n in stage.nodes], int) for stage in plan.stages]
+        forward, backward = _crossing(own, arrays)
         stages = []
-        for stage in plan.stages:
-            nodes = [graph.nodes[name] for name in stage.nodes]
+        for stage, nodes in zip(plan.stages, own, strict=True):
             overhead = (overheads or TrainingOverheads({})).of_stage(stage.stage, len(plan.stages))
-            parameters, (forward_seconds, backward_seconds) = 0.0, overhead
-            for node in nodes:
-                parameters += node.parameter_bytes
-                if not node.is_input:
-                    forward_seconds += node.forward_seconds
-                    backward_seconds += node.backward_seconds
+            forward_seconds = _total(overhead[0], arrays.forward[nodes])
             again = forward_seconds if stage.recompute else 0.0
-            backward_seconds += again
+            backward_seconds = _total(overhead[1], arrays.backward[nodes]) + again
+            parameters = _total(0.0, arrays.parameters[nodes])
             work = StageWork(
                 forward_seconds=forward_seconds,
                 backward_seconds=backward_seconds,
                 update_seconds=parameters / update_rate,
                 parameter_bytes=parameters,
                 memory=HeldBytes.of(stage.memory, policy.peak(stage.stage), stage.recompute),
-                parts=_parts(nodes, again, backward_seconds),
+                parts=(
+                    _parts(nodes, arrays, again, backward_seconds) if len(stage.ranks) > 1 else ()
+                ),
             )
             stages.append(work)
         return Workload(tuple(stages), dict(forward), dict(backward))
 
 
+def _crossing(
+    own: Sequence[NDArray[np.int64]], arrays: NodeArrays
+) -> tuple[dict[StageLink, float], dict[StageLink, float]]:
+    """By link, the bytes that go forward and come back; `own`: the places of each stage's nodes."""
+    stage_of = np.empty(len(arrays.place), int)
+    for stage, nodes in enumerate(own):
+        stage_of[nodes] = stage
+    sources, readers = arrays.reads
+    there = stage_of[readers]
+    across = stage_of[sources] != there
+    forward: dict[StageLink, float] = defaultdict(float)
+    backward: dict[StageLink, float] = defaultdict(float)
+    once = np.unique(np.stack([sources, there])[:, across], axis=1)
+    for source, target in once.T.tolist():
+        link = int(stage_of[source]), target
+        forward[link] += float(arrays.sent[source])
+        backward[link] += float(arrays.returned[source])
+    return forward, backward
+
+
+def _total(first: float, others: Floats) -> float:
+    """The sum, one after the other."""
+    return float(np.cumsum(np.concatenate(([first], others)))[-1])
+
+
 def _parts(
-    nodes: Sequence[Node], again: float, backward_seconds: float
+    nodes: NDArray[np.int64], arrays: NodeArrays, again: float, backward_seconds: float
 ) -> tuple[tuple[float, float], ...]:
     """The sums of a stage, as in `StageWork`, whose backward pass of so many seconds begins with
     `again` seconds of recomputation. Gradients come node by node, in reverse, and are sent as
     buckets as soon as one is full (comm/buckets.py).
     """
+    reverse = nodes[::-1]
+    elapsed = np.cumsum(np.concatenate(([again], arrays.backward[reverse])))[1:]
+    share = (
+        np.minimum(1.0, elapsed / backward_seconds) if backward_seconds else np.ones_like(elapsed)
+    )
+    parameters = arrays.parameters[reverse]
+    learning = parameters > 0
     buckets: list[tuple[float, float]] = []
-    room, elapsed = 0.0, again
-    for node in reversed(nodes):
-        elapsed += 0.0 if node.is_input else node.backward_seconds
-        room -= node.parameter_bytes
+    room = 0.0
+    for size, after in zip(parameters[learning].tolist(), share[learning].tolist(), strict=True):
+        room -= size
         if room < 0 or not buckets:
             buckets.append((0.0, 0.0))
-            room = BUCKET_BYTES - node.parameter_bytes
-        if node.parameter_bytes:
-            after = min(1.0, elapsed / backward_seconds) if backward_seconds else 1.0
-            buckets[-1] = (buckets[-1][0] + node.parameter_bytes, after)
+            room = BUCKET_BYTES - size
+        buckets[-1] = (buckets[-1][0] + size, after)
     total = sum(amount for amount, _ in buckets)
     parts: dict[int, tuple[float, float]] = {}
     before = 0.0
     for amount, after in buckets:
-        if amount:
-            place = int(before / total * _MOST_PARTS)
-            parts[place] = (parts.get(place, (0.0, 0.0))[0] + amount, after)
-            before += amount
+        place = int(before / total * _MOST_PARTS)
+        parts[place] = (parts.get(place, (0.0, 0.0))[0] + amount, after)
+        before += amount
     return tuple(parts.values())
