@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipedream.graph.measured_run import MeasuredRun
-from pipedream.graph.plan import Plan
+from pipedream.graph.plan import Plan, workers_by_rank
 from pipedream.graph.units import show_seconds
 
 _AS_EXPECTED = 0.05
@@ -67,16 +67,30 @@ def compare(run: MeasuredRun) -> Comparison | None:
 
 
 def _busy_as_planned(plan: Plan) -> list[float]:
-    """Seconds per minibatch that a worker of each stage is busy in the simulation.
+    """Seconds per minibatch that a worker of each stage is busy in the simulation; with passes
+    alone if there was none.
 
     Updates and calls, which it counts for all stages together, are shared out as the passes are.
     """
     passes = [stage.compute_seconds / stage.replicas for stage in plan.stages]
     simulated = plan.predicted.simulated
-    assert simulated is not None
     every = sum(stage.compute_seconds for stage in plan.stages)
+    if simulated is None or not every:
+        return passes
     busy = (1 - simulated.bubble) * plan.workers * simulated.seconds_per_minibatch
-    return [seconds * busy / every if every else seconds for seconds in passes]
+    return [seconds * busy / every for seconds in passes]
+
+
+def busy_shares(plan: Plan) -> dict[int, float]:
+    """Returns the share of its time that each rank would be busy if a minibatch took what is
+    expected of it in a run.
+    """
+    predicted, busy = plan.predicted, _busy_as_planned(plan)
+    period = predicted.expected_seconds_per_minibatch or predicted.seconds_per_minibatch
+    return {
+        rank: sum(busy[stage] for stage, _ in workers) / period if period else 0.0
+        for rank, workers in workers_by_rank(plan.rank_assignment).items()
+    }
 
 
 def figures(found: Comparison) -> list[str]:

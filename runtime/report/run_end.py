@@ -14,6 +14,7 @@ from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.plain_model import evaluate, export_newest
 from pipedream.runtime.job import Job
 from pipedream.runtime.rank_context import RankContext
+from pipedream.runtime.report.expectation import busy_shares
 from pipedream.runtime.report.page.finished_run import FinishedRun
 from pipedream.runtime.report.page.run_page import REPORT, write_page
 from pipedream.runtime.report.recording import Recording
@@ -23,7 +24,6 @@ from pipedream.runtime.report.utilisation import (
     Utilisation,
     measure_utilisation,
     print_utilisation,
-    promised,
 )
 from pipedream.schedule.steady_state import SteadySpan
 
@@ -129,7 +129,7 @@ def _write_recording(
     if job.trace:
         recording.write_all(job.run / "trace.json")
         error = max(report["clock_error_seconds"] for report in reports)
-        hoped = promised(job.plan) if job.as_planned else {}
+        hoped = busy_shares(job.plan) if job.as_planned else {}
         workers = workers_by_rank(job.plan.rank_assignment)
         print_utilisation(spent, workers, hoped, _simulated(job), error)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from pipedream.graph.plan import Plan, Simulated, workers_by_rank
+from pipedream.graph.plan import Simulated
 from pipedream.graph.tables import make_console, print_table
 from pipedream.graph.timeline import Event, Timeline
 from pipedream.graph.units import show_seconds
@@ -92,20 +92,6 @@ def _minibatches(epoch: Timeline) -> int:
     return len({action.minibatch for action in actions if action.kind == Kind.FORWARD})
 
 
-def promised(plan: Plan) -> dict[int, float]:
-    """Returns the share of its time that each rank would be busy if passes took what was profiled
-    and a minibatch what the cost model predicts.
-    """
-    period = plan.predicted.seconds_per_minibatch
-    return {
-        rank: sum(plan.stages[s].compute_seconds / plan.stages[s].replicas for s, _ in workers)
-        / period
-        if period
-        else 0.0
-        for rank, workers in workers_by_rank(plan.rank_assignment).items()
-    }
-
-
 def in_flight(events: Iterable[Event]) -> list[tuple[float, float]]:
     """Returns when, in seconds, a rank has how many minibatches between forward and backward."""
     steps, count = [], 0
@@ -154,7 +140,7 @@ def print_utilisation(
 ) -> None:
     """Prints a row for each rank, then the bubble: predicted, simulated and measured.
 
-    `workers` are those of each rank, `hoped` how busy it would be (`promised`), if that is known.
+    `workers` are those of each rank, `hoped` how busy it would be (`busy_shares`), if known.
     `clock_error`: by how many seconds the clocks of the ranks may differ.
     """
     console = make_console()
@@ -176,8 +162,8 @@ def _table(
     )
     table = Table(
         title=f"What each rank did, {while_full}",
-        caption="Busy: forward, backward and update. Planned: its passes as they were profiled, "
-        "over the planned time per minibatch.",
+        caption="Busy: forward, backward and update. Planned: the same as profiled, over "
+        "the time per minibatch that the plan expects.",
         title_justify="left",
         caption_justify="left",
         box=SIMPLE_HEAD,

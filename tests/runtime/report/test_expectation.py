@@ -12,7 +12,7 @@ from pipedream.graph.measured_run import MeasuredRank, MeasuredRun
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.plan import Plan, Simulated
 from pipedream.graph.profile import Quartiles
-from pipedream.runtime.report.expectation import advice, compare, figures
+from pipedream.runtime.report.expectation import advice, busy_shares, compare, figures
 
 RUN = Path("runs/run")
 
@@ -66,6 +66,11 @@ def run(
         ranks=tuple(ranks),
         plan=of,
     )
+
+
+def test_the_planned_shares_are_of_the_expected_time_with_updates() -> None:
+    """They were of the closed form once, without updates, and above what any run could do."""
+    assert busy_shares(plan()) == pytest.approx({0: 0.8, 1: 0.9})
 
 
 def test_passes_that_took_longer() -> None:
