@@ -13,7 +13,6 @@ models, and the API of every module below a package. Links to source files becom
 from __future__ import annotations
 
 import ast
-import configparser
 import inspect
 import os
 import re
@@ -30,6 +29,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).parents[1]
+
+COMMANDS = {
+    "pd-profile": "pipedream.profiler.cli",
+    "pd-optimize": "pipedream.optimizer.cli.command",
+    "pd-train": "pipedream.runtime.cli",
+}
 FLOORS = ("graph", "capture", "schedule", "comm", "profiler", "optimizer", "runtime")
 
 _MARK = re.compile(r"^<!-- (command|schema|modules): (\S+) -->$", re.MULTILINE)
@@ -96,15 +101,7 @@ class _Recorder(click.HelpFormatter):
 
 def command_text(name: str) -> str:
     """Usage, description and a table of options under each heading of `NAME --help`."""
-    setup = configparser.ConfigParser()
-    setup.read(ROOT / "setup.cfg")
-    programs = dict(
-        line.split(" = ")
-        for line in setup["options.entry_points"]["console_scripts"].split("\n")
-        if line
-    )
-    module, _, function = programs[name].partition(":")
-    command: click.Command = getattr(import_module(module), function)
+    command: click.Command = import_module(COMMANDS[name]).main
     context = click.Context(command, info_name=name)
     recorder = _Recorder()
     command.format_options(context, recorder)
