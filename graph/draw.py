@@ -36,13 +36,16 @@ _DARK = 0.1
 """From this share on, the text is white."""
 
 # The time of dot grows faster than linearly with the total length of the edges, counted in ranks.
-# Up to PLAIN_LENGTH it draws curves in about a second (NASNet: 1,468 edges of length 3,783). Above,
-# straight lines and a coarser search take 3 s for DenseNet-121 (966 edges of length 27,818) instead
-# of 23 s; above MOST_EDGES or LONGEST even they take many seconds.
+# Up to PLAIN_LENGTH it draws curves; from LONG on it searches less for the best places, which takes
+# 0.4 s, not 0.9, for NASNet (1,468 edges of length 3,783). Above, straight lines and a coarser
+# search take 3 s for DenseNet-121 (966 edges of length 27,818) instead of 23 s; above MOST_EDGES or
+# LONGEST even they take many seconds.
+LONG = 1_000
 PLAIN_LENGTH = 5_000
 LONGEST = 50_000
 MOST_EDGES = 3_000
-_COARSE = {"splines": "line", "mclimit": "0.1", "nslimit": "0.3", "nslimit1": "0.3"}
+_QUICK = {"nslimit": "0.3"}
+_COARSE = {"splines": "line", "mclimit": "0.1", "nslimit1": "0.3", **_QUICK}
 
 _WIDEST_LABEL = 44
 
@@ -167,8 +170,9 @@ def _lay_out(picture: graphviz.Digraph) -> bytes | None:
 def _digraph(graph: Graph, title: str, whole_graph: Graph) -> graphviz.Digraph:
     """`whole_graph`: of whose nodes the boxes of `graph` are made."""
     picture = graphviz.Digraph("model")
-    coarse = _COARSE if _length(graph) > PLAIN_LENGTH else {}
-    picture.attr(rankdir="TB", fontname="Helvetica", nodesep="0.2", **coarse)
+    length = _length(graph)
+    search = _COARSE if length > PLAIN_LENGTH else _QUICK if length > LONG else {}
+    picture.attr(rankdir="TB", fontname="Helvetica", nodesep="0.2", **search)
     picture.attr("node", shape="box", style="filled", fontname="Helvetica", fontsize="10")
     picture.attr("edge", arrowsize="0.6", color="#555555")
     # dot would read a colon in an id as a port.
