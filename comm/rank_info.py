@@ -145,15 +145,14 @@ def restarts() -> int:
     return int(os.environ.get(RESTARTS, "0") or 0)
 
 
-def reports_errors() -> bool:
-    """Whether to print an error that all ranks may have: always True, after a delay on ranks > 0.
+def let_rank_0_speak() -> None:
+    """Waits, on ranks other than 0, before an error that all ranks may have is printed.
 
-    Ranks other than 0 wait first: if rank 0 has the same error, their launcher stops them.
+    If rank 0 has the same error, their launcher stops them meanwhile.
     """
     rank_info = environment()
     if rank_info is not None and rank_info.rank > 0:
         time.sleep(_UNTIL_RANK_0_HAS_SPOKEN)
-    return True
 
 
 def alone() -> RankInfo:

@@ -154,17 +154,15 @@ class Command(click.Command):
             _fail(self.name, "interrupted", 130)
         except click.exceptions.Exit as stop:
             sys.exit(stop.exit_code)
-        except click.ClickException as error:
-            _fail(self.name, error.format_message(), 2)
-        except OSError as error:
-            if error.filename is not None:
-                _fail(self.name, f"{error.filename}: {error.strerror}", 2)
-            if error.errno == errno.EPIPE:  # who reads the output has had enough
+        except (click.ClickException, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EPIPE and not error.filename:
+                # Who reads the output has had enough.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 sys.exit(128 + signal.SIGPIPE)
-            if error.errno not in _DISK_FULL:
+            line = in_one_line(error)
+            if line is None:
                 raise
-            _fail(self.name, f"{error.strerror}: free some disk space", 2)
+            _fail(self.name, line, 2)
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -180,6 +178,19 @@ def _version() -> click.Option:
     return click.Option(["--version"], is_flag=True, help=text, callback=show, **quietly)
 
 
+def in_one_line(error: click.ClickException | OSError) -> str | None:
+    """Returns the line that tells the user of the error; None if the user cannot mend it."""
+    if isinstance(error, click.ClickException):
+        message = error.format_message()
+    elif error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    elif error.errno in _DISK_FULL:
+        message = f"{error.strerror}: free some disk space"
+    else:
+        return None
+    return " ".join(message.split())
+
+
 def _fail(program: str | None, message: str, code: int) -> NoReturn:
-    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{program}: {message}", file=sys.stderr)
     sys.exit(code)

@@ -186,7 +186,7 @@ def _measure_network(parameters: Mapping[str, Any]) -> int:
     # Otherwise torch adds C++ traces to the line that says that a rank was lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    from pipedream.comm.rank_info import environment, reports_errors
+    from pipedream.comm.rank_info import environment, let_rank_0_speak
     from pipedream.profiler.network.options import network_options
 
     try:
@@ -201,9 +201,8 @@ def _measure_network(parameters: Mapping[str, Any]) -> int:
         with _enough_memory(options.device, "--largest"), _progress() as step:
             measure_network(options, rank_info, lambda what: step(what, 0.0, 0.0))
     except (UserError, OSError):
-        if reports_errors():
-            raise
-        return UserError.exit_code
+        let_rank_0_speak()
+        raise
     return 0
 
 

@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipedream.comm.rank_info import environment, restarts, without_srun
+from pipedream.comm.rank_info import environment, let_rank_0_speak, restarts, without_srun
 from pipedream.graph.choices import SCHEDULES
-from pipedream.graph.command import COUNT, PATH, Command, FiniteRange, UserError, option
+from pipedream.graph.command import (
+    COUNT,
+    PATH,
+    Command,
+    FiniteRange,
+    UserError,
+    in_one_line,
+    option,
+)
 
 if TYPE_CHECKING:
     from pipedream.comm.rank_info import RankInfo
     from pipedream.runtime.job import Job
+    from pipedream.runtime.supervise.heartbeat import Heartbeats
 
 
 _GROUPS = {
@@ -147,15 +156,27 @@ def main(
 
     from pipedream.runtime.supervise import launch
 
+    rank_info, heartbeats = None, None
     try:
         rank_info = environment()
         if dry_run:
             first = rank_info is None or rank_info.rank == 0
             return _try(plan, config, options) if first else 0
+        if rank_info is not None:  # before the imports, which take seconds
+            launch.die_with_parent()
+            heartbeats = launch.start_heartbeat(rank_info.rank)
         job = _job(plan, config, output, replan, options)
-        return _start(job, workers, max_restarts) if rank_info is None else _work(job, rank_info)
-    except (UserError, OSError):
-        if launch.reports_the_error():
+        if rank_info is None:
+            return _start(job, workers, max_restarts)
+        return _work(job, rank_info, heartbeats)
+    except (UserError, OSError) as error:
+        line = in_one_line(error)
+        if line is None or rank_info is None:
+            raise
+        if heartbeats is None:
+            let_rank_0_speak()
+        launch.record_error(line, heartbeats)
+        if heartbeats is None:
             raise
         return launch.USER_ERROR
 
@@ -226,16 +247,11 @@ def _start(job: Job, workers: int | None, max_restarts: int) -> int:
     return launch.spawn(sys.argv, workers or planned, job.timeout, max_restarts, replan)
 
 
-def _work(job: Job, rank_info: RankInfo) -> int:
+def _work(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None) -> int:
     """Runs this process's part of the run. Returns its exit code."""
-    from pipedream.runtime.supervise import launch
-
-    # Before the imports, which take seconds.
-    launch.die_with_parent()
-    heartbeats = launch.start_heartbeat(rank_info.rank)
-
     from pipedream.comm.transport import PeerLost
     from pipedream.runtime.data.reader import DataLost
+    from pipedream.runtime.supervise import launch
     from pipedream.runtime.trainer import Stopped, train
 
     try:
@@ -250,15 +266,20 @@ def _work(job: Job, rank_info: RankInfo) -> int:
         if heartbeats is None:
             print(f"pd-train: rank {rank_info.rank}: {error}", file=sys.stderr, flush=True)
             launch.let_the_cause_show()
+            launch.record_error(str(error))
         # Not sys.exit: what is left of the process group would wait for the lost peer.
         os._exit(launch.PEER_LOST)
     except DataLost as error:
         if heartbeats is None:
             message = f"pd-train: rank {rank_info.rank}: data_workers: {error}"
             print(message, file=sys.stderr, flush=True)
-        else:
-            heartbeats.report(rank_info.rank, f"{heartbeats.of(rank_info.rank).words} ({error})")
+        launch.record_error(str(error), heartbeats)
         os._exit(launch.DATA_LOST)
+    except (UserError, OSError):
+        raise
+    except Exception as error:
+        launch.record_error(error, heartbeats)
+        raise
     return 0
 
 

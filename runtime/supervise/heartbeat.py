@@ -1,8 +1,8 @@
 """Heartbeats of the workers, for the launcher: one record per worker in shared memory.
 
 A thread of each worker counts up; a count that stands still means that the worker was stopped. The
-record also has what the worker is doing, in words, and whom it has lost. In the other direction
-goes one bit: the launcher's request to stop. The memory is freed with its last process.
+record also has what the worker is doing, in words, whom it has lost, and why it fails. In the other
+direction goes one bit: the launcher's request to stop. The memory is freed with its last process.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from dataclasses import dataclass
 
 SECONDS_BETWEEN_HEARTBEATS = 0.2
 
-_SIZE = 256
-_HEAD = struct.Struct("<qqH")  # beats, 1 + the rank lost or 0, bytes of the words that follow
-_WORDS = _SIZE - _HEAD.size
+_SIZE, _WORDS = 4096, 256  # bytes of a record, and of the words in it; the cause follows them
+_HEAD = struct.Struct("<qqHH")  # beats, 1 + the rank lost or 0, bytes of words and cause
+_CAUSE = _SIZE - _HEAD.size - _WORDS
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The record of one worker."""
+    """The record of one worker: what it is doing, in `words`, and why it fails, if it does."""
 
     count: int
     lost: int | None
     words: str
+    cause: str
 
 
 class Heartbeats:
@@ -52,17 +53,26 @@ class Heartbeats:
         return self.memory[-1] == 1
 
     def of(self, rank: int) -> Heartbeat:
-        count, lost, length = _HEAD.unpack_from(self.memory, rank * _SIZE)
-        begin = rank * _SIZE + _HEAD.size
-        words = self.memory[begin : begin + length].decode(errors="replace")
-        return Heartbeat(count, lost - 1 if lost else None, words)
+        begin = rank * _SIZE
+        count, lost, words, cause = _HEAD.unpack_from(self.memory, begin)
+        begin += _HEAD.size
+        texts = self.memory[begin : begin + words], self.memory[begin + _WORDS :][:cause]
+        return Heartbeat(
+            count, lost - 1 if lost else None, *(t.decode("utf-8", "replace") for t in texts)
+        )
 
     def report(self, rank: int, words: str) -> None:
         """Sets what `rank` is doing, in words."""
-        text = words.encode()[:_WORDS]
-        begin = rank * _SIZE + _HEAD.size
+        self._write(rank, 0, words.encode()[:_WORDS], 16)
+
+    def report_cause(self, rank: int, cause: str) -> None:
+        """Sets why `rank` fails."""
+        self._write(rank, _WORDS, cause.encode()[:_CAUSE], 18)
+
+    def _write(self, rank: int, offset: int, text: bytes, length_at: int) -> None:
+        begin = rank * _SIZE + _HEAD.size + offset
         self.memory[begin : begin + len(text)] = text
-        struct.pack_into("<H", self.memory, begin - 2, len(text))
+        struct.pack_into("<H", self.memory, rank * _SIZE + length_at, len(text))
 
     def report_lost(self, rank: int, lost: int) -> None:
         """Records that `rank` has lost `lost`."""

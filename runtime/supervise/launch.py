@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -9,17 +10,19 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
-from pipedream.comm.rank_info import LOCALHOST, RESTARTS, RankInfo, free_port, reports_errors
+from pipedream.comm.rank_info import LOCALHOST, RESTARTS, RankInfo, free_port
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 
 USER_ERROR = 2
-"""Exit code of a worker that has already told the user, in one line, what is wrong."""
+"""Exit code of a worker whose cause the user can mend: a line that needs no more words."""
 
 STOPPED = 77
 """Exit code of a worker of `spawn` that has saved and left because it was asked to. Not 130, as the
@@ -36,7 +39,6 @@ ASKING = (signal.SIGINT, signal.SIGUSR1)
 SIGTERM is not one of them: torchrun ends with it the ranks that are left when one has died."""
 
 _PARENT_DEATH_PIPE = "PIPEDREAM_PARENT_DEATH_PIPE"
-_ERROR_TOKEN = "PIPEDREAM_ERROR_TOKEN"
 _HEARTBEATS = "PIPEDREAM_HEARTBEATS"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
@@ -55,9 +57,9 @@ def spawn(
     """Runs `command` once per worker on this machine, as torchrun would. Returns the exit code.
 
     0 if all went well. If a worker dies, or its heartbeat stands still for `timeout` seconds, all
-    others are stopped and one line names the rank, the cause, and what it was doing; after a user
-    error, which that worker has reported itself, nothing is printed and the code is 2. All workers
-    are then started again, at most `restarts` times; then, `with_fewer`, as often with one less.
+    others are stopped and one line names the rank, the cause, and what it was doing; for a user error
+    the line is that of the worker, and the code is 2. All workers are else started again, at most
+    `restarts` times; then, `with_fewer`, as often with one less.
 
     SIGINT, SIGTERM and SIGUSR1 stop all workers, the first one after they have saved; SIGHUP stops
     them at once. No worker outlives this process, even if it is killed: see `die_with_parent`. Each
@@ -108,48 +110,44 @@ def _run(
 ) -> _End:
     """Starts all workers once; stops the rest when one has failed."""
     parent_death_pipe, writing_end = os.pipe()
-    error_token, memory, port = _open_error_token(), Heartbeats.make(workers), free_port()
+    memory, port = Heartbeats.make(workers), free_port()
     children: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(workers):
             rank_info = RankInfo(rank, workers, rank, workers, LOCALHOST, port)
-            descriptors = parent_death_pipe, error_token, memory
             try:
-                children.append(_start(command, rank_info, attempt, descriptors))
+                children.append(_start(command, rank_info, attempt, (parent_death_pipe, memory)))
             except OSError as error:
                 return _End(1, f"rank {rank} cannot be started: {error.strerror}")
         return _watch(children, caught, Heartbeats(memory), timeout)
     finally:
         _stop(children)
-        for descriptor in (parent_death_pipe, writing_end, error_token, memory):
+        for descriptor in (parent_death_pipe, writing_end, memory):
             os.close(descriptor)
 
 
 def _start(
-    command: Sequence[str], rank_info: RankInfo, attempt: int, descriptors: tuple[int, int, int]
+    command: Sequence[str], rank_info: RankInfo, attempt: int, descriptors: tuple[int, int]
 ) -> subprocess.Popen[bytes]:
-    threads = max(1, _cores() // rank_info.world_size)
-    parent_death_pipe, error_token, heartbeats = descriptors
+    threads = max(1, len(os.sched_getaffinity(0)) // rank_info.world_size)
+    parent_death_pipe, heartbeats = descriptors
     variables = {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
         **rank_info.variables(),
         RESTARTS: str(attempt),
         _PARENT_DEATH_PIPE: str(parent_death_pipe),
-        _ERROR_TOKEN: str(error_token),
         _HEARTBEATS: str(heartbeats),
     }
-    # A process group of its own: Ctrl-C comes to the parent alone, which then stops every group.
+    # A session of its own: Ctrl-C comes to the parent alone, which then stops every group. Where
+    # Linux shares busy cores among sessions, all workers in one would have one share together.
     return subprocess.Popen(
-        command, env=variables, stdin=subprocess.DEVNULL, pass_fds=descriptors, process_group=0
+        command,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        pass_fds=descriptors,
+        start_new_session=True,
     )
-
-
-def _cores() -> int:
-    """Returns the cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _watch(
@@ -225,12 +223,15 @@ class _HeartbeatAges:
 
 
 def _at(heartbeats: Heartbeats, rank: int) -> str:
-    words = heartbeats.of(rank).words
-    return f" {words}" if words else ""
+    """Returns what the rank was doing, and why it has failed, as far as it has said so."""
+    last = heartbeats.of(rank)
+    return f" {last.words}" * bool(last.words) + f" ({last.cause})" * bool(last.cause)
 
 
 def _failed(rank: int, code: int, heartbeats: Heartbeats) -> _End:
     if code == USER_ERROR:
+        if cause := heartbeats.of(rank).cause:
+            print(f"pd-train: {cause}", file=sys.stderr, flush=True)
         return _End(USER_ERROR)
     how = f"failed with exit code {code}"
     if code == DATA_LOST:
@@ -345,25 +346,23 @@ def start_heartbeat(rank: int) -> Heartbeats | None:
     return heartbeats
 
 
+def record_error(error: BaseException | str, heartbeats: Heartbeats | None = None) -> None:
+    """Says why this worker fails to whoever started it: an exception, or a line that says it all.
+
+    The launcher of pd-train, if there are `heartbeats`, has the line from there. torchrun cites it
+    in its summary, from a file such as `record` of torch.distributed.elastic writes.
+    """
+    line = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    if heartbeats is not None:
+        heartbeats.report_cause(int(os.environ["RANK"]), line.partition("\n")[0])
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        trace = line if isinstance(error, str) else "".join(traceback.format_exception(error))
+        extra = {"py_callstack": trace, "timestamp": str(int(time.time()))}
+        with suppress(OSError):
+            Path(file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
+
+
 def let_the_cause_show() -> None:
     """Waits, so that the launcher first sees who has died, then those that only noticed."""
     time.sleep(_CAUSE_SECONDS)
-
-
-def _open_error_token() -> int:
-    """Returns the reading end of a pipe with one byte: the worker that reads it may report."""
-    reading, writing = os.pipe()
-    os.write(writing, b"!")
-    os.close(writing)
-    return reading
-
-
-def reports_the_error() -> bool:
-    """Returns whether this worker reports an error that all workers may have.
-
-    Among the workers of `spawn`, the first that asks does; elsewhere see `reports_errors`.
-    """
-    error_token = os.environ.pop(_ERROR_TOKEN, None)
-    if error_token is not None:
-        return os.read(int(error_token), 1) == b"!"
-    return reports_errors()

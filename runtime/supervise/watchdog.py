@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store
 
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.transport import PeerLost
-from pipedream.runtime.supervise.launch import PEER_LOST
+from pipedream.runtime.supervise.launch import PEER_LOST, record_error
 
 _LOST = "watchdog/lost"
 _LONGEST_BEAT = 1.0
@@ -52,6 +52,7 @@ class Watchdog:
         def leave(line: str) -> None:
             print(f"pd-train: rank {rank_info.rank}: {line}", file=sys.stderr, flush=True)
             time.sleep(_UNTIL_ALL_HAVE_HEARD * _beat(timeout))
+            record_error(line)
             os._exit(PEER_LOST)
 
         if rank_info.world_size == 1:

@@ -73,12 +73,12 @@ class Forked(Child):
         env: Mapping[str, str],
         stdin: int,
         pass_fds: Sequence[int],
-        process_group: int,
+        start_new_session: bool,
     ) -> None:
-        assert (stdin, process_group) == (subprocess.DEVNULL, 0)
+        assert (stdin, start_new_session) == (subprocess.DEVNULL, True)
 
         def work() -> None:
-            os.setpgid(0, 0)
+            os.setsid()
             _forget(pass_fds)
             os.environ.clear()
             os.environ.update(env)
@@ -88,8 +88,8 @@ class Forked(Child):
             become(command)
 
         super().__init__(work)
-        with suppress(PermissionError, ProcessLookupError):
-            os.setpgid(self.pid, self.pid)  # both do: whoever comes first
+        while os.getsid(self.pid) != self.pid and self.poll() is None:  # as Popen returns
+            time.sleep(0.0005)
 
 
 def become(command: Sequence[str]) -> None:

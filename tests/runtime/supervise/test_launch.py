@@ -302,8 +302,7 @@ def test_connection_lost_and_nobody_dead(start, tmp_path):
 @pytest.mark.slow
 def test_one_line_for_an_error_of_the_user_that_all_workers_have(start, tmp_path):
     script = """
-    if launch.reports_the_error():
-        print("pd-train: run.yaml: no such loss", file=sys.stderr)
+    launch.record_error("run.yaml: no such loss", heartbeats)
     sys.exit(2)
     """
     code, _, error = finished(start(script, workers=4), tmp_path, 4)

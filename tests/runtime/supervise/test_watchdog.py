@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 import small_models
@@ -15,6 +16,7 @@ from commands import typed_together
 from plans import cut, make_plan
 from processes import free_port
 from torch.distributed import HashStore
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from pipedream.capture.export import capture
 from pipedream.comm.rank_info import RankInfo
@@ -183,7 +185,9 @@ def test_every_rank_of_a_run_names_the_one_that_was_stopped(tmp_path: Path) -> N
     port, first = free_port(), {"TORCHELASTIC_RESTART_COUNT": "0"}
     places = [RankInfo(rank, 3, rank, 3, "127.0.0.1", port).variables() for rank in range(3)]
     train = ["pd-train", "plan.json", "--config", "run.yaml", "--timeout", "10"]
-    done = typed_together(tmp_path, train, [{**first, **rank_info} for rank_info in places])
+    files = [{"TORCHELASTIC_ERROR_FILE": str(tmp_path / f"{rank}.json")} for rank in range(3)]
+    variables = [{**first, **place, **file} for place, file in zip(places, files, strict=True)]
+    done = typed_together(tmp_path, train, variables)
     assert [each.code for each in done] == [PEER_LOST, PEER_LOST, -9]
     for rank in range(2):
         (line,) = (line for line in done[rank].error.splitlines() if "pd-train: " in line)
@@ -192,3 +196,6 @@ def test_every_rank_of_a_run_names_the_one_that_was_stopped(tmp_path: Path) -> N
             r"minibatch \d+",
             line,
         )
+        failure = ProcessFailure(rank, 1, PEER_LOST, str(tmp_path / f"{rank}.json"))
+        recorded = cast("dict[str, str]", failure.message)  # torchrun cites it in its summary
+        assert line == f"pd-train: rank {rank}: {recorded['message']}"

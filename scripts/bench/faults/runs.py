@@ -1,0 +1,195 @@
+"""Trainings to be killed: real `pd-train` programs in a folder, and what they do at the moment."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import trained
+
+sys.path.append(str(Path(__file__).parents[3] / "tests" / "support"))
+
+from forked import Child, become, forking
+from plans import cut, make_plan
+
+from pipedream.capture.export import capture
+from pipedream.graph.choices import ScheduleName
+from pipedream.graph.model import Graph, format_graph
+from pipedream.graph.plan import PlanningOptions, write_plan
+from pipedream.runtime.supervise.heartbeat import Heartbeats
+
+EVERY = 4
+UNDISTURBED = "undisturbed"
+_PROGRAM = Path(sys.executable).with_name("pd-train")
+_SOURCES = {"examples": '"trained:data"', "stream": '"trained:stream"'}
+_CONFIG = f"""\
+format: pipedream-run/1
+model: {{source: "trained:Network"}}
+data: {{source: SOURCE}}
+loss: "trained:loss"
+optimizer: {{name: SGD, args: {{lr: 0.05, momentum: 0.9}}}}
+batch_size: {trained.BATCH}
+microbatches: 4
+dtype: float64
+epochs: {trained.EPOCHS}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained: stages with these numbers of workers; `data`: examples or stream."""
+
+    replicas: tuple[int, ...]
+    schedule: ScheduleName
+    data: str
+
+    def __str__(self) -> str:
+        return f"{' + '.join(map(str, self.replicas))}, {self.schedule}, {self.data}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Trainings of one case in a folder of its own: the plan, the config, and results by name."""
+
+    case: Case
+    folder: Path
+
+    @staticmethod
+    def made(case: Case, folder: Path) -> Run:
+        """The run in its own folder in this one, where it may be already."""
+        name = str(case).replace(" ", "").replace("+", "-").replace(",", "-")
+        run = Run(case, folder / name)
+        return run if (run.folder / UNDISTURBED / "summary.json").exists() else run._make()
+
+    def _make(self) -> Run:
+        case, folder = self.case, self.folder
+        captured = capture(trained.Network().double(), (trained.examples()[: trained.BATCH],)).graph
+        timed = {name: replace(node, forward_seconds=1e-3) for name, node in captured.nodes.items()}
+        graph = Graph(timed, captured.edges)
+        plan = make_plan(graph, cut(graph, len(case.replicas)), case.replicas, case.schedule)
+        shutil.rmtree(folder, ignore_errors=True)
+        self.temporary.mkdir(parents=True)
+        # Pipelines without replicas, of which there always is one for fewer workers.
+        options = PlanningOptions(straight=True)
+        write_plan(plan.model_copy(update={"asked": options}), folder / "plan.json")
+        (folder / "graph.txt").write_text(format_graph(graph))
+        (folder / "run.yaml").write_text(_CONFIG.replace("SOURCE", _source(case)))
+        self._train_undisturbed()
+        return self
+
+    @property
+    def workers(self) -> int:
+        return sum(self.case.replicas)
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "temporary"
+
+    def begin(self, name: str, *options: str) -> subprocess.Popen[bytes]:
+        """`pd-train` in a session of its own; what it says goes to NAME.txt."""
+        with (self.folder / f"{name}.txt").open("ab") as said:
+            return subprocess.Popen(
+                [str(_PROGRAM), *self._words(name, *options)],
+                cwd=self.folder,
+                env=os.environ | self._variables(name),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+
+    def _train_undisturbed(self) -> None:
+        """The same, forked off this process, which has imported torch: it is not timed."""
+
+        def work() -> None:
+            os.chdir(self.folder)
+            os.environ.update(self._variables(UNDISTURBED))
+            for descriptor in (1, 2):
+                os.dup2(os.open(f"{UNDISTURBED}.txt", os.O_WRONLY | os.O_CREAT), descriptor)
+            with forking():
+                become(["pd-train", *self._words(UNDISTURBED)])
+
+        if Child(work).wait():
+            sys.exit(self.said(UNDISTURBED))
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"{name}.txt").read_text()
+
+    def named(self, name: str) -> list[str]:
+        """The lines by which the launcher named a rank."""
+        return [
+            each for each in self.said(name).splitlines() if re.match(r"pd-train: rank \d", each)
+        ]
+
+    def has_saved(self, name: str) -> bool:
+        return (self.folder / name / "checkpoints" / "latest").exists()
+
+    def is_saving(self, name: str) -> bool:
+        return any((self.folder / name / "checkpoints").glob("*.partial"))
+
+    def forget(self, name: str) -> None:
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        for ending in ("txt", "seen"):
+            (self.folder / f"{name}.{ending}").unlink()
+
+    def _words(self, name: str, *options: str) -> list[str]:
+        saves = ["--save-every", str(EVERY), "--keep", "3"]
+        return ["plan.json", "--config", "run.yaml", "-o", name, *saves, *options]
+
+    def _variables(self, name: str) -> dict[str, str]:
+        here = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        return {
+            trained.SEEN: str(self.folder / f"{name}.seen"),
+            "TMPDIR": str(self.temporary),
+            "PYTHONPATH": os.pathsep.join(filter(None, here)),
+            "OMP_NUM_THREADS": "1",
+        }
+
+
+def _source(case: Case) -> str:
+    source = _SOURCES[case.data]
+    return f"{source}, examples: {trained.EXAMPLES}" if case.data == "stream" else source
+
+
+def workers_of(launcher: int) -> list[int]:
+    """The process ids of the workers, by rank."""
+    with suppress(OSError):
+        return [
+            int(pid)
+            for task in Path(f"/proc/{launcher}/task").iterdir()
+            for pid in (task / "children").read_text().split()
+        ]
+    return []
+
+
+def heartbeats_of(launcher: int) -> Heartbeats | None:
+    """The memory that the launcher's workers show their heartbeat in, while there is any."""
+    with suppress(OSError, ValueError):
+        for link in Path(f"/proc/{launcher}/fd").iterdir():
+            if "pipedream-heartbeats" in os.readlink(link):
+                heartbeats = Heartbeats.__new__(Heartbeats)
+                with link.open("r+b") as file:
+                    heartbeats.memory = mmap.mmap(file.fileno(), 0)
+                return heartbeats
+    return None
+
+
+def words_of(heartbeats: Heartbeats, ranks: Sequence[int]) -> list[str]:
+    """What each rank says that it is doing."""
+    return [heartbeats.of(rank).words for rank in ranks]
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
