@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -156,29 +159,20 @@ def main(
 
     from pipedream.runtime.supervise import launch
 
-    rank_info, heartbeats = None, None
+    rank_info = None
     try:
         rank_info = environment()
         if dry_run:
             first = rank_info is None or rank_info.rank == 0
             return _try(plan, config, options) if first else 0
-        if rank_info is not None:  # before the imports, which take seconds
-            launch.die_with_parent()
-            heartbeats = launch.start_heartbeat(rank_info.rank)
         job = _job(plan, config, output, replan, options)
-        if rank_info is None:
-            return _start(job, workers, max_restarts)
-        return _work(job, rank_info, heartbeats)
+        return _start(job, workers, max_restarts) if rank_info is None else _work(job, rank_info)
     except (UserError, OSError) as error:
         line = in_one_line(error)
-        if line is None or rank_info is None:
-            raise
-        if heartbeats is None:
+        if rank_info is not None and line is not None:
             let_rank_0_speak()
-        launch.record_error(line, heartbeats)
-        if heartbeats is None:
-            raise
-        return launch.USER_ERROR
+            launch.record_error(line)
+        raise
 
 
 def _try(plan: Path, config: Path, options: dict[str, Any]) -> int:
@@ -244,10 +238,48 @@ def _start(job: Job, workers: int | None, max_restarts: int) -> int:
 
         export_newest(job, job.export)
         return 0
-    return launch.spawn(sys.argv, workers or planned, job.timeout, max_restarts, replan)
+    _import_for(workers or planned)
+    work = partial(_work_forked, job)
+    return launch.spawn(work, workers or planned, job.timeout, max_restarts, replan)
 
 
-def _work(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None) -> int:
+def _import_for(workers: int) -> None:
+    """Imports here what all workers need: they are forked off this process, then and at restarts.
+
+    Libraries of mathematics read OMP_NUM_THREADS now. Nothing here may begin to use a GPU.
+    """
+    from pipedream.runtime.supervise import launch
+
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks the driver without using it
+    given = "OMP_NUM_THREADS" in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", str(launch.threads_each(workers)))
+
+    if not given:
+        del os.environ["OMP_NUM_THREADS"]
+    gc.collect()
+    gc.freeze()  # else each fork's first collection looks through all of it, and copies its pages
+
+
+def _work_forked(job: Job, rank_info: RankInfo, heartbeats: Heartbeats) -> int:
+    """Runs the part of a worker that was forked off. Returns its exit code."""
+    import torch
+
+    from pipedream.runtime.supervise import launch
+
+    # Also makes torch's threads anew: 2.15 aborts now and then if two threads of a fork do.
+    given = os.environ["OMP_NUM_THREADS"]
+    torch.set_num_threads(int(given) if given.isdigit() else torch.get_num_threads())
+    try:
+        return _work(replace(job, restarted=restarts() > 0), rank_info, heartbeats)
+    except (UserError, OSError) as error:
+        line = in_one_line(error)
+        if line is None:
+            raise
+        launch.record_error(line, heartbeats)
+        return launch.USER_ERROR
+
+
+def _work(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None = None) -> int:
     """Runs this process's part of the run. Returns its exit code."""
     from pipedream.comm.transport import PeerLost
     from pipedream.runtime.data.reader import DataLost

@@ -34,15 +34,12 @@ class Heartbeat:
 class Heartbeats:
     """The records of all ranks; each writes its own, the launcher reads them."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.memory = mmap.mmap(descriptor, 0)
-
-    @staticmethod
-    def make(workers: int) -> int:
-        """Returns a descriptor of fresh memory, to be passed to the workers."""
+    def __init__(self, workers: int) -> None:
+        # By its name one sees from outside, in /proc, what the workers of a launcher are doing.
         descriptor = os.memfd_create("pipedream-heartbeats")
         os.ftruncate(descriptor, workers * _SIZE + 1)
-        return descriptor
+        self.memory = mmap.mmap(descriptor, 0)  # shared with all forks
+        os.close(descriptor)
 
     def request_stop(self) -> None:
         """Asks all workers to save and exit at the next opportunity."""
@@ -91,3 +88,7 @@ class Heartbeats:
                 time.sleep(SECONDS_BETWEEN_HEARTBEATS)
 
         threading.Thread(target=go_on, name="heartbeat", daemon=True).start()
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode(errors="replace")

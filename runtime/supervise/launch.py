@@ -1,4 +1,4 @@
-"""The launcher of pd-train: starts one process per worker on this machine, and watches them."""
+"""The launcher of pd-train: forks off one process per worker on this machine, and watches them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TypeAlias
 
 from pipedream.comm.rank_info import LOCALHOST, RESTARTS, RankInfo, free_port
+from pipedream.runtime.supervise.forked import Forked
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 
 USER_ERROR = 2
@@ -38,8 +41,9 @@ ASKING = (signal.SIGINT, signal.SIGUSR1)
 """For ranks that `spawn` did not start: Ctrl-C under torchrun, and what mpirun and srun pass on.
 SIGTERM is not one of them: torchrun ends with it the ranks that are left when one has died."""
 
-_PARENT_DEATH_PIPE = "PIPEDREAM_PARENT_DEATH_PIPE"
-_HEARTBEATS = "PIPEDREAM_HEARTBEATS"
+Work: TypeAlias = Callable[[RankInfo, Heartbeats], int]
+"""What a worker does, with the exit code that it returns."""
+
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 _NOTICE_SECONDS = 0.5  # until a heartbeat that stands still has been seen to
@@ -48,29 +52,29 @@ _SAVING = (*ASKING, signal.SIGTERM)  # Ctrl-C, and what cluster managers send
 
 
 def spawn(
-    command: Sequence[str],
+    work: Work,
     workers: int,
     timeout: float = math.inf,
     restarts: int = 0,
     with_fewer: bool = False,
 ) -> int:
-    """Runs `command` once per worker on this machine, as torchrun would. Returns the exit code.
+    """Does `work` once per worker, each in a fork of this process. Returns the exit code.
 
     0 if all went well. If a worker dies, or its heartbeat stands still for `timeout` seconds, all
-    others are stopped and one line names the rank, the cause, and what it was doing; for a user error
-    the line is that of the worker, and the code is 2. All workers are else started again, at most
-    `restarts` times; then, `with_fewer`, as often with one less.
+    others are stopped and one line names the rank, the cause, and what it was doing; for an error
+    of the user the line is the worker's own, and the code is 2. All workers are else started again,
+    at most `restarts` times; then, `with_fewer`, as often with one less.
 
     SIGINT, SIGTERM and SIGUSR1 stop all workers, the first one after they have saved; SIGHUP stops
-    them at once. No worker outlives this process, even if it is killed: see `die_with_parent`. Each
-    worker has its share of the cores as threads, unless OMP_NUM_THREADS is set.
+    them at once. No worker outlives this process, even if it is killed. Each has the variables that
+    torchrun would give it, and its share of the cores as OMP_NUM_THREADS, unless that is set.
     """
     end: _End | None = None
     with _catching_signals() as caught:
         for begun, (count, how) in enumerate(_starts(workers, restarts, with_fewer)):
             if end is not None:
                 _say(end, how)
-            end = _run(command, count, begun, timeout, caught)
+            end = _run(work, count, begun, timeout, caught)
             if end.words is None:
                 return end.code
             if end.final or caught:
@@ -105,53 +109,48 @@ class _End:
     final: bool = False
 
 
-def _run(
-    command: Sequence[str], workers: int, attempt: int, timeout: float, caught: Sequence[int]
-) -> _End:
+def _run(work: Work, workers: int, attempt: int, timeout: float, caught: Sequence[int]) -> _End:
     """Starts all workers once; stops the rest when one has failed."""
-    parent_death_pipe, writing_end = os.pipe()
-    memory, port = Heartbeats.make(workers), free_port()
-    children: list[subprocess.Popen[bytes]] = []
+    parent_death_pipe, port = os.pipe(), free_port()
+    heartbeats = Heartbeats(workers)
+    children: list[Forked] = []
     try:
         for rank in range(workers):
             rank_info = RankInfo(rank, workers, rank, workers, LOCALHOST, port)
+            begin = partial(_begin, work, rank_info, attempt, heartbeats, parent_death_pipe)
             try:
-                children.append(_start(command, rank_info, attempt, (parent_death_pipe, memory)))
+                children.append(Forked(begin))
             except OSError as error:
                 return _End(1, f"rank {rank} cannot be started: {error.strerror}")
-        return _watch(children, caught, Heartbeats(memory), timeout)
+        return _watch(children, caught, heartbeats, timeout)
     finally:
         _stop(children)
-        for descriptor in (parent_death_pipe, writing_end, memory):
+        for descriptor in parent_death_pipe:
             os.close(descriptor)
 
 
-def _start(
-    command: Sequence[str], rank_info: RankInfo, attempt: int, descriptors: tuple[int, int]
-) -> subprocess.Popen[bytes]:
-    threads = max(1, len(os.sched_getaffinity(0)) // rank_info.world_size)
-    parent_death_pipe, heartbeats = descriptors
-    variables = {
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-        **rank_info.variables(),
-        RESTARTS: str(attempt),
-        _PARENT_DEATH_PIPE: str(parent_death_pipe),
-        _HEARTBEATS: str(heartbeats),
-    }
-    # A session of its own: Ctrl-C comes to the parent alone, which then stops every group. Where
-    # Linux shares busy cores among sessions, all workers in one would have one share together.
-    return subprocess.Popen(
-        command,
-        env=variables,
-        stdin=subprocess.DEVNULL,
-        pass_fds=descriptors,
-        start_new_session=True,
-    )
+def _begin(
+    work: Work,
+    rank_info: RankInfo,
+    attempt: int,
+    heartbeats: Heartbeats,
+    parent_death_pipe: tuple[int, int],
+) -> int:
+    """What a worker does: its work, with a heartbeat, and not longer than its parent lives."""
+    _die_with_parent(*parent_death_pipe)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(rank_info.world_size)))
+    os.environ.update(rank_info.variables() | {RESTARTS: str(attempt)})
+    heartbeats.start_beating(rank_info.rank)
+    return work(rank_info, heartbeats)
+
+
+def threads_each(workers: int) -> int:
+    """Returns the share of each worker in the cores that this process may use."""
+    return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
 def _watch(
-    children: Sequence[subprocess.Popen[bytes]],
+    children: Sequence[Forked],
     caught: Sequence[int],
     heartbeats: Heartbeats,
     timeout: float,
@@ -269,25 +268,18 @@ def _got(number: int) -> str:
     return "interrupted" if number == signal.SIGINT else f"got {_name(number)}"
 
 
-def _stop(children: Sequence[subprocess.Popen[bytes]]) -> None:
+def _stop(children: Sequence[Forked]) -> None:
     """Stops all workers and what they started: first with SIGTERM, then with SIGKILL."""
-    _signal(children, signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_SECONDS
     for child in children:
-        try:
+        child.signal_all(signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    with suppress(subprocess.TimeoutExpired):
+        for child in children:
             child.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            break
-    _signal(children, signal.SIGKILL)
+    for child in children:
+        child.signal_all(signal.SIGKILL)
     for child in children:
         child.wait()
-
-
-def _signal(children: Sequence[subprocess.Popen[bytes]], number: int) -> None:
-    for child in children:
-        # Nobody is left in the group: Linux says no such process, macOS not permitted.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, number)
 
 
 @contextmanager
@@ -307,24 +299,19 @@ def _catching_signals() -> Iterator[Sequence[int]]:
             signal.signal(number, handler)
 
 
-def die_with_parent() -> bool:
-    """Ends this worker, and what it started, when the process that spawned it is gone.
+def _die_with_parent(reading_end: int, writing_end: int) -> None:
+    """Ends this worker, and what it started, when its parent is gone.
 
-    The parent holds the writing end of a pipe and never writes: reading returns when it has died,
-    for whatever reason. Returns False, and does nothing, in a process that `spawn` did not start.
+    The parent holds the writing end of the pipe and never writes: reading returns when it has died,
+    for whatever reason.
     """
-    parent_death_pipe = os.environ.pop(_PARENT_DEATH_PIPE, None)
-    if parent_death_pipe is None:
-        return False
-    descriptor = int(parent_death_pipe)
-    os.set_inheritable(descriptor, False)
+    os.close(writing_end)
 
     def watch() -> None:
-        os.read(descriptor, 1)
+        os.read(reading_end, 1)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="parent-death", daemon=True).start()
-    return True
 
 
 def code_of_stopped() -> int:
@@ -333,17 +320,6 @@ def code_of_stopped() -> int:
     torchrun treats everything but 0 as a failure and would start it again.
     """
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + signal.SIGINT
-
-
-def start_heartbeat(rank: int) -> Heartbeats | None:
-    """Starts this worker's heartbeat. Returns None if `spawn` did not start it."""
-    descriptor = os.environ.pop(_HEARTBEATS, None)
-    if descriptor is None:
-        return None
-    os.set_inheritable(int(descriptor), False)
-    heartbeats = Heartbeats(int(descriptor))
-    heartbeats.start_beating(rank)
-    return heartbeats
 
 
 def record_error(error: BaseException | str, heartbeats: Heartbeats | None = None) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from forked import forking
 from processes import warm_context
 
 MAIN = {
@@ -105,8 +104,7 @@ def _become(
     os.chdir(folder)
     os.environ |= {"OMP_NUM_THREADS": "1", **variables}
     sys.argv = [str(PROGRAMS / command[0]), *command[1:]]
-    with forking():
-        import_module(MAIN[command[0]]).main(list(command[1:]))
+    import_module(MAIN[command[0]]).main(list(command[1:]))
 
 
 def start(

@@ -132,7 +132,7 @@ def train(run: Run, killer: Killer, most: int, disk: FullDisk | None) -> Iterato
             again = True
         if not again:
             break
-    if launcher.returncode:
+    if launcher.returncode and not run.is_complete(killer.name):
         yield f"exit code {launcher.returncode}"
     yield from checks.left_behind(run.temporary)
 

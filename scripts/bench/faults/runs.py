@@ -17,7 +17,6 @@ import trained
 
 sys.path.append(str(Path(__file__).parents[3] / "tests" / "support"))
 
-from forked import Child, become, forking
 from plans import cut, make_plan
 
 from pipedream.capture.export import capture
@@ -107,17 +106,7 @@ class Run:
             )
 
     def _train_undisturbed(self) -> None:
-        """The same, forked off this process, which has imported torch: it is not timed."""
-
-        def work() -> None:
-            os.chdir(self.folder)
-            os.environ.update(self._variables(UNDISTURBED))
-            for descriptor in (1, 2):
-                os.dup2(os.open(f"{UNDISTURBED}.txt", os.O_WRONLY | os.O_CREAT), descriptor)
-            with forking():
-                become(["pd-train", *self._words(UNDISTURBED)])
-
-        if Child(work).wait():
+        if self.begin(UNDISTURBED).wait():
             sys.exit(self.said(UNDISTURBED))
 
     def said(self, name: str) -> str:
@@ -128,6 +117,10 @@ class Run:
         return [
             each for each in self.said(name).splitlines() if re.match(r"pd-train: rank \d", each)
         ]
+
+    def is_complete(self, name: str) -> bool:
+        """Whether the last start has found nothing left to do: a worker was killed as it left."""
+        return "has completed all" in self.said(name).splitlines()[-1]
 
     def has_saved(self, name: str) -> bool:
         return (self.folder / name / "checkpoints" / "latest").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -21,14 +22,23 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 from pipedream.comm.rank_info import restarts
 from pipedream.runtime.supervise import launch
-launch.die_with_parent()
-heartbeats = launch.start_heartbeat(int(os.environ["RANK"]))
 rank = int(os.environ["RANK"])
 folder = Path(sys.argv[1])
 (folder / f"{rank}.new").write_text(str(os.getpid()))
 (folder / f"{rank}.new").rename(folder / f"{rank}.pid")
 while len(list(folder.glob("*.pid"))) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.01)  # one that ends before another has begun would have it killed unseen
+"""
+
+LAUNCHER = """
+import runpy, sys
+from pipedream.runtime.supervise.launch import spawn
+
+def work(rank_info, heartbeats):
+    sys.argv = [{worker!r}, {folder!r}]
+    runpy.run_path({worker!r}, dict(heartbeats=heartbeats))
+    return 0
+
 """
 
 
@@ -40,11 +50,8 @@ def start(tmp_path):
     def start(script, workers=2, variables=None, **options):
         worker = tmp_path / "worker.py"
         worker.write_text(WORKER + dedent(script))
-        code = (
-            "import sys; from pipedream.runtime.supervise.launch import spawn;"
-            f"sys.exit(spawn([sys.executable, {str(worker)!r}, {str(tmp_path)!r}], {workers}, "
-            f"**{options!r}))"
-        )
+        code = LAUNCHER.format(worker=str(worker), folder=str(tmp_path))
+        code += f"sys.exit(spawn(work, {workers}, **{options!r}))"
         process = subprocess.Popen(
             [sys.executable, "-c", code],
             stdout=subprocess.PIPE,
@@ -245,9 +252,13 @@ def test_it_goes_on_with_fewer_until_none_is_left(start, tmp_path):
     assert code == 1
 
 
-def test_one_that_cannot_be_started_is_lost(capsys):
-    assert spawn(["./no such program"], 2, with_fewer=True) == 1
-    line = "pd-train: rank 0 cannot be started: No such file or directory; "
+def test_one_that_cannot_be_started_is_lost(capsys, monkeypatch):
+    def refuse():
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", refuse)
+    assert spawn(lambda rank_info, heartbeats: 0, 2, with_fewer=True) == 1
+    line = "pd-train: rank 0 cannot be started: Resource temporarily unavailable; "
     assert capsys.readouterr().err.splitlines() == [
         line + "going on with 1 worker",
         line + "no worker is left to plan for",
