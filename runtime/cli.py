@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from dataclasses import replace
 from functools import partial
@@ -271,6 +272,8 @@ def _work_forked(job: Job, rank_info: RankInfo, heartbeats: Heartbeats) -> int:
     torch.set_num_threads(int(given) if given.isdigit() else torch.get_num_threads())
     try:
         return _work(replace(job, restarted=restarts() > 0), rank_info, heartbeats)
+    except BrokenPipeError:  # who reads the output has had enough
+        return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
         line = in_one_line(error)
         if line is None:

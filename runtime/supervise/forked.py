@@ -62,7 +62,7 @@ class Forked:
             os.killpg(self.pid, number)
 
 
-def _begin(mask: set[signal.Signals]) -> None:
+def _begin(mask: set[int | signal.Signals]) -> None:
     """Leaves what belongs to the parent: its terminal, its input, and what it does at signals."""
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
