@@ -8,6 +8,7 @@ import signal
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -254,7 +255,7 @@ def _import_for(workers: int) -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asks the driver without using it
     given = "OMP_NUM_THREADS" in os.environ
     os.environ.setdefault("OMP_NUM_THREADS", str(launch.threads_each(workers)))
-
+    import_module("pipedream.runtime.trainer")
     if not given:
         del os.environ["OMP_NUM_THREADS"]
     gc.collect()

@@ -17,7 +17,7 @@ from runs import UNDISTURBED, Run
 
 from pipedream.runtime.checkpoint.files import latest, load_all
 
-_OF_TIMES = {"measured.json", "timeline.png"}
+_OF_TIMES = {"measured.json", "timeline.png", "timeline.csv", "timeline.json"}
 _SYNCHRONOUS = ("flush", "gpipe")
 _Loss = tuple[int, int, float]
 """Of an epoch and a minibatch."""
