@@ -57,9 +57,9 @@ CASES = tuple(
     for schedule in SCHEDULES
     for replicas in PLANS
 )
-KILLS_PER_TRAINING: dict[How, int] = {"--max-restarts": 6, "--resume": 4, "--replan": 1}
+KILLS_PER_TRAINING: dict[How, int] = {"--max-restarts": 10, "--resume": 5, "--replan": 1}
 FULL_DISKS_PER_TRAINING = 2
-WAYS: tuple[How, ...] = ("--max-restarts", "--resume", "--resume", "--replan")
+WAYS: tuple[How, ...] = ("--max-restarts", "--resume", "--replan", "--resume")
 EVERY_SO_MANY_STOPS, EVERY_SO_MANY_FULL_DISKS = 7, 8
 
 

@@ -139,9 +139,10 @@ class Killer:
         of_workers: tuple[Victims, ...] = ("one worker", "one worker", "several workers")
         anybody: tuple[Victims, ...] = ("one worker", "several workers", "the launcher", "all")
         victims = self.random.choice(anybody if self.how == "--resume" else of_workers)
-        phases: tuple[Phase, ...] = ("training", "training", "saving", "ending")
+        often: tuple[Phase, ...] = ("training", "training", "training", "saving", "saving")
+        phases: tuple[Phase, ...] = (*often, "ending")
         if self.how == "--replan":
-            return "one worker", self.random.choice(phases[:-1])
+            return "one worker", self.random.choice(often)
         return victims, self.random.choice(phases)
 
     def _time_next_update(self, started: Started) -> None:
@@ -152,7 +153,7 @@ class Killer:
             words = started.words()
             return any(re.search(r" at \d+U\d", each) or each == _AT_THE_END for each in words)
 
-        if started.until(updates, 0.001) and pending and _AT_THE_END not in started.words():
+        if started.until(updates, 0.005) and pending and _AT_THE_END not in started.words():
             pending[0].seconds = time.monotonic() - pending[0].at
 
     def _wait_for(self, phase: Phase, started: Started, rank: int) -> bool:

@@ -23,6 +23,8 @@ from pipedream.capture.export import capture
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.model import Graph, format_graph
 from pipedream.graph.plan import PlanningOptions, write_plan
+from pipedream.runtime.cli import main
+from pipedream.runtime.supervise.forked import Forked
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 
 EVERY = 4
@@ -106,7 +108,17 @@ class Run:
             )
 
     def _train_undisturbed(self) -> None:
-        if self.begin(UNDISTURBED).wait():
+        """In a fork of this process, which has imported torch: it is not timed."""
+
+        def work() -> None:
+            os.chdir(self.folder)
+            os.environ.update(self._variables(UNDISTURBED))
+            sys.path.append(str(Path(__file__).parent))
+            for descriptor in (1, 2):
+                os.dup2(os.open(f"{UNDISTURBED}.txt", os.O_WRONLY | os.O_CREAT), descriptor)
+            main(self._words(UNDISTURBED))
+
+        if Forked(work).wait():
             sys.exit(self.said(UNDISTURBED))
 
     def said(self, name: str) -> str:
