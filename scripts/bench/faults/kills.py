@@ -119,8 +119,8 @@ class Killer:
             return False
         victims, phase = self._choose(len(started.workers))
         ranks = list(range(len(started.workers)))
-        if victims == "one worker":
-            ranks = [self.random.choice(ranks)]
+        if victims == "one worker":  # at the end rank 0 is at work for longest
+            ranks = [0 if phase == "ending" else self.random.choice(ranks)]
         elif victims == "several workers":
             ranks = self.random.sample(ranks, self.random.randint(2, len(ranks)))
         elif victims == "the launcher":
@@ -164,7 +164,7 @@ class Killer:
             time.sleep(self.random.uniform(0, 0.05))
             return saving
         at_the_end = started.until(lambda: _AT_THE_END in started.words(), 0.001)
-        time.sleep(self.random.uniform(0, 1.5))
+        time.sleep(self.random.uniform(0, 1))
         return at_the_end
 
     def _wait_for_actions(self, started: Started, rank: int, left: int) -> bool:
@@ -184,10 +184,11 @@ class Killer:
         ranks: list[int],
         number: signal.Signals,
     ) -> bool:
+        ranks = [rank for rank in ranks if alive(started.workers[rank])]
         pids = [started.workers[rank] for rank in ranks]
         if victims in ("the launcher", "all"):
             pids.insert(0, started.launcher.pid)
-        if not all(map(alive, pids)):
+        if not pids or not alive(pids[0]):
             return False
         words = started.heartbeats.of(ranks[0] if ranks else 0).words
         action = words.partition(" at ")[2].partition("@")[0].partition(",")[0]
