@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
 import threading
 import time
+from ctypes import Structure, c_char, c_int64, sizeof
 from dataclasses import dataclass
 
 SECONDS_BETWEEN_HEARTBEATS = 0.2
 
-_SIZE, _WORDS = 4096, 256  # bytes of a record, and of the words in it; the cause follows them
-_HEAD = struct.Struct("<qqHH")  # beats, 1 + the rank lost or 0, bytes of words and cause
-_CAUSE = _SIZE - _HEAD.size - _WORDS
+
+class _Record(Structure):
+    """In shared memory; `lost` is 1 + a rank, or 0."""
+
+    _fields_ = (
+        ("count", c_int64),
+        ("lost", c_int64),
+        ("words", c_char * 256),
+        ("cause", c_char * 3072),
+    )
 
 
 @dataclass(frozen=True)
@@ -34,12 +41,21 @@ class Heartbeat:
 class Heartbeats:
     """The records of all ranks; each writes its own, the launcher reads them."""
 
-    def __init__(self, workers: int) -> None:
-        # By its name one sees from outside, in /proc, what the workers of a launcher are doing.
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        self.records = (_Record * (len(memory) // sizeof(_Record))).from_buffer(memory)
+
+    @staticmethod
+    def make(workers: int) -> Heartbeats:
+        """Makes them for this process and all forks of it.
+
+        By the name one finds in /proc what the workers of a launcher are doing.
+        """
         descriptor = os.memfd_create("pipedream-heartbeats")
-        os.ftruncate(descriptor, workers * _SIZE + 1)
-        self.memory = mmap.mmap(descriptor, 0)  # shared with all forks
+        os.ftruncate(descriptor, workers * sizeof(_Record) + 1)
+        memory = mmap.mmap(descriptor, 0)
         os.close(descriptor)
+        return Heartbeats(memory)
 
     def request_stop(self) -> None:
         """Asks all workers to save and exit at the next opportunity."""
@@ -50,45 +66,29 @@ class Heartbeats:
         return self.memory[-1] == 1
 
     def of(self, rank: int) -> Heartbeat:
-        begin = rank * _SIZE
-        count, lost, words, cause = _HEAD.unpack_from(self.memory, begin)
-        begin += _HEAD.size
-        texts = self.memory[begin : begin + words], self.memory[begin + _WORDS :][:cause]
-        return Heartbeat(
-            count, lost - 1 if lost else None, *(t.decode("utf-8", "replace") for t in texts)
-        )
+        record = self.records[rank]
+        lost = record.lost - 1 if record.lost else None
+        texts = (text.decode(errors="replace") for text in (record.words, record.cause))
+        return Heartbeat(record.count, lost, *texts)
 
     def report(self, rank: int, words: str) -> None:
         """Sets what `rank` is doing, in words."""
-        self._write(rank, 0, words.encode()[:_WORDS], 16)
+        self.records[rank].words = words.encode()[:255]
 
     def report_cause(self, rank: int, cause: str) -> None:
         """Sets why `rank` fails."""
-        self._write(rank, _WORDS, cause.encode()[:_CAUSE], 18)
-
-    def _write(self, rank: int, offset: int, text: bytes, length_at: int) -> None:
-        begin = rank * _SIZE + _HEAD.size + offset
-        self.memory[begin : begin + len(text)] = text
-        struct.pack_into("<H", self.memory, rank * _SIZE + length_at, len(text))
+        self.records[rank].cause = cause.encode()[:3071]
 
     def report_lost(self, rank: int, lost: int) -> None:
         """Records that `rank` has lost `lost`."""
-        struct.pack_into("<q", self.memory, rank * _SIZE + 8, lost + 1)
-
-    def beat(self, rank: int) -> None:
-        count = struct.unpack_from("<q", self.memory, rank * _SIZE)[0]
-        struct.pack_into("<q", self.memory, rank * _SIZE, count + 1)
+        self.records[rank].lost = lost + 1
 
     def start_beating(self, rank: int) -> None:
         """Counts up in a thread, until this process ends."""
 
         def go_on() -> None:
             while True:
-                self.beat(rank)
+                self.records[rank].count += 1
                 time.sleep(SECONDS_BETWEEN_HEARTBEATS)
 
         threading.Thread(target=go_on, name="heartbeat", daemon=True).start()
-
-
-def _decoded(text: bytes) -> str:
-    return text.decode(errors="replace")

@@ -112,7 +112,7 @@ class _End:
 def _run(work: Work, workers: int, attempt: int, timeout: float, caught: Sequence[int]) -> _End:
     """Starts all workers once; stops the rest when one has failed."""
     parent_death_pipe, port = os.pipe(), free_port()
-    heartbeats = Heartbeats(workers)
+    heartbeats = Heartbeats.make(workers)
     children: list[Forked] = []
     try:
         for rank in range(workers):

@@ -35,7 +35,7 @@ def problems(run: Run, name: str, kills: Sequence[Kill]) -> Iterator[str]:
     else:
         if losses != wanted:
             yield "minibatches or losses differ"
-        trained_on = not kills or kills[-1].seconds is not None
+        trained_on = not kills or kills[-1].trained_on
         yield from _same_files(run.folder / name, run.folder / UNDISTURBED, trained_on)
         yield from _same_weights(run.folder / name, run.folder / UNDISTURBED)
 

@@ -19,7 +19,8 @@ with a worker less, and is killed again. After each training
 - no process is left, no file in /dev/shm or the temporary folder, none in the run folder that the
   undisturbed run does not have.
 
-The programs are real, so that the seconds from a kill to the next update are those of a user. One
+The seconds from a kill to the next update are those of a user: where the launcher has to be started
+again they are of real programs alone. All others are forks of this process. One
 line for each training, then tables. Exits with 1 if anything was wrong; what was is kept. With the
 same folder again it goes on counting.
 """
@@ -60,7 +61,7 @@ CASES = tuple(
 KILLS_PER_TRAINING: dict[How, int] = {"--max-restarts": 10, "--resume": 5, "--replan": 1}
 FULL_DISKS_PER_TRAINING = 2
 WAYS: tuple[How, ...] = ("--max-restarts", "--resume", "--replan", "--resume")
-EVERY_SO_MANY_STOPS, EVERY_SO_MANY_FULL_DISKS = 7, 8
+EVERY_SO_MANY_STOPS, EVERY_SO_MANY_FULL_DISKS, EVERY_SO_MANY_REAL = 7, 8, 4
 
 
 @dataclass
@@ -120,7 +121,7 @@ def train(run: Run, killer: Killer, most: int, disk: FullDisk | None) -> Iterato
             options += ["--max-restarts", str(left)]
         elif killer.how == "--replan":
             options += ["--replan"]
-        launcher = run.begin(killer.name, *options)
+        launcher = run.begin(killer.name, *options, real=killer.real)
         if disk is not None and disk.filled < FULL_DISKS_PER_TRAINING:
             disk.watch(run, killer, launcher)
         else:
@@ -143,7 +144,14 @@ def one_training(
     """Returns the kills, the disk if it was filled in place of them, and what was wrong."""
     before = checks.shared_memory()
     name, most = f"training{number}", min(most, KILLS_PER_TRAINING[how])
-    killer = Killer(numbers, run, name, how, number % EVERY_SO_MANY_STOPS == 0)
+    killer = Killer(
+        numbers,
+        run,
+        name,
+        how,
+        stops=number % EVERY_SO_MANY_STOPS == 0,
+        real=number % EVERY_SO_MANY_REAL == 1,
+    )
     disk = None
     if number % EVERY_SO_MANY_FULL_DISKS == EVERY_SO_MANY_FULL_DISKS - 1 and os.geteuid() == 0:
         disk, killer.how = FullDisk(run.folder / name), "--resume"

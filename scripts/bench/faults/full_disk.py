@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kills import FARTHEST, Killer
-from runs import Run, heartbeats_of, workers_of
+from runs import Launcher, Run, heartbeats_of, workers_of
 
 _SIZE = "16m"
 _BLOCK = bytes(1 << 16)
@@ -25,7 +25,7 @@ class FullDisk:
             ["mount", "-t", "tmpfs", "-o", f"size={_SIZE}", "faults", str(folder)], check=True
         )
 
-    def watch(self, run: Run, killer: Killer, launcher: subprocess.Popen[bytes]) -> None:
+    def watch(self, run: Run, killer: Killer, launcher: Launcher) -> None:
         """Until the launcher ends; fills the disk after a random number of rank 0's actions."""
         left, words = killer.random.randrange(1, FARTHEST), ""
         while launcher.poll() is None:

@@ -10,14 +10,13 @@ import os
 import random
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from runs import Run, alive, heartbeats_of, words_of, workers_of
+from runs import Launcher, Run, alive, heartbeats_of, words_of, workers_of
 
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 
@@ -36,7 +35,8 @@ _UNTIL_ORPHANS_ARE_GONE = 5.0  # seconds
 @dataclass
 class Kill:
     """A signal to the `ranks`, none if it was for the launcher alone, and what `action` the first
-    of them was at. `seconds`: until the next update of any rank, if there was one.
+    of them was at. `seconds`: until the next update of any rank, if there was one and the program
+    was a real one: forks are faster only where the launcher starts anew.
     """
 
     victims: Victims
@@ -47,9 +47,12 @@ class Kill:
     action: str
     at: float
     seconds: float | None = None
+    trained_on: bool = False
 
     def explains(self, line: str) -> bool:
-        """Whether the launcher's line is what it has to say of this."""
+        """Whether the launcher's line is what it has to say of this, if it is still there."""
+        if self.victims in ("the launcher", "all"):
+            return False
         words = [f"was killed by {self.signal.name}"]
         if self.signal == signal.SIGSTOP:
             words = ["has not responded", "no longer responds to the other ranks"]
@@ -69,7 +72,7 @@ class Kill:
 class Started:
     """One start of all workers by one launcher."""
 
-    launcher: subprocess.Popen[bytes]
+    launcher: Launcher
     workers: list[int]
     heartbeats: Heartbeats
 
@@ -94,9 +97,10 @@ class Killer:
     name: str
     how: How
     stops: bool
+    real: bool
     kills: list[Kill] = field(default_factory=list)
 
-    def watch(self, launcher: subprocess.Popen[bytes], most: int) -> None:
+    def watch(self, launcher: Launcher, most: int) -> None:
         """Until the launcher ends; kills once in each start of the workers, `most` times in all."""
         seen: set[int] = set()
         workers = self.run.workers
@@ -147,13 +151,16 @@ class Killer:
 
     def _time_next_update(self, started: Started) -> None:
         """Notes when the first update after the last kill is made, if one is."""
-        pending = [kill for kill in self.kills[-1:] if kill.seconds is None]
+        pending = [kill for kill in self.kills[-1:] if not kill.trained_on]
 
         def updates() -> bool:
             words = started.words()
             return any(re.search(r" at \d+U\d", each) or each == _AT_THE_END for each in words)
 
-        if started.until(updates, 0.005) and pending and _AT_THE_END not in started.words():
+        updated = started.until(updates, 0.005) and _AT_THE_END not in started.words()
+        for kill in pending:
+            kill.trained_on = updated
+        if updated and pending and (self.real or self.how != "--resume"):
             pending[0].seconds = time.monotonic() - pending[0].at
 
     def _wait_for(self, phase: Phase, started: Started, rank: int) -> bool:

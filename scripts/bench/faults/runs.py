@@ -11,14 +11,19 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
+import matplotlib.backends.backend_agg
+import matplotlib.figure  # noqa: F401 - what the end of a run would import
 import trained
 
 sys.path.append(str(Path(__file__).parents[3] / "tests" / "support"))
 
 from plans import cut, make_plan
 
+import pipedream.runtime.trainer  # noqa: F401 - what a worker would import
 from pipedream.capture.export import capture
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.model import Graph, format_graph
@@ -26,6 +31,8 @@ from pipedream.graph.plan import PlanningOptions, write_plan
 from pipedream.runtime.cli import main
 from pipedream.runtime.supervise.forked import Forked
 from pipedream.runtime.supervise.heartbeat import Heartbeats
+
+Launcher: TypeAlias = subprocess.Popen[bytes] | Forked
 
 EVERY = 4
 UNDISTURBED = "undisturbed"
@@ -94,31 +101,42 @@ class Run:
     def temporary(self) -> Path:
         return self.folder / "temporary"
 
-    def begin(self, name: str, *options: str) -> subprocess.Popen[bytes]:
-        """`pd-train` in a session of its own; what it says goes to NAME.txt."""
+    def begin(self, name: str, *options: str, real: bool) -> Launcher:
+        """`pd-train` in a session of its own; what it says goes to NAME.txt.
+
+        If it need not be a `real` program, it is a fork of this process, which has imported torch.
+        """
+        words = ["plan.json", "--config", "run.yaml", "-o", name, "--save-every", str(EVERY)]
+        words += ["--keep", "3", *options]
+        here = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        variables = {
+            trained.SEEN: str(self.folder / f"{name}.seen"),
+            "TMPDIR": str(self.temporary),
+            "PYTHONPATH": os.pathsep.join(filter(None, here)),
+            "OMP_NUM_THREADS": "1",
+        }
         with (self.folder / f"{name}.txt").open("ab") as said:
+            if not real:
+                return Forked(partial(self._be_forked, words, variables, said.fileno()))
             return subprocess.Popen(
-                [str(_PROGRAM), *self._words(name, *options)],
+                [str(_PROGRAM), *words],
                 cwd=self.folder,
-                env=os.environ | self._variables(name),
+                env=os.environ | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=said,
                 stderr=said,
                 start_new_session=True,
             )
 
+    def _be_forked(self, words: list[str], variables: dict[str, str], said: int) -> None:
+        os.chdir(self.folder)
+        os.environ.update(variables)
+        for descriptor in (1, 2):
+            os.dup2(said, descriptor)
+        main(words)
+
     def _train_undisturbed(self) -> None:
-        """In a fork of this process, which has imported torch: it is not timed."""
-
-        def work() -> None:
-            os.chdir(self.folder)
-            os.environ.update(self._variables(UNDISTURBED))
-            sys.path.append(str(Path(__file__).parent))
-            for descriptor in (1, 2):
-                os.dup2(os.open(f"{UNDISTURBED}.txt", os.O_WRONLY | os.O_CREAT), descriptor)
-            main(self._words(UNDISTURBED))
-
-        if Forked(work).wait():
+        if self.begin(UNDISTURBED, real=False).wait():
             sys.exit(self.said(UNDISTURBED))
 
     def said(self, name: str) -> str:
@@ -145,19 +163,6 @@ class Run:
         for ending in ("txt", "seen"):
             (self.folder / f"{name}.{ending}").unlink()
 
-    def _words(self, name: str, *options: str) -> list[str]:
-        saves = ["--save-every", str(EVERY), "--keep", "3"]
-        return ["plan.json", "--config", "run.yaml", "-o", name, *saves, *options]
-
-    def _variables(self, name: str) -> dict[str, str]:
-        here = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-        return {
-            trained.SEEN: str(self.folder / f"{name}.seen"),
-            "TMPDIR": str(self.temporary),
-            "PYTHONPATH": os.pathsep.join(filter(None, here)),
-            "OMP_NUM_THREADS": "1",
-        }
-
 
 def _source(case: Case) -> str:
     source = _SOURCES[case.data]
@@ -180,10 +185,8 @@ def heartbeats_of(launcher: int) -> Heartbeats | None:
     with suppress(OSError, ValueError):
         for link in Path(f"/proc/{launcher}/fd").iterdir():
             if "pipedream-heartbeats" in os.readlink(link):
-                heartbeats = Heartbeats.__new__(Heartbeats)
                 with link.open("r+b") as file:
-                    heartbeats.memory = mmap.mmap(file.fileno(), 0)
-                return heartbeats
+                    return Heartbeats(mmap.mmap(file.fileno(), 0))
     return None
 
 

@@ -49,7 +49,7 @@ def test_an_exception_is_recorded_with_its_traceback(
 def test_the_launcher_is_told_the_first_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.setenv("RANK", "1")
-    heartbeats = Heartbeats(3)
+    heartbeats = Heartbeats.make(3)
     for rank in range(3):
         heartbeats.report(rank, f"in epoch 1 at {rank}F7")
     record_error(RuntimeError("the first line\nand more"), heartbeats)
