@@ -178,10 +178,12 @@ def _version() -> click.Option:
     return click.Option(["--version"], is_flag=True, help=text, callback=show, **quietly)
 
 
-def in_one_line(error: click.ClickException | OSError) -> str | None:
+def in_one_line(error: Exception) -> str | None:
     """Returns the line that tells the user of the error; None if the user cannot mend it."""
     if isinstance(error, click.ClickException):
         message = error.format_message()
+    elif not isinstance(error, OSError):
+        return None
     elif error.filename is not None:
         message = f"{error.filename}: {error.strerror}"
     elif error.errno in _DISK_FULL:

@@ -161,7 +161,6 @@ def main(
 
     from pipedream.runtime.supervise import launch
 
-    rank_info = None
     try:
         rank_info = environment()
         if dry_run:
@@ -169,11 +168,11 @@ def main(
             return _try(plan, config, options) if first else 0
         job = _job(plan, config, output, replan, options)
         return _start(job, workers, max_restarts) if rank_info is None else _work(job, rank_info)
-    except (UserError, OSError) as error:
+    except Exception as error:
         line = in_one_line(error)
-        if rank_info is not None and line is not None:
+        if line is not None:
             let_rank_0_speak()
-            launch.record_error(line)
+        launch.record_error(line or error)
         raise
 
 
@@ -264,10 +263,12 @@ def _import_for(workers: int) -> None:
 
 def _work_forked(job: Job, rank_info: RankInfo, heartbeats: Heartbeats) -> int:
     """Runs the part of a worker that was forked off. Returns its exit code."""
+    import numpy as np
     import torch
 
     from pipedream.runtime.supervise import launch
 
+    np.random.seed()  # else all workers would draw the same; Python's own sees to it by itself
     # Also makes torch's threads anew: 2.15 aborts now and then if two threads of a fork do.
     given = os.environ["OMP_NUM_THREADS"]
     torch.set_num_threads(int(given) if given.isdigit() else torch.get_num_threads())
@@ -275,11 +276,11 @@ def _work_forked(job: Job, rank_info: RankInfo, heartbeats: Heartbeats) -> int:
         return _work(replace(job, restarted=restarts() > 0), rank_info, heartbeats)
     except BrokenPipeError:  # who reads the output has had enough
         return 128 + signal.SIGPIPE
-    except (UserError, OSError) as error:
+    except Exception as error:
         line = in_one_line(error)
+        launch.record_error(line or error, heartbeats)
         if line is None:
             raise
-        launch.record_error(line, heartbeats)
         return launch.USER_ERROR
 
 
@@ -311,11 +312,6 @@ def _work(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None = None) -
             print(message, file=sys.stderr, flush=True)
         launch.record_error(str(error), heartbeats)
         os._exit(launch.DATA_LOST)
-    except (UserError, OSError):
-        raise
-    except Exception as error:
-        launch.record_error(error, heartbeats)
-        raise
     return 0
 
 
