@@ -58,10 +58,10 @@ CASES = tuple(
     for schedule in SCHEDULES
     for replicas in PLANS
 )
-KILLS_PER_TRAINING: dict[How, int] = {"--max-restarts": 10, "--resume": 5, "--replan": 1}
+KILLS_PER_TRAINING: dict[How, int] = {"--max-restarts": 10, "--resume": 8, "--replan": 1}
 FULL_DISKS_PER_TRAINING = 2
 WAYS: tuple[How, ...] = ("--max-restarts", "--resume", "--replan", "--resume")
-EVERY_SO_MANY_STOPS, EVERY_SO_MANY_FULL_DISKS, EVERY_SO_MANY_REAL = 7, 8, 4
+EVERY_SO_MANY_STOPS, EVERY_SO_MANY_FULL_DISKS, EVERY_SO_MANY_REAL = 7, 8, 6
 
 
 @dataclass
@@ -179,15 +179,16 @@ def counted(kills: Sequence[Kill], name: str, what: Callable[[Kill], str]) -> st
 def seconds(kills: Sequence[Kill]) -> str:
     """By how it went on: the seconds to the next update. A stop is noticed only after --timeout."""
     rows: list[Sequence[object]] = []
-    killed = [kill for kill in kills if kill.signal.name != "SIGSTOP"]
+    timed = [kill for kill in kills if kill.seconds is not None and kill.signal.name != "SIGSTOP"]
     for how in ("--max-restarts", "--resume", "--replan", "all"):
-        known = sorted(
-            kill.seconds for kill in killed if kill.seconds is not None and how in (kill.how, "all")
-        )
+        of_how = [kill for kill in timed if how in (kill.how, "all")]
+        known = sorted(kill.seconds or 0.0 for kill in of_how)
         if known:
-            figures = (median(known), known[len(known) * 9 // 10], known[-1])
+            spent = [kill.processor for kill in of_how if kill.processor is not None]
+            figures = (median(known), known[len(known) * 9 // 10], known[-1], median(spent or [0]))
             rows.append((how, len(known), *(f"{each:.1f} s" for each in figures)))
-    return table(("goes on with", "timed", "median", "nine in ten", "longest"), rows)
+    heads = ("goes on with", "timed", "median", "nine in ten", "longest", "on a core, median")
+    return table(heads, rows)
 
 
 def report(outcome: Outcome) -> str:

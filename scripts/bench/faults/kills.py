@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from runs import Launcher, Run, alive, heartbeats_of, words_of, workers_of
@@ -36,7 +37,8 @@ _UNTIL_ORPHANS_ARE_GONE = 5.0  # seconds
 class Kill:
     """A signal to the `ranks`, none if it was for the launcher alone, and what `action` the first
     of them was at. `seconds`: until the next update of any rank, if there was one and the program
-    was a real one: forks are faster only where the launcher starts anew.
+    was a real one: forks are faster only where the launcher starts anew. `processor`: those that
+    all processes of the new start had on a core, whatever else went on on the machine.
     """
 
     victims: Victims
@@ -47,6 +49,7 @@ class Kill:
     action: str
     at: float
     seconds: float | None = None
+    processor: float | None = None
     trained_on: bool = False
 
     def explains(self, line: str) -> bool:
@@ -79,6 +82,11 @@ class Started:
     def words(self) -> list[str]:
         return words_of(self.heartbeats, range(len(self.workers)))
 
+    def processor_seconds(self) -> float:
+        """Of the launcher, and of the workers with what they have started and waited for."""
+        own = [_processor_times(pid) for pid in self.workers]
+        return sum(_processor_times(self.launcher.pid)[:2]) + sum(map(sum, own))
+
     def until(self, condition: Callable[[], bool], pause: float) -> bool:
         """Waits for the condition; False if it cannot come: a worker or the launcher has ended."""
         while not condition():
@@ -90,7 +98,10 @@ class Started:
 
 @dataclass
 class Killer:
-    """Kills in a training what and when `random` says."""
+    """Kills in a training what and when `random` says.
+
+    `spent`: seconds on a core of each launcher before it had to start its workers again.
+    """
 
     random: random.Random
     run: Run
@@ -99,6 +110,7 @@ class Killer:
     stops: bool
     real: bool
     kills: list[Kill] = field(default_factory=list)
+    spent: dict[int, float] = field(default_factory=dict)
 
     def watch(self, launcher: Launcher, most: int) -> None:
         """Until the launcher ends; kills once in each start of the workers, `most` times in all."""
@@ -162,6 +174,9 @@ class Killer:
             kill.trained_on = updated
         if updated and pending and (self.real or self.how != "--resume"):
             pending[0].seconds = time.monotonic() - pending[0].at
+            pending[0].processor = started.processor_seconds() - self.spent.get(
+                started.launcher.pid, 0.0
+            )
 
     def _wait_for(self, phase: Phase, started: Started, rank: int) -> bool:
         if phase == "training":
@@ -201,6 +216,7 @@ class Killer:
         action = words.partition(" at ")[2].partition("@")[0].partition(",")[0]
         kind = "".join(filter(str.isupper, action))
         kill = Kill(victims, phase, self.how, ranks, number, kind, time.monotonic())
+        self.spent[started.launcher.pid] = sum(_processor_times(started.launcher.pid)[:2])
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -214,3 +230,13 @@ class Killer:
         deadline = time.monotonic() + _UNTIL_ORPHANS_ARE_GONE
         while any(map(alive, workers)) and time.monotonic() < deadline:
             time.sleep(0.002)
+
+
+def _processor_times(pid: int) -> list[float]:
+    """Seconds of a process on a core, in and below itself, then those of its children."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return [0.0] * 4
+    ticks = text.rpartition(")")[2].split()[11:15]
+    return [int(tick) / os.sysconf("SC_CLK_TCK") for tick in ticks]
