@@ -35,8 +35,7 @@ def problems(run: Run, name: str, kills: Sequence[Kill]) -> Iterator[str]:
     else:
         if losses != wanted:
             yield "minibatches or losses differ"
-        trained_on = not kills or kills[-1].trained_on
-        yield from _same_files(run.folder / name, run.folder / UNDISTURBED, trained_on)
+        yield from _same_files(run.folder / name, run.folder / UNDISTURBED, killed=bool(kills))
         yield from _same_weights(run.folder / name, run.folder / UNDISTURBED)
 
 
@@ -65,12 +64,12 @@ def _replanned(run: Run, losses: Sequence[_Loss], wanted: Sequence[_Loss]) -> It
         yield "losses are not finite"
 
 
-def _same_files(found: Path, wanted: Path, trained_on: bool) -> Iterator[str]:
-    """Times are those of the last start: if nothing was left to train, there are none."""
+def _same_files(found: Path, wanted: Path, killed: bool) -> Iterator[str]:
+    """Times are those of the last start: where it had little left to train there are none."""
     one, other = (
         {str(path.relative_to(folder)) for path in folder.rglob("*")} for folder in (found, wanted)
     )
-    if one - other or other - one - (set() if trained_on else _OF_TIMES):
+    if one - other or other - one - (_OF_TIMES if killed else set()):
         yield f"other files: {sorted(one ^ other)}"
 
 
