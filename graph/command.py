@@ -29,6 +29,10 @@ _LONGEST = 900
 """Characters of a message."""
 
 
+_OWN = {".csv", ".html", ".json", ".jsonl", ".png", ".py", ".svg", ".txt"}
+"""Suffixes of files that the commands write."""
+
+
 class UserError(click.ClickException):
     """A mistake that the user can fix: printed as one line without traceback, exit code 2.
 
@@ -75,6 +79,13 @@ def whole(path: Path) -> Iterator[Path]:
         fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Deletes what processes that were killed inside of `whole` left beside files in `folder`."""
+    for path in folder.glob(".*.partial.*"):
+        if path.suffix in _OWN:
+            path.unlink()
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -21,6 +21,9 @@ from pipedream.schedule.policy import Policy, policy
 from pipedream.schedule.schedule import ORDERS
 from pipedream.schedule.spec import PipelineSpec
 
+CHECKPOINTS = "checkpoints"
+"""Folder name in that of the run."""
+
 SUMMARY = "summary.json"
 """File name in the folder of the run: the last that it writes but an export."""
 
@@ -55,7 +58,7 @@ class Job:
 
     @property
     def checkpoints(self) -> Path:
-        return self.run / "checkpoints"
+        return self.run / CHECKPOINTS
 
     @property
     def policy(self) -> Policy:

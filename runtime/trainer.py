@@ -15,9 +15,11 @@ from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import RendezvousError, connect_store
 from pipedream.comm.transport import PeerLost
+from pipedream.graph.command import remove_unfinished
 from pipedream.graph.errors import UserError
+from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.epochs import train_epochs
-from pipedream.runtime.job import Job
+from pipedream.runtime.job import CHECKPOINTS, Job
 from pipedream.runtime.local_model import LocalModel
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.announcement import announcement
@@ -91,12 +93,15 @@ def _run(context: RankContext) -> None:
 def locked(folder: Path) -> Iterator[None]:
     """Creates the folder and keeps other runs out of it until the block or this process ends.
 
-    Forked processes do not inherit the lock. Raises UserError if another process holds it.
+    What runs that were killed have left there half done is deleted. Forked processes do not inherit
+    the lock. Raises UserError if another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", blocking=False)
     try:
         with lock:
+            remove_unfinished(folder)
+            checkpoint.remove_unfinished(folder / CHECKPOINTS)
             yield
     except Timeout as error:
         raise UserError(

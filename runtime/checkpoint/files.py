@@ -175,6 +175,13 @@ def keep_newest(folder: Path, count: int) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Deletes the checkpoints that runs which were killed left half written or half deleted."""
+    for path in (*folder.glob("epoch-*.partial"), *folder.glob("epoch-*.old")):
+        shutil.rmtree(path, ignore_errors=True)
+    (folder / f"{_LATEST}.partial").unlink(missing_ok=True)
+
+
 def latest(folder: Path) -> Path | None:
     """The checkpoint in `folder` that is furthest on, if there is any."""
     whole = _whole(folder)

@@ -69,3 +69,24 @@ def test_the_folder_is_made(tmp_path):
     with locked(tmp_path / "new" / "run"):
         pass
     assert (tmp_path / "new" / "run").is_dir()
+
+
+def test_what_killed_runs_left_half_done_is_gone(tmp_path):
+    """It stayed for good if the run was killed after its last checkpoint: while it deleted an old
+    one, say, or wrote timeline.png, which the run that finishes it does not write again.
+    """
+    checkpoints = tmp_path / "checkpoints"
+    kept = ["epoch-0003/state.json", "epoch-0003/optimizer/model.safetensors"]
+    unfinished = ["epoch-0002.old/state.json", "epoch-0003-000004.partial/state.json"]
+    for name in kept + unfinished:
+        (checkpoints / name).parent.mkdir(parents=True)
+        (checkpoints / name).touch()
+    for name in ("latest", "latest.partial"):
+        (checkpoints / name).symlink_to("epoch-0003")
+    for name in (".timeline.partial.png", ".summary.partial.json", ".env", ".mine.partial.zip"):
+        (tmp_path / name).touch()
+    with locked(tmp_path):
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {".lock", ".env", ".mine.partial.zip", "checkpoints"}
+        assert {path.name for path in checkpoints.iterdir()} == {"epoch-0003", "latest"}
+        assert all((checkpoints / name).exists() for name in kept)
