@@ -100,11 +100,24 @@ _GROUPS = {
         ),
         option("--keep K", "Keep only the newest K checkpoints.  [default: all]", COUNT),
         option(
-            "--export FILE",
-            "Write the trained model to one safetensors FILE for the plain model's"
-            " load_state_dict. With --resume on a finished run, only that is done.  [default:"
-            " checkpoints only]",
-            click.Path(path_type=Path, dir_okay=False),
+            "--init FOLDER",
+            "Begin with the weights in a FOLDER of torch.distributed.checkpoint, and with the"
+            " optimizer's state if it has that.  [default: the model as its factory makes it]",
+            click.Path(path_type=Path, file_okay=False, exists=True),
+        ),
+        option(
+            "--init-optimizer/--no-init-optimizer",
+            "Whether --init takes the optimizer's state too.",
+            default=True,
+        ),
+        option(
+            "--export PATH",
+            "Write the trained model: NAME.safetensors is one file for the plain model's"
+            " load_state_dict, NAME.dcp a folder of torch.distributed.checkpoint that has the"
+            " optimizer's state, too; with any other name a model of transformers becomes a folder"
+            " for from_pretrained, and others one file. With --resume on a finished run, only that"
+            " is done.  [default: checkpoints only]",
+            click.Path(path_type=Path),
         ),
         option(
             "--max-restarts N",
@@ -235,7 +248,7 @@ def _start(job: Job, workers: int | None, max_restarts: int) -> int:
     saved = job.saved if job.resume else None
     trained = saved is not None and saved >= Position(job.epochs)
     if job.export is not None and trained and job.has_summary:
-        from pipedream.runtime.checkpoint.plain_model import export_newest
+        from pipedream.runtime.checkpoint.export import export_newest
 
         export_newest(job, job.export)
         return 0

@@ -20,6 +20,7 @@ from pipedream.comm.rank_info import LOCALHOST, RankInfo
 from pipedream.comm.rendezvous import choose_device
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.runtime.checkpoint.resume import begin
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.job import Job
@@ -47,6 +48,8 @@ def dry_run(job: Job) -> Iterator[str]:
     sizes = (sum(p.nbytes for p in stage.parameters.values()) for stage in stages)
     amounts = ", ".join(map(show_bytes, sizes))
     yield f"model     {job.config.model.source} as it was planned; parameters by stage {amounts}"
+    if job.init is not None:
+        yield f"init      {begin(job.init, stages, job.init_optimizer)}"
     yield f"training  {announcement(job, examples.minibatches)}"
     yield f"memory    {_memory(job)}"
     wanted = job.plan.predicted.expected_seconds_per_minibatch

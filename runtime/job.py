@@ -53,6 +53,8 @@ class Job:
     save_every: int | None = None
     keep: int | None = None
     export: Path | None = None
+    init: Path | None = None
+    init_optimizer: bool = True
     replan: Path | None = None
     plan_folder: Path | None = None
 
@@ -115,6 +117,7 @@ class Job:
         self.check_replan()
         self.check_folder()
         self.check_export()
+        self.check_init()
         self.check_tensorboard()
 
     def check_order(self) -> None:
@@ -232,10 +235,28 @@ class Job:
             self.export.parent.mkdir(parents=True, exist_ok=True)
             probe.touch()
             probe.unlink()
+            occupied = self.export.is_dir() and any(self.export.iterdir())
         except OSError as error:
             raise UserError(
                 f"--export {self.export}: cannot be written: {error.strerror}"
             ) from error
+        if self.export.is_dir() and self.export.suffix == ".safetensors":
+            raise UserError(f"--export {self.export}: this is a folder: give the name of a file")
+        if occupied and not self.restarted:
+            raise UserError(
+                f"--export {self.export}: this folder has files in it: give another name"
+            )
+
+    def check_init(self) -> None:
+        """Raises UserError if the run does not begin, or its beginning is not there."""
+        if self.init is None:
+            if not self.init_optimizer:
+                raise UserError("--no-init-optimizer: give --init, a folder to begin with")
+            return
+        if self.resume:
+            raise UserError(
+                "--init: a run that is resumed has weights of its own: leave --init or --resume out"
+            )
 
     def check_tensorboard(self) -> None:
         """Raises UserError if it is asked for and not installed."""

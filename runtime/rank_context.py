@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch._C._distributed_c10d import Store
 
@@ -10,7 +12,7 @@ from pipedream.comm.rendezvous import connect_store, join
 from pipedream.comm.store_messages import broadcast
 from pipedream.comm.transport import Transport
 from pipedream.graph.run_config import AsynchronousConfig
-from pipedream.runtime.checkpoint.resume import resume
+from pipedream.runtime.checkpoint.resume import begin, resume
 from pipedream.runtime.checkpoint.saver import Saver
 from pipedream.runtime.engine.prediction import Prediction
 from pipedream.runtime.engine.training_segment import Position, whole_updates
@@ -62,7 +64,7 @@ class RankContext:
             local.device, local.backend, rank_links(self.assignment, links(local.interfaces))
         )
         self.stepping = self._stepping()
-        self.first = resume(local, self.stepping) if job.goes_on else Position(0)
+        self.first = self._begin()
         self.saver = self._saver()
         self.weights = {stage.stage: self._weights(stage) for stage in local.stages}
         self.graceful_stop = self._graceful_stop()
@@ -94,6 +96,17 @@ class RankContext:
         }
         self.saver.begin(position, parts, self.stepping.state())
         broadcast(self.store, self.local.rank_info, f"at/{position}", True)
+
+    def _begin(self) -> Position:
+        """Gives the stages what they begin with; the position where they are then."""
+        local, job = self.local, self.local.job
+        if job.goes_on:
+            return resume(local, self.stepping)
+        if job.init is not None:
+            taken = begin(job.init, local.stages, job.init_optimizer)
+            if local.rank_info.rank == 0:
+                print(f"training: begins with {taken}", file=sys.stderr, flush=True)
+        return Position(0)
 
     def _add_up(self, tensor: torch.Tensor) -> None:
         self.transport.begin_sum(tensor, None).wait()

@@ -1,7 +1,8 @@
-"""Resuming a run from its newest checkpoint."""
+"""Where a run begins: at its newest checkpoint, or with weights from elsewhere."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -9,11 +10,13 @@ from pydantic import ValidationError
 
 from pipedream.graph.errors import UserError, worded
 from pipedream.runtime.checkpoint import files as checkpoint
+from pipedream.runtime.checkpoint.dcp import Folder
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.job import Job
 from pipedream.runtime.local_model import LocalModel
-from pipedream.runtime.optim.optimizers import restore_state
-from pipedream.runtime.optim.stepping import Stepping
+from pipedream.runtime.local_stage import LocalStage
+from pipedream.runtime.optim.optimizers import remembered_names, restore_state
+from pipedream.runtime.optim.stepping import Progress, Stepping
 
 
 def resume(local: LocalModel, stepping: Stepping) -> Position:
@@ -32,14 +35,50 @@ def resume(local: LocalModel, stepping: Stepping) -> Position:
             checkpoint.load_model(path, stage.saved)
         known = checkpoint.load_optimizer(path, stage.parameters)
         restore_state(stage.optimizer, stage.parameters, known)
+    stepping.restore(progress_of(path, saved))
+    return saved.position
+
+
+def progress_of(path: Path, saved: checkpoint.State) -> Progress:
+    """What the checkpoint at `path` knows of rates and scales. Raises UserError."""
     try:
-        stepping.restore(saved.training)
+        return Progress.model_validate(saved.training)
     except ValidationError as error:
         field = ".".join(map(str, error.errors()[0]["loc"]))
         raise UserError(
             f"{path / 'state.json'}: training.{field}: {worded(error.errors()[0])}"
         ) from error
-    return saved.position
+
+
+def begin(path: Path, stages: Sequence[LocalStage], with_optimizer: bool) -> str:
+    """Gives these stages the weights in a folder of torch.distributed.checkpoint, and the state of
+    the optimizer if it has that and it is wanted. Returns what it took, in words.
+
+    Raises UserError if the folder is broken, or of another model or optimizer.
+    """
+    folder, restored = Folder(path), False
+    for stage in stages:
+        with torch.no_grad():
+            folder.load_model(stage.saved)
+        if with_optimizer and (known := folder.load_optimizer(stage.parameters)):
+            _check_state(path, stage, known)
+            restore_state(stage.optimizer, stage.parameters, known)
+            restored = True
+    return f"the weights{' and the state of the optimizer' * restored} in {path}"
+
+
+def _check_state(path: Path, stage: LocalStage, known: Collection[str]) -> None:
+    """Raises UserError if this is not what the stage's optimizer remembers: it would ignore it."""
+    for name in dict.fromkeys(key.rpartition("/")[0] for key in known):
+        there = {key.rpartition("/")[2] for key in known if key.rpartition("/")[0] == name}
+        wanted = remembered_names(stage.optimizer, stage.parameters[name])
+        if there != wanted:
+            raise UserError(
+                f"{path}: of {name} its optimizer remembers {', '.join(sorted(there))}, and"
+                f" {stage.job.optimizer.names} of the run config"
+                f" {', '.join(sorted(wanted)) or 'nothing'}: write the optimizer with its arguments"
+                " there, or add --no-init-optimizer, to begin with the weights alone"
+            )
 
 
 def _check(job: Job, path: Path, saved: checkpoint.State) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -149,6 +150,30 @@ def restore_state(
         remembered: dict[str, Any] = optimizer.state[parameter]
         stays = state == "step" and not counts_beside[parameter]
         remembered[state] = tensor if stays else tensor.to(parameter.device)
+
+
+def remembered_names(optimizer: Optimizer, parameter: nn.Parameter) -> set[str]:
+    """The names of what the optimizer will remember of this parameter: it tries a step with one
+    like it.
+    """
+    (part, group) = next(
+        (part, group)
+        for part in (optimizer.parts if isinstance(optimizer, Together) else [optimizer])
+        for group in part.param_groups
+        if any(each is parameter for each in group["params"])
+    )
+    like = nn.Parameter(torch.zeros_like(parameter))
+    like.grad = torch.zeros_like(like)
+    trial = object.__new__(type(part))
+    trial.__setstate__(
+        {
+            "defaults": part.defaults,
+            "state": defaultdict(dict),
+            "param_groups": [{**group, "params": [like]}],
+        }
+    )
+    trial.step()
+    return {name for name, value in trial.state[like].items() if value is not None}
 
 
 def groups(config: OptimizerConfig, names: Iterable[str]) -> list[ParameterGroup]:

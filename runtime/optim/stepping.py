@@ -240,9 +240,8 @@ class Stepping:
             skipped=self.skipped,
         ).model_dump()
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Raises pydantic's ValidationError if `state` is not one that `state()` returns."""
-        known = Progress.model_validate(state)
+    def restore(self, known: Progress) -> None:
+        """Goes on where `state` was taken."""
         self.losses.value = math.nan if known.loss_sum is None else known.loss_sum
         for stage in self.stages.values():
             stage.rate.restore(known.advances, known.metrics)

@@ -11,7 +11,8 @@ from pipedream.comm.store_messages import broadcast, receive_message, send_messa
 from pipedream.graph.measured_run import MEASURED, MeasuredRun, write_measured
 from pipedream.graph.plan import Simulated, workers_by_rank
 from pipedream.runtime.checkpoint import files as checkpoint
-from pipedream.runtime.checkpoint.plain_model import evaluate, export_newest
+from pipedream.runtime.checkpoint.export import export_newest
+from pipedream.runtime.checkpoint.plain_model import evaluate
 from pipedream.runtime.job import Job
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.expectation import busy_shares

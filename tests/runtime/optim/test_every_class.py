@@ -29,6 +29,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import GroupConfig, OptimizerConfig, RunConfig, SchedulerConfig
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.files import copied
+from pipedream.runtime.checkpoint.resume import progress_of
 from pipedream.runtime.data.reader import Epoch
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.job import Job
@@ -225,7 +226,7 @@ def loaded(part: Part, path: Path) -> Part:
     checkpoint.load_model(path, part.parameters)
     known = checkpoint.load_optimizer(path, part.parameters)
     restore_state(part.optimizer, part.parameters, known)
-    part.stepping.restore(checkpoint.read_state(path).training)
+    part.stepping.restore(progress_of(path, checkpoint.read_state(path)))
     return part
 
 
