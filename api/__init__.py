@@ -1,8 +1,8 @@
 """Profile, plan and train a PyTorch model as a pipeline, from Python.
 
 `profile`, `optimize` and `train` do what the commands pd-profile, pd-optimize and pd-train do;
-`Pipeline` is for a training loop of one's own. `pipedream.adapters` has it for the trainers of
-other libraries.
+`Pipeline` is for a training loop of one's own; `pipedream.adapters` has it for the trainers of
+other libraries. `MetricsWriter` is the base of those that get what a run measures.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from pipedream.planning import Planned, optimize
     from pipedream.profiling import Profiled, profile
     from pipedream.runtime.pipeline import Pipeline
+    from pipedream.runtime.report.metrics.writer import MetricsWriter
     from pipedream.training import Run, train
 
 _PLACES = {
+    "MetricsWriter": "pipedream.runtime.report.metrics.writer",
     "Pipeline": "pipedream.runtime.pipeline",
     "Planned": "pipedream.planning",
     "Profiled": "pipedream.profiling",
@@ -28,7 +30,17 @@ _PLACES = {
     "train": "pipedream.training",
 }
 
-__all__ = ["Pipeline", "Planned", "Profiled", "Run", "UserError", "optimize", "profile", "train"]
+__all__ = [
+    "MetricsWriter",
+    "Pipeline",
+    "Planned",
+    "Profiled",
+    "Run",
+    "UserError",
+    "optimize",
+    "profile",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -111,6 +111,8 @@ def read_artifact(path: Path, model: type[Model]) -> Model:
         return model.model_validate(data)
     except ValidationError as error:
         raise UserError(f"{path}{_line(text, error)}: {_first(error, model)}") from error
+    except UnicodeEncodeError as error:  # a message of pydantic's own cites it
+        raise UserError(f"{path}:1: {error.object[error.start]!r} is not a character") from error
 
 
 def _parse_json(path: Path, text: str) -> Any:
@@ -169,7 +171,7 @@ def _foremost(error: ValidationError) -> ErrorDetails:
 
 def _first(error: ValidationError, model: type[BaseModel]) -> str:
     first = _foremost(error)
-    where = ".".join(str(part) for part in first["loc"])
+    where = ".".join(str(part).replace("\n", "\\n") for part in first["loc"])
     hint = _instead(first["loc"], model) if first["type"] == "extra_forbidden" else ""
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return (f"{where}: " if where else "") + worded(first) + hint + more

@@ -11,6 +11,9 @@ from pydantic import Field, field_validator
 from pipedream.graph.choices import MICROBATCHES
 from pipedream.graph.errors import ArtifactModel, read_artifact
 
+METRICS = ("tensorboard", "wandb", "mlflow")
+"""Packages that a run can give its metrics to."""
+
 
 class Factory(ArtifactModel):
     """Something to call by name, and the arguments to call it with."""
@@ -146,6 +149,22 @@ class SchedulerConfig(ArtifactModel):
         return self.metric in ("held_out_loss", "held_out_accuracy")
 
 
+class MetricsConfig(Factory):
+    """Who gets what the run measures."""
+
+    source: str
+    """`tensorboard`, `wandb`, `mlflow`, or `package.module:Class`, a subclass of
+    pipedream.MetricsWriter.
+    """
+
+    @field_validator("source")
+    @classmethod
+    def _check_source(cls, source: str) -> str:
+        if source not in METRICS and re.fullmatch(r"[\w.\-]+:[\w.]+", source) is None:
+            raise ValueError(f"write {', '.join(METRICS)} or package.module:Class, not {source!r}")
+        return source
+
+
 class RunConfig(ArtifactModel):
     """One training run."""
 
@@ -199,6 +218,10 @@ class RunConfig(ArtifactModel):
     """torch.compile's backend for each stage, such as `inductor`; by default stages run eagerly."""
     data_workers: int = Field(default=0, ge=0, strict=True)
     """Processes of each rank that read its data; with 0 a thread does."""
+    metrics: tuple[MetricsConfig, ...] = ()
+    """Who gets what the run measures, beside metrics.jsonl: such as `metrics: wandb`, or a list of
+    names, each with its `args` or without.
+    """
     epochs: int = Field(default=1, ge=1, strict=True)
     """Passes over the data."""
     evaluate_every: int | None = Field(default=None, ge=1, strict=True)
@@ -211,6 +234,13 @@ class RunConfig(ArtifactModel):
     """
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the weights and of floating-point inputs."""
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _in_full(cls, metrics: Any) -> Any:
+        """A name stands for a list of it, and in a list for one without arguments."""
+        listed = metrics if isinstance(metrics, (list, tuple)) else [metrics]
+        return [{"source": each} if isinstance(each, str) else each for each in listed]
 
 
 def read_config(path: Path) -> RunConfig:

@@ -142,7 +142,8 @@ _GROUPS = {
         option(
             "--tensorboard",
             "Log loss, samples per second, learning rate, and each rank's busy share and bytes of"
-            " memory to the folder tensorboard of the output.  [default: off]",
+            " memory to the folder tensorboard of the output, as `metrics: tensorboard` in the run"
+            " config does.  [default: off]",
         ),
     ),
 }

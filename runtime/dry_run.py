@@ -26,6 +26,7 @@ from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.job import Job
 from pipedream.runtime.local_stage import LocalStage
 from pipedream.runtime.report.announcement import announcement
+from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.stages.captures import capture_all
 from pipedream.runtime.stages.partition import interfaces
 
@@ -51,6 +52,7 @@ def dry_run(job: Job) -> Iterator[str]:
     if job.init is not None:
         yield f"init      {begin(job.init, stages, job.init_optimizer)}"
     yield f"training  {announcement(job, examples.minibatches)}"
+    Writers.of(job)
     yield f"memory    {_memory(job)}"
     wanted = job.plan.predicted.expected_seconds_per_minibatch
     if job.as_planned and wanted is not None:

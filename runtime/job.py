@@ -13,7 +13,13 @@ from pipedream.graph.choices import DEFAULT_ORDER, ScheduleName
 from pipedream.graph.errors import UserError, read_text
 from pipedream.graph.model import read_graph
 from pipedream.graph.plan import Plan, workers_by_rank
-from pipedream.graph.run_config import AsynchronousConfig, OptimizerConfig, RunConfig
+from pipedream.graph.run_config import (
+    METRICS,
+    AsynchronousConfig,
+    MetricsConfig,
+    OptimizerConfig,
+    RunConfig,
+)
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.optim.late_gradients import nesterov_form
 from pipedream.schedule.action import StageLink, Worker
@@ -118,7 +124,7 @@ class Job:
         self.check_folder()
         self.check_export()
         self.check_init()
-        self.check_tensorboard()
+        self.check_metrics()
 
     def check_order(self) -> None:
         """Raises UserError if the plan's order of passes is unknown."""
@@ -258,12 +264,19 @@ class Job:
                 "--init: a run that is resumed has weights of its own: leave --init or --resume out"
             )
 
-    def check_tensorboard(self) -> None:
-        """Raises UserError if it is asked for and not installed."""
-        if self.tensorboard and find_spec("tensorboard") is None:
-            raise UserError(
-                "--tensorboard: the package tensorboard is missing: pip install tensorboard"
-            )
+    @property
+    def metrics(self) -> tuple[MetricsConfig, ...]:
+        """Who gets what the run measures, by the run config and --tensorboard."""
+        named = self.config.metrics
+        if not self.tensorboard or any(each.source == "tensorboard" for each in named):
+            return named
+        return (*named, MetricsConfig(source="tensorboard"))
+
+    def check_metrics(self) -> None:
+        """Raises UserError if a package that is asked for is not installed."""
+        for name in (each.source for each in self.metrics):
+            if name in METRICS and find_spec(name) is None:
+                raise UserError(f"metrics {name}: the package is missing: pip install {name}")
 
     def workers_of(self, rank: int) -> list[Worker]:
         """Returns the replicas of stages that this rank runs, in the order of the stages."""

@@ -25,9 +25,9 @@ from pipedream.runtime.optim.rates import LossSum
 from pipedream.runtime.optim.stepping import Stepping
 from pipedream.runtime.report.clock import Clock
 from pipedream.runtime.report.live_table import Display
+from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.report.peak_memory import PeakMemory
 from pipedream.runtime.report.recording import Recorder
-from pipedream.runtime.report.tensorboard import Board
 from pipedream.runtime.stages.partition import links
 from pipedream.runtime.supervise.graceful_stop import GracefulStop
 from pipedream.runtime.supervise.heartbeat import Heartbeats
@@ -50,6 +50,7 @@ class RankContext:
         """`store` is there if the ranks have met before, to plan again."""
         job, rank_info = local.job, local.rank_info
         self.local, self.heartbeats = local, heartbeats
+        self.writers = self._writers()  # before the others are met: a writer may refuse
         met = store or connect_store(rank_info, job.timeout)
         self.store = join(rank_info, met, local.backend, local.device, job.timeout)
         self.watchdog = (
@@ -171,9 +172,20 @@ class RankContext:
             self.local.examples.sizes,
             self.local.examples.minibatches * (job.epochs - first.epoch) - first.minibatch,
             self.assignment,
-            Board(job.run / "tensorboard", self._learning_rates) if job.tensorboard else None,
+            self.writers,
             first,
+            self._learning_rates,
         )
+
+    def _writers(self) -> Writers:
+        """Of metrics, on rank 0. Raises UserError if one does not begin."""
+        job = self.local.job
+        first = (job.saved if job.goes_on else None) or Position(0)
+        if self.local.rank_info.rank or (job.has_summary and first >= Position(job.epochs)):
+            return Writers({})
+        writers = Writers.of(job)
+        writers.begin(job, first.epoch * self.local.examples.minibatches + first.minibatch)
+        return writers
 
     def _learning_rates(self) -> list[float]:
         """Of each group of parameters; the same in all stages but for their corrections."""

@@ -81,8 +81,9 @@ def _run(context: RankContext) -> None:
             stopped = train_epochs(context)
         if stopped is None:
             finish(context)
-    finally:  # else Python cannot take its modules down, and libraries report what they leak
-        gc.unfreeze()
+    finally:
+        context.writers.end(None)
+        gc.unfreeze()  # else Python cannot take its modules down, and libraries report what leaks
     dist.destroy_process_group()
     if stopped is not None:
         where = context.local.job.checkpoints / str(stopped)

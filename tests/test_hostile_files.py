@@ -136,7 +136,10 @@ def test_a_name_in_every_place_of_a_file(name: str) -> None:
         ("measured.json", b'"cpu"'),
         ("state.json", b'"optimizer"'),
         ("timeline.csv", b"0F0"),
+        ("every_field.yaml", b"nets:Mail"),
+        ("model.safetensors.index.json", b'"model-00001-of-00001.safetensors"'),
     ):
         new = name.replace("\\", "\\\\").replace('"', '\\"').encode("utf-8")
         new = new if kind.endswith(".csv") else b'"' + new + b'"'
+        assert old in whole_file(kind)
         read_mutated(READERS[kind], whole_file(kind).replace(old, new), Path("read"))

@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -31,6 +29,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from pipedream.graph.errors import UserError
+from pipedream.runtime.checkpoint.files import torch_reads
 
 _INDEX = ".metadata"
 
@@ -70,7 +69,7 @@ class Folder:
             raise UserError(
                 f"{path}: this is no folder of torch.distributed.checkpoint: it has no {_INDEX}"
             )
-        with _reading(path / _INDEX):
+        with torch_reads(path / _INDEX):
             entries = self.reader.read_metadata().state_dict_metadata.items()
             self.tensors = {
                 key: (torch.Size(known.size), known.properties.dtype)
@@ -112,7 +111,7 @@ class Folder:
                 " torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns"
             )
         keys = next(iter(optimizers.values()), {})
-        with _reading(self.path):
+        with torch_reads(self.path):
             sizes = {part: self.tensors[key] for part, key in keys.items()}
             tensors = {part: torch.empty(shape, dtype=t) for part, (shape, t) in sizes.items()}
         self._load({key: tensors[part] for part, key in keys.items()})
@@ -145,7 +144,7 @@ class Folder:
         # Of entries that are no tensors torch would unpickle whatever they are.
         assert tensors.keys() <= self.tensors.keys()
         if tensors:
-            with _reading(self.path):
+            with torch_reads(self.path):
                 load(dict(tensors), storage_reader=self.reader, no_dist=True)
 
 
@@ -204,20 +203,3 @@ class _IndexUnpickler(pickle._Unpickler):
         super().load_build()  # type: ignore[misc]
 
     dispatch[pickle.BUILD[0]] = load_build
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turns whatever torch raises over a broken folder into UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (Exception, CheckpointException) as error:
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):
-            cause = next(wrapped[0] for wrapped in error.failures.values())
-        reason = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {cause}"
-        raise UserError(
-            f"{path}: cannot be read as torch.distributed.checkpoint: {reason}"
-        ) from error

@@ -235,11 +235,14 @@ class _CheckpointPart:
             if name not in names[file]:
                 raise UserError(f"{path / file}: there is no {name} in it")
         self.reader = HuggingFaceStorageReader(str(path))
+        with torch_reads(path):
+            found = self.reader.read_metadata().state_dict_metadata
         self.known = {
-            name: known
-            for name, known in self.reader.read_metadata().state_dict_metadata.items()
-            if isinstance(known, TensorStorageMetadata)
+            name: known for name, known in found.items() if isinstance(known, TensorStorageMetadata)
         }
+        for name, known in self.known.items():
+            if any(any(chunk.offsets) for chunk in known.chunks):
+                raise UserError(f"{path}: {name} is a part of a tensor, and a stage saves it whole")
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
         if name not in self.files:
@@ -252,7 +255,8 @@ class _CheckpointPart:
 
     def load(self, into: Mapping[str, torch.Tensor]) -> None:
         if into:
-            load(dict(into), storage_reader=self.reader, no_dist=True)
+            with torch_reads(self.path):
+                load(dict(into), storage_reader=self.reader, no_dist=True)
 
     def loaded(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         tensors = {
@@ -321,6 +325,22 @@ def _reading(path: Path) -> Iterator[Any]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{path}: cannot be read as safetensors: {reason}") from error
+
+
+@contextmanager
+def torch_reads(path: Path) -> Iterator[None]:
+    """Turns whatever torch.distributed.checkpoint raises over a broken folder into UserError."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause = next(wrapped[0] for wrapped in error.failures.values())
+        first, *_ = str(cause).splitlines() or [""]
+        if first.startswith("Weights only load failed"):  # it goes on to advise against safety
+            first = "a tensor in it is broken"
+        reason = getattr(cause, "strerror", None) or f"{type(cause).__name__}: {first}"
+        raise UserError(f"{path}: torch cannot read this as a checkpoint: {reason}") from error
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """What a run reports, during training and at the end.
 
-`live_table`, `tensorboard` and `summary` show losses and ranks; `recording` brings the events of
+`live_table`, `metrics` and `summary` show losses and ranks; `recording` brings the events of
 all ranks together on one `clock`, and `utilisation` and `stage_times` say what they spent their
 time on; `page` shows it all as report.html; `run_end` writes all files. Begin with `run_end`.
 """

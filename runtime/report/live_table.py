@@ -24,8 +24,8 @@ from pipedream.graph.plan import RankAssignment, workers_by_rank
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.engine.training_segment import Position
+from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.report.summary import Losses
-from pipedream.runtime.report.tensorboard import Board
 from pipedream.runtime.supervise.status import SECONDS_BETWEEN_STATUSES, Status, published_statuses
 from pipedream.schedule.action import Worker, stages_and_replicas
 
@@ -39,7 +39,8 @@ _STUCK_SECONDS = 2.0
 class Display:
     """The table by rank, the progress bar and metrics.jsonl of rank 0. A context manager.
 
-    `minibatches`: how many the run still has to do after `first`.
+    `minibatches`: how many the run still has to do after `first`. `learning_rates` returns that of
+    each parameter group.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class Display:
         sizes: Sizes,
         minibatches: int,
         assignment: RankAssignment,
-        board: Board | None,
+        writers: Writers,
         first: Position,
+        learning_rates: Callable[[], Sequence[float]],
     ) -> None:
         self.path, self.sizes, self.first = path, sizes, first
-        self.workers, self.board = workers_by_rank(assignment), board
+        self.workers, self.writers = workers_by_rank(assignment), writers
+        self.learning_rates = learning_rates
         self.console = Console(stderr=True)
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -98,8 +101,6 @@ class Display:
             self.live.stop()
         with suppress(OSError):  # a full disk was reported before
             self.file.close()
-        if self.board is not None:
-            self.board.close()
 
     @contextmanager
     def watching(self, losses: Losses) -> Iterator[None]:
@@ -146,6 +147,9 @@ class Display:
         mean = self.loss_sum / self.losses
         self.loss_sum, self.losses = 0.0, 0
         whole_epoch = (losses.first, losses.next) == (0, losses.minibatches)
+        if whole_epoch:
+            step, rate = losses.epoch * losses.minibatches, self.rate
+            self.writers.epoch(losses.epoch, step, {"mean loss": mean, "samples per second": rate})
         part = "" if whole_epoch else f", minibatches {losses.first} to {losses.next - 1}"
         self._line(f"epoch {losses.epoch}{part}: mean loss {mean:.4f}, {self.rate:.0f} samples/s")
 
@@ -153,9 +157,8 @@ class Display:
         """Writes down how the held-out data went after an epoch; `step` counts its minibatches."""
         with self.path.with_name("held_out.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({"epoch": epoch, **metrics}) + "\n")
-        if self.board is not None:
-            for name, value in metrics.items():
-                self.board.add(name.replace("_", "-", 1).replace("_", " "), value, step)
+        named = {name.replace("_", "-", 1).replace("_", " "): x for name, x in metrics.items()}
+        self.writers.epoch(epoch, step, named)
         text = f"epoch {epoch}: held-out loss {metrics['held_out_loss']:.4f}"
         if "held_out_accuracy" in metrics:
             text += f", accuracy {metrics['held_out_accuracy']:.1%}"
@@ -172,8 +175,7 @@ class Display:
             seconds = round(now - self.begin, 4)
             line = {"epoch": losses.epoch, "minibatch": minibatch, "loss": loss, "seconds": seconds}
             self.file.write(json.dumps(line) + "\n")
-            if self.board is not None:
-                self.board.loss((losses.epoch - 1) * losses.minibatches + minibatch, loss)
+            self.writers.minibatch((losses.epoch - 1) * losses.minibatches + minibatch, loss)
         self.file.flush()
         whole = losses.next == losses.minibatches
         self.recorded = Position(losses.epoch - (not whole), 0 if whole else losses.next)
@@ -193,9 +195,8 @@ class Display:
         """Brings what is known of the ranks up to date."""
         self.asked = time.perf_counter()
         self.statuses = published_statuses(losses.store, list(self.workers))
-        if self.board is not None:
-            step = (losses.epoch - 1) * losses.minibatches + losses.next
-            self.board.state(step, self.rate, self.statuses)
+        step = (losses.epoch - 1) * losses.minibatches + losses.next
+        self.writers.progress(step, _progress(self.rate, self.learning_rates(), self.statuses))
 
     def _show(self, losses: Losses) -> None:
         """The table in a terminal, and elsewhere now and then a line."""
@@ -245,6 +246,20 @@ def _keep(path: Path, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any
         with whole(path) as fresh:
             fresh.write_bytes(b"".join(kept))
     return last
+
+
+def _progress(
+    rate: float, learning_rates: Sequence[float], statuses: Mapping[int, Status]
+) -> dict[str, float]:
+    """What metrics writers get now and then; `rate` in samples per second."""
+    told = {"samples per second": rate}
+    for group, learning_rate in enumerate(learning_rates):
+        part = f"/group {group}" if len(learning_rates) > 1 else ""
+        told[f"learning rate{part}"] = learning_rate
+    for rank, status in statuses.items():
+        told[f"busy share/rank {rank}"] = status.busy
+        told[f"memory in bytes/rank {rank}"] = status.memory
+    return told
 
 
 def table(

@@ -71,6 +71,7 @@ def _sum_up(context: RankContext, recording: Recording, reports: list[dict[str, 
     planned_for = None if planned == job.config.batch_size else planned
     expected_of = measured if job.as_planned else None
     write_summary(job.run, summary, also, spent.steady, planned_for, expected_of)
+    context.writers.end(summary)
 
 
 def _reports(context: RankContext) -> list[dict[str, Any]]:

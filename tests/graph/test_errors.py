@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from pipedream.graph.errors import UserError, read_artifact
 
@@ -73,3 +73,33 @@ def test_a_note_that_only_resembles_a_number_stays_a_note(tmp_path: Path, text: 
     path = tmp_path / "a.yaml"
     path.write_text(f"rate: 1\nnote: {text}\n")
     assert read_artifact(path, Thing).note == text.strip("'")
+
+
+class Speed(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    speed: str
+
+    @field_validator("speed")
+    @classmethod
+    def _check(cls, speed: str) -> str:
+        raise ValueError(f"there is no {speed}")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('speed: "\\ud800"', r":1: '\ud800' is not a character"),
+        ('"spe\\ned": 1', r":1: spe\ned: unknown field"),
+    ],
+)
+def test_text_that_cannot_be_printed_is_told_in_a_line(
+    text: str, problem: str, tmp_path: Path
+) -> None:
+    """Half of a surrogate pair was a traceback, and a line break in a name made two lines."""
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError) as refused:
+        read_artifact(tmp_path / "a.yaml", Speed)
+    message = refused.value.format_message()
+    assert problem in message
+    assert "\n" not in message

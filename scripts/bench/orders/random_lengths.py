@@ -65,7 +65,7 @@ def config(schedule: ScheduleName, replicas: tuple[int, ...], seed: int) -> RunC
         data=DataFactory(source="random_lengths:sentences", varying=True),
         sampler=Factory(source="random_lengths:minibatches"),
         loss="mse_loss",
-        optimizer=OptimizerConfig(args={"lr": 0.2, "momentum": 0.9}),
+        optimizer=OptimizerConfig(args={"lr": 0.05, "momentum": 0.9}),
         batch_size=BATCH,
         microbatches=max(5, least),
         seed=seed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -312,3 +313,24 @@ def test_a_checkpoint_waits_for_the_records(tmp_path):
     recorded.set()
     saver.end()
     assert latest(tmp_path) == tmp_path / "epoch-0000-000008"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (rb"{\"first.weight", rb"{\"worst.weight"),
+        (rb"{\"saved_offsets\": [0", rb"{\"saved_offsets\": [#"),
+        (rb"{\"saved_offsets\": [0", rb"{\"saved_offsets\": [1"),
+    ],
+)
+def test_what_torch_adds_to_a_file_may_be_broken_too(
+    old: bytes, new: bytes, tmp_path: Path, model: nn.Module
+) -> None:
+    """KeyError and JSONDecodeError were tracebacks; with the last, a row was left as it was."""
+    path = save(tmp_path, model)
+    file = path / "model-00001-of-00002.safetensors"
+    content = file.read_bytes()
+    assert old in content
+    file.write_bytes(content.replace(old, new, 1))
+    with pytest.raises(UserError, match="epoch-0001: "):
+        load_all(path)

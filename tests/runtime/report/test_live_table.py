@@ -15,6 +15,7 @@ from pipedream.graph.errors import UserError
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.report.live_table import Display, keep_before, keep_until
+from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.report.summary import Losses
 
 
@@ -23,7 +24,7 @@ def test_a_full_disk_is_told_by_all_that_wait_for_the_records(tmp_path: Path) ->
     for its lines until the timeout.
     """
     path = tmp_path / "metrics.jsonl"
-    display = Display(path, Sizes(4, 2), 2, assigned([(0,)]), None, Position(0))
+    display = Display(path, Sizes(4, 2), 2, assigned([(0,)]), Writers({}), Position(0), list)
     losses = Losses(HashStore(), 1, 2)
     with display:
         display.file.close()
@@ -44,7 +45,13 @@ def test_a_part_of_an_epoch_is_not_told_as_all_of_it(
 ) -> None:
     """Of a run that goes on inside an epoch, or stops there."""
     display = Display(
-        tmp_path / "metrics.jsonl", Sizes(8, 2), 4, assigned([(0,)]), None, Position(0, 1)
+        tmp_path / "metrics.jsonl",
+        Sizes(8, 2),
+        4,
+        assigned([(0,)]),
+        Writers({}),
+        Position(0, 1),
+        list,
     )
     losses = Losses(HashStore(), 1, 4, first=1)
     with display:

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import small_models
@@ -115,6 +116,7 @@ def test_tensorboard_has_what_was_told(run):
 def test_without_tensorboard_it_says_so(monkeypatch):
     monkeypatch.setattr(job, "find_spec", lambda name: None)
     asked = job.Job.__new__(job.Job)
+    object.__setattr__(asked, "config", SimpleNamespace(metrics=()))
     object.__setattr__(asked, "tensorboard", True)
-    with pytest.raises(job.UserError, match=r"--tensorboard: .* pip install tensorboard"):
-        asked.check_tensorboard()
+    with pytest.raises(job.UserError, match=r"metrics tensorboard: .* pip install tensorboard"):
+        asked.check_metrics()

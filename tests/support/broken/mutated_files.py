@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import random
 import re
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+from whole_files import STAGE, TENSORS, whole_file
 
 from pipedream.graph.cluster import read_cluster
 from pipedream.graph.errors import UserError
@@ -17,9 +23,13 @@ from pipedream.graph.model import read_graph
 from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import read_profile
 from pipedream.graph.run_config import read_config
-from pipedream.runtime.checkpoint.files import read_state
+from pipedream.runtime.checkpoint.dcp import Folder
+from pipedream.runtime.checkpoint.files import load_all, read_state
 from pipedream.runtime.engine.training_segment import Position
+from pipedream.runtime.job import Job
 from pipedream.runtime.report.live_table import keep_before, keep_until
+from pipedream.runtime.report.page.loss_chart import loss_chart
+from pipedream.runtime.report.page.run_page import _attempt
 from pipedream.runtime.report.recording import read_trace
 
 LONGEST = 1_000
@@ -105,11 +115,34 @@ _CHANGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (
 
 @dataclass(frozen=True)
 class Reader:
-    """What reads a file of this name; `lenient`: it may not refuse anything."""
+    """What reads a file of this name; `lenient`: it may not refuse anything. `beside`: whole files
+    that it reads, too.
+    """
 
     name: str
     read: Callable[[Path], Any]
     lenient: bool = False
+    beside: tuple[str, ...] = ()
+
+
+def _read_dcp(path: Path) -> None:
+    into = {name: torch.empty_like(tensor) for name, tensor in TENSORS.items()}
+    folder = Folder(path.parent)
+    folder.load_model(into)
+    folder.load_optimizer(into)
+
+
+def _read_for_page(path: Path) -> None:
+    """As the report of a run does, which leaves out what it cannot read."""
+    with redirect_stderr(io.StringIO()) as said:
+        _attempt("losses", lambda: loss_chart(path.parent, 4))
+    assert said.getvalue().count("\n") <= 1, said.getvalue()
+    assert len(said.getvalue()) < LONGEST, said.getvalue()
+
+
+def _has_summary(path: Path) -> None:
+    run: Any = SimpleNamespace(run=path.parent, epochs=2)
+    assert isinstance(Job.has_summary.__get__(run), bool)
 
 
 READERS = {
@@ -125,6 +158,20 @@ READERS = {
         "metrics.jsonl", lambda path: keep_before(path, Position(1, 3)), lenient=True
     ),
     "held_out.jsonl": Reader("held_out.jsonl", lambda path: keep_until(path, 1), lenient=True),
+    "every_field.yaml": Reader("every_field.yaml", read_config),
+    "summary.json": Reader("summary.json", _has_summary, lenient=True),
+    "report": Reader("metrics.jsonl", _read_for_page, lenient=True, beside=("held_out.jsonl",)),
+    "report, held out": Reader(
+        "held_out.jsonl", _read_for_page, lenient=True, beside=("metrics.jsonl",)
+    ),
+    "model.safetensors.index.json": Reader(
+        "model.safetensors.index.json", lambda path: load_all(path.parent), beside=(STAGE,)
+    ),
+    STAGE: Reader(
+        STAGE, lambda path: load_all(path.parent), beside=("model.safetensors.index.json",)
+    ),
+    ".metadata": Reader(".metadata", _read_dcp, beside=("__0_0.distcp",)),
+    "__0_0.distcp": Reader("__0_0.distcp", _read_dcp, beside=(".metadata",)),
 }
 
 
@@ -132,8 +179,9 @@ def read_mutated(reader: Reader, data: bytes, folder: Path) -> str | None:
     """Reads the data. Returns the message if it is refused; raises AssertionError for a message
     that is no single short line, for a slow reader and for one that changes the file.
     """
-    path = folder / reader.name
-    path.write_bytes(data)
+    path, beside = folder / reader.name, {name: whole_file(name) for name in reader.beside}
+    for name, content in {**beside, reader.name: data}.items():
+        (folder / name).write_bytes(content)
     begin = time.monotonic()
     message = None
     try:
@@ -146,6 +194,10 @@ def read_mutated(reader: Reader, data: bytes, folder: Path) -> str | None:
         message.encode()  # it can be printed
     assert time.monotonic() - begin < SLOWEST, "slow"
     assert reader.lenient or path.read_bytes() == data, "the file was changed"
-    assert [each.name for each in folder.iterdir()] == [reader.name], "another file was written"
-    path.unlink()
+    for name, content in beside.items():
+        assert (folder / name).read_bytes() == content, f"{name} was changed"
+    left = {each.name for each in folder.iterdir()}
+    assert left == {reader.name, *reader.beside}, "another file was written"
+    for name in left:
+        (folder / name).unlink()
     return message

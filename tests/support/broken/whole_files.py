@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+import yaml
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from pipedream.graph.run_config import RunConfig
+from pipedream.runtime.checkpoint.files import publish, write_stage
+from pipedream.runtime.engine.training_segment import Position
+
 _ROOT = Path(__file__).parents[3]
+
+STAGE = "model-00001-of-00001.safetensors"
+"""The file of a checkpoint with one stage."""
+
+TENSORS = {
+    "a.weight": torch.arange(6.0).reshape(2, 3),
+    "a.bias": torch.ones(2),
+    "norm.running_mean": torch.zeros(2, dtype=torch.float64),
+}
+"""Those of the checkpoints."""
 
 _TIMES = {"median": 0.002, "lower": 0.001, "upper": 0.003}
 
@@ -109,7 +129,75 @@ def _metrics() -> bytes:
 
 
 def _held_out() -> bytes:
-    return _lines([{"epoch": epoch, "loss": 1 / epoch} for epoch in (1, 2, 3)])
+    return _lines([{"epoch": epoch, "held_out_loss": 1 / epoch} for epoch in (1, 2, 3)])
+
+
+def _run_yaml() -> bytes:
+    """A run config that has every field."""
+    config = {
+        "format": "pipedream-run/1",
+        "model": {"source": "nets:model", "args": {"width": 4}},
+        "data": {
+            "source": "nets:data",
+            "args": {"file": "a.txt"},
+            "examples": 64,
+            "varying": True,
+            "inputs": ["tokens", "mask"],
+            "target": "labels",
+            "collate": "nets:collate",
+        },
+        "sampler": {"source": "torch.utils.data:RandomSampler"},
+        "loss": "nets:loss",
+        "optimizer": {
+            "name": "AdamW",
+            "args": {"lr": 0.1, "betas": [0.9, 0.99]},
+            "groups": [{"match": ["*.bias"], "name": "SGD", "args": {"lr": 0.2}}],
+        },
+        "asynchronous": {"rate_correction": 5, "weight_prediction": True, "nesterov": 0.9},
+        "scheduler": {
+            "name": "ReduceLROnPlateau",
+            "args": {"factor": 0.5},
+            "every": "epoch",
+            "metric": "held_out_loss",
+        },
+        "batch_size": 4,
+        "drop_last": True,
+        "microbatches": 4,
+        "accumulate": 2,
+        "clip_norm": 1.0,
+        "autocast": "bfloat16",
+        "loss_scale": 8.0,
+        "nan": "skip",
+        "compile": "inductor",
+        "data_workers": 2,
+        "epochs": 3,
+        "evaluate_every": 1,
+        "seed": 7,
+        "dtype": "float64",
+        "metrics": ["wandb", {"source": "nets:Mail", "args": {"to": "me"}}],
+    }
+    assert config.keys() == RunConfig.model_fields.keys()
+    return yaml.safe_dump(config, sort_keys=False).encode()
+
+
+@cache
+def _folder(make: Callable[[Path], None]) -> dict[str, bytes]:
+    """The files in a folder that is made so."""
+    with tempfile.TemporaryDirectory() as name:
+        make(Path(name))
+        return {path.name: path.read_bytes() for path in Path(name).rglob("*") if path.is_file()}
+
+
+def _checkpoint(folder: Path) -> None:
+    write_stage(folder, Position(1), 0, 1, TENSORS, {})
+    whole = publish(folder, Position(1), 1)
+    shutil.rmtree(whole / "optimizer")
+
+
+def _dcp(folder: Path) -> None:
+    state = {name: {"exp_avg": tensor, "step": torch.ones(())} for name, tensor in TENSORS.items()}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": list(TENSORS)}]}
+    save({"model": TENSORS, "optim": optimizer}, checkpoint_id=folder, no_dist=True)
 
 
 def _timeline() -> bytes:
@@ -129,4 +217,12 @@ _CONTENT: dict[str, Callable[[], bytes]] = {
     "timeline.csv": _timeline,
     "metrics.jsonl": _metrics,
     "held_out.jsonl": _held_out,
+    "every_field.yaml": _run_yaml,
+    "summary.json": _json(lambda: {"schedule": "flush", "epochs": 2, "final_loss": 0.5}),
+    "report": _metrics,
+    "report, held out": _held_out,
+    "model.safetensors.index.json": lambda: _folder(_checkpoint)["model.safetensors.index.json"],
+    STAGE: lambda: _folder(_checkpoint)[STAGE],
+    ".metadata": lambda: _folder(_dcp)[".metadata"],
+    "__0_0.distcp": lambda: _folder(_dcp)["__0_0.distcp"],
 }
