@@ -153,9 +153,11 @@ def restore_state(
 
 
 def remembered_names(optimizer: Optimizer, parameter: nn.Parameter) -> set[str]:
-    """The names of what the optimizer will remember of this parameter: it tries a step with one
-    like it.
+    """The names of what the optimizer remembers of this parameter, or will: it tries a step with
+    one like it.
     """
+    if parameter in optimizer.state:  # such as of Adagrad, before its first step
+        return _names(optimizer.state[parameter])
     (part, group) = next(
         (part, group)
         for part in (optimizer.parts if isinstance(optimizer, Together) else [optimizer])
@@ -173,7 +175,11 @@ def remembered_names(optimizer: Optimizer, parameter: nn.Parameter) -> set[str]:
         }
     )
     trial.step()
-    return {name for name, value in trial.state[like].items() if value is not None}
+    return _names(trial.state[like])
+
+
+def _names(state: Mapping[str, Any]) -> set[str]:
+    return {name for name, value in state.items() if value is not None}
 
 
 def groups(config: OptimizerConfig, names: Iterable[str]) -> list[ParameterGroup]:

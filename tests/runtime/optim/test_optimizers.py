@@ -26,7 +26,13 @@ from pipedream.graph.run_config import (
 )
 from pipedream.runtime.data.reader import Epoch
 from pipedream.runtime.job import Job
-from pipedream.runtime.optim.optimizers import groups, make_optimizer, restore_state
+from pipedream.runtime.optim.optimizers import (
+    groups,
+    make_optimizer,
+    remembered_names,
+    restore_state,
+    state_tensors,
+)
 from tests.runtime.engine.test_semantics import plan_for
 
 SUPPORT = Path(small_models.__file__).parent
@@ -222,3 +228,32 @@ def test_groups_go_on_under_another_plan(tmp_path: Path) -> None:
         assert losses(job) == pytest.approx(expected, rel=1e-12)
         for name, tensor in model.state_dict().items():
             torch.testing.assert_close(weights(job)[name], tensor, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ASGD",
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "AdamW",
+        "Muon",
+        "NAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+    ],
+)
+def test_what_an_optimizer_will_remember_is_known_before_its_first_step(name: str) -> None:
+    model = nn.Linear(3, 4, bias=False)
+    args = {"lr": 0.1, "momentum": 0.9} if name in ("RMSprop", "SGD") else {"lr": 0.1}
+    config = OptimizerConfig(name=name, args=args)
+    optimizer = make_optimizer(config, {"weight": model.weight})
+    before = model.weight.detach().clone()
+    expected = remembered_names(optimizer, model.weight)
+    assert torch.equal(model.weight, before)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    remembered = state_tensors(optimizer, {"weight": model.weight})
+    assert {key.removeprefix("weight/") for key in remembered} == expected
