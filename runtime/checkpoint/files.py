@@ -331,7 +331,9 @@ def _reading(path: Path) -> Iterator[Any]:
 def torch_reads(path: Path) -> Iterator[None]:
     """Turns whatever torch.distributed.checkpoint raises over a broken folder into UserError."""
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as of the version of a broken pickle
+            yield
     except (Exception, CheckpointException) as error:
         cause: BaseException = error
         if isinstance(error, CheckpointException):
