@@ -31,6 +31,7 @@ from pipedream.graph.run_config import read_config
 from pipedream.runtime import trainer
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.job import Job
+from pipedream.runtime.report.metrics.writers import Writers
 
 BIN = Path(sys.executable).parent
 SUPPORT = Path(small_models.__file__).parent
@@ -181,7 +182,7 @@ def test_a_run_that_fails_leaves_nothing_frozen(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(trainer, "train_epochs", fail)
     before = gc.get_freeze_count()
     local = SimpleNamespace(rank_info=SimpleNamespace(rank=1))
-    context: Any = SimpleNamespace(display=None, local=local)
+    context: Any = SimpleNamespace(display=None, local=local, writers=Writers({}))
     with pytest.raises(UserError):
         trainer._run(context)
     assert gc.get_freeze_count() <= before
