@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import trained
 from kills import Kill
-from runs import UNDISTURBED, Run
+from trainings import UNDISTURBED, Run
 
 from pipedream.runtime.checkpoint.files import latest, load_all
 

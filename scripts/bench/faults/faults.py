@@ -47,7 +47,7 @@ import click
 import torch
 from full_disk import FullDisk
 from kills import How, Kill, Killer
-from runs import Case, Run
+from trainings import Case, Run
 
 from pipedream.graph.choices import SCHEDULES
 

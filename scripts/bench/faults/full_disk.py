@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kills import FARTHEST, Killer
-from runs import Launcher, Run, heartbeats_of, workers_of
+from trainings import Launcher, Run, heartbeats_of, workers_of
 
 _SIZE = "16m"
 _BLOCK = bytes(1 << 16)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from runs import Launcher, Run, alive, heartbeats_of, words_of, workers_of
+from trainings import Launcher, Run, alive, heartbeats_of, words_of, workers_of
 
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 
