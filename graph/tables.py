@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,9 @@ def make_console() -> Console:
     """A console of the terminal's width, or of a fixed width if the output is redirected."""
     from rich.console import Console
 
-    # Without emoji=False, `transformers:llama: ...` is printed with an emoji.
-    console = Console(highlight=False, markup=False, emoji=False)
+    # Without emoji=False, `transformers:llama: ...` is printed with an emoji. In a notebook rich
+    # would display each table by itself, past whoever collects the output.
+    console = Console(highlight=False, markup=False, emoji=False, force_jupyter=False)
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
     return console
@@ -28,16 +30,48 @@ def make_console() -> Console:
 
 def print_table(console: Console, table: Table, labels: int = 1) -> None:
     """Prints the table. Closer if it does not fit; if that does not help, the columns that are too
-    many stand below, each time beside the first `labels`.
+    many stand below, each time beside the first `labels`. The caption of such parts is as wide as
+    the console.
     """
     for column in table.columns:
         column.overflow = "fold"
     if _width(console, table, table.columns) > console.width:
         table.padding, table.show_edge, table.pad_edge = (0, 1, 0, 0), False, False
     parts = list(_parts(console, table, labels))
+    caption, several = table.caption, len(parts) > 1
     for number, columns in enumerate(parts):
-        last = number == len(parts) - 1
-        console.print(_part(table, columns, title=number == 0, caption=last))
+        _fold(console, table, columns)
+        console.print(_part(table, columns, title=number == 0, caption=not several))
+    if several and caption:
+        console.print(caption, style="table.caption")
+
+
+def break_words(text: str, width: int) -> str:
+    """The text with each word of more than `width` characters broken, if possible behind a dot, a
+    slash or an underscore: `model.layers.0.` and `mlp.gate_proj`.
+    """
+    return re.sub(r"\S+", lambda word: "\n".join(_pieces(word[0], width)), text)
+
+
+def _pieces(word: str, width: int) -> Iterator[str]:
+    while len(word) > width:
+        best = max(word.rfind(mark, 0, width) for mark in "./") + 1
+        best = best or word.rfind("_", 0, width) + 1 or width
+        if not word[:best].strip("."):  # of "...layers.0" nothing but dots
+            best = width
+        yield word[:best]
+        word = word[best:]
+    yield word
+
+
+def _fold(console: Console, table: Table, columns: Sequence[Column]) -> None:
+    """Breaks the words of the column of text, if there is just one, where it will be wrapped."""
+    folding = [column for column in columns if not column.no_wrap and _spare(console, column)]
+    if len(folding) == 1:
+        width = _LEAST + console.width - _width(console, table, columns)
+        folding[0]._cells = [
+            break_words(cell, width) if isinstance(cell, str) else cell for cell in folding[0].cells
+        ]
 
 
 def _parts(console: Console, table: Table, labels: int) -> Iterator[list[Column]]:

@@ -97,6 +97,8 @@ def _summary(profile: Profile) -> str:
             f"Passes of the whole model took {show_seconds(spread.median)}; half of them between"
             f" {show_seconds(spread.lower)} and {show_seconds(spread.upper)}."
         )
+        if spread.spread > _NOISY * spread.median:
+            lines.append("Noisy: passes vary by more than 10%; repeat on an idle machine.")
     if profile.forward is not None and profile.backward is not None:
         lines.append(
             "Check: parts of the model timed as a whole differ from the sums of their layers by"

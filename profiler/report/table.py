@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from pipedream.graph.tables import break_words
+
 _GAP = 2  # between columns
 _HEAVIEST = 10
 
@@ -25,7 +27,7 @@ def make_table(
     width: int,
     spare: Iterable[str] = (),
 ) -> Table:
-    """A table of text and number columns by heading; the last text column wraps.
+    """A table of text and number columns by heading; the last text column wraps, at dots.
 
     If less than a third of `width` would be left for it, and it needs more, columns in `spare` are
     left out, first to last.
@@ -37,6 +39,8 @@ def make_table(
     for heading in spare:
         if sum(widths.values()) > available:
             widths.pop(heading, None)
+    room = available + min(max(map(len, wide), default=0), width // 3) - sum(widths.values())
+    broken = [break_words(cell, max(room, 1)) for cell in wide]
     table = Table(
         title=title,
         title_justify="left",
@@ -49,7 +53,7 @@ def make_table(
         table.add_column(heading, no_wrap=labels[heading] is not wide, overflow="fold")
     for heading in widths:
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in zip(*narrow, wide, *(numbers[heading] for heading in widths), strict=True):
+    for row in zip(*narrow, broken, *(numbers[heading] for heading in widths), strict=True):
         table.add_row(*row)
     return table
 

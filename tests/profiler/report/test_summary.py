@@ -84,3 +84,19 @@ def test_a_narrow_page_loses_columns_not_names() -> None:
     ):
         table = make_table("", labels, numbers, width, spare="xvyzw")
         assert [column.header for column in table.columns[2:]] == list(kept), width
+
+
+def test_a_narrow_page_breaks_names_at_their_dots() -> None:
+    """`model.layers.1.mlp.gate_pro` and `j: Linear` stood in two lines."""
+    labels = {"node": ["n1"], "layer": ["model.layers.1.mlp.gate_proj: Linear"]}
+    table = make_table("", labels, {"time": ["123 ms"]}, 40)
+    assert list(table.columns[1].cells) == ["model.layers.1.mlp.\ngate_proj: Linear"]
+
+
+def test_a_profile_whose_passes_vary_is_called_noisy(capsys: pytest.CaptureFixture[str]) -> None:
+    """Only profiles without whole passes were, such as those of --meta."""
+    noisy = "Noisy: passes vary by more than 10%"
+    print_report(profile(layer("a"), pass_seconds=(1.0, 1.05, 1.1, 1.2)))
+    assert noisy not in capsys.readouterr().out
+    print_report(profile(layer("a"), pass_seconds=(1.0, 1.0, 1.5, 1.6)))
+    assert noisy in capsys.readouterr().out
