@@ -20,6 +20,9 @@ from pipedream.graph.errors import UserError
 _LONGEST = 300
 """Characters of a message: those of torch can list every signature of a function."""
 
+TORCHVISION_MISMATCH = "torchvision::nms does not exist"
+"""In the error of a torchvision that was built for another torch."""
+
 
 def load_function(source: str, directory: Path | None = None) -> Callable[..., Any]:
     """Imports the callable `package.module:name`.
@@ -84,13 +87,23 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 
 def blame(error: BaseException) -> str:
-    """`FILE:LINE: TypeError: message`, with the last line in the user's own files."""
+    """`FILE:LINE: TypeError: message (OSError: what it was raised from)`, with the last line in the
+    user's own files.
+    """
     message = " ".join(str(error).split()) or "no message"
     if len(message) > _LONGEST:
         message = f"{message[:_LONGEST]}..."
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
-    return f"{place(error)}{type(error).__name__}: {message}"
+    *_, first = _causes(error)
+    why = f" ({_shortened(first)})" if first is not error and str(first) not in message else ""
+    return f"{place(error)}{type(error).__name__}: {message}{why}"
+
+
+def _shortened(error: BaseException) -> str:
+    """`TypeError: message` in one line that is not too long."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message[:_LONGEST]}{'...' * (len(message) > _LONGEST)}"
 
 
 def place(error: BaseException) -> str:
@@ -115,7 +128,7 @@ def _import(name: str, source: str, directory: Path | None) -> ModuleType:
             sys.path.insert(0, str(place.resolve()))
     with blaming(source):
         try:
-            return importlib.import_module(name)
+            return _import_beside_torchvision(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
@@ -124,6 +137,29 @@ def _import(name: str, source: str, directory: Path | None) -> ModuleType:
                 f"{source}: there is no module {error.name} in {where}the current directory "
                 "or on PYTHONPATH"
             ) from error
+
+
+def _import_beside_torchvision(name: str) -> ModuleType:
+    """Imports the module even if it imports a torchvision for another build of torch, as
+    transformers does.
+    """
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        if not any(TORCHVISION_MISMATCH in str(each) for each in _causes(error)):
+            raise
+    from pipedream.capture.sources.vision import import_torchvision
+
+    import_torchvision()
+    return importlib.import_module(name)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and so on."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__
 
 
 def _signature(function: Callable[..., Any]) -> str:

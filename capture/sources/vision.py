@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipedream.capture.sources.user_code import call, close_matches
+from pipedream.capture.sources.user_code import TORCHVISION_MISMATCH, call, close_matches
 from pipedream.graph.errors import UserError
 
 # Modules whose models map a batch of images or clips to a tensor.
@@ -36,7 +36,7 @@ def import_torchvision() -> ModuleType:
     except ModuleNotFoundError as error:
         raise UserError("torchvision is not installed: pip install 'pipedream[models]'") from error
     except RuntimeError as error:
-        if "torchvision::nms does not exist" not in str(error) or _fragment is not None:
+        if TORCHVISION_MISMATCH not in str(error) or _fragment is not None:
             raise
     _fragment = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):

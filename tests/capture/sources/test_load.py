@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipedream.capture.sources import vision
 from pipedream.capture.sources.load import load, load_config, load_config_model, load_data
 from pipedream.capture.sources.minibatch import example, minibatch
 from pipedream.capture.sources.user_code import load_function
@@ -193,6 +194,35 @@ def test_a_module_that_does_not_import_is_blamed_by_line(
 ) -> None:
     with pytest.raises(UserError, match=told):
         load_function(f"{user(text)}:f")
+
+
+def test_a_module_that_imports_a_torchvision_for_another_torch(
+    user: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`from transformers import LlamaForCausalLM` failed so; "torchvision:resnet18" did not."""
+    declared: list[bool] = []
+    monkeypatch.setattr(vision, "import_torchvision", lambda: declared.append(True))
+    monkeypatch.setattr(vision, "declared", declared, raising=False)
+    name = user(
+        """
+from pipedream.capture.sources.vision import declared
+if not declared:
+    try:
+        raise RuntimeError("operator torchvision::nms does not exist")
+    except RuntimeError as error:
+        raise ModuleNotFoundError("Could not import module 'LlamaConfig'") from error
+def f(): pass
+"""
+    )
+    assert load_function(f"{name}:f").__name__ == "f"
+    assert declared == [True]
+
+
+def test_what_an_error_was_raised_from_is_told(user: Callable[..., str]) -> None:
+    """Of transformers' lazy imports one read "Could not import module", without the cause."""
+    name = user("try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    raise OSError('no') from e\n")
+    with pytest.raises(UserError, match=r"OSError: no \(ZeroDivisionError: division by zero\)"):
+        load_function(f"{name}:f")
 
 
 def test_run_config_takes_the_first_minibatch_of_its_data(
