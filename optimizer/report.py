@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
@@ -20,6 +21,7 @@ from pipedream.optimizer.cost.models import DEFAULT_COST_MODEL
 from pipedream.optimizer.search.outcome import Outcome, ScheduleTime
 
 _WIDEST_NAME = 24
+_WIDEST_BLOCK = 40
 _ROUNDING = 1e-9
 _MOST_COUNTS = 6
 _NARROW = 100  # columns; tables are set closer on fewer
@@ -156,10 +158,16 @@ def _span(stage: Stage, graph: Graph, modules: Mapping[str, str]) -> str:
 
 
 def _name(node: Node, module: str) -> str:
-    if len(module) > _WIDEST_NAME:  # its end tells more
+    if len(module) > _WIDEST_NAME:  # its end tells more, from the number of the block on
+        block = re.search(r"[^.]*\d.*", module)
+        if block is not None and len(block[0]) <= _WIDEST_BLOCK:
+            return module if block[0] == module else f"...{block[0]}"
         parts = module[3 - _WIDEST_NAME :].partition(".")
         return f"...{parts[2] or parts[0]}"
-    return module or f"{node.id} {node.description.partition('(')[0]}"[:_WIDEST_NAME].rstrip()
+    layer = node.description.partition("(")[0]
+    if module and not re.search("[a-z]", module):  # the number of a layer in nn.Sequential
+        return f"{module}: {layer}"[:_WIDEST_NAME]
+    return module or f"{node.id} {layer}"[:_WIDEST_NAME].rstrip()
 
 
 def _count(number: int, what: str, ending: str = "s") -> str:
@@ -334,11 +342,16 @@ def _assumptions(outcome: Outcome, profiled_on: Machine | None) -> Iterator[str]
             "Assumed: links that carry their --bandwidth and slow no pass down;"
             " pd-profile --network or --cluster auto measures that."
         )
-    if profiled_on is not None and not (plan.cluster.measured or plan.cluster.kinds):
+    if profiled_on is not None and plan.cluster.kinds:
+        speeds = " or ".join(dict.fromkeys(f"{kind.speed:g}" for kind in plan.cluster.kinds))
         yield (
-            f"Assumed: devices as fast as the one profiled, {profiled_on.device_name}"
-            + (f" with {_count(profiled_on.threads, 'thread')}" * (profiled_on.device == "cpu"))
-            + "; --speed says otherwise."
+            f"Assumed: devices {speeds} times as fast in every layer as the one profiled,"
+            f" {_device(profiled_on)}."
+        )
+    elif profiled_on is not None and not plan.cluster.measured:
+        yield (
+            f"Assumed: devices as fast as the one profiled, {_device(profiled_on)};"
+            " --speed says otherwise."
         )
     on_one = min(plan.workers, plan.cluster.machines[0])
     here = profiled_on is not None and profiled_on.device == "cpu" and not plan.cluster.kinds
@@ -347,6 +360,11 @@ def _assumptions(outcome: Outcome, profiled_on: Machine | None) -> Iterator[str]
             f"Assumed: passes as fast with {on_one} workers at work as with {profiled_on.workers},"
             f" as they were profiled. pd-profile --workers {on_one} measures that."
         )
+
+
+def _device(machine: Machine) -> str:
+    threads = f" with {_count(machine.threads, 'thread')}" * (machine.device == "cpu")
+    return machine.device_name + threads
 
 
 def _gap(share: float) -> str:

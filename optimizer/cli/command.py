@@ -69,7 +69,8 @@ def main(**values: Any) -> None:
         output.compare_plans(task.request, microbatches, outcome.plan, options.folder)
     if choices is not None:
         output.write_choices(choices, options.folder)
-    output.say_next(outcome.plan, options.folder)
+    profiled = "" if task.profile is None else task.profile.model
+    output.say_next(outcome.plan, options.folder, profiled)
 
 
 def _plan(task: Task, options: Options) -> tuple[Outcome, Simulation | None]:

@@ -78,13 +78,18 @@ def export_plan(framework: str, plan: Plan, task: Task, folder: Path) -> None:
         click.echo(f"  {note}")
 
 
-def say_next(plan: Plan, folder: Path) -> None:
-    """Prints the command that trains the plan, and a hint if the plan is no pipeline."""
+def say_next(plan: Plan, folder: Path, profiled: str = "") -> None:
+    """Prints the command that trains the plan, and a hint if the plan is no pipeline.
+
+    `profiled`: the model as pd-profile was given it; a run config, if it is one that is there.
+    """
     if len(plan.stages) == 1 and plan.workers > 1:
         click.echo(
             "1 stage: this is data parallelism; add --straight for a pipeline without replicas"
         )
-    click.echo(f"Next: pd-train {folder}/plan.json --config CONFIG.yaml")
+    is_config = profiled.endswith((".yaml", ".yml")) and Path(profiled).is_file()
+    config = profiled if is_config else "CONFIG.yaml"
+    click.echo(f"Next: pd-train {folder}/plan.json --config {config}")
 
 
 def sweep_workers(request: Request, numbers: range, folder: Path) -> None:

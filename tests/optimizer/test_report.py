@@ -4,10 +4,12 @@ from io import StringIO
 from rich.console import Console
 
 from pipedream.graph.cluster import Cluster, DeviceType
+from pipedream.graph.model import Node
 from pipedream.graph.plan import PlanningOptions
+from pipedream.graph.profile import Machine
 from pipedream.optimizer.choose.chooser import choose
 from pipedream.optimizer.cost.models import NetworkCost, PaperCost
-from pipedream.optimizer.report import _gap, print_report
+from pipedream.optimizer.report import _assumptions, _gap, _name, print_report
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
@@ -135,3 +137,33 @@ def test_a_narrow_page_shows_every_figure_whole(make_graph):
     print_report(outcome, graph, Console(file=text, width=80, highlight=False))
     assert "…" not in text.getvalue()
     assert max(map(len, text.getvalue().splitlines()[:-2])) <= 80
+
+
+def test_how_fast_the_devices_are_taken_to_be_is_always_said(make_graph):
+    """With --speed 1000 the report said nothing of it."""
+    graph = make_graph("a b", "a-b", a=(30, 10, 0), b=(30, 10, 0))
+    here = Machine(device="cpu", device_name="abacus", threads=1, python="3.11", torch="2.13")
+
+    def said(*kinds):
+        names = tuple(kind.name for kind in kinds)
+        cluster = Cluster(machines=(2,), bandwidth=(1e9,), kinds=kinds, machine_kinds=2 * names)
+        outcome = choose(Request(graph, cluster, NetworkCost()))
+        return " ".join(_assumptions(outcome, here))
+
+    assert "as fast as the one profiled, abacus with 1 thread; --speed says otherwise." in said()
+    fast = said(DeviceType(name="fast", speed=1000.0))
+    assert "Assumed: devices 1000 times as fast in every layer as the one profiled, abacus" in fast
+
+
+def test_a_long_name_keeps_the_number_of_its_block():
+    """All stages of ViT-L began at `...mlp.0` and ended at `...mlp.3`."""
+    node = Node("node7", "Linear(in_features=1)", 0.0, 0.0, (0.0,), 0.0)
+    for module, shown in (
+        ("encoder.layers.encoder_layer_1.mlp.0", "...encoder_layer_1.mlp.0"),
+        ("model.layers.2.self_attn.q_proj", "...2.self_attn.q_proj"),
+        ("model.layers.10.mlp", "model.layers.10.mlp"),
+        ("a" * 30 + ".classifier", "...classifier"),
+        ("", "node7 Linear"),
+        ("3", "3: Linear"),
+    ):
+        assert _name(node, module) == shown

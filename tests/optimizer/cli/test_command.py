@@ -5,6 +5,7 @@ import subprocess
 import sys
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from profiled import profile, profile_of
@@ -13,6 +14,7 @@ from pipedream.graph.model import format_graph, read_graph
 from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import write_profile
 from pipedream.optimizer.cli.command import main
+from pipedream.optimizer.cli.output import say_next
 
 TRANSLATION = Path(__file__).parents[1] / "translation.txt"
 LEVELS = ("--machines", "2,2", "--bandwidth", "1GB,500MB")
@@ -54,6 +56,18 @@ def test_writes_plan_graph_and_picture_and_prints_a_table(tmp_path):
 def test_one_stage_is_called_data_parallelism(tmp_path):
     done = pd_optimize(TRANSLATION, "--machines", "2", "--bandwidth", "1TB", "-o", tmp_path)
     assert "1 stage: this is data parallelism; add --straight for a pipeline" in done.stdout
+
+
+def test_the_next_command_names_the_run_config_that_was_profiled(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plan = Mock(stages=[1, 2])
+    say_next(plan, Path("plan"), "run.yaml")
+    Path("run.yaml").touch()
+    say_next(plan, Path("plan"), "run.yaml")
+    assert capsys.readouterr().out.splitlines() == [
+        "Next: pd-train plan/plan.json --config CONFIG.yaml",
+        "Next: pd-train plan/plan.json --config run.yaml",
+    ]
 
 
 def test_the_graph_keeps_its_text_but_for_the_stages(tmp_path):
