@@ -108,12 +108,16 @@ def advice(found: Comparison, run: MeasuredRun, folder: Path) -> list[str]:
     if found.as_expected:
         return []
     if abs(found.compute.change) >= abs(found.rest.change):
-        what = "longer" if found.compute.change > 0 else "less"
+        if found.compute.change < 0:
+            return [
+                "Passes took less than in the profile: the machine was busier when it was made.",
+                f"Repeat it, or correct it by this run: pd-optimize GRAPH --calibrate {folder}.",
+            ]
         cluster = run.plan.cluster
         used = {rank for stage in run.plan.stages for rank in stage.ranks}
         workers = max(Counter(rank // cluster.machines[0] for rank in used).values())
         return [
-            f"Passes took {what} than in the profile: with other processes at work (pd-profile"
+            f"Passes took longer than in the profile: with other processes at work (pd-profile"
             f" --workers {workers}), or on a machine",
             f"with other load. pd-optimize GRAPH --calibrate {folder} corrects them by this run.",
         ]

@@ -87,6 +87,17 @@ def test_passes_that_took_longer() -> None:
     assert "--calibrate runs/run" in said
 
 
+def test_passes_that_took_less() -> None:
+    """It said "with other processes at work (pd-profile --workers 2)" of a profile made so."""
+    taken = run(plan(), 0.006, (0.004, 0.005))
+    found = compare(taken)
+    assert found is not None
+    said = " ".join(advice(found, taken, RUN))
+    assert "Passes took less than in the profile" in said
+    assert "--workers" not in said
+    assert "--calibrate runs/run" in said
+
+
 @pytest.mark.parametrize(
     ("measured_links", "words"), [(False, "--cluster auto"), (True, "repeat pd-profile --network")]
 )
