@@ -16,12 +16,18 @@ from pipedream.command_line import words
 from pipedream.graph.command import whole, write_whole
 from pipedream.graph.model import Graph, format_graph
 from pipedream.graph.plan import Plan, read_plan
+from pipedream.graph.units import show_seconds
 from pipedream.profiling import Profiled
 
+_OF_THE_FOLDER = ("Written: ", "Next: ", "Exported: ")
+"""How lines of pd-optimize begin that name its folder: one for the time being here."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Planned:
-    """A plan, and in `files` what pd-optimize wrote, by name; `report` is what it printed."""
+    """A plan, and in `files` what pd-optimize wrote, by name; `report` is what it printed, as is
+    `str(planned)`.
+    """
 
     plan: Plan
     report: str
@@ -36,10 +42,23 @@ class Planned:
                 fresh.write_bytes(content)
         return folder
 
+    def __repr__(self) -> str:
+        plan = self.plan
+        seconds = plan.predicted.expected_seconds_per_minibatch
+        seconds = plan.predicted.seconds_per_minibatch if seconds is None else seconds
+        return (
+            f"<plan of {len(plan.stages)} stages on {plan.workers} of {plan.cluster.devices}"
+            f" devices, {plan.schedule}: {show_seconds(seconds)} per minibatch>"
+        )
+
+    def __str__(self) -> str:
+        return self.report
+
     def _repr_html_(self) -> str:
         picture = self.files.get("graph.svg", b"").decode(errors="replace")
         svg = picture[max(picture.find("<svg"), 0) :]
-        return f"<pre>{escape(self.report)}</pre>{svg}"
+        scrolling = f'<div style="max-height: 40em; overflow: auto">{svg}</div>'
+        return f"<pre>{escape(self.report)}</pre>{scrolling if svg else ''}"
 
 
 def optimize(
@@ -64,7 +83,9 @@ def optimize(
         with redirect_stdout(report), main.make_context("pd-optimize", arguments) as context:
             main.invoke(context)
         files = {path.name: path.read_bytes() for path in made.iterdir() if path.is_file()}
-        return Planned(read_plan(made / "plan.json"), report.getvalue(), files)
+        lines = report.getvalue().splitlines(keepends=True)
+        kept = "".join(line for line in lines if not line.startswith(_OF_THE_FOLDER))
+        return Planned(read_plan(made / "plan.json"), kept, files)
 
 
 def _written(graph: Profiled | Graph | str | Path, folder: Path) -> Path:

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.profile import Profile
+from pipedream.graph.units import show_seconds
 from pipedream.profiler.cli import write_files
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Profiled:
     """A model with the times and sizes of its layers."""
 
@@ -41,10 +42,23 @@ class Profiled:
         write_files(self.graph, self.profile, Path(folder))
         return Path(folder)
 
+    def __repr__(self) -> str:
+        totals = self.profile.totals
+        return (
+            f"<{self._title}: {len(self.profile.nodes)} nodes,"
+            f" forward {show_seconds(totals.forward_seconds)},"
+            f" backward {show_seconds(totals.backward_seconds)}>"
+        )
+
     def _repr_html_(self) -> str:
-        title = escape(f"{self.profile.model}, batch {self.profile.batch_size}")
-        table = self.layers.to_html(index=False, max_rows=30)
-        return f"<b>{title}</b>{table}"
+        from pipedream.profiler.report.layers import shown_layers
+
+        table = shown_layers(self.profile).to_html(index=False, max_rows=30)
+        return f"<b>{escape(self._title)}</b>{table}"
+
+    @property
+    def _title(self) -> str:
+        return f"{self.profile.model}, batch {self.profile.batch_size}"
 
 
 def profile(

@@ -6,7 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
@@ -23,6 +24,9 @@ from pipedream.planning import Planned
 
 if TYPE_CHECKING:
     import pandas as pd
+
+_NEWEST = 1_000
+"""Lines of pd-train that are kept for an error."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,14 @@ class Run:
     def _repr_html_(self) -> str:
         import pandas as pd
 
-        told = pd.Series(self.summary, name="").to_frame().to_html(header=False)
-        return f"<b>{escape(str(self.folder))}</b>{told}"
+        summary = self.summary
+        ranks = pd.DataFrame(summary.pop("ranks")).to_html(
+            index=False, float_format="{:.4g}".format
+        )
+        told = pd.DataFrame(summary.items()).to_html(
+            header=False, index=False, float_format="{:.4g}".format
+        )
+        return f"<b>{escape(str(self.folder))}</b>{told}{ranks}"
 
 
 def train(
@@ -61,19 +71,50 @@ def train(
 
     `config` is a run config: a file, or what one would have in it; then its names and paths are
     relative to the current folder. `options` are those of pd-train, with `_` for `-`: `train(plan,
-    "run.yaml", "runs/first", epochs=3, save_every=100)`. Raises UserError with what pd-train says
-    if it fails, KeyboardInterrupt if it was stopped.
+    "run.yaml", "runs/first", epochs=3, save_every=100)`. Prints what pd-train prints, as the run
+    goes on. Ctrl-C, or the interrupt of a notebook, ends the run in order.
+
+    Raises UserError with what pd-train says if it fails, KeyboardInterrupt if it was stopped.
     """
     with TemporaryDirectory() as folder, _as_file(config) as file:
         asked = {"config": file, "output": Path(output), **options}
         command = [_program(), str(_written(plan, Path(folder))), *words(asked)]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 130:
+        code, lines = _follow(command)
+    if code == 130:
         raise KeyboardInterrupt
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.startswith("pd-train: ")]
-        raise UserError((said or done.stderr.splitlines() or ["pd-train failed"])[-1][:2_000])
+    if code:
+        said = [line for line in lines if line.startswith("pd-train: ")]
+        raise UserError((said or [*lines] or ["pd-train failed"])[-1][:2_000])
     return Run(Path(output))
+
+
+def _follow(command: Sequence[str]) -> tuple[int, Sequence[str]]:
+    """Runs the command and prints its lines as they come; returns its exit code and newest lines.
+
+    A terminal, as a notebook, interrupts the command together with this process: it is waited for
+    while it saves. A second interrupt kills it.
+    """
+    newest: deque[str] = deque(maxlen=_NEWEST)
+
+    def follow(lines: Iterable[str]) -> None:
+        for line in lines:
+            newest.append(line.rstrip("\n"))
+            print(line, end="", flush=True)
+
+    pipe, merged = subprocess.PIPE, subprocess.STDOUT
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=merged, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        try:
+            try:
+                follow(process.stdout)
+            except KeyboardInterrupt:
+                follow(process.stdout)
+            return process.wait(), newest
+        except BaseException:
+            process.kill()
+            raise
 
 
 @contextmanager

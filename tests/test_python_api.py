@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +19,7 @@ from torch.nn import functional as F
 
 import pipedream
 from pipedream.command_line import words
+from pipedream.training import Run, _follow
 
 
 def test_importing_it_takes_no_torch() -> None:
@@ -27,6 +33,77 @@ def test_importing_it_takes_no_torch() -> None:
 def test_keywords_are_options() -> None:
     asked = {"save_every": 4, "trace": True, "keep": None, "machines": (4, 2), "resume": False}
     assert list(words(asked)) == ["--save-every", "4", "--trace", "--machines", "4,2"]
+
+
+GRAPH = Path(__file__).parent / "optimizer" / "translation.txt"
+
+
+def test_a_plan_is_shown_whole_and_by_no_folder_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a notebook the report was displayed past `report`, and named a temporary folder."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    planned = pipedream.optimize(GRAPH, machines=2, bandwidth="1GB/s")
+    assert "expected in a run" in planned.report
+    assert "The fastest plan found under each schedule" in planned.report
+    for gone in ("Written:", "Next:", "/tmp"):
+        assert gone not in planned.report
+    assert str(planned) == planned.report
+    shown = repr(planned)
+    assert "2 of 2 devices, weight-stashing: " in shown
+    assert len(shown) < 120
+
+
+def test_a_run_is_shown_with_a_table_of_its_ranks(tmp_path: Path) -> None:
+    """They stood in one cell, as a list of dictionaries."""
+    ranks = [{"rank": rank, "stage": rank, "busy": 0.5} for rank in range(2)]
+    summary = {"schedule": "flush", "final_loss": 0.123456789, "ranks": ranks}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    shown = Run(tmp_path)._repr_html_()
+    assert "<th>stage</th>" in shown
+    assert "<td>0.1235</td>" in shown
+    assert "{" not in shown
+
+
+def _script(tmp_path: Path, text: str) -> list[str]:
+    (tmp_path / "script.py").write_text(text)
+    return [sys.executable, "-u", str(tmp_path / "script.py")]
+
+
+def test_training_prints_what_pd_train_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing was to be seen until the end of the run."""
+    code, lines = _follow(_script(tmp_path, "print('epoch 1')\nraise SystemExit('pd-train: no')"))
+    assert (code, list(lines)) == (1, ["epoch 1", "pd-train: no"])
+    assert capsys.readouterr().out == "epoch 1\npd-train: no\n"
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_an_interrupted_run_has_the_time_to_save(tmp_path: Path, interrupts: int) -> None:
+    """It was killed after a quarter of a second, without a checkpoint; now by a second one."""
+    train = """
+import signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: None)
+print("training")
+deadline = time.monotonic() + 1 + 60 * (sys.argv[1] == "2")
+while time.monotonic() < deadline: time.sleep(0.05)
+print("saved")
+sys.exit(130)
+"""
+    command = [*_script(tmp_path, train), str(interrupts)]
+    code = f"from pipedream.training import _follow; print(_follow({command})[0])"
+    asked = [sys.executable, "-u", "-c", code]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(asked, stdout=pipe, stderr=pipe, text=True, process_group=0) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == "training\n"
+        for _ in range(interrupts):
+            os.killpg(running.pid, signal.SIGINT)
+            time.sleep(0.5)
+        said, error = running.communicate(timeout=20)
+    assert ("saved\n130" in said) == (interrupts == 1)
+    assert ("KeyboardInterrupt" in error) == (interrupts == 2)
 
 
 @pytest.mark.slow
@@ -43,6 +120,8 @@ def test_from_a_model_to_a_trained_one(tmp_path: Path, monkeypatch: pytest.Monke
     )
     assert profiled.layers["op"].tolist()[-1] == "Linear"
     assert "Linear" in profiled._repr_html_()
+    assert re.search(r"<td>[\d.]+ (us|ms)</td>", profiled._repr_html_())
+    assert re.fullmatch(r"<small_models:Noisy, batch 4: \d+ nodes, forward .*>", repr(profiled))
     planned = pipedream.optimize(profiled, machines=2, bandwidth="1GB/s", straight=True)
     assert planned.plan.replicas == (1, 1)
     assert planned.plan.batch_size == 4

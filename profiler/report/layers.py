@@ -84,3 +84,22 @@ def layer_names(frame: pd.DataFrame) -> list[str]:
         f"{module}: {op}" if module else op
         for module, op in zip(frame["module"], frame["op"], strict=True)
     ]
+
+
+def shown_layers(profile: Profile) -> pd.DataFrame:
+    """A row for each layer in order of execution, its quantities in words with units."""
+    import pandas as pd
+
+    frame = layers_frame(profile)
+    measured = [each for each in QUANTITIES.values() if frame[each.column].notna().all()]
+    return pd.DataFrame(
+        {
+            "node": frame["id"],
+            "layer": layer_names(frame),
+            **{
+                each.heading.replace("-\n", ""): frame[each.column].map(each.show)
+                for each in measured
+            },
+            "share": frame["share"].map("{:.1%}".format),
+        }
+    )
