@@ -209,7 +209,7 @@ GROUPS = {
         ),
         option(
             "--compare",
-            "Compare with five other plans, each simulated: a table, compare.csv, compare.png."
+            "Compare with six other plans, each simulated: a table, compare.csv, compare.png."
             "  [default: off]",
         ),
         option(

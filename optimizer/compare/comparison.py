@@ -148,7 +148,7 @@ def _fits(plan: Plan, device_types: DeviceTypes) -> bool:
 def comparison_table(contenders: list[Contender], microbatches: int) -> Table:
     """A row per plan; the best simulated time among those that fit is bold."""
     best = _fastest(contenders)
-    return table_of(
+    table = table_of(
         "Other plans for the same graph and cluster",
         f"Per minibatch; with flush, of batches of {microbatches}. Closed form: by the cost model;"
         " simulated: the schedule, action by action, the best that fits in bold. Waiting: the share"
@@ -157,6 +157,9 @@ def comparison_table(contenders: list[Contender], microbatches: int) -> Table:
         bold=[n for n, contender in enumerate(contenders) if contender in best],
         wrapped=("plan", "schedule"),
     )
+    for column in table.columns:  # names of one word
+        column.no_wrap |= column.header == "schedule"
+    return table
 
 
 def _fastest(contenders: Sequence[Contender]) -> list[Contender]:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import pytest
 from commands import typed
 
+from pipedream.graph.run_config import read_config
+
 ROOT = Path(__file__).parents[2]
 
 NOT_RUN = {
@@ -94,3 +96,14 @@ def written(out: str) -> list[str]:
 def test_the_tutorial_uses_the_files_of_the_readme() -> None:
     files = [{b.title: b.text for b in blocks(page) if b.title} for page in NOT_RUN]
     assert files[0].items() <= files[1].items()
+
+
+def test_the_run_config_with_all_fields_has_them_and_is_one(tmp_path: Path) -> None:
+    """The reference named no field at all but in the built site."""
+    (shown,) = [b for b in blocks("docs/reference/run-config.md") if b.title == "all.yaml"]
+    (tmp_path / "all.yaml").write_text(shown.text)
+    config = read_config(tmp_path / "all.yaml")
+    parts = (config, config.data, config.optimizer, config.scheduler, config.asynchronous)
+    for part in (*parts, *config.optimizer.groups):
+        assert part is not None
+        assert part.model_fields_set == set(type(part).model_fields)

@@ -5,6 +5,7 @@ import pytest
 from rich.console import Console
 
 from pipedream.graph.cluster import Cluster
+from pipedream.graph.tables import print_table
 from pipedream.optimizer.choose.chooser import choose
 from pipedream.optimizer.compare.comparison import (
     compare,
@@ -24,6 +25,13 @@ def request_of(make_graph):
         return Request(graph, Cluster(machines=(3,), bandwidth=(1e9,)), PaperCost(), memory=memory)
 
     return make
+
+
+def test_the_name_of_a_schedule_is_not_broken(request_of):
+    """On 80 columns a g of its own stood below `weight-stashin`."""
+    text = StringIO()
+    print_table(Console(file=text, width=80), comparison_table(compare(request_of(), 6, None), 6))
+    assert text.getvalue().count("weight-stashing") == 4
 
 
 def test_six_plans_each_with_both_times(request_of, tmp_path):
