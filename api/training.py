@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -101,9 +102,11 @@ def _follow(command: Sequence[str]) -> tuple[int, Sequence[str]]:
             newest.append(line.rstrip("\n"))
             print(line, end="", flush=True)
 
+    # In a notebook FORCE_COLOR is set: pd-train would draw a live table, over and over.
+    environment = {key: value for key, value in os.environ.items() if key != "FORCE_COLOR"}
     pipe, merged = subprocess.PIPE, subprocess.STDOUT
     with subprocess.Popen(
-        command, stdout=pipe, stderr=merged, text=True, errors="replace"
+        command, stdout=pipe, stderr=merged, text=True, errors="replace", env=environment
     ) as process:
         assert process.stdout is not None
         try:

@@ -66,7 +66,7 @@ def draw(
     drawn = graph
     if modules is not None and len(graph.nodes) > _MOST_BOXES:
         drawn = condensed(graph, modules)
-    picture = _digraph(drawn, title, graph)
+    picture = _digraph(drawn, title, graph, {} if modules is None else modules)
     svg, text = (path.parent / (path.name + suffix) for suffix in (".svg", ".gv"))
     image = _lay_out(picture) if _can_lay_out(drawn) else None
     written, stale = (text, svg) if image is None else (svg, text)
@@ -167,7 +167,9 @@ def _lay_out(picture: graphviz.Digraph) -> bytes | None:
         return None
 
 
-def _digraph(graph: Graph, title: str, whole_graph: Graph) -> graphviz.Digraph:
+def _digraph(
+    graph: Graph, title: str, whole_graph: Graph, modules: Mapping[str, str]
+) -> graphviz.Digraph:
     """`whole_graph`: of whose nodes the boxes of `graph` are made."""
     picture = graphviz.Digraph("model")
     length = _length(graph)
@@ -185,7 +187,8 @@ def _digraph(graph: Graph, title: str, whole_graph: Graph) -> graphviz.Digraph:
         tooltip = graphviz.escape(f"{node.id} {node.description}")
         share = shares.get(node.id)
         colours = {"fillcolor": _stage_colour(node.stage)} if share is None else _heat(share)
-        home.node(names[node.id], _label(node, share), tooltip=tooltip, **colours)
+        text = _label(node, share, modules.get(node.id, ""))
+        home.node(names[node.id], text, tooltip=tooltip, **colours)
     for stage, frame in sorted(frames.items()):
         frame.name = f"cluster_{stage}"
         frame.attr(label=_stage_label(whole_graph, stage), color=_stage_colour(stage), penwidth="3")
@@ -239,9 +242,14 @@ def _cell(text: str, colours: Mapping[str, str]) -> str:
     return f'<TD{look}><FONT POINT-SIZE="10" COLOR="{ink}">{text}</FONT></TD>'
 
 
-def _label(node: Node, share: float | None) -> str:
-    """Up to three lines: id and description, times, sizes; zeros are left out."""
-    what = node.description
+def _label(node: Node, share: float | None, module: str) -> str:
+    """Up to three lines: id and layer (the module's path and the operator, or the description),
+    times, sizes; zeros are left out.
+    """
+    what = f"{module}: {node.description.partition('(')[0]}" if module else node.description
+    if module and len(what) > _WIDEST_LABEL:  # its end tells more
+        end = what[3 - _WIDEST_LABEL :]
+        what = "..." + (end.partition(".")[2] or end)
     if len(what) > _WIDEST_LABEL:
         what = what[: _WIDEST_LABEL - 3].rstrip() + "..."
     lines = [f"{node.id}  {what}"]

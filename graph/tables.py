@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,8 +23,15 @@ def make_console() -> Console:
     from rich.console import Console
 
     # Without emoji=False, `transformers:llama: ...` is printed with an emoji. In a notebook rich
-    # would display each table by itself, past whoever collects the output.
-    console = Console(highlight=False, markup=False, emoji=False, force_jupyter=False)
+    # would display each table by itself, past whoever collects the output; and there FORCE_COLOR is
+    # set, which is for who looks at it.
+    console = Console(
+        highlight=False,
+        markup=False,
+        emoji=False,
+        force_jupyter=False,
+        force_terminal=False if isinstance(sys.stdout, io.StringIO) else None,
+    )
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
     return console

@@ -43,10 +43,11 @@ def test_a_plan_is_shown_whole_and_by_no_folder_that_is_gone(
 ) -> None:
     """In a notebook the report was displayed past `report`, and named a temporary folder."""
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
     planned = pipedream.optimize(GRAPH, machines=2, bandwidth="1GB/s")
     assert "expected in a run" in planned.report
     assert "The fastest plan found under each schedule" in planned.report
-    for gone in ("Written:", "Next:", "/tmp"):
+    for gone in ("Written:", "Next:", "/tmp", "\x1b"):
         assert gone not in planned.report
     assert str(planned) == planned.report
     shown = repr(planned)
@@ -71,10 +72,17 @@ def _script(tmp_path: Path, text: str) -> list[str]:
 
 
 def test_training_prints_what_pd_train_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing was to be seen until the end of the run."""
-    code, lines = _follow(_script(tmp_path, "print('epoch 1')\nraise SystemExit('pd-train: no')"))
+    """Nothing was to be seen until the end of the run; and no live table is, in a notebook."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = """
+from rich.console import Console
+assert not Console(stderr=True).is_terminal
+print('epoch 1')
+raise SystemExit('pd-train: no')
+"""
+    code, lines = _follow(_script(tmp_path, text))
     assert (code, list(lines)) == (1, ["epoch 1", "pd-train: no"])
     assert capsys.readouterr().out == "epoch 1\npd-train: no\n"
 

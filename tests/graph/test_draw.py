@@ -229,6 +229,15 @@ def test_a_large_graph_is_drawn_by_its_modules(tmp_path: Path) -> None:
     assert "Linear" in draw(*blocks(2)[:1], tmp_path / "small", modules=blocks(2)[1]).read_text()
 
 
+def test_boxes_name_the_modules_of_their_layers(tmp_path: Path) -> None:
+    """They said `Linear(in_features=256, out_features=64,...` of every layer."""
+    graph, modules = blocks(2)
+    long = "encoder.layers.0.attention.projection_of_the_values"
+    written = draw(graph, tmp_path / "small", modules=modules | {"n4": long}).read_text()
+    assert "net.block0.layer1: Linear" in written
+    assert "...projection_of_the_values: Linear" in written
+
+
 @pytest.mark.parametrize("most", [1, 4, 10, 60, 500])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_what_is_joined_adds_up_and_stages_stay_apart(most: int, stages: int) -> None:
