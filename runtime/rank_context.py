@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -129,13 +130,14 @@ class RankContext:
         )
 
     def _graceful_stop(self) -> GracefulStop:
+        rank_info, policy = self.local.rank_info, self.local.job.policy
+        return GracefulStop(self.store, rank_info, policy, self._launcher_asks)
+
+    @property
+    def _launcher_asks(self) -> Callable[[], bool] | None:
+        """Whether pd-train's launcher asks the run to stop; None if it did not start this rank."""
         heartbeats = self.heartbeats
-        return GracefulStop(
-            self.store,
-            self.local.rank_info,
-            self.local.job.policy,
-            None if heartbeats is None else lambda: heartbeats.stop_requested,
-        )
+        return None if heartbeats is None else lambda: heartbeats.stop_requested
 
     def _stepping(self) -> Stepping:
         local, job = self.local, self.local.job
@@ -175,6 +177,7 @@ class RankContext:
             self.writers,
             first,
             self._learning_rates,
+            self._launcher_asks or (lambda: False),
         )
 
     def _writers(self) -> Writers:

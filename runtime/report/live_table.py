@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import threading
 import time
@@ -26,6 +27,7 @@ from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.report.summary import Losses
+from pipedream.runtime.supervise.launch import draining
 from pipedream.runtime.supervise.status import SECONDS_BETWEEN_STATUSES, Status, published_statuses
 from pipedream.schedule.action import Worker, stages_and_replicas
 
@@ -40,7 +42,8 @@ class Display:
     """The table by rank, the progress bar and metrics.jsonl of rank 0. A context manager.
 
     `minibatches`: how many the run still has to do after `first`. `learning_rates` returns that of
-    each parameter group.
+    each parameter group. `stopping` returns whether the launcher has asked the run to stop: what it
+    writes to a terminal itself is gone when the table is next drawn.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class Display:
         writers: Writers,
         first: Position,
         learning_rates: Callable[[], Sequence[float]],
+        stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self.path, self.sizes, self.first = path, sizes, first
+        self.stopping, self.told_stopping = stopping, False
         self.workers, self.writers = workers_by_rank(assignment), writers
         self.learning_rates = learning_rates
         self.console = Console(stderr=True)
@@ -166,6 +171,9 @@ class Display:
 
     def _look(self, losses: Losses) -> None:
         now = time.perf_counter()
+        if self.console.is_terminal and not self.told_stopping and self.stopping():
+            self.told_stopping = True
+            self._line(draining(signal.SIGINT))
         for minibatch, loss in losses.received():
             self.done += 1
             self.samples += self.sizes.of(minibatch)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
+from rich.live import Live
 from schedules import assigned
 from torch.distributed import HashStore
 
@@ -76,3 +79,30 @@ def test_records_are_never_half_written_over(keep: Callable[[Path], None], tmp_p
         assert before.readlines() == written
     assert path.read_text() == "".join(lines[:2])
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_terminal_shows_that_the_run_drains_and_saves(tmp_path: Path) -> None:
+    """Ctrl-C showed nothing until all was saved: the table was drawn over the launcher's line."""
+    asked: list[bool] = []
+    display = Display(
+        tmp_path / "metrics.jsonl",
+        Sizes(8, 2),
+        4,
+        assigned([(0,)]),
+        Writers({}),
+        Position(0),
+        list,
+        lambda: bool(asked),
+    )
+    screen = io.StringIO()
+    display.console = Console(file=screen, force_terminal=True, width=120)
+    display.live = Live(display.progress, console=display.console, auto_refresh=False)
+    losses = Losses(HashStore(), 1, 4)
+    with display:
+        display._look(losses)
+        assert "draining" not in screen.getvalue()
+        asked.append(True)
+        display._look(losses)
+        display._look(losses)
+    told = "interrupted; draining the pipeline and saving; Ctrl-C again to leave at once"
+    assert screen.getvalue().count(told) == 1
