@@ -44,8 +44,7 @@ class Planned:
 
     def __repr__(self) -> str:
         plan = self.plan
-        seconds = plan.predicted.expected_seconds_per_minibatch
-        seconds = plan.predicted.seconds_per_minibatch if seconds is None else seconds
+        seconds = plan.predicted.seconds_in_a_run
         return (
             f"<plan of {len(plan.stages)} stages on {plan.workers} of {plan.cluster.devices}"
             f" devices, {plan.schedule}: {show_seconds(seconds)} per minibatch>"

@@ -29,7 +29,7 @@ _LONGEST = 900
 """Characters of a message."""
 
 
-_OWN = {".csv", ".html", ".json", ".jsonl", ".png", ".py", ".svg", ".txt"}
+_OWN = {".csv", ".html", ".json", ".jsonl", ".png", ".py", ".safetensors", ".svg", ".txt"}
 """Suffixes of files that the commands write."""
 
 

@@ -181,6 +181,12 @@ class Predicted(ArtifactModel):
     simulated: Simulated | None = None
 
     @property
+    def seconds_in_a_run(self) -> float:
+        """Seconds per minibatch that are expected in a run; without variation if it is unknown."""
+        expected = self.expected_seconds_per_minibatch
+        return self.seconds_per_minibatch if expected is None else expected
+
+    @property
     def seconds_shared_out(self) -> float:
         """Seconds per minibatch; for a latency plan, the batch time divided by its minibatches."""
         if self.latency_seconds is None or self.microbatches is None:

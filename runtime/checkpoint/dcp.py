@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint.files import torch_reads
+from pipedream.runtime.checkpoint.plain_model import state_tensors
 
 _INDEX = ".metadata"
 
@@ -42,9 +43,8 @@ _NUMBERED = r"(?:^|\.)state\.\d+\.[^.]+$"
 
 def write_folder(path: Path, model: nn.Module, optimizer: Mapping[str, Any]) -> None:
     """Writes the model's weights, and the state of an optimizer as `optimizer_state` returns it."""
-    tensors = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
-    writer = FileSystemWriter(str(path))
-    save({"model": tensors, "optim": dict(optimizer)}, storage_writer=writer, no_dist=True)
+    state = {"model": state_tensors(model), "optim": dict(optimizer)}
+    save(state, storage_writer=FileSystemWriter(str(path)), no_dist=True)
 
 
 def optimizer_state(

@@ -9,14 +9,14 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from pipedream.capture.sources.load import load_config_model
+from pipedream.graph.command import whole
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.dcp import optimizer_state, write_folder
-from pipedream.runtime.checkpoint.plain_model import load_plain
+from pipedream.runtime.checkpoint.plain_model import load_plain, state_tensors
 from pipedream.runtime.checkpoint.resume import progress_of
 from pipedream.runtime.job import Job
 from pipedream.runtime.optim.optimizers import make_optimizer
@@ -52,14 +52,15 @@ def export(job: Job, path: Path, target: Path) -> None:
 
 
 def _save_file(model: nn.Module, target: Path) -> None:
-    state = {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}
-    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
-    partial = target.with_name(f"{target.name}.partial")
-    partial.touch()
-    mode = partial.stat().st_mode
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.chmod(mode)  # it makes files for their owner alone
-    partial.replace(target)
+    tensors = {
+        name: tensor.detach().cpu().clone().contiguous()
+        for name, tensor in state_tensors(model).items()
+    }
+    with whole(target) as fresh:
+        fresh.touch()
+        mode = fresh.stat().st_mode
+        save_file(tensors, fresh, metadata={"format": "pt"})
+        fresh.chmod(mode)  # it makes files for their owner alone
 
 
 @contextmanager

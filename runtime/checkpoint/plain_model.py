@@ -51,3 +51,8 @@ def load_plain(model: nn.Module, path: Path) -> None:
             if name not in own:
                 raise UserError(f"{path}: {name} is not in this model")
             own[name].copy_(tensor)
+
+
+def state_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of the model's state_dict, by name; modules may keep other things there."""
+    return {name: value for name, value in model.state_dict().items() if torch.is_tensor(value)}

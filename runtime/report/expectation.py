@@ -85,8 +85,7 @@ def busy_shares(plan: Plan) -> dict[int, float]:
     """Returns the share of its time that each rank would be busy if a minibatch took what is
     expected of it in a run.
     """
-    predicted, busy = plan.predicted, _busy_as_planned(plan)
-    period = predicted.expected_seconds_per_minibatch or predicted.seconds_per_minibatch
+    busy, period = _busy_as_planned(plan), plan.predicted.seconds_in_a_run
     return {
         rank: sum(busy[stage] for stage, _ in workers) / period if period else 0.0
         for rank, workers in workers_by_rank(plan.rank_assignment).items()
