@@ -37,6 +37,8 @@ def _parsed_by(parse: Callable[[str], float]) -> BeforeValidator:
 _Amount = Field(ge=0, allow_inf_nan=False, strict=True)
 _Positive = Field(gt=0, allow_inf_nan=False, strict=True)
 
+MOST_BUSY = 10.0
+"""Times a message's own time; a percentage in place of a share is refused."""
 _NO_LINK = "give either latency and bandwidth, or points of bytes and seconds"
 
 Bytes = Annotated[float, _parsed_by(parse_bytes), _Amount]
@@ -69,8 +71,10 @@ class Link(_ClusterPart):
     Between points the time is interpolated. Fewer bytes than the first point take as long as it;
     more than the last continue at the rate of the last two.
     """
-    busy: float = Field(default=0.0, ge=0, le=1, strict=True)
-    """Share of that time in which the ranks at both ends cannot compute."""
+    busy: float = Field(default=0.0, ge=0, le=MOST_BUSY, strict=True)
+    """Share of that time in which the ranks at both ends cannot compute. Above 1 where a message
+    beside compute takes longer than alone, and nothing is computed for all of that time.
+    """
 
     @model_validator(mode="before")
     @classmethod

@@ -102,8 +102,11 @@ sys.exit(130)
     command = [*_script(tmp_path, train), str(interrupts)]
     code = f"from pipedream.training import _follow; print(_follow({command})[0])"
     asked = [sys.executable, "-u", "-c", code]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(asked, stdout=pipe, stderr=pipe, text=True, process_group=0) as running:
+    pipe, problem = subprocess.PIPE, tmp_path / "problem"
+    with (
+        problem.open("w") as error,
+        subprocess.Popen(asked, stdout=pipe, stderr=error, text=True, process_group=0) as running,
+    ):
         assert running.stdout is not None
         assert running.stdout.readline() == "training\n"
         os.killpg(running.pid, signal.SIGINT)
@@ -112,9 +115,13 @@ sys.exit(130)
         while interrupts == 2 and running.poll() is None and time.monotonic() < deadline:
             time.sleep(0.5)
             os.killpg(running.pid, signal.SIGINT)
-        said, error = running.communicate(timeout=20)
+        try:
+            said, _ = running.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, signal.SIGKILL)
+            pytest.fail(f"training goes on without whom to tell: {problem.read_text()}")
     assert ("saved\n130" in said) == (interrupts == 1)
-    assert ("KeyboardInterrupt" in error) == (interrupts == 2)
+    assert ("KeyboardInterrupt" in problem.read_text()) == (interrupts == 2)
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ class Port(NamedTuple):
 class Transfer:
     """Bytes through ports at once, on an idle network `seconds` and then `latency`.
 
-    `busy`: seconds of both in which the ranks at its ends cannot compute; of a sum, of the first.
+    `busy`: seconds of both in which the ranks at its ends cannot compute.
     """
 
     seconds: float
@@ -78,7 +78,8 @@ class Network:
         seconds = [steps * _occupied(link, part) for link in links]
         slowest = seconds.index(max(seconds))
         slow = max(latency(self.ring_links[level - 1]) for level in levels)
-        return Transfer(seconds[slowest], steps * slow, links[slowest].busy * seconds[slowest])
+        wait = steps * slow
+        return Transfer(seconds[slowest], wait, links[slowest].busy * (seconds[slowest] + wait))
 
     def meet(self, one: int, other: int) -> int:
         """The lowest level at which both ranks are in one component, 1 the innermost."""

@@ -1,7 +1,8 @@
 """The last backward pass of a round, beside which the sums of its gradients go.
 
 A sum keeps the ranks busy for a share of its time, so a pass beside it does the rest of that time's
-work: it takes longer, the more so the more of the sums it hides.
+work: it takes longer, the more so the more of the sums it hides. Where the ranks are busy for longer
+than the sum takes, so does the sum beside a pass, which stands still meanwhile.
 """
 
 from __future__ import annotations
@@ -47,12 +48,11 @@ def pass_with_sums(backward_seconds: float, parts: Iterable[Part]) -> PassWithSu
         if done < ready:
             now, done = now + ready - done, ready
         begins.append(now)
-        busy = transfer.busy / transfer.seconds if transfer.seconds else 0.0
-        left = backward_seconds - done
-        if left <= (1 - busy) * transfer.seconds and ends is None:
-            ends = now + (left / (1 - busy) if left else 0.0)
-        done = min(backward_seconds, done + (1 - busy) * transfer.seconds)
-        now += transfer.seconds
+        left, free = backward_seconds - done, max(0.0, transfer.seconds - transfer.busy)
+        if left <= free and ends is None:
+            ends = now + (left / free * transfer.seconds if left else 0.0)
+        done = min(backward_seconds, done + free)
+        now += transfer.seconds + min(left, max(0.0, transfer.busy - transfer.seconds))
         there = max(there, now + transfer.latency)
     seconds = now + backward_seconds - done if ends is None else ends
     shares = (min(1.0, begin / seconds) if seconds else 1.0 for begin in begins)

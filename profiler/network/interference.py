@@ -2,7 +2,9 @@
 
 gloo copies and adds on the CPU, possibly on the core that a rank computes on; NCCL uses part of the
 GPU. Each rank times steps of compute, then the same steps with a message or an all-reduce started
-in each and waited for some steps later, as pd-train does. The difference is lost compute time.
+in each. As in pd-train a message is waited for some steps later, and a sum at the end of its step,
+by all ranks: one that got less of the cores than another keeps all of them waiting. The difference
+is lost compute time.
 """
 
 from __future__ import annotations
@@ -10,39 +12,59 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from typing import TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from pipedream.graph.cluster import MOST_BUSY
 from pipedream.profiler.network.levels import Ranks
 from pipedream.profiler.network.options import Effort
 from pipedream.profiler.network.wire import Wait, Wire
 
-_WIDTH = 256
+Seconds: TypeAlias = Callable[[float], float]
+"""Of a message or a sum of so many bytes alone."""
+Begin: TypeAlias = Callable[[int], Callable[[], Wait | None]]
+"""A function that begins one of so many bytes on this rank."""
+
+_ROWS, _WIDTH, _WEIGHTS = 128, 1024, 16
+"""A product of activations and weights, which are 64 MiB in all: more than caches hold. Like the
+passes of training it loses what it had in them to a message.
+"""
 _STEPS = 8
-_LATER = 2  # steps, because ranks are not always at the same step
+_SETTLING = 2
 _LEAST_SECONDS = 2e-3
-_SIZES = (250e3, 16e6)
-"""Bytes, typical of activations and gradient buckets."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """Steps of compute; each has `products` matrix products."""
+    """Steps of compute; each multiplies `activations` by `products` of the `weights` in turn, and
+    waits for what began `later` steps before it.
+    """
 
     wire: Wire
-    products: int
+    activations: torch.Tensor
+    weights: tuple[torch.Tensor, ...]
+    later: int
+    products: int = 1
 
     @staticmethod
-    def of(wire: Wire, seconds: float) -> Compute:
+    def on(wire: Wire, later: int) -> Compute:
+        """Steps of one product."""
+        shape = (_WEIGHTS, _WIDTH, _WIDTH)
+        weights = torch.full(shape, 1 / _WIDTH, device=wire.device)
+        return Compute(wire, torch.ones(_ROWS, _WIDTH, device=wire.device), weights.unbind(), later)
+
+    def of(self, seconds: float) -> Compute:
         """Steps of about `seconds`; all ranks use the number of products that rank 0 measures."""
-        probe = Compute(wire, 16)
+        probe = replace(self, products=_WEIGHTS)
         probe.seconds(lambda: None)
-        each = probe.seconds(lambda: None) / 16
-        (products,) = wire.broadcast([max(1.0, round(seconds / each))], 0)
-        return Compute(wire, int(products))
+        each = probe.seconds(lambda: None) / _WEIGHTS
+        (products,) = self.wire.broadcast([max(1.0, round(seconds / each))], 0)
+        return replace(self, products=int(products))
 
     def seconds(self, begin: Callable[[], Wait | None]) -> float:
         """The mean seconds of a step, with a call of `begin` in each.
@@ -51,20 +73,19 @@ class Compute:
         of those before it. Where cores are short a message takes several times as long beside
         compute as alone, and the last ones are not over when the clock is read.
         """
-        left = torch.ones(_WIDTH, _WIDTH, device=self.wire.device) / _WIDTH
-        right = left.clone()
         under_way: deque[Wait] = deque()
+        turns = cycle(self.weights)
         start = 0.0
-        for step in range(_LATER + _STEPS):
-            if step == _LATER:
+        for step in range(_SETTLING + _STEPS):
+            if step == _SETTLING:
                 self.wire.synchronize()
                 start = time.perf_counter()
             done = begin()
             if done is not None:
                 under_way.append(done)
-            for _ in range(self.products):
-                right = left @ right
-            if len(under_way) > _LATER:
+            for weights in islice(turns, self.products):
+                torch.mm(self.activations, weights)
+            if len(under_way) > self.later:
                 under_way.popleft()()
         self.wire.synchronize()
         taken = time.perf_counter() - start
@@ -73,38 +94,64 @@ class Compute:
         return taken / _STEPS
 
 
-def busy(
-    wire: Wire,
-    ranks: Ranks,
-    effort: Effort,
-    seconds: Callable[[float], float],
-    begin: Callable[[int], Callable[[], Wait | None]],
-) -> float:
-    """The share of a message's time, from 0 to 1, in which the ranks at its ends cannot compute.
+@dataclass(frozen=True)
+class Traffic:
+    """What goes between the ranks beside compute.
 
-    Called by all ranks, which all compute, since ranks of one machine compete for cores.
-    `seconds(bytes)`: the time of a message; `begin(bytes)`: a function that starts one on this
-    rank. The median over sizes and repeats of the mean over ranks.
+    `sizes`: from how many bytes to how many; `later`: after how many steps it is waited for.
     """
-    sizes = [size for size in effort.sizes if _SIZES[0] <= size <= _SIZES[1]] or effort.sizes[-1:]
-    shares = []
+
+    seconds: Seconds
+    begin: Begin
+    sizes: tuple[float, float]
+    later: int
+
+    @staticmethod
+    def messages(seconds: Seconds, begin: Begin) -> Traffic:
+        """Of activations; ranks that pass messages are not always at the same step."""
+        return Traffic(seconds, begin, (250e3, 16e6), 2)
+
+    @staticmethod
+    def sums(seconds: Seconds, begin: Begin) -> Traffic:
+        """Of gradients, from one bucket on."""
+        return Traffic(seconds, begin, (4e6, 16e6), 0)
+
+
+def busy(wire: Wire, ranks: Ranks, effort: Effort, traffic: Traffic) -> float:
+    """The share of the traffic's time in which the ranks at its ends cannot compute; above 1 where
+    it takes longer beside compute than alone.
+
+    Called by all ranks, which all compute, since ranks of one machine compete for cores. The median
+    over sizes and repeats of the mean over ranks.
+    """
+    least, most = traffic.sizes
+    sizes = [size for size in effort.sizes if least <= size <= most] or effort.sizes[-1:]
+    takes_part = dist.get_rank() in ranks
+    shares, steps = [], Compute.on(wire, traffic.later)
+    # Steps that wait for one another do so in both cases.
+    together = traffic.begin(4) if takes_part and not traffic.later else lambda: None
     for size in sizes:
-        taken = seconds(size)
-        compute = Compute.of(wire, max(_LEAST_SECONDS, 2 * taken))
-        start = begin(size) if dist.get_rank() in ranks else lambda: None
-        _lost(wire, compute, start)  # to warm up
+        taken = traffic.seconds(size)
+        compute = steps.of(max(_LEAST_SECONDS, 2 * taken))
+        start = traffic.begin(size) if takes_part else lambda: None
+        _lost(wire, compute, start, together)  # to warm up
         for _ in range(effort.repeats):
-            share = _lost(wire, compute, start) / taken
+            share = _lost(wire, compute, start, together) / taken
             shares.append(float(np.mean([wire.broadcast([share], rank)[0] for rank in ranks])))
-    return min(1.0, max(0.0, float(np.median(shares))))
+    return min(MOST_BUSY, max(0.0, float(np.median(shares))))
 
 
-def _lost(wire: Wire, compute: Compute, begin: Callable[[], Wait | None]) -> float:
-    """Seconds added to a step, compared with steps alone before and after."""
+def _lost(
+    wire: Wire,
+    compute: Compute,
+    begin: Callable[[], Wait | None],
+    without: Callable[[], Wait | None],
+) -> float:
+    """Seconds added to a step, compared with steps without before and after."""
     wire.broadcast([0.0], 0)
-    before = compute.seconds(lambda: None)
+    before = compute.seconds(without)
     wire.broadcast([0.0], 0)
     during = compute.seconds(begin)
     wire.broadcast([0.0], 0)
-    after = compute.seconds(lambda: None)
+    after = compute.seconds(without)
     return during - (before + after) / 2

@@ -7,15 +7,16 @@ simulator accounts for links that are shared.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
 
 import numpy as np
 import torch.distributed as dist
+from torch import Tensor
 
 from pipedream.graph.cluster import Cluster, Link
-from pipedream.profiler.network.interference import busy
+from pipedream.profiler.network.interference import Begin, Seconds, Traffic, busy
 from pipedream.profiler.network.levels import NetworkLevel, Ranks
 from pipedream.profiler.network.link_fit import LinkFit, fit_link
 from pipedream.profiler.network.options import Effort
@@ -23,6 +24,8 @@ from pipedream.profiler.network.wire import Wait, Wire
 
 _TIMED_BYTES = 4e6
 _FEWEST, _MOST = 2, 64
+_GRADIENT_BYTES = 64 * 2**20
+"""More than caches hold, as the gradients of a model."""
 
 
 @dataclass(frozen=True)
@@ -96,13 +99,18 @@ def measure(
         send.append(_messages(wire, pair, effort))
     for group in level.groups:
         step(f"{level.name}: sums over ranks {', '.join(map(str, group))}")
-        once = [_adding(wire, group, size) for size in effort.sizes]
+        room = _Room.of(wire, group, effort.largest)
+        once = [_adding(wire, group, size, room) for size in effort.sizes]
         sums.append(_repeated(wire, group, effort, once))
     step(f"{level.name}: compute during messages and sums")
     return MeasuredLevel(
         level,
-        _with_interference(wire, level.pairs[0], effort, Timed.of(effort.sizes, send), _passing),
-        _with_interference(wire, level.groups[0], effort, Timed.of(effort.sizes, sums), _summing),
+        _with_interference(
+            wire, level.pairs[0], effort, Timed.of(effort.sizes, send), Traffic.messages, _passing
+        ),
+        _with_interference(
+            wire, level.groups[0], effort, Timed.of(effort.sizes, sums), Traffic.sums, _summing
+        ),
     )
 
 
@@ -111,13 +119,14 @@ def _with_interference(
     ranks: Ranks,
     effort: Effort,
     timed: Timed,
+    kind: Callable[[Seconds, Begin], Traffic],
     begin: Callable[[Wire, Ranks, int], Callable[[], Wait | None]],
 ) -> Timed:
     def seconds(size: float) -> float:
         return float(timed.fit.link.seconds(size))
 
-    share = busy(wire, ranks, effort, seconds, lambda size: begin(wire, ranks, size))
-    return replace(timed, busy=share)
+    traffic = kind(seconds, lambda size: begin(wire, ranks, size))
+    return replace(timed, busy=busy(wire, ranks, effort, traffic))
 
 
 def _passing(wire: Wire, pair: Ranks, size: int) -> Callable[[], Wait | None]:
@@ -130,8 +139,8 @@ def _passing(wire: Wire, pair: Ranks, size: int) -> Callable[[], Wait | None]:
 
 
 def _summing(wire: Wire, group: Ranks, size: int) -> Callable[[], Wait | None]:
-    gradients, flats = wire.tensor(size), cycle([wire.tensor(size) for _ in range(4)])
-    return lambda: wire.add_up(gradients, next(flats), group)
+    turns = _Room.of(wire, group, size).turns(size)
+    return lambda: wire.add_up(*next(turns), group)
 
 
 def _messages(wire: Wire, pair: Ranks, effort: Effort) -> list[list[float]]:
@@ -168,17 +177,39 @@ def _repeated(
     return [known[kind :: len(kinds)] for kind in range(len(kinds))]
 
 
-def _adding(wire: Wire, group: Ranks, size: int) -> Callable[[], float]:
+@dataclass(frozen=True)
+class _Room:
+    """For gradients, and for the sums of them. Both are used in turn, from end to end: what is
+    added up next is in no cache.
+    """
+
+    gradients: Tensor
+    sums: Tensor
+
+    @staticmethod
+    def of(wire: Wire, group: Ranks, largest: int) -> _Room:
+        """Nothing on ranks outside the group."""
+        size = max(largest, _GRADIENT_BYTES) if dist.get_rank() in group else 0
+        return _Room(wire.tensor(size), wire.tensor(size))
+
+    def turns(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of `size` bytes each."""
+        count = len(self.gradients) // (size // 4)
+        for turn in cycle(range(count)):
+            part = slice(turn * (size // 4), (turn + 1) * (size // 4))
+            yield self.gradients[part], self.sums[part]
+
+
+def _adding(wire: Wire, group: Ranks, size: int, room: _Room) -> Callable[[], float]:
     """Measures all-reduces of a size, one after the other: the seconds of each."""
-    own = size if dist.get_rank() in group else 0
-    gradients, flat = wire.tensor(own), wire.tensor(own)
+    turns = room.turns(size)
 
     def once() -> float:
-        wire.add_up(gradients[:1], flat[:1], group)()  # all ranks have arrived
+        wire.add_up(room.gradients[:1], room.sums[:1], group)()  # all ranks have arrived
         wire.synchronize()
         begin = time.perf_counter()
         for _ in range(_count(size)):
-            wire.add_up(gradients, flat, group)()
+            wire.add_up(*next(turns), group)()
         wire.synchronize()
         return (time.perf_counter() - begin) / _count(size)
 

@@ -31,8 +31,10 @@ class Wire:
             self.groups = {ranks: dist.new_group(list(ranks)) for ranks in groups}
 
     def tensor(self, size: int) -> Tensor:
-        """A float32 tensor of `size` bytes on the device."""
-        return torch.zeros(size // 4, device=self.device)
+        """A float32 tensor of `size` bytes on the device. Not zeros: on a CPU they may be one page
+        of memory, which stays in its cache.
+        """
+        return torch.ones(size // 4, device=self.device)
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Starts a send; the tensor must not change until the peer has it."""

@@ -122,6 +122,7 @@ def test_busy_is_written_where_it_is_known_and_goes_with_the_step_of_a_ring() ->
     assert (cluster.link(1).busy, cluster.ring_link(1).busy) == (0.0, 0.6)
     points = Link(points=((1.0, 1.0), (2.0, 2.0)), busy=0.6)
     assert points.stretched(0.5, 0.5).busy == 0.6
-    for share in (-0.1, 1.1):
+    assert Link(bandwidth=1e9, busy=1.3).busy == 1.3
+    for share in (-0.1, 90.0):
         with pytest.raises(ValueError, match="busy"):
             Link(bandwidth=1e9, busy=share)

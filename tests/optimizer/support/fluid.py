@@ -278,18 +278,22 @@ class _Play:
         each of them begins.
 
         Here by what the pass has done at any time: while a sum goes, as much less as that keeps the
-        rank busy.
+        rank busy. A sum that does so for longer than it goes, goes on for so long beside a pass.
         """
         sums, begins, work = self.workload.stages[stage].sums, [], [(0.0, 0.0)]
         for amount, after in sums:
             time, done = work[-1]
             need = self.wires.all_reduce(self.placed[stage], amount)
             if len(self.placed[stage]) == 1:
-                need = need._replace(seconds=0.0)
+                need = need._replace(seconds=0.0, busy=0.0)
             wait = max(0.0, after * seconds - done)
             begins.append(time + wait)
-            work.append((time + wait, done + wait))
-            work.append((work[-1][0] + need.seconds, work[-1][1] + (1 - need.busy) * need.seconds))
+            time, done = time + wait, done + wait
+            work.append((time, done))
+            taken = need.busy * (need.seconds + need.latency)
+            longer = min(max(0.0, seconds - done), max(0.0, taken - need.seconds))
+            time, done = time + need.seconds + longer, done + max(0.0, need.seconds - taken)
+            work.append((time, done))
         work.append((work[-1][0] + seconds, work[-1][1] + seconds))
         whole = next(
             late + (seconds - more) * (later - late) / (most - more) if most > more else late

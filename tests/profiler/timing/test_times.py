@@ -120,7 +120,9 @@ def test_in_training_stretches_and_some_forward_passes_again_are_timed_with_the_
     assert ends[-1] == ("node2", "node4"), "the last is the whole model"
     asleep = next(t for n, t in times.nodes.items() if captured.graph.nodes[n].description == "Nap")
     assert asleep.recomputed is not None
-    assert asleep.recomputed.median >= FORWARD * 0.9
+    assert times.forward is not None
+    # As forward: on a machine with other work to do the stretches may say a tenth less of both.
+    assert asleep.recomputed.median >= FORWARD * 0.9 * min(1.0, times.forward.factor)
 
 
 def test_the_nodes_add_up_to_stretches_but_for_the_factor_of_the_fit() -> None:
