@@ -213,6 +213,13 @@ class _Rank:
                     return later.stage, later.minibatch
         return None
 
+    def closes(self, stage: int) -> bool:
+        """Whether a pass of this rank contributes to a sum of the stage: without a minibatch none
+        does.
+        """
+        sums = (self.sum_of(position) for position in range(len(self.actions)))
+        return any(which is not None and which[0] == stage for which in sums)
+
 
 class _Play:
     """Rank after rank and moment after moment; `now` is in seconds."""
@@ -399,7 +406,7 @@ class _Play:
             seconds = _pass_seconds(work.at(self.cluster.device(number).speed), action.kind)
             closed = rank.sum_of(rank.position)
             if closed is not None:
-                own = self.placed[action.stage]
+                own = [n for n in self.placed[action.stage] if self.ranks[n].closes(action.stage)]
                 speed = min(self.cluster.device(other).speed for other in own)
                 slowest = _pass_seconds(work.at(speed), action.kind)
                 whole, begins = self._closing(action.stage, slowest)
