@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ import click
 
 from pipedream.graph.command import COUNT, PATH, Command, UserError, option, write_whole, writing
 from pipedream.profiler.network.options import NETWORK_OPTIONS, check_no_network_options
+from pipedream.profiler.progress import progress
 from pipedream.profiler.report.view import VIEW_OPTIONS, view_profiles
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _measurement(
 
     def measure_at(batch_size: int | None) -> tuple[Graph, Profile]:
         torch.manual_seed(0)
-        with _enough_memory(options["device"]), _progress() as step:
+        with _enough_memory(options["device"]), progress() as step:
             step("loading", 0.0, 0.0)
             loaded, used, size = _load(model, dict(args), batch_size, options["inputs"], meta)
             step("capturing", 0.0, 0.0)
@@ -198,7 +198,8 @@ def _measure_network(parameters: Mapping[str, Any]) -> int:
 
         from pipedream.profiler.network.command import measure_network
 
-        with _enough_memory(options.device, "--largest"), _progress() as step:
+        telling = progress() if rank_info.rank == 0 else nullcontext(lambda *_: None)
+        with _enough_memory(options.device, "--largest"), telling as step:
             measure_network(options, rank_info, lambda what: step(what, 0.0, 0.0))
     except (UserError, OSError):
         let_rank_0_speak()
@@ -285,21 +286,6 @@ def _enough_memory(device: str, option: str = "--batch-size") -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise UserError(f"out of memory on {device}: choose a smaller {option}") from error
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, float, float], None]]:
-    """A progress bar on stderr if that is a terminal; call it with (step, done, total)."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(
-        console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()
-    ) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(
-            task, description=what, completed=done, total=total or None
-        )
 
 
 def write_files(graph: Graph, profile: Profile, output: Path) -> str:
