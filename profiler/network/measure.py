@@ -94,12 +94,12 @@ def measure(
     `step` is called with a description of each measurement.
     """
     send, sums = [], []
+    room = _Room.of(wire, effort.largest)
     for pair in level.pairs:
         step(f"{level.name}: messages from rank {pair[0]} to {pair[1]}")
         send.append(_messages(wire, pair, effort))
     for group in level.groups:
         step(f"{level.name}: sums over ranks {', '.join(map(str, group))}")
-        room = _Room.of(wire, group, effort.largest)
         once = [_adding(wire, group, size, room) for size in effort.sizes]
         sums.append(_repeated(wire, group, effort, once))
     step(f"{level.name}: compute during messages and sums")
@@ -109,7 +109,7 @@ def measure(
             wire, level.pairs[0], effort, Timed.of(effort.sizes, send), Traffic.messages, _passing
         ),
         _with_interference(
-            wire, level.groups[0], effort, Timed.of(effort.sizes, sums), Traffic.sums, _summing
+            wire, level.groups[0], effort, Timed.of(effort.sizes, sums), Traffic.sums, room.summing
         ),
     )
 
@@ -136,11 +136,6 @@ def _passing(wire: Wire, pair: Ranks, size: int) -> Callable[[], Wait | None]:
         tensor = wire.tensor(size)
         return lambda: wire.send(tensor, target)
     return lambda: wire.post(size, source)
-
-
-def _summing(wire: Wire, group: Ranks, size: int) -> Callable[[], Wait | None]:
-    turns = _Room.of(wire, group, size).turns(size)
-    return lambda: wire.add_up(*next(turns), group)
 
 
 def _messages(wire: Wire, pair: Ranks, effort: Effort) -> list[list[float]]:
@@ -187,9 +182,8 @@ class _Room:
     sums: Tensor
 
     @staticmethod
-    def of(wire: Wire, group: Ranks, largest: int) -> _Room:
-        """Nothing on ranks outside the group."""
-        size = max(largest, _GRADIENT_BYTES) if dist.get_rank() in group else 0
+    def of(wire: Wire, largest: int) -> _Room:
+        size = max(largest, _GRADIENT_BYTES)
         return _Room(wire.tensor(size), wire.tensor(size))
 
     def turns(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -198,6 +192,11 @@ class _Room:
         for turn in cycle(range(count)):
             part = slice(turn * (size // 4), (turn + 1) * (size // 4))
             yield self.gradients[part], self.sums[part]
+
+    def summing(self, wire: Wire, group: Ranks, size: int) -> Callable[[], Wait | None]:
+        """A function that starts a sum over the group."""
+        turns = self.turns(size)
+        return lambda: wire.add_up(*next(turns), group)
 
 
 def _adding(wire: Wire, group: Ranks, size: int, room: _Room) -> Callable[[], float]:

@@ -293,7 +293,8 @@ def _busy_shares(rank: int, ranks: int, port: int) -> list[float]:
         traffic = kind(lambda _: 0.02, lambda size: begin if size > 4 else lambda: None)
         return interference.busy(wire, (0, 1), Effort(20_000, 0, 3), traffic)
 
-    with patch.object(interference, "time", clock):
+    small = patch.multiple(interference, _ROWS=1, _WIDTH=8)
+    with small, patch.object(interference, "time", clock):
         half = at_once if rank == 0 else lambda: None
         messages = [share(begin) for begin in (lambda: None, half, at_once, later, twice)]
         return [
