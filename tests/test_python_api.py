@@ -100,7 +100,9 @@ print("saved")
 sys.exit(130)
 """
     command = [*_script(tmp_path, train), str(interrupts)]
-    code = f"from pipedream.training import _follow; print(_follow({command})[0])"
+    # What a shell starts in the background, such as a run of all tests, ignores interrupts.
+    heard = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heard}; from pipedream.training import _follow; print(_follow({command})[0])"
     asked = [sys.executable, "-u", "-c", code]
     pipe, problem = subprocess.PIPE, tmp_path / "problem"
     with (
