@@ -46,6 +46,10 @@ Work: TypeAlias = Callable[[RankInfo, Heartbeats], int]
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
+_LEAVING_SECONDS = 1.0
+"""For those who have lost one that failed: they end by themselves, and first say so to the writers
+of the run's metrics.
+"""
 _NOTICE_SECONDS = 0.5  # until a heartbeat that stands still has been seen to
 _CAUSE_SECONDS = 2.0  # torchrun looks every 0.1 s
 _SAVING = (*ASKING, signal.SIGTERM)  # Ctrl-C, and what cluster managers send
@@ -122,7 +126,10 @@ def _run(work: Work, workers: int, attempt: int, timeout: float, caught: Sequenc
                 children.append(Forked(begin))
             except OSError as error:
                 return _End(1, f"rank {rank} cannot be started: {error.strerror}")
-        return _watch(children, caught, heartbeats, timeout)
+        end = _watch(children, caught, heartbeats, timeout)
+        if not caught:
+            _await(children, _LEAVING_SECONDS)
+        return end
     finally:
         _stop(children)
         for descriptor in parent_death_pipe:
@@ -272,14 +279,19 @@ def _stop(children: Sequence[Forked]) -> None:
     """Stops all workers and what they started: first with SIGTERM, then with SIGKILL."""
     for child in children:
         child.signal_all(signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE_SECONDS
-    with suppress(subprocess.TimeoutExpired):
-        for child in children:
-            child.wait(max(0.0, deadline - time.monotonic()))
+    _await(children, _GRACE_SECONDS)
     for child in children:
         child.signal_all(signal.SIGKILL)
     for child in children:
         child.wait()
+
+
+def _await(children: Sequence[Forked], seconds: float) -> None:
+    """Returns when all have ended, or after so many seconds."""
+    deadline = time.monotonic() + seconds
+    with suppress(subprocess.TimeoutExpired):
+        for child in children:
+            child.wait(max(0.0, deadline - time.monotonic()))
 
 
 @contextmanager

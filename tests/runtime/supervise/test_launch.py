@@ -272,6 +272,21 @@ def test_an_error_of_the_user_is_not_tried_again(start, tmp_path):
 
 
 @pytest.mark.slow
+def test_those_who_have_lost_one_that_failed_may_end_by_themselves(start, tmp_path):
+    """They were stopped at once, now and then before they had told the writers of metrics."""
+    script = """
+    if rank == 1:
+        sys.exit(2)
+    time.sleep(0.2)
+    (folder / "told").touch()
+    time.sleep(60)
+    """
+    process = start(script)
+    assert finished(process, tmp_path)[0] == 2
+    assert (tmp_path / "told").exists()
+
+
+@pytest.mark.slow
 def test_failed_worker_is_named(start, tmp_path):
     process = start("if rank == 1: sys.exit(7)\n" + FOREVER)
     code, _, error = finished(process, tmp_path)
