@@ -1,7 +1,7 @@
 """The last backward pass of a round, beside which the sums of its gradients go.
 
 A sum keeps the ranks busy for a share of its time, so a pass beside it does the rest of that time's
-work: it takes longer, the more so the more of the sums it hides. Where the ranks are busy for longer
+work: it takes longer, the more so the more of the sums it hides. If the ranks are busy for longer
 than the sum takes, so does the sum beside a pass, which stands still meanwhile.
 """
 
