@@ -1,10 +1,10 @@
 """The compute time lost to messages and all-reduces that run at the same time.
 
 gloo copies and adds on the CPU, possibly on the core that a rank computes on; NCCL uses part of the
-GPU. Each rank times steps of compute, then the same steps with a message or an all-reduce started
-in each. As in pd-train a message is waited for some steps later, and a sum at the end of its step,
-by all ranks: one that got less of the cores than another keeps all of them waiting. The difference
-is lost compute time.
+GPU. Each rank times steps of compute, then the same steps with messages or all-reduces started in
+each. As in pd-train a message is waited for some steps later. Sums begin in the course of a step,
+like the buckets of a backward pass, and are waited for at its end by all ranks: one that got less
+of the cores than another keeps all of them waiting. The difference is lost compute time.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle, islice
 from typing import TypeAlias
 
@@ -24,6 +25,7 @@ from pipedream.graph.cluster import MOST_BUSY
 from pipedream.profiler.network.levels import Ranks
 from pipedream.profiler.network.options import Effort
 from pipedream.profiler.network.wire import Wait, Wire
+from pipedream.schedule.overlap import BUCKET_BYTES
 
 Seconds: TypeAlias = Callable[[float], float]
 """Of a message or a sum of so many bytes alone."""
@@ -41,8 +43,8 @@ _LEAST_SECONDS = 2e-3
 
 @dataclass(frozen=True)
 class Compute:
-    """Steps of compute; each multiplies `activations` by `products` of the `weights` in turn, and
-    waits for what began `later` steps before it.
+    """Steps of compute, of `parts` each of which multiplies `activations` by `products` of the
+    `weights` in turn. At its end a step leaves no more than `later` messages under way.
     """
 
     wire: Wire
@@ -50,6 +52,7 @@ class Compute:
     weights: tuple[torch.Tensor, ...]
     later: int
     products: int = 1
+    parts: int = 1
 
     @staticmethod
     def on(wire: Wire, later: int) -> Compute:
@@ -67,11 +70,11 @@ class Compute:
         return replace(self, products=int(products))
 
     def seconds(self, begin: Callable[[], Wait | None]) -> float:
-        """The mean seconds of a step, with a call of `begin` in each.
+        """The mean seconds of a step, with a call of `begin` in each part.
 
-        Timed once the first is waited for: from then on a step has the work of one message, be it
-        of those before it. Where cores are short a message takes several times as long beside
-        compute as alone, and the last ones are not over when the clock is read.
+        Timed once the first is waited for: from then on a step has the work of as many messages as
+        begin in it, be it of those before it. Where cores are short a message takes several times
+        as long beside compute as alone, and the last ones are not over when the clock is read.
         """
         under_way: deque[Wait] = deque()
         turns = cycle(self.weights)
@@ -80,12 +83,13 @@ class Compute:
             if step == _SETTLING:
                 self.wire.synchronize()
                 start = time.perf_counter()
-            done = begin()
-            if done is not None:
-                under_way.append(done)
-            for weights in islice(turns, self.products):
-                torch.mm(self.activations, weights)
-            if len(under_way) > self.later:
+            for _ in range(self.parts):
+                done = begin()
+                if done is not None:
+                    under_way.append(done)
+                for weights in islice(turns, self.products):
+                    torch.mm(self.activations, weights)
+            while len(under_way) > self.later:
                 under_way.popleft()()
         self.wire.synchronize()
         taken = time.perf_counter() - start
@@ -98,23 +102,25 @@ class Compute:
 class Traffic:
     """What goes between the ranks beside compute.
 
-    `sizes`: from how many bytes to how many; `later`: after how many steps it is waited for.
+    `sizes`: from how many bytes to how many; `parts` of a step in each of which one begins;
+    `later`: how many are not waited for yet at the end of a step.
     """
 
     seconds: Seconds
     begin: Begin
     sizes: tuple[float, float]
+    parts: int
     later: int
 
     @staticmethod
     def messages(seconds: Seconds, begin: Begin) -> Traffic:
         """Of activations; ranks that pass messages are not always at the same step."""
-        return Traffic(seconds, begin, (250e3, 16e6), 2)
+        return Traffic(seconds, begin, (250e3, 16e6), 1, 2)
 
     @staticmethod
     def sums(seconds: Seconds, begin: Begin) -> Traffic:
-        """Of gradients, from one bucket on."""
-        return Traffic(seconds, begin, (4e6, 16e6), 0)
+        """Of gradients, a bucket each."""
+        return Traffic(seconds, begin, (BUCKET_BYTES / 2, BUCKET_BYTES), 4, 0)
 
 
 def busy(wire: Wire, ranks: Ranks, effort: Effort, traffic: Traffic) -> float:
@@ -132,26 +138,22 @@ def busy(wire: Wire, ranks: Ranks, effort: Effort, traffic: Traffic) -> float:
     together = traffic.begin(4) if takes_part and not traffic.later else lambda: None
     for size in sizes:
         taken = traffic.seconds(size)
-        compute = steps.of(max(_LEAST_SECONDS, 2 * taken))
+        part = steps.of(max(_LEAST_SECONDS, 2 * taken))
         start = traffic.begin(size) if takes_part else lambda: None
-        _lost(wire, compute, start, together)  # to warm up
+        beside = partial(replace(part, parts=traffic.parts).seconds, start)
+        alone = partial(replace(part, products=part.products * traffic.parts).seconds, together)
+        _lost(wire, beside, alone)  # to warm up
         for _ in range(effort.repeats):
-            share = _lost(wire, compute, start, together) / taken
+            share = _lost(wire, beside, alone) / (taken * traffic.parts)
             shares.append(float(np.mean([wire.broadcast([share], rank)[0] for rank in ranks])))
     return min(MOST_BUSY, max(0.0, float(np.median(shares))))
 
 
-def _lost(
-    wire: Wire,
-    compute: Compute,
-    begin: Callable[[], Wait | None],
-    without: Callable[[], Wait | None],
-) -> float:
-    """Seconds added to a step, compared with steps without before and after."""
-    wire.broadcast([0.0], 0)
-    before = compute.seconds(without)
-    wire.broadcast([0.0], 0)
-    during = compute.seconds(begin)
-    wire.broadcast([0.0], 0)
-    after = compute.seconds(without)
+def _lost(wire: Wire, beside: Callable[[], float], alone: Callable[[], float]) -> float:
+    """Seconds of a step with traffic, less those of one without before and after it."""
+    seconds = []
+    for steps in (alone, beside, alone):
+        wire.broadcast([0.0], 0)
+        seconds.append(steps())
+    before, during, after = seconds
     return during - (before + after) / 2
