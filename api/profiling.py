@@ -45,7 +45,7 @@ class Profiled:
     def __repr__(self) -> str:
         totals = self.profile.totals
         return (
-            f"<{self._title}: {len(self.profile.nodes)} nodes,"
+            f"<{self.profile.title}: {len(self.profile.nodes)} nodes,"
             f" forward {show_seconds(totals.forward_seconds)},"
             f" backward {show_seconds(totals.backward_seconds)}>"
         )
@@ -54,11 +54,7 @@ class Profiled:
         from pipedream.profiler.report.layers import shown_layers
 
         table = shown_layers(self.profile).to_html(index=False, max_rows=30)
-        return f"<b>{escape(self._title)}</b>{table}"
-
-    @property
-    def _title(self) -> str:
-        return f"{self.profile.model}, batch {self.profile.batch_size}"
+        return f"<b>{escape(self.profile.title)}</b>{table}"
 
 
 def profile(

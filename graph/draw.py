@@ -12,6 +12,7 @@ import graphviz
 
 from pipedream.graph.command import whole, write_whole
 from pipedream.graph.model import Graph, Node
+from pipedream.graph.tables import end_of
 from pipedream.graph.units import show_bytes, show_seconds
 
 # Paul Tol's "light" scheme: colour-blind readers can tell the colours apart, and black text is
@@ -247,9 +248,8 @@ def _label(node: Node, share: float | None, module: str) -> str:
     times, sizes; zeros are left out.
     """
     what = f"{module}: {node.description.partition('(')[0]}" if module else node.description
-    if module and len(what) > _WIDEST_LABEL:  # its end tells more
-        end = what[3 - _WIDEST_LABEL :]
-        what = "..." + (end.partition(".")[2] or end)
+    if module:
+        what = end_of(what, _WIDEST_LABEL)
     if len(what) > _WIDEST_LABEL:
         what = what[: _WIDEST_LABEL - 3].rstrip() + "..."
     lines = [f"{node.id}  {what}"]

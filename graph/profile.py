@@ -233,6 +233,11 @@ class Profile(ArtifactModel):
         return footprints
 
     @property
+    def title(self) -> str:
+        """The model and the batch size, for people."""
+        return f"{self.model}, batch {self.batch_size}"
+
+    @property
     def training_overheads(self) -> TrainingOverheads:
         """The costs of training beyond those of the nodes."""
         return TrainingOverheads(

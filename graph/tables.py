@@ -55,6 +55,14 @@ def print_table(console: Console, table: Table, labels: int = 1) -> None:
         console.print(caption, style="table.caption")
 
 
+def end_of(path: str, width: int) -> str:
+    """The path of a module, if it is wider behind dots and cut at one: its end tells more."""
+    if len(path) <= width:
+        return path
+    end = path[3 - width :]
+    return "..." + (end.partition(".")[2] or end)
+
+
 def break_words(text: str, width: int) -> str:
     """The text with each word of more than `width` characters broken, if possible behind a dot, a
     slash or an underscore: `model.layers.0.` and `mlp.gate_proj`.

@@ -15,7 +15,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.profile import Machine, Profile
-from pipedream.graph.tables import make_console, print_table
+from pipedream.graph.tables import end_of, make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.cost.models import DEFAULT_COST_MODEL
 from pipedream.optimizer.search.outcome import Outcome, ScheduleTime
@@ -158,12 +158,11 @@ def _span(stage: Stage, graph: Graph, modules: Mapping[str, str]) -> str:
 
 
 def _name(node: Node, module: str) -> str:
-    if len(module) > _WIDEST_NAME:  # its end tells more, from the number of the block on
+    if len(module) > _WIDEST_NAME:  # from the number of the block on, if that is not too wide
         block = re.search(r"[^.]*\d.*", module)
         if block is not None and len(block[0]) <= _WIDEST_BLOCK:
             return module if block[0] == module else f"...{block[0]}"
-        parts = module[3 - _WIDEST_NAME :].partition(".")
-        return f"...{parts[2] or parts[0]}"
+        return end_of(module, _WIDEST_NAME)
     layer = node.description.partition("(")[0]
     if module and not re.search("[a-z]", module):  # the number of a layer in nn.Sequential
         return f"{module}: {layer}"[:_WIDEST_NAME]

@@ -302,8 +302,7 @@ def write_files(graph: Graph, profile: Profile, output: Path) -> str:
         write_profile(profile, output / "profile.json")
         write_whole(output / "layers.csv", layers_frame(profile).to_csv(index=False))
         draw_layers(profile, output / "layers.png")
-        title = f"{profile.model}, batch {profile.batch_size}"
-        picture = draw(graph, output / "graph", title, profile.modules)
+        picture = draw(graph, output / "graph", profile.title, profile.modules)
     why = why_text(graph, picture)
     files = f"{output}/graph.txt, profile.json, layers.csv, layers.png, {picture.name}"
     return files + (f" ({why})" if why else "")

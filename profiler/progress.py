@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TypeAlias
 
 Step: TypeAlias = Callable[[str, float, float], None]
@@ -16,11 +16,9 @@ _EVERY_SECONDS = 20.0
 """So that a log tells of minutes, and a short measurement leaves no line."""
 
 
-@contextmanager
-def progress() -> Iterator[Step]:
+def progress() -> AbstractContextManager[Step]:
     """On stderr, as what is measured may go to a file."""
-    with _bar() if sys.stderr.isatty() else _lines(_EVERY_SECONDS) as step:
-        yield step
+    return _bar() if sys.stderr.isatty() else _lines(_EVERY_SECONDS)
 
 
 @contextmanager

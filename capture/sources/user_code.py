@@ -90,19 +90,17 @@ def blame(error: BaseException) -> str:
     """`FILE:LINE: TypeError: message (OSError: what it was raised from)`, with the last line in the
     user's own files.
     """
-    message = " ".join(str(error).split()) or "no message"
-    if len(message) > _LONGEST:
-        message = f"{message[:_LONGEST]}..."
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {type(error).__name__}: {error.msg}"
     *_, first = _causes(error)
-    why = f" ({_shortened(first)})" if first is not error and str(first) not in message else ""
-    return f"{place(error)}{type(error).__name__}: {message}{why}"
+    told = _in_one_line(error)
+    why = f" ({_in_one_line(first)})" if first is not error and str(first) not in told else ""
+    return f"{place(error)}{told}{why}"
 
 
-def _shortened(error: BaseException) -> str:
-    """`TypeError: message` in one line that is not too long."""
-    message = " ".join(str(error).split())
+def _in_one_line(error: BaseException) -> str:
+    """`TypeError: message`, not too long."""
+    message = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {message[:_LONGEST]}{'...' * (len(message) > _LONGEST)}"
 
 

@@ -62,11 +62,7 @@ class Network:
         """A message of `amount` bytes."""
         levels = self.meet(source, target)
         seconds = [_occupied(link, amount) for link in self.links[:levels]]
-        slowest = seconds.index(max(seconds))
-        wait = latency(self.links[levels - 1])
-        return Transfer(
-            seconds[slowest], wait, self.links[slowest].busy * (seconds[slowest] + wait)
-        )
+        return _at_once(self.links, seconds, latency(self.links[levels - 1]))
 
     def all_reduce(self, ranks: Sequence[int], amount: float) -> Transfer:
         """A sum of `amount` bytes over the ranks."""
@@ -76,10 +72,8 @@ class Network:
             return Transfer(0.0, 0.0, 0.0)
         links = self.ring_links[: levels[-1]]
         seconds = [steps * _occupied(link, part) for link in links]
-        slowest = seconds.index(max(seconds))
         slow = max(latency(self.ring_links[level - 1]) for level in levels)
-        wait = steps * slow
-        return Transfer(seconds[slowest], wait, links[slowest].busy * (seconds[slowest] + wait))
+        return _at_once(links, seconds, steps * slow)
 
     def meet(self, one: int, other: int) -> int:
         """The lowest level at which both ranks are in one component, 1 the innermost."""
@@ -105,6 +99,13 @@ class Network:
     def rate(self, port: Port) -> float:
         """Bytes per second that the port lets through."""
         return _rate(self.links[port.level - 1])
+
+
+def _at_once(links: Sequence[Link], seconds: Sequence[float], wait: float) -> Transfer:
+    """Through the first links, each for so many seconds: the slowest sets the pace."""
+    slowest = seconds.index(max(seconds))
+    taken = seconds[slowest]
+    return Transfer(taken, wait, links[slowest].busy * (taken + wait))
 
 
 def _ring(ranks: Sequence[int]) -> Iterator[tuple[int, int]]:

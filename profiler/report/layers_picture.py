@@ -83,7 +83,7 @@ def draw_layers(profile: Profile, path: Path) -> None:
     runs = _runs(frame, slots=int((width - _MARGIN) / _PER_LABEL))
     labels = _PER_CHARACTER * max(len(run.label) for run in runs)
     figure = Figure(figsize=(width, 2.4 * len(panels) + labels + 0.5), layout="constrained")
-    title = f"{profile.model}, batch {profile.batch_size}: {len(frame)} nodes"
+    title = f"{profile.title}: {len(frame)} nodes"
     figure.suptitle(title, parse_math=False)
     rows = list(figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0])
     for axes, (name, bars) in zip(rows, panels.items(), strict=True):

@@ -65,7 +65,7 @@ def _title(profile: Profile, sort: str, rows: int) -> str:
         )
     else:
         which = f"heaviest of {count} nodes by {sort}"
-    return f"{profile.model}, batch {profile.batch_size}: {which}"
+    return f"{profile.title}: {which}"
 
 
 def _summary(profile: Profile) -> str:
