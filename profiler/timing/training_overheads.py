@@ -26,6 +26,8 @@ OPTIMIZERS: Mapping[str, Callable[[Sequence[Tensor]], Optimizer]] = {
 
 _MOST_BYTES = 1 << 28
 """The most bytes of parameters to time: more than caches hold."""
+_OTHER_BYTES = 1 << 26
+"""Written between two updates, as passes do that leave little of the weights in the caches."""
 _REPEATS = 5
 _FEWEST_READS, _MOST_READS, _READING_SECONDS = 3, 20, 2.0
 
@@ -70,9 +72,14 @@ def _update(
     for value in parameters:
         value.grad = torch.full_like(value, 1e-3)
     optimizer = OPTIMIZERS[kind](parameters)
-    spare = [torch.empty_like(value.data) for value in parameters]
+    # Not empty: on a CPU that may be one page of memory, which stays in its cache.
+    spare = [torch.full_like(value.data, 1e-3) for value in parameters]
+    other = torch.ones(_OTHER_BYTES // 4, device=device)
     optimizer.step()
-    seconds = [_seconds(optimizer, parameters, spare, watch) for _ in range(_REPEATS)]
+    seconds = []
+    for _ in range(_REPEATS):
+        other.zero_()
+        seconds.append(_seconds(optimizer, parameters, spare, watch))
     kept = [sum(v.nbytes for v in optimizer.state[p].values() if v.dim()) for p in parameters]
     each = sum(kept) / _bytes(parameters)
     state = {name: round(each * value.nbytes) for name, value in trainable.items()}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import Loaded
+from pipedream.profiler.timing import training_overheads
 from pipedream.profiler.timing.training_overheads import OPTIMIZERS, reading_seconds, updates
 
 CPU = torch.device("cpu")
@@ -38,6 +40,18 @@ def test_weights_and_gradients_are_left_as_they_were() -> None:
 
 def test_with_nothing_to_learn_there_are_none() -> None:
     assert updates(capture(nn.ReLU(), (torch.ones(1, 3),)), CPU) == {}
+
+
+def test_the_copy_of_old_weights_reads_memory_that_was_written() -> None:
+    """Fresh memory is one page of zeros, which a cache holds: an update of resnet18 was said to
+    take 16 ms, and took 20 in a run.
+    """
+    with patch.object(training_overheads, "_seconds", return_value=1e-3) as timed:
+        updates(capture(nn.Linear(1024, 1024), (torch.ones(1, 1024),)), CPU)
+    for call in timed.call_args_list:
+        _, parameters, spare, _ = call.args
+        assert [one.shape for one in spare] == [one.shape for one in parameters]
+        assert all(one.count_nonzero() == one.numel() for one in spare)
 
 
 def with_data(asked: list[Sequence[int]], seconds: float) -> Loaded:
