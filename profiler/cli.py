@@ -113,7 +113,8 @@ def main(**parameters: Any) -> int:
     Writes graph.txt, which pd-optimize reads, profile.json with all measurements, layers.csv with
     one row per layer, and the pictures layers.png and graph.svg.
 
-    With --network it measures the network between ranks instead of a model.
+    With --network it measures the network between ranks instead, sums of gradients beside passes of
+    MODEL if one is named.
     """
     context = click.get_current_context()
     if view_profiles(context):
@@ -199,12 +200,26 @@ def _measure_network(parameters: Mapping[str, Any]) -> int:
         from pipedream.profiler.network.command import measure_network
 
         telling = progress() if rank_info.rank == 0 else nullcontext(lambda *_: None)
-        with _enough_memory(options.device, "--largest"), telling as step:
-            measure_network(options, rank_info, lambda what: step(what, 0.0, 0.0))
+        lower = "--largest" if options.model is None else "--batch-size"
+        with _enough_memory(options.device, lower), telling as step:
+            loaded = _load_beside(parameters)
+            measure_network(options, rank_info, lambda what: step(what, 0.0, 0.0), loaded)
     except (UserError, OSError):
         let_rank_0_speak()
         raise
     return 0
+
+
+def _load_beside(parameters: Mapping[str, Any]) -> Loaded | None:
+    """The model beside whose passes to measure sums, if one is named."""
+    import torch
+
+    if parameters["model"] is None:
+        return None
+    torch.manual_seed(0)
+    args = dict(map(_argument, parameters["arguments"]))
+    size, inputs = parameters["batch_size"], parameters["inputs"]
+    return _load(parameters["model"], args, size, inputs, meta=False)[0]
 
 
 def _argument(text: str) -> tuple[str, Any]:

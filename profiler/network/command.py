@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from pipedream.capture.compute_settings import keep_freed_memory
+from pipedream.capture.sources.load import Loaded
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import RendezvousError, choose_device, connect_store, join
 from pipedream.comm.transport import PeerLost
@@ -20,7 +21,8 @@ from pipedream.graph.errors import UserError
 from pipedream.profiler.device import device_name
 from pipedream.profiler.network.levels import levels, levels_of
 from pipedream.profiler.network.measure import measure
-from pipedream.profiler.network.options import Effort, NetworkOptions
+from pipedream.profiler.network.model_work import model_work
+from pipedream.profiler.network.options import NetworkOptions
 from pipedream.profiler.network.report import report
 from pipedream.profiler.network.wire import Wire, peer_errors
 
@@ -30,15 +32,20 @@ _SECONDS_FOR_RANK_0 = 5.0  # to print its error
 
 
 def measure_network(
-    options: NetworkOptions, rank_info: RankInfo, step: Callable[[str], None]
+    options: NetworkOptions,
+    rank_info: RankInfo,
+    step: Callable[[str], None],
+    loaded: Loaded | None = None,
 ) -> None:
     """Measures as one of the ranks; rank 0 writes and prints the results.
 
-    Raises UserError. If another rank is lost, prints one line and ends the process.
+    With `loaded`, sums are measured beside passes of that model. Raises UserError. If
+    another rank is lost, prints one line and ends the process.
     """
     device, backend = choose_device(options.device, rank_info)
     torch.set_num_threads(options.threads)
     keep_freed_memory()
+    work = None if loaded is None else model_work(loaded, device)
     try:
         store = join(rank_info, connect_store(rank_info, _TIMEOUT), backend, device, _TIMEOUT)
         hosts = _hosts(store, rank_info)
@@ -46,10 +53,10 @@ def measure_network(
         pairs = [pair for level in measured_levels for pair in level.pairs]
         groups = [group for level in measured_levels for group in level.groups]
         wire = Wire(device, backend, pairs, groups)
-        measured = [measure(level, wire, options.effort, step) for level in measured_levels]
+        measured = [measure(level, wire, options.effort, work, step) for level in measured_levels]
         wire.transport.drain()
         if rank_info.rank == 0:
-            report(measured, _provenance(device, backend, hosts, options.effort), options.output)
+            report(measured, _provenance(device, backend, hosts, options), options.output)
         with peer_errors():
             dist.barrier()
             dist.destroy_process_group()
@@ -66,12 +73,16 @@ def _hosts(store: Store, rank_info: RankInfo) -> list[str]:
         return [store.get(f"host/{rank}").decode() for rank in range(rank_info.world_size)]
 
 
-def _provenance(device: torch.device, backend: str, hosts: Sequence[str], effort: Effort) -> str:
+def _provenance(
+    device: torch.device, backend: str, hosts: Sequence[str], options: NetworkOptions
+) -> str:
     different = len(set(hosts))
     on = "1 host" if different == 1 else f"{different} hosts"
+    effort = options.effort
+    beside = "" if options.model is None else f", sums beside passes of {options.model}"
     return (
         f"{len(hosts)} ranks on {on}, {backend}, {device_name(device)}, torch {torch.__version__}: "
-        f"median of {effort.repeats} after {effort.warmup} of warm-up"
+        f"median of {effort.repeats} after {effort.warmup} of warm-up{beside}"
     )
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle
 from typing import TypeAlias
 
 import numpy as np
@@ -39,35 +39,61 @@ passes of training it loses what it had in them to a message.
 _STEPS = 8
 _SETTLING = 2
 _LEAST_SECONDS = 2e-3
+_MOST_SECONDS = 30.0
+"""Of all repeats for one size, if two repeats take no longer."""
 
 
 @dataclass(frozen=True)
-class Compute:
-    """Steps of compute, of `parts` each of which multiplies `activations` by `products` of the
-    `weights` in turn. At its end a step leaves no more than `later` messages under way.
+class Work:
+    """Compute that messages and sums go beside.
+
+    `run` does it once, and calls its argument `places` times meanwhile: where some may begin.
+    `gradient_bytes`: what a run has to add up, or None.
+    """
+
+    run: Callable[[Callable[[], None]], None]
+    places: int
+    gradient_bytes: int | None = None
+
+    @staticmethod
+    def product(device: torch.device) -> Work:
+        """One product, of the next of several weights."""
+        weights = torch.full((_WEIGHTS, _WIDTH, _WIDTH), 1 / _WIDTH, device=device).unbind()
+        activations, turns = torch.ones(_ROWS, _WIDTH, device=device), cycle(weights)
+
+        def run(reached: Callable[[], None]) -> None:
+            reached()
+            torch.mm(activations, next(turns))
+
+        return Work(run, places=1)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of compute, each of so many `runs` of the work, in each of which `parts` messages or
+    sums begin. At its end a step leaves no more than `later` of them under way.
     """
 
     wire: Wire
-    activations: torch.Tensor
-    weights: tuple[torch.Tensor, ...]
+    work: Work
     later: int
-    products: int = 1
+    runs: int = 1
     parts: int = 1
 
-    @staticmethod
-    def on(wire: Wire, later: int) -> Compute:
-        """Steps of one product."""
-        shape = (_WEIGHTS, _WIDTH, _WIDTH)
-        weights = torch.full(shape, 1 / _WIDTH, device=wire.device)
-        return Compute(wire, torch.ones(_ROWS, _WIDTH, device=wire.device), weights.unbind(), later)
+    def of(self, parts: int, seconds: float, size: float) -> Steps:
+        """Steps of so many `parts` of about `seconds` each. A run that takes longer is a step of as
+        many parts as it has time for, and gradients to fill `size` bytes each.
 
-    def of(self, seconds: float) -> Compute:
-        """Steps of about `seconds`; all ranks use the number of products that rank 0 measures."""
-        probe = replace(self, products=_WEIGHTS)
+        All ranks do what rank 0 finds.
+        """
+        probe = replace(self, runs=_WEIGHTS if self.work.gradient_bytes is None else 1)
         probe.seconds(lambda: None)
-        each = probe.seconds(lambda: None) / _WEIGHTS
-        (products,) = self.wire.broadcast([max(1.0, round(seconds / each))], 0)
-        return replace(self, products=int(products))
+        each = probe.seconds(lambda: None) / probe.runs
+        if each > parts * seconds and self.work.gradient_bytes is not None:
+            parts = max(1, min(int(each / seconds), int(self.work.gradient_bytes / size)))
+        fewest = -(-parts // self.work.places)
+        found = self.wire.broadcast([parts, max(fewest, round(parts * seconds / each))], 0)
+        return replace(self, parts=int(found[0]), runs=int(found[1]))
 
     def seconds(self, begin: Callable[[], Wait | None]) -> float:
         """The mean seconds of a step, with a call of `begin` in each part.
@@ -77,18 +103,12 @@ class Compute:
         as long beside compute as alone, and the last ones are not over when the clock is read.
         """
         under_way: deque[Wait] = deque()
-        turns = cycle(self.weights)
         start = 0.0
         for step in range(_SETTLING + _STEPS):
             if step == _SETTLING:
                 self.wire.synchronize()
                 start = time.perf_counter()
-            for _ in range(self.parts):
-                done = begin()
-                if done is not None:
-                    under_way.append(done)
-                for weights in islice(turns, self.products):
-                    torch.mm(self.activations, weights)
+            self.step(begin, under_way)
             while len(under_way) > self.later:
                 under_way.popleft()()
         self.wire.synchronize()
@@ -96,6 +116,22 @@ class Compute:
         while under_way:
             under_way.popleft()()
         return taken / _STEPS
+
+    def step(self, begin: Callable[[], Wait | None], under_way: deque[Wait]) -> None:
+        """One step, with a call of `begin` in each part; what began is added to `under_way`."""
+        reached = begun = 0
+
+        def place() -> None:
+            nonlocal reached, begun
+            if reached * self.parts >= begun * self.runs * self.work.places:
+                begun += 1
+                done = begin()
+                if done is not None:
+                    under_way.append(done)
+            reached += 1
+
+        for _ in range(self.runs):
+            self.work.run(place)
 
 
 @dataclass(frozen=True)
@@ -123,7 +159,7 @@ class Traffic:
         return Traffic(seconds, begin, (BUCKET_BYTES / 2, BUCKET_BYTES), 4, 0)
 
 
-def busy(wire: Wire, ranks: Ranks, effort: Effort, traffic: Traffic) -> float:
+def busy(wire: Wire, ranks: Ranks, effort: Effort, traffic: Traffic, work: Work) -> float:
     """The share of the traffic's time in which the ranks at its ends cannot compute; above 1 where
     it takes longer beside compute than alone.
 
@@ -133,18 +169,20 @@ def busy(wire: Wire, ranks: Ranks, effort: Effort, traffic: Traffic) -> float:
     least, most = traffic.sizes
     sizes = [size for size in effort.sizes if least <= size <= most] or effort.sizes[-1:]
     takes_part = dist.get_rank() in ranks
-    shares, steps = [], Compute.on(wire, traffic.later)
+    shares, steps = [], Steps(wire, work, traffic.later)
     # Steps that wait for one another do so in both cases.
     together = traffic.begin(4) if takes_part and not traffic.later else lambda: None
     for size in sizes:
         taken = traffic.seconds(size)
-        part = steps.of(max(_LEAST_SECONDS, 2 * taken))
+        both = steps.of(traffic.parts, max(_LEAST_SECONDS, 2 * taken), size)
         start = traffic.begin(size) if takes_part else lambda: None
-        beside = partial(replace(part, parts=traffic.parts).seconds, start)
-        alone = partial(replace(part, products=part.products * traffic.parts).seconds, together)
+        beside = partial(both.seconds, start)
+        alone = partial(replace(both, parts=1).seconds, together)
+        begun = time.perf_counter()
         _lost(wire, beside, alone)  # to warm up
-        for _ in range(effort.repeats):
-            share = _lost(wire, beside, alone) / (taken * traffic.parts)
+        (each,) = wire.broadcast([time.perf_counter() - begun], 0)
+        for _ in range(max(2, min(effort.repeats, int(_MOST_SECONDS / each)))):
+            share = _lost(wire, beside, alone) / (taken * both.parts)
             shares.append(float(np.mean([wire.broadcast([share], rank)[0] for rank in ranks])))
     return min(MOST_BUSY, max(0.0, float(np.median(shares))))
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedream.graph.cluster import Cluster, Link
-from pipedream.profiler.network.interference import Begin, Seconds, Traffic, busy
+from pipedream.profiler.network.interference import Begin, Seconds, Traffic, Work, busy
 from pipedream.profiler.network.levels import NetworkLevel, Ranks
 from pipedream.profiler.network.link_fit import LinkFit, fit_link
 from pipedream.profiler.network.options import Effort
@@ -87,11 +87,16 @@ def cluster(measured: Sequence[MeasuredLevel]) -> Cluster:
 
 
 def measure(
-    level: NetworkLevel, wire: Wire, effort: Effort, step: Callable[[str], None] = lambda what: None
+    level: NetworkLevel,
+    wire: Wire,
+    effort: Effort,
+    work: Work | None = None,
+    step: Callable[[str], None] = lambda what: None,
 ) -> MeasuredLevel:
     """Measures a level; called by all ranks at once, and all get the result. Raises PeerLost.
 
-    `step` is called with a description of each measurement.
+    `work`: what is computed beside sums [default: products, as beside messages]. `step` is called
+    with a description of each measurement.
     """
     send, sums = [], []
     room = _Room.of(wire, effort.largest)
@@ -103,30 +108,27 @@ def measure(
         once = [_adding(wire, group, size, room) for size in effort.sizes]
         sums.append(_repeated(wire, group, effort, once))
     step(f"{level.name}: compute during messages and sums")
+
+    def with_interference(
+        ranks: Ranks,
+        timed: Timed,
+        kind: Callable[[Seconds, Begin], Traffic],
+        begin: Callable[[Wire, Ranks, int], Callable[[], Wait | None]],
+        beside: Work,
+    ) -> Timed:
+        def seconds(size: float) -> float:
+            return float(timed.fit.link.seconds(size))
+
+        traffic = kind(seconds, lambda size: begin(wire, ranks, size))
+        return replace(timed, busy=busy(wire, ranks, effort, traffic, beside))
+
+    product = Work.product(wire.device)
+    passed, added = Timed.of(effort.sizes, send), Timed.of(effort.sizes, sums)
     return MeasuredLevel(
         level,
-        _with_interference(
-            wire, level.pairs[0], effort, Timed.of(effort.sizes, send), Traffic.messages, _passing
-        ),
-        _with_interference(
-            wire, level.groups[0], effort, Timed.of(effort.sizes, sums), Traffic.sums, room.summing
-        ),
+        with_interference(level.pairs[0], passed, Traffic.messages, _passing, product),
+        with_interference(level.groups[0], added, Traffic.sums, room.summing, work or product),
     )
-
-
-def _with_interference(
-    wire: Wire,
-    ranks: Ranks,
-    effort: Effort,
-    timed: Timed,
-    kind: Callable[[Seconds, Begin], Traffic],
-    begin: Callable[[Wire, Ranks, int], Callable[[], Wait | None]],
-) -> Timed:
-    def seconds(size: float) -> float:
-        return float(timed.fit.link.seconds(size))
-
-    traffic = kind(seconds, lambda size: begin(wire, ranks, size))
-    return replace(timed, busy=busy(wire, ranks, effort, traffic))
 
 
 def _passing(wire: Wire, pair: Ranks, size: int) -> Callable[[], Wait | None]:

@@ -20,7 +20,6 @@ _FACTOR = 4
 _LEAST = _FACTOR**2 * _SMALLEST
 _MODEL_OPTIONS = {
     "batch_size": "--batch-size",
-    "batch_sizes": "--batch-sizes",
     "arguments": "--arg",
     "inputs": "--input",
 }
@@ -28,7 +27,8 @@ NETWORK_OPTIONS = (
     option(
         "--network",
         "Measure messages and all-reduces between the ranks that torchrun or mpirun started, and"
-        " write cluster.yaml for pd-optimize.",
+        " write cluster.yaml for pd-optimize. With MODEL, sums beside its passes: what they take"
+        " from each other differs from model to model.",
     ),
     option(
         "--machines N,N,...",
@@ -62,7 +62,7 @@ class Effort:
 @dataclass(frozen=True)
 class NetworkOptions:
     """`machines`: components of each level, innermost first; None for what the host names say.
-    `device` is cpu or cuda.
+    `device` is cpu or cuda; `model` the one beside whose passes to measure sums, if any.
     """
 
     output: Path
@@ -70,6 +70,7 @@ class NetworkOptions:
     device: str
     threads: int
     effort: Effort
+    model: str | None = None
 
 
 def check_no_network_options(parameters: Mapping[str, Any]) -> None:
@@ -77,7 +78,7 @@ def check_no_network_options(parameters: Mapping[str, Any]) -> None:
     for each in NETWORK_OPTIONS[1:]:
         if parameters[each.name or ""] is not None:
             raise UserError(
-                f"{each.opts[0]} goes with --network, which takes no MODEL: leave one of them out"
+                f"{each.opts[0]} goes with --network: add it, or leave {each.opts[0]} out"
             )
 
 
@@ -86,14 +87,14 @@ def network_options(parameters: Mapping[str, Any], rank_info: RankInfo | None) -
 
     Raises UserError.
     """
-    if parameters["model"] is not None:
-        raise UserError(
-            f"--network measures no model: leave MODEL {parameters['model']!r} out; the folder for "
-            "the results is given by -o"
-        )
-    for name, flag in _MODEL_OPTIONS.items():
+    for name in ("meta", "batch_sizes"):
         if parameters[name]:
-            raise UserError(f"{flag} is for a MODEL, and --network measures none: leave it out")
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} does not go with --network: leave it out")
+    if parameters["model"] is None:
+        for name, flag in _MODEL_OPTIONS.items():
+            if parameters[name]:
+                raise UserError(f"{flag} is for a MODEL: name one, or leave {flag} out")
     device, machines = parameters["device"], parameters["machines"]
     if device not in ("cpu", "cuda"):
         raise UserError(f"--device {device}: with --network write cpu, or cuda for a GPU each")
@@ -113,6 +114,7 @@ def network_options(parameters: Mapping[str, Any], rank_info: RankInfo | None) -
             parameters["warmup"] or _WARMUP,
             parameters["repeats"] or _REPEATS,
         ),
+        parameters["model"],
     )
 
 

@@ -2,8 +2,8 @@
 
     python scripts/bench/prediction.py [MODEL]...
 
-As a user does it, one command after the other: for each model pd-profile --network between two
-workers; for each plan pd-profile --workers 2, pd-train. The plans: the one of pd-optimize,
+As a user does it, one command after the other: for each model pd-profile MODEL --network between
+two workers; for each plan pd-profile --workers 2, pd-train. The plans: the one of pd-optimize,
 pipelines with two other cuts, and two replicas. A line for each pair of model and plan, then the
 median and the worst of the errors, and how many are above and below.
 
@@ -76,8 +76,10 @@ def main() -> None:
 def compare(name: str, folder: Path) -> list[dict[str, Any]]:
     """A row for each plan."""
     folder.mkdir()
-    network = ["--nproc-per-node", "2", "--no-python", "pd-profile", "--network", "-o", folder]
-    subprocess.run([program("torchrun"), *network], check=True, stdout=subprocess.DEVNULL)
+    config = prepare(name, folder / "network.yaml", 16)
+    network = ["pd-profile", config, "--network", "-o", folder]
+    torchrun = [program("torchrun"), "--nproc-per-node", "2", "--no-python"]
+    subprocess.run([*torchrun, *network], check=True, stdout=subprocess.DEVNULL)
     rows = []
     before = profiled(name, folder / "first", folder)
     for which, division in divisions(before).items():
