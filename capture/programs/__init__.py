@@ -1,0 +1,4 @@
+"""A stage as programs: its forward pass, the gradients of its inputs, those of its weights.
+
+`joint.py` traces the passes as one graph, `cut.py` divides it, `program.py` runs the parts.
+"""

@@ -1,0 +1,130 @@
+"""Divides a joint graph in three: forward, gradients of the inputs, gradients of the weights.
+
+What earlier stages wait for is computed first (Qi, Wan, Huang, Lin, "Zero Bubble Pipeline
+Parallelism", ICLR 2024: B and W). The operator that computes all gradients of a convolution becomes
+two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from pipedream.capture.programs.joint import Joint
+
+_DIVIDED = torch.ops.aten.convolution_backward.default
+"""Its last argument says which gradients it computes: of input, weight and bias. The operators of
+batch and layer norm have such an argument too, but they need the sums over the gradients of weight
+and bias for that of the input: in two they would compute these twice.
+"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """`module` computes the values `results` from the values `needs`, nodes of the joint graph."""
+
+    module: fx.GraphModule
+    needs: Sequence[fx.Node]
+    results: Sequence[fx.Node]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """`forward` also gives what the others need of it. `weights`: one part for each parameter with
+    a gradient, in the order in which a backward pass comes to them; each also gives what later ones
+    need of it.
+    """
+
+    forward: Part
+    inputs: Part
+    weights: Mapping[str, Part]
+
+
+def cut(joint: Joint) -> Cut:
+    """Divides the graph, whose operators with several gradients it divides in place."""
+    _divide_operators(joint.module.graph)
+    outputs = joint.outputs
+    forward = _before([*outputs, *_writes(joint.module.graph)])
+    gradients = [node for node in joint.input_gradients if node is not None]
+    inputs = _before(gradients) - forward
+    order = {node: place for place, node in enumerate(joint.module.graph.nodes)}
+    learned = {name: node for name, node in joint.weight_gradients.items() if node is not None}
+    done, members = forward | inputs, {}
+    for name in sorted(learned, key=lambda name: order[learned[name]]):
+        members[name] = _before([learned[name]]) - done
+        done |= members[name]
+    later = _needed(members.values()) | set(learned.values())
+    weights, made = {}, set[fx.Node]()
+    for name, own in reversed(members.items()):
+        ends = [learned[name], *sorted(own & made - {learned[name]}, key=order.__getitem__)]
+        weights[name] = _part(joint, own, ends)
+        made |= set(weights[name].needs) | {learned[name]}
+    kept = sorted(inputs & later, key=order.__getitem__)
+    saved = sorted(forward & (later | _needed([inputs]) | set(gradients)), key=order.__getitem__)
+    return Cut(
+        _part(joint, forward, [*outputs, *saved]),
+        _part(joint, inputs, [*gradients, *kept]),
+        dict(reversed(weights.items())),
+    )
+
+
+def _divide_operators(graph: fx.Graph) -> None:
+    for node in graph.find_nodes(op="call_function", target=_DIVIDED):
+        mask = node.args[-1]
+        if not (mask[0] and any(mask[1:])):
+            continue
+        for own in ([True, False, False], [False, *mask[1:]]):
+            with graph.inserting_before(node):
+                half = graph.node_copy(node)
+                half.update_arg(len(node.args) - 1, own)
+            for user in list(node.users):
+                if own[user.args[1]]:
+                    user.update_arg(0, half)
+        for user in list(node.users):  # of a gradient that is not computed
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+def _writes(graph: fx.Graph) -> list[fx.Node]:
+    """Operators that write into what they are given, such as the statistics of batch norm."""
+    return [
+        node
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    ]
+
+
+def _before(ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """The operators that these values are computed by."""
+    found: set[fx.Node] = set()
+    left = list(ends)
+    while left:
+        node = left.pop()
+        if node not in found and node.op == "call_function":
+            found.add(node)
+            left.extend(node.all_input_nodes)
+    return found
+
+
+def _needed(members: Iterable[Set[fx.Node]]) -> set[fx.Node]:
+    return {source for part in members for node in part for source in node.all_input_nodes}
+
+
+def _part(joint: Joint, members: Set[fx.Node], results: Sequence[fx.Node]) -> Part:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    inside = [node for node in joint.module.graph.nodes if node in members]
+    read = [source for node in inside for source in node.all_input_nodes] + list(results)
+    needs = []
+    for source in dict.fromkeys(read):
+        if source.op == "get_attr":
+            copies[source] = graph.node_copy(source)
+        elif source not in members:
+            copies[source] = graph.placeholder(source.name)
+            needs.append(source)
+    for node in inside:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
+    return Part(fx.GraphModule(joint.module, graph), needs, list(results))

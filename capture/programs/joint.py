@@ -1,0 +1,116 @@
+"""The forward and the backward pass of a module as one graph of ATen operators.
+
+As AOTAutograd has it (torch's functorch, "joint graph"): autograd runs under a tracer, so what it
+does backwards becomes operators like those of the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+_RENAMING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+@dataclass(frozen=True)
+class Joint:
+    """`module` computes the outputs from the placeholders `weights` (parameters and buffers by
+    name) and `inputs`, and the gradients from these and the placeholders `tangents`: the gradients
+    of the outputs with the numbers `differentiable`.
+
+    `input_gradients`: None for an input that wants none or has none; so `weight_gradients`, of the
+    parameters.
+    """
+
+    module: fx.GraphModule
+    weights: Mapping[str, fx.Node]
+    inputs: Sequence[fx.Node]
+    tangents: Sequence[fx.Node]
+    differentiable: Sequence[int]
+    outputs: Sequence[fx.Node]
+    input_gradients: Sequence[fx.Node | None]
+    weight_gradients: Mapping[str, fx.Node | None]
+
+
+def joint(
+    module: fx.GraphModule,
+    state: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    wants: Sequence[bool],
+) -> Joint:
+    """Traces `module(*inputs)`, which gives a tuple of tensors, with parameters and buffers
+    `state`. `wants`: of which inputs the gradients are to be computed.
+
+    Nothing is computed: only shapes, types and whether gradients are required matter.
+    """
+    names = list(state)
+    learned = [name for name in names if state[name].requires_grad]
+    differentiable: list[int] = []
+    counts: list[int] = []
+
+    def passes(weights: list[Tensor], given: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
+        leaves = {
+            name: weight.detach().requires_grad_(name in learned)
+            for name, weight in zip(names, weights, strict=True)
+        }
+        own = [x.detach().requires_grad_(w) for x, w in zip(given, wants, strict=True)]
+        results: Sequence[Tensor] = functional_call(module, leaves, tuple(own))
+        differentiable[:] = [k for k, result in enumerate(results) if result.requires_grad]
+        ends = [results[k] for k in differentiable]
+        wanted = [*(x for x in own if x.requires_grad), *(leaves[name] for name in learned)]
+        gradients: Sequence[Tensor | None] = [None] * len(wanted)
+        if tangents and wanted:
+            gradients = torch.autograd.grad(ends, wanted, tangents, allow_unused=True)
+        counts[:] = [len(results), len(wanted) - len(learned)]
+        return [*(result.detach() for result in results), *gradients]  # type: ignore[list-item]
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = pytree.tree_map(mode.from_tensor, [[t.detach() for t in state.values()], list(inputs)])
+    with mode, torch.enable_grad():
+        outputs = passes(fake[0], fake[1], [])
+        tangents = [torch.empty_like(outputs[k]) for k in differentiable]
+        traced = make_fx(passes)(fake[0], fake[1], tangents)
+    _drop_renaming(traced)
+    return _named(traced, names, learned, wants, differentiable, counts)
+
+
+def _drop_renaming(traced: fx.GraphModule) -> None:
+    """Without autograd, a detached tensor is the tensor."""
+    for node in list(traced.graph.nodes):
+        if node.target in _RENAMING:
+            node.replace_all_uses_with(node.args[0])
+            traced.graph.erase_node(node)
+    traced.graph.eliminate_dead_code()
+
+
+def _named(
+    traced: fx.GraphModule,
+    names: Sequence[str],
+    learned: Sequence[str],
+    wants: Sequence[bool],
+    differentiable: Sequence[int],
+    counts: Sequence[int],
+) -> Joint:
+    placeholders = traced.graph.find_nodes(op="placeholder", sort=True)
+    (end,) = traced.graph.find_nodes(op="output")
+    results = list(end.args[0])
+    outputs, wanted = counts
+    gradients = iter(results[outputs : outputs + wanted])
+    inputs = len(names) + len(wants)
+    return Joint(
+        traced,
+        dict(zip(names, placeholders[: len(names)], strict=True)),
+        placeholders[len(names) : inputs],
+        placeholders[inputs:],
+        tuple(differentiable),
+        results[:outputs],
+        [next(gradients) if want else None for want in wants],
+        dict(zip(learned, results[outputs + wanted :], strict=True)),
+    )

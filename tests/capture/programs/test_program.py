@@ -1,0 +1,202 @@
+"""The three programs of a stage against autograd, in float64, and what they keep in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from pipedream.capture.export import capture
+from pipedream.capture.programs.program import Program
+from pipedream.capture.segment import Segment, freeze_constants, segment
+
+OPERATOR = torch.ops.aten.convolution_backward.default
+CLOSE = {"rtol": 0.0, "atol": 1e-12}
+
+
+class Shared(nn.Module):
+    """One weight, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(torch.relu(self.layer(x))))
+
+
+class Pieces(nn.Module):
+    """Operators with several outputs, and one output that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.unread = nn.Linear(6, 9), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.wide(x).chunk(3, dim=-1)
+        values, _ = torch.topk(b, 2)
+        return torch.cat([a * c, values], dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.three, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (2, 4)).transpose(1, 2)
+            for part in self.three(self.norm(x)).chunk(3, -1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+class Biases(nn.Module):
+    """Two parameters with the same gradient, which is that of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(5)), nn.Parameter(torch.zeros(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.sin() + self.one.expand_as(x)) + self.other.expand_as(x)
+
+
+def pictures() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(2, 3, 3),
+        nn.BatchNorm2d(3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(3, 2, 1, groups=1),
+    )
+
+
+CASES = {
+    "linear": (lambda: nn.Sequential(nn.Linear(6, 4), nn.GELU(), nn.Linear(4, 3)), (5, 6)),
+    "shared": (Shared, (5, 6)),
+    "several outputs": (Pieces, (5, 6)),
+    "attention": (Attention, (2, 5, 8)),
+    "same gradient": (Biases, (4, 5)),
+    "convolution": (pictures, (4, 2, 8, 8)),
+    "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 2)), (5, 6)),
+    "recurrent": (lambda: Last(nn.LSTM(6, 4, batch_first=True)), (3, 5, 6)),
+    "nothing to learn": (lambda: nn.Sequential(nn.ReLU(), nn.Softmax(-1)), (5, 6)),
+}
+
+
+class Last(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)[0]
+        return out
+
+
+def stage(model: nn.Module, given: Tensor) -> tuple[Segment, dict[str, Tensor]]:
+    """All of the model as a stage, and its parameters and buffers."""
+    captured = capture(model, (given,))
+    whole = segment(captured, captured.working, keep=captured.outputs)
+    whole = freeze_constants(whole, captured.owner)
+    read = {node.target for node in whole.module.graph.find_nodes(op="get_attr")}
+    named = [*whole.module.named_parameters(), *whole.module.named_buffers()]
+    return whole, {name: tensor for name, tensor in named if name in read}
+
+
+def by_autograd(
+    whole: Segment, state: dict[str, Tensor], given: Tensor, after: Sequence[Tensor]
+) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+    leaves = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in state.items()}
+    own = given.detach().requires_grad_()
+    (output,) = functional_call(whole.module, leaves, (own,))
+    torch.autograd.backward([output], list(after))
+    learned = {n: t.grad for n, t in leaves.items() if t.grad is not None}
+    state.update({n: t.detach() for n, t in leaves.items() if not t.requires_grad})
+    return output.detach(), own.grad, learned
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_passes_give_what_autograd_gives(name: str) -> None:
+    make, shape = CASES[name]
+    torch.manual_seed(0)
+    model, given = make().double(), torch.randn(shape, dtype=torch.float64)
+    whole, state = stage(model, given)
+    after = [torch.randn_like(whole.module(given)[0])]
+    program = Program(whole.module, state, [given], [True])
+    before = {name: tensor.detach().clone() for name, tensor in state.items()}
+    weights = {name: tensor.detach().clone() for name, tensor in before.items()}
+    for minibatch in range(2):
+        torch.manual_seed(minibatch)
+        output, by_input, learned = by_autograd(whole, state, given, after)
+        torch.manual_seed(minibatch)
+        (own,), saved = program.forward(weights, [given])
+        (gradient,), kept = program.backward(saved, after)
+        found = dict(program.weight_gradients(kept))
+        assert not saved
+        assert not kept
+        torch.testing.assert_close(own, output, **CLOSE)
+        torch.testing.assert_close(gradient, by_input, **CLOSE)
+        assert found.keys() == learned.keys()
+        for which, expected in learned.items():
+            torch.testing.assert_close(found[which], expected, **CLOSE)
+    for which, tensor in state.items():  # the statistics of batch norm too
+        torch.testing.assert_close(weights[which], tensor.detach(), **CLOSE)
+
+
+def test_weights_come_in_the_order_of_a_backward_pass() -> None:
+    given = torch.randn(3, 4)
+    whole, state = stage(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), given)
+    program = Program(whole.module, state, [given], [True])
+    _, saved = program.forward(state, [given])
+    _, kept = program.backward(saved, [torch.ones(3, 4)])
+    order = [int(name[0]) for name, _ in program.weight_gradients(kept)]
+    assert order == sorted(order, reverse=True)
+
+
+def test_what_is_kept_is_what_the_gradients_of_the_weights_need() -> None:
+    """Of linear layers: what went in and the gradient of what came out. The square needs its input
+    for the gradient of its input alone, so this is let go.
+    """
+    given = torch.randn(3, 4)
+
+    class Square(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * x
+
+    whole, state = stage(nn.Sequential(nn.Linear(4, 5), Square(), nn.Linear(5, 6)), given)
+    program = Program(whole.module, state, [given], [True])
+    _, saved = program.forward(state, [given])
+    _, kept = program.backward(saved, [torch.ones(3, 6)])
+    assert sorted(tuple(t.shape) for t in kept.values()) == [(3, 4), (3, 5), (3, 5), (3, 6)]
+
+
+def test_the_backward_pass_of_a_convolution_is_divided() -> None:
+    given = torch.randn(2, 2, 6, 6)
+    whole, state = stage(nn.Conv2d(2, 3, 3), given)
+    parts = Program(whole.module, state, [given], [True]).parts
+    masks = []
+    for part in (parts.inputs, *parts.weights.values()):
+        found = part.module.graph.find_nodes(op="call_function", target=OPERATOR)
+        masks.append([node.args[-1] for node in found])
+    assert masks[0] == [[True, False, False]]
+    assert [mask for part in masks[1:] for mask in part] == [[False, True, True]]
+
+
+def test_an_input_that_wants_no_gradient_costs_nothing() -> None:
+    given = torch.randn(3, 4)
+    whole, state = stage(nn.Linear(4, 4), given)
+    program = Program(whole.module, state, [given], [False])
+    assert not program.parts.inputs.module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.mm.default
+    )
+    _, saved = program.forward(state, [given])
+    gradients, kept = program.backward(saved, [torch.ones(3, 4)])
+    assert gradients == (None,)
+    assert {name for name, _ in program.weight_gradients(kept)} == {"weight", "bias"}
