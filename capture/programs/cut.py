@@ -44,31 +44,39 @@ class Cut:
 
 
 def cut(joint: Joint) -> Cut:
-    """Divides the graph, whose operators with several gradients it divides in place."""
+    """Divides the graph, and in place the operators that compute all gradients of a convolution."""
     _divide_operators(joint.module.graph)
-    outputs = joint.outputs
-    forward = _before([*outputs, *_writes(joint.module.graph)])
-    gradients = [node for node in joint.input_gradients if node is not None]
-    inputs = _before(gradients) - forward
     order = {node: place for place, node in enumerate(joint.module.graph.nodes)}
+    gradients = [node for node in joint.input_gradients if node is not None]
     learned = {name: node for name, node in joint.weight_gradients.items() if node is not None}
-    done, members = forward | inputs, {}
-    for name in sorted(learned, key=lambda name: order[learned[name]]):
-        members[name] = _before([learned[name]]) - done
-        done |= members[name]
-    later = _needed(members.values()) | set(learned.values())
-    weights, made = {}, set[fx.Node]()
-    for name, own in reversed(members.items()):
-        ends = [learned[name], *sorted(own & made - {learned[name]}, key=order.__getitem__)]
-        weights[name] = _part(joint, own, ends)
-        made |= set(weights[name].needs) | {learned[name]}
-    kept = sorted(inputs & later, key=order.__getitem__)
-    saved = sorted(forward & (later | _needed([inputs]) | set(gradients)), key=order.__getitem__)
+    forward = _before([*joint.outputs, *_writes(joint)])
+    inputs = _before(gradients) - forward
+    weights = _by_weight(forward | inputs, dict(sorted(learned.items(), key=lambda e: order[e[1]])))
+    later = _needed(weights.values()) | set(learned.values())
+
+    def sort(nodes: Set[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=order.__getitem__)
+
+    saved = sort(forward & (later | _needed([inputs]) | set(gradients)))
+    parts, wanted = dict[str, Part](), set[fx.Node]()
+    for name, own in reversed(weights.items()):
+        end = learned[name]
+        parts[name] = _part(joint, own, [end, *sort(own & wanted - {end})])
+        wanted.update(parts[name].needs)
     return Cut(
-        _part(joint, forward, [*outputs, *saved]),
-        _part(joint, inputs, [*gradients, *kept]),
-        dict(reversed(weights.items())),
+        _part(joint, forward, [*joint.outputs, *saved]),
+        _part(joint, inputs, [*gradients, *sort(inputs & later)]),
+        dict(reversed(parts.items())),
     )
+
+
+def _by_weight(done: Set[fx.Node], learned: Mapping[str, fx.Node]) -> dict[str, Set[fx.Node]]:
+    """What is computed for each of the gradients that is not done before, or for another one."""
+    members: dict[str, Set[fx.Node]] = {}
+    for name, gradient in learned.items():
+        members[name] = _before([gradient]) - done
+        done |= members[name]
+    return members
 
 
 def _divide_operators(graph: fx.Graph) -> None:
@@ -88,13 +96,16 @@ def _divide_operators(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _writes(graph: fx.Graph) -> list[fx.Node]:
+def _writes(joint: Joint) -> list[fx.Node]:
     """Operators that write into what they are given, such as the statistics of batch norm."""
-    return [
+    writes = [
         node
-        for node in graph.nodes
+        for node in joint.module.graph.nodes
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
     ]
+    late = set(joint.tangents) & _needed([_before(writes)])
+    assert not late, "an operator of the backward pass writes into what it is given"
+    return writes
 
 
 def _before(ends: Iterable[fx.Node]) -> set[fx.Node]:

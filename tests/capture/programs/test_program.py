@@ -56,6 +56,17 @@ class Attention(nn.Module):
         return x + self.out(mixed.transpose(1, 2).flatten(-2))
 
 
+class Picked(nn.Module):
+    """The gradient of what is picked is written, in place, into zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.places = nn.Linear(6, 6), nn.Buffer(torch.tensor([0, 2, 2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.exp())[:, self.places] * x[1:, self.places][:1]
+
+
 class Biases(nn.Module):
     """Two parameters with the same gradient, which is that of the output."""
 
@@ -82,6 +93,7 @@ CASES = {
     "shared": (Shared, (5, 6)),
     "several outputs": (Pieces, (5, 6)),
     "attention": (Attention, (2, 5, 8)),
+    "picked": (Picked, (4, 6)),
     "same gradient": (Biases, (4, 5)),
     "convolution": (pictures, (4, 2, 8, 8)),
     "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 2)), (5, 6)),
