@@ -172,7 +172,7 @@ WRONG = {
     ),
     "too few data": (("run.yaml", "--batch-sizes", "4,9"), "at batch size 9: users_net:data: 8"),
     "sizes from before": (("users_net:told", "-o", "used"), "batch-16 is from an earlier run"),
-    "network": (("--network",), "--batch-sizes is for a MODEL"),
+    "network": (("--network",), "--batch-sizes does not go with --network"),
     "show": (("--show", "used"), "leave --batch-sizes out"),
 }
 
