@@ -46,8 +46,7 @@ class Program:
         known.update(zip(self.joint.inputs, inputs, strict=True))
         results = _run(self.parts.forward, known)
         count = len(self.joint.outputs)
-        made = zip(self.parts.forward.results[count:], results[count:], strict=True)
-        known.update(made)
+        known.update(zip(self.parts.forward.results, results, strict=True))
         return results[:count], {node: known[node] for node in self._saved if node in known}
 
     def backward(

@@ -181,7 +181,7 @@ def busy(wire: Wire, ranks: Ranks, effort: Effort, traffic: Traffic, work: Work)
         begun = time.perf_counter()
         _lost(wire, beside, alone)  # to warm up
         (each,) = wire.broadcast([time.perf_counter() - begun], 0)
-        for _ in range(max(2, min(effort.repeats, int(_MOST_SECONDS / each)))):
+        for _ in range(min(effort.repeats, max(2, int(_MOST_SECONDS / each)))):
             share = _lost(wire, beside, alone) / (taken * both.parts)
             shares.append(float(np.mean([wire.broadcast([share], rank)[0] for rank in ranks])))
     return min(MOST_BUSY, max(0.0, float(np.median(shares))))
