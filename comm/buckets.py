@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.comm.transport import Sum, Transport
+from pipedream.comm.transport import Sum, Transport, connect_group
 from pipedream.graph.plan import RankAssignment
 from pipedream.schedule.overlap import BUCKET_BYTES
 
@@ -159,11 +159,11 @@ class StageGroups:
 def make_groups(
     assignment: RankAssignment, tied: Mapping[str, Sequence[int]]
 ) -> tuple[StageGroups, ...]:
-    """The groups of each stage. Every rank has to make them, all in the same order."""
+    """The groups of each stage. Every rank has to make them, all in the same order. Raises PeerLost."""
     ranks = [[group.leader for group in groups] for groups in assignment]
-    replicas = [dist.new_group(members) if len(members) > 1 else None for members in ranks]
+    replicas = [connect_group(members) if len(members) > 1 else None for members in ranks]
     holders = {
-        name: dist.new_group(sorted(rank for stage in stages for rank in ranks[stage]))
+        name: connect_group(rank for stage in stages for rank in ranks[stage])
         for name, stages in tied.items()
     }
     return tuple(

@@ -39,6 +39,18 @@ class PeerLost(RuntimeError):
         self.peer = peer
 
 
+def connect_group(ranks: Iterable[int]) -> dist.ProcessGroup:
+    """Connects the ranks with each other. All ranks of the run call it, in the same order, and
+    raise PeerLost if one of `ranks` is gone.
+    """
+    members = sorted(ranks)
+    try:
+        group: dist.ProcessGroup = dist.new_group(members)
+    except RuntimeError as error:
+        raise PeerLost(f"the ranks {members} could not be connected") from error
+    return group
+
+
 class TensorSpec(Protocol):
     """What a receive needs to know of a tensor; tensors have it, too."""
 
@@ -83,9 +95,7 @@ class Transport:
         # several links that share a way have one order, which the checker proves.
         self.groups: dict[RankLink, dist.ProcessGroup] = {}
         if backend == "nccl":
-            self.groups = {
-                rank_link: dist.new_group(sorted(rank_link[:2])) for rank_link in rank_links
-            }
+            self.groups = {rank_link: connect_group(rank_link[:2]) for rank_link in rank_links}
         self.arriving: dict[Channel, deque[_Arriving]] = {}
         self.handed: dict[Channel, deque[Message]] = {}
         self.spare: dict[tuple[Channel, _Kind], list[Message]] = {}

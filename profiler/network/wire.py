@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.comm.transport import PeerLost, Transport
+from pipedream.comm.transport import PeerLost, Transport, connect_group
 from pipedream.profiler.network.levels import Ranks
 from pipedream.schedule.channel import Channel
 from pipedream.schedule.overlap import BUCKET_BYTES
@@ -26,9 +26,8 @@ class Wire:
     ) -> None:
         self.device = device
         both = [_channel(*ranks) for pair in pairs for ranks in (pair, pair[::-1])]
-        with peer_errors():
-            self.transport = Transport(device, backend, [channel.rank_link for channel in both])
-            self.groups = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+        self.transport = Transport(device, backend, [channel.rank_link for channel in both])
+        self.groups = {ranks: connect_group(ranks) for ranks in groups}
 
     def tensor(self, size: int) -> Tensor:
         """A float32 tensor of `size` bytes on the device. Not zeros: on a CPU they may be one page

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch.distributed as dist
 from listening import is_loopback, listening
 from processes import free_port, run_processes
 
 from pipedream.comm.rank_info import RankInfo
+from pipedream.comm.transport import PeerLost, connect_group
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
@@ -51,3 +53,18 @@ def _refused(rank: int, ranks: int, port: int) -> str:
     with socket.create_server(("127.0.0.1", port)), pytest.raises(RendezvousError) as refused:
         connect_store(RankInfo(rank, ranks, rank, ranks, "127.0.0.1", port), 5.0)
     return str(refused.value)
+
+
+def test_a_rank_that_goes_while_a_group_is_connected_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A mistake of the user ended rank 0 while rank 1 still connected its groups: beside the one
+    line that names the mistake stood a traceback of gloo's.
+    """
+
+    def new_group(ranks: list[int]) -> None:
+        raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer")
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    with pytest.raises(PeerLost, match=r"the ranks \[0, 1\] could not be connected"):
+        connect_group((1, 0))
