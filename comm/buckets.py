@@ -159,7 +159,7 @@ class StageGroups:
 def make_groups(
     assignment: RankAssignment, tied: Mapping[str, Sequence[int]]
 ) -> tuple[StageGroups, ...]:
-    """The groups of each stage. Every rank has to make them, all in the same order. Raises PeerLost."""
+    """The groups of each stage. Every rank has to make them, in the same order; raises PeerLost."""
     ranks = [[group.leader for group in groups] for groups in assignment]
     replicas = [connect_group(members) if len(members) > 1 else None for members in ranks]
     holders = {
