@@ -15,12 +15,15 @@ from pipedream.schedule.spec import PipelineSpec
 
 
 class Step(NamedTuple):
-    """A forward or backward pass: when it begins, and the version of the weights it runs on."""
+    """A forward or backward pass: when it begins, and the version of the weights it runs on. Or a
+    receive that comes before other passes, of a message from stage `source`.
+    """
 
     time: int
     kind: Kind
     minibatch: int
     version: int
+    source: int = -1
 
 
 @dataclass(slots=True)

@@ -25,6 +25,7 @@ from typing import ClassVar, NamedTuple
 
 from pipedream.graph.choices import ScheduleName
 from pipedream.schedule.in_flight import steady_in_flight, warm_up
+from pipedream.schedule.orders.named import ROUND_ORDERS, most_in_flight
 from pipedream.schedule.spec import PipelineSpec
 
 
@@ -188,9 +189,17 @@ class Flush(Policy):
         return 1
 
     def in_flight(self, stage: int) -> int:
-        """At most a round's minibatches, or `warm_up` if that is more; never above the window."""
+        """At most a round's minibatches, or `warm_up` if that is more; never above the window. As
+        many as it says in an order of passes of its own.
+        """
+        if self.spec.order in ROUND_ORDERS:
+            return self._in_order[stage]
         of_round = -(-self.spec.microbatches // self.spec.replicas[stage])
         return min(self.window[stage], max(of_round, warm_up(self.spec.replicas, stage)))
+
+    @cached_property
+    def _in_order(self) -> tuple[int, ...]:
+        return most_in_flight(self.spec)
 
 
 class GPipe(Flush):

@@ -4,7 +4,8 @@ What a pipeline learns is its schedule (`policy`); in which order a rank does th
 workers is another matter. An order is a generator of passes, around which `write_actions` writes
 the messages and updates; to add one, write such a generator and enter it in ORDERS. That of 1F1B is
 made by a list scheduler (`generate`), which follows the rules of the policy in a balanced pipeline:
-it fits any replica counts, and cannot deadlock, since everything could be done in that order.
+it fits any replica counts, and cannot deadlock, since everything could be done in that order. The
+others are in `orders`: for schedules with a flush, and for several stages on a rank.
 
 The engine executes `Schedule.actions`, the simulator times them, `checker` proves the lists sound.
 """
@@ -13,12 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeAlias
 
 from pipedream.graph.choices import DEFAULT_ORDER
-from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, StageLink, Worker, show_worker
+from pipedream.schedule.action import (
+    ENDS_BACKWARD,
+    RECEIVES,
+    Action,
+    Kind,
+    StageLink,
+    Worker,
+    show_worker,
+)
 from pipedream.schedule.generate import ListScheduler, Step
+from pipedream.schedule.orders.named import ROUND_ORDERS, round_of
+from pipedream.schedule.orders.passes import Arrival, Pass, received
 from pipedream.schedule.policy import Policy, policy
 from pipedream.schedule.spec import PipelineSpec
 
@@ -126,7 +137,35 @@ def one_forward_one_backward(schedule: Schedule, workers: Sequence[Worker]) -> P
     return ((worker, step) for step in schedule.steps[worker])
 
 
-ORDERS: dict[str, Order] = {DEFAULT_ORDER: one_forward_one_backward}
+def round_by_round(schedule: Schedule, workers: Sequence[Worker]) -> Passes:
+    """An order of `orders.named`, once for each round."""
+    spec = schedule.spec
+    misfit = ROUND_ORDERS[spec.order].misfit(spec)
+    assert misfit is None, f"{spec.order} {misfit}"
+    ((place, replica),) = {(spec.place_of[stage], replica) for stage, replica in workers}
+    for number in range(schedule.rounds(0)):
+        first = number * spec.microbatches
+        last = first + schedule.in_round(0, number)
+        replicas = spec.replicas[0]
+        own = range(first + (replica - first) % replicas, last, replicas)
+        for each, arrivals in arriving(spec, len(own))[place]:
+            for source, target, is_gradient, b in arrivals:
+                kind = Kind.RECV_GRADIENT if is_gradient else Kind.RECV_ACTIVATION
+                yield (target, replica), Step(0, kind, own[b], number, source)
+            yield (each.stage, replica), Step(0, each.kind, own[each.microbatch], number)
+
+
+@lru_cache(maxsize=64)
+def arriving(
+    spec: PipelineSpec, microbatches: int
+) -> Sequence[Sequence[tuple[Pass, list[Arrival]]]]:
+    return received(spec, round_of(spec, microbatches))
+
+
+ORDERS: dict[str, Order] = {
+    DEFAULT_ORDER: one_forward_one_backward,
+    **dict.fromkeys(ROUND_ORDERS, round_by_round),
+}
 
 
 def forwards(
@@ -163,11 +202,11 @@ def forwards(
 def write_actions(schedule: Schedule, workers: Collection[Worker], passes: Passes) -> list[Action]:
     """All that a rank with these `workers` does, in order, given their passes.
 
-    Receives stand right before the pass that needs them, sends right after the pass that makes
-    them. After a worker's last backward pass of a round come ALL_REDUCE (only where the stage
-    has several replicas or is tied; it waits for all of them) and UPDATE. A replica with no
-    minibatch in a round takes part in both all the same. Of a backward pass in two halves the first
-    is what receives and sends, the second what closes a round.
+    Receives stand right before the pass that needs them, unless the passes say where, and sends
+    right after the pass that makes them. After a worker's last backward pass of a round come
+    ALL_REDUCE (only where the stage has several replicas or is tied; it waits for all of them) and
+    UPDATE. A replica with no minibatch in a round takes part in both all the same. Of a backward
+    pass in two halves the first is what receives and sends, the second what closes a round.
     """
     actions: list[Action] = []
     writers = {worker: _ActionWriter(schedule, worker, actions) for worker in workers}
@@ -200,17 +239,25 @@ class _ActionWriter:
         }
         reduces = spec.reduces(self.stage)
         self.closing = (Kind.ALL_REDUCE, Kind.UPDATE) if reduces else (Kind.UPDATE,)
+        self.received: set[tuple[Kind, int, Worker]] = set()
         self.round = 0
         self.left = self._own()
         self._close_rounds()
 
     def write(self, step: Step) -> None:
-        _, kind, minibatch, version = step
+        _, kind, minibatch, version, source = step
+        if kind in RECEIVES:
+            replicas = self.schedule.spec.replicas[source]
+            self._receive(kind, minibatch, version, (source, minibatch % replicas))
+            return
         receive, sources, send, targets = self.messages[kind]
         stage, replica, add = self.stage, self.replica, self.actions.append
         for peers in sources:
             peer = peers[minibatch % len(peers)]
-            add(Action(receive, stage, replica, minibatch, version, peer))
+            if (receive, minibatch, peer) in self.received:
+                self.received.remove((receive, minibatch, peer))
+            else:
+                add(Action(receive, stage, replica, minibatch, version, peer))
         add(Action(kind, stage, replica, minibatch, version))
         for peers in targets:
             peer = peers[minibatch % len(peers)]
@@ -218,6 +265,10 @@ class _ActionWriter:
         if kind in ENDS_BACKWARD:
             self.left -= 1
             self._close_rounds()
+
+    def _receive(self, kind: Kind, minibatch: int, version: int, peer: Worker) -> None:
+        self.received.add((kind, minibatch, peer))
+        self.actions.append(Action(kind, self.stage, self.replica, minibatch, version, peer))
 
     def _close_rounds(self) -> None:
         """Writes all-reduce and update of the rounds that this worker has finished."""

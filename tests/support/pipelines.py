@@ -1,6 +1,6 @@
-"""Orders of passes that the project does not ship, by hand: each is a generator, nothing else.
+"""What each rank does, in the project's orders and in two that it does not ship.
 
-`register` makes them known, so that pd-train trains plans that name them.
+`register` makes those known, so that pd-train trains plans that name them.
 """
 
 from __future__ import annotations
@@ -13,63 +13,11 @@ from schedules import assigned
 from pipedream.graph.plan import RankAssignment, workers_by_rank
 from pipedream.schedule.action import Action, Kind, StageLink, Worker
 from pipedream.schedule.generate import Step
+from pipedream.schedule.rank_maps import loop
 from pipedream.schedule.schedule import ORDERS, Passes, Schedule, write_actions
-from pipedream.schedule.spec import PipelineSpec
+from pipedream.schedule.spec import PassTimes, PipelineSpec
 
 F, B, BI, BW = PASSES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-
-
-def interleaved_passes(
-    schedule: Schedule, workers: Sequence[Worker]
-) -> Iterator[tuple[Worker, Step]]:
-    """1F1B with a flush where rank r of n has the stages r, r + n ...: Narayanan et al., "Efficient
-    Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", SC 2021,
-    section 2.2. Microbatches go in groups of n: all of a group through one stage of a rank, then
-    through its next one. There are whole groups and rounds only.
-    """
-    stages, microbatches = len(schedule.spec.replicas), schedule.spec.microbatches
-    own = [stage for stage, _ in workers]
-    ranks, chunks = stages // len(own), len(own)
-    assert own == list(range(own[0], stages, ranks)), "each rank has every so many-th stage"
-    assert microbatches % ranks == schedule.minibatches % microbatches == 0, "whole groups only"
-
-    def order(own: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(stage, microbatch) of all passes of a round in one direction."""
-        for group in range(0, microbatches, ranks):
-            for stage in own:
-                for b in range(ranks):
-                    yield stage, group + b
-
-    total = microbatches * chunks
-    warm_up = min(2 * (ranks - own[0] - 1) + (chunks - 1) * ranks, total)
-    for number in range(schedule.minibatches // microbatches):
-        coming = {F: order(own), B: order(own[::-1])}
-        for kind in [F] * warm_up + [F, B] * (total - warm_up) + [B] * warm_up:
-            stage, b = next(coming[kind])
-            yield (stage, 0), Step(0, kind, number * microbatches + b, number)
-
-
-def zero_bubble_passes(
-    schedule: Schedule, workers: Sequence[Worker]
-) -> Iterator[tuple[Worker, Step]]:
-    """1F1B with a flush and backward passes in two halves, in the manner of ZB-H1: Qi, Wan, Huang,
-    Lin, "Zero Bubble Pipeline Parallelism", ICLR 2024, section 2. The second half of a microbatch
-    comes as many backward passes later as there are stages before, so that all stages have as many
-    in flight. The first stage sends no gradients, so its backward passes are whole.
-    """
-    ((stage, replica),) = workers
-    stages, microbatches = len(schedule.spec.replicas), schedule.spec.microbatches
-    for number, first in enumerate(range(0, schedule.minibatches, microbatches)):
-        count = min(microbatches, schedule.minibatches - first)
-        warm_up = min(stages - stage, count)
-        kinds = [(F, b) for b in range(warm_up)]
-        for b in range(count):
-            kinds += [(BI if stage else B, b)]
-            kinds += [(BW, b - stage)] if stage and b >= stage else []
-            kinds += [(F, b + warm_up)] if b + warm_up < count else []
-        kinds += [(BW, b) for b in range(max(0, count - stage), count)] if stage else []
-        for kind, b in kinds:
-            yield (stage, replica), Step(0, kind, first + b, number)
 
 
 def halved_passes(schedule: Schedule, workers: Sequence[Worker]) -> Iterator[tuple[Worker, Step]]:
@@ -88,8 +36,6 @@ def merged_passes(schedule: Schedule, workers: Sequence[Worker]) -> Passes:
 
 def register() -> None:
     """Makes the orders known in this process."""
-    ORDERS["interleaved"] = interleaved_passes
-    ORDERS["zero-bubble"] = zero_bubble_passes
     ORDERS["halved"] = halved_passes
     ORDERS["merged"] = merged_passes
 
@@ -137,33 +83,41 @@ class Orders:
 def interleaved(
     ranks: int, stages: int, minibatches: int, microbatches: int, links: Sequence[StageLink] = ()
 ) -> Orders:
-    pipeline = _flush("interleaved", stages, minibatches, microbatches, links)
-    return Orders.made(pipeline, [[stage % ranks] for stage in range(stages)])
+    return of_rounds("interleaved", loop(ranks, stages // ranks), minibatches, microbatches, links)
 
 
 def zero_bubble(
     stages: int, minibatches: int, microbatches: int, links: Sequence[StageLink] = ()
 ) -> Orders:
-    pipeline = _flush("zero-bubble", stages, minibatches, microbatches, links)
-    return Orders.made(pipeline, [[stage] for stage in range(stages)])
+    return of_rounds("zb-h1", tuple(range(stages)), minibatches, microbatches, links)
+
+
+def of_rounds(
+    order: str,
+    rank_map: tuple[int, ...],
+    minibatches: int,
+    microbatches: int,
+    links: Sequence[StageLink] = (),
+    replicas: int = 1,
+    times: PassTimes | None = None,
+) -> Orders:
+    """An order of the project's own; replica k of a stage at place p is on rank replicas p + k."""
+    stages = len(rank_map)
+    chain = tuple((stage, stage + 1) for stage in range(stages - 1))
+    spec = PipelineSpec(
+        "flush",
+        (replicas,) * stages,
+        tuple(sorted(links)) or chain,
+        microbatches,
+        order=order,
+        rank_map=rank_map,
+        times=times,
+    )
+    ranks = [[replicas * place + k for k in range(replicas)] for place in rank_map]
+    return Orders.made(Schedule(spec, minibatches), ranks)
 
 
 def halved(made: Schedule) -> Orders:
     first = [sum(made.spec.replicas[:stage]) for stage in range(len(made.spec.replicas))]
     ranks = [range(f, f + r) for f, r in zip(first, made.spec.replicas, strict=True)]
     return Orders.made(Schedule(replace(made.spec, order="halved"), made.minibatches), ranks)
-
-
-def _flush(
-    order: str, stages: int, minibatches: int, microbatches: int, links: Sequence[StageLink]
-) -> Schedule:
-    chain = tuple((stage, stage + 1) for stage in range(stages - 1))
-    spec = PipelineSpec(
-        "flush",
-        (1,) * stages,
-        tuple(sorted(links)) or chain,
-        microbatches,
-        max_in_flight=(max(stages, microbatches),) * stages,
-        order=order,
-    )
-    return Schedule(spec, minibatches)

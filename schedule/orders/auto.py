@@ -1,0 +1,104 @@
+"""The order found for measured times, within a limit of memory.
+
+Candidates are the orders of the literature that have room, the same with the gradients of weights
+put where these times leave gaps (`deferred.py`), and those of a list scheduler under several rules
+(`greedy.py`). The best of them are improved pass by pass (`improved.py`). All of it is a function
+of the spec: every rank comes to the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice, product
+from math import inf
+
+from pipedream.schedule.action import Kind
+from pipedream.schedule.orders.deferred import deferred
+from pipedream.schedule.orders.greedy import Rule, greedy
+from pipedream.schedule.orders.improved import improved
+from pipedream.schedule.orders.interleaved import interleaved
+from pipedream.schedule.orders.passes import Round
+from pipedream.schedule.orders.problem import Numbers, Problem
+from pipedream.schedule.orders.v_shaped import v_half, v_min, zb_v
+from pipedream.schedule.orders.zero_bubble import zb_h1, zb_h2
+from pipedream.schedule.rank_maps import loop, vee
+from pipedream.schedule.spec import PipelineSpec
+
+EFFORT = 600_000
+"""Passes that are timed: about a second."""
+
+_IMPROVED = 4
+"""Candidates that share the effort; more where they need less."""
+
+_PATIENCE = (0.5, 0.0, 1.0)
+_EAGER = (inf, 2.0, 1.5, 1.0)
+_PER_RULE = 40
+"""A list scheduler takes about so many times as long as its order takes to be timed."""
+
+
+def auto(spec: PipelineSpec, microbatches: int) -> Round:
+    """Returns the best order that is found. Where nothing has room, that which holds least."""
+    problem = Problem(spec, microbatches)
+    candidates = [(problem.seconds_of_round(order)[0], order) for order in _candidates(problem)]
+    candidates.sort(key=lambda each: each[0])
+    best, left = candidates[0], EFFORT
+    for _, order in candidates:
+        seconds, better, spent = improved(problem, order, min(left, EFFORT // _IMPROVED))
+        best, left = min(best, (seconds, better), key=lambda each: each[0]), left - spent
+        if left <= 0:
+            break
+    return problem.round(best[1])
+
+
+def has_room(spec: PipelineSpec) -> bool:
+    """Whether each place has room for one microbatch of all its stages: less is no pipeline."""
+    times = spec.pass_times
+    limits = times.limit or (inf,) * len(spec.places)
+    return all(
+        sum(times.held[stage] for stage in own) <= limit * (1 + 1e-9)
+        for own, limit in zip(spec.places, limits, strict=True)
+    )
+
+
+def _candidates(problem: Problem) -> Iterator[Numbers]:
+    assert has_room(problem.spec), "no room for a microbatch"
+    seen: set[tuple[tuple[int, ...], ...]] = set()
+    for order in (*_from_literature(problem), *_by_rules(problem)):
+        key = tuple(map(tuple, order))
+        if key not in seen and all(map(problem.fits, order)):
+            seen.add(key)
+            yield order
+
+
+def _by_rules(problem: Problem) -> Iterator[Numbers]:
+    rules = product(_EAGER, (True, False), _PATIENCE)
+    affordable = max(2, EFFORT // (_PER_RULE * len(problem.passes)))
+    for eager, deepest, patience in islice(rules, affordable):
+        order = greedy(problem, Rule(patience, eager, deepest))
+        if order is not None:
+            yield order
+
+
+def _from_literature(problem: Problem) -> Iterator[Numbers]:
+    spec, limits = problem.spec, problem.limit
+    for order in literature(spec, problem.microbatches).values():
+        yield problem.numbers(order)
+        halves = [[problem.passes[number] for number in own] for own in problem.numbers(order)]
+        first = [[e for e in own if e.kind is not Kind.BACKWARD_WEIGHT] for own in halves]
+        for patience in _PATIENCE:
+            filled = deferred(spec, first, limits, patience)
+            if filled is not None:
+                yield problem.numbers(filled)
+
+
+def literature(spec: PipelineSpec, microbatches: int) -> dict[str, Round]:
+    """Returns the orders of the literature that are for such a map of stages to ranks, by name."""
+    places, stages = len(spec.places), len(spec.replicas)
+    makers = {}
+    if spec.place_of == loop(places, stages // places):
+        makers["interleaved" if stages > places else "1f1b"] = interleaved
+    if stages == places:
+        makers |= {"zb-h1": zb_h1, "zb-h2": zb_h2}
+    if spec.place_of == vee(places, 2):
+        makers |= {"zb-v": zb_v, "v-half": v_half, "v-min": v_min}
+    return {name: make(spec, microbatches) for name, make in makers.items()}

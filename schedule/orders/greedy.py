@@ -1,0 +1,160 @@
+"""A list scheduler for measured times: each place does at once the best of what it can do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import inf
+
+from pipedream.schedule.action import Kind
+from pipedream.schedule.orders.passes import Pass
+from pipedream.schedule.orders.problem import Numbers, Problem
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a place chooses among the passes that it can begin soonest.
+
+    `patience`: it waits for the gradients of inputs, or a forward pass, that can begin within so
+    many times the gradients of weights which it would compute meanwhile. `eager`: at most so many
+    times what places hold in 1F1B. `deepest`: of forward passes that of the latest stage, else that
+    of the earliest microbatch.
+    """
+
+    patience: float = 0.0
+    eager: float = inf
+    deepest: bool = True
+
+
+@dataclass(eq=False)
+class _Place:
+    """`coming`: the next microbatch of each of its stages, forward and backward; `owed`: gradients
+    of weights.
+    """
+
+    stages: tuple[int, ...]
+    limit: float
+    forward: dict[int, int]
+    backward: dict[int, int]
+    owed: list[int] = field(default_factory=list)
+    now: float = 0.0
+    held: float = 0.0
+
+
+def greedy(problem: Problem, rule: Rule) -> Numbers | None:
+    """Returns the order that comes out, or None if a place has no room for a single microbatch.
+
+    A forward pass begins only where all microbatches before it, and itself, have room for the
+    forward passes that they still have to do on that place: so the oldest one can always go on, and
+    nothing can deadlock.
+    """
+    scheduler = _Greedy(problem, rule)
+    return scheduler.order() if scheduler.has_room() else None
+
+
+class _Greedy:
+    def __init__(self, problem: Problem, rule: Rule) -> None:
+        self.problem, self.rule = problem, rule
+        spec = problem.spec
+        self.held = spec.pass_times.held
+        self.end = [inf] * len(problem.passes)
+        ahead = self._one_forward_one_backward()
+        self.places = [
+            _Place(
+                own,
+                min(problem.limit[place], max(rule.eager * ahead[place], self._least(own))),
+                dict.fromkeys(own, 0),
+                dict.fromkeys(own, 0),
+            )
+            for place, own in enumerate(spec.places)
+        ]
+
+    def _least(self, own: tuple[int, ...]) -> float:
+        return sum(self.held[stage] for stage in own)
+
+    def _one_forward_one_backward(self) -> list[float]:
+        """Bytes that a place holds if it has as many microbatches in flight as 1F1B."""
+        count = len(self.problem.spec.places)
+        own = self.problem.spec.places
+        return [(count - place) * self._least(stages) for place, stages in enumerate(own)]
+
+    def has_room(self) -> bool:
+        slack = self.problem.slack
+        return all(self._least(place.stages) <= place.limit + slack for place in self.places)
+
+    def order(self) -> Numbers:
+        order: Numbers = [[] for _ in self.places]
+        choices = [self._choice(place) for place in self.places]
+        for _ in self.problem.passes:
+            begin, number, at = min(
+                (*choice, at) for at, choice in enumerate(choices) if choice is not None
+            )
+            order[at].append(number)
+            self._do(self.places[at], number, begin)
+            changed = {at, *(self.problem.place[n] for n, _ in self.problem.needed_by[number])}
+            for place in changed:
+                choices[place] = self._choice(self.places[place])
+        return order
+
+    def _do(self, place: _Place, number: int, begin: float) -> None:
+        stage, kind, _ = self.problem.passes[number]
+        self.end[number] = place.now = begin + self.problem.seconds[number]
+        place.held += self.problem.holds[number]
+        if kind is Kind.FORWARD:
+            place.forward[stage] += 1
+        elif kind is Kind.BACKWARD_INPUT:
+            place.backward[stage] += 1
+            place.owed.append(number + self.problem.microbatches)
+        else:
+            place.owed.remove(number)
+
+    def _choice(self, place: _Place) -> tuple[float, int] | None:
+        """Returns when the place begins its next pass, and which; None if it cannot yet."""
+        options = list(self._options(place))
+        if place.owed:
+            owed, soon = place.owed[0], place.now
+            enough = soon + self.rule.patience * self.problem.seconds[owed]
+            options = [option for option in options if option[0] <= enough]
+            if not options:
+                return soon, owed
+        if not options:
+            return None
+        first = min(begin for begin, _, _ in options)
+        begin, _, number = min(
+            (begin, rank, number) for begin, rank, number in options if begin == first
+        )
+        return begin, number
+
+    def _options(self, place: _Place) -> Iterator[tuple[float, tuple[int, int, int], int]]:
+        """Yields when each pass could begin whose turn it is, its rank among others, its number."""
+        for stage in place.stages:
+            for coming, kind in (
+                (place.backward[stage], Kind.BACKWARD_INPUT),
+                (place.forward[stage], Kind.FORWARD),
+            ):
+                if coming == self.problem.microbatches:
+                    continue
+                if kind is Kind.FORWARD and not self._has_room(place, stage, coming):
+                    continue
+                number = self.problem.number[Pass(stage, kind, coming)]
+                ready = self._ready(number)
+                if ready < inf:
+                    yield max(ready, place.now), self._rank(stage, kind, coming), number
+
+    def _rank(self, stage: int, kind: Kind, microbatch: int) -> tuple[int, int, int]:
+        if kind is Kind.BACKWARD_INPUT:
+            return 0, microbatch, stage
+        return (1, -stage, microbatch) if self.rule.deepest else (1, microbatch, -stage)
+
+    def _ready(self, number: int) -> float:
+        ready = 0.0
+        for needed, delay in self.problem.needs[number]:
+            ready = max(ready, self.end[needed] + delay)
+        return ready
+
+    def _has_room(self, place: _Place, stage: int, microbatch: int) -> bool:
+        """What is held, and what the microbatches up to this one will still hold here."""
+        coming = sum(
+            self.held[own] * max(0, microbatch + 1 - place.forward[own]) for own in place.stages
+        )
+        return place.held + coming <= place.limit + self.problem.slack

@@ -1,0 +1,128 @@
+"""A round as numbers, so that thousands of orders of it can be timed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from math import inf
+from typing import TypeAlias
+
+from pipedream.schedule.action import Kind
+from pipedream.schedule.orders.passes import DeadlockError, Pass, Round, needs, seconds_of
+from pipedream.schedule.spec import PipelineSpec
+
+Numbers: TypeAlias = list[list[int]]
+"""The passes of each place, by their number."""
+
+Times: TypeAlias = list[float]
+
+_KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
+class Problem:
+    """The passes of a round of `microbatches`, all backward passes in halves."""
+
+    def __init__(self, spec: PipelineSpec, microbatches: int) -> None:
+        self.spec, self.microbatches = spec, microbatches
+        times, stages = spec.pass_times, range(len(spec.replicas))
+        self.passes = [Pass(s, k, b) for s in stages for k in _KINDS for b in range(microbatches)]
+        self.number = {each: number for number, each in enumerate(self.passes)}
+        self.seconds = [seconds_of(times, each) for each in self.passes]
+        self.needs = [
+            [(self.number[needed], delay) for needed, delay in needs(spec, each)]
+            for each in self.passes
+        ]
+        self.place = [spec.place_of[each.stage] for each in self.passes]
+        self.holds = [self._holds(each) for each in self.passes]
+        self.limit = times.limit or (inf,) * len(spec.places)
+        self.slack = 1e-9 * sum(times.held)
+
+    def _holds(self, each: Pass) -> float:
+        """By how many bytes it changes what its place holds."""
+        held, kept = self.spec.pass_times.held[each.stage], self.spec.pass_times.kept[each.stage]
+        return {Kind.FORWARD: held, Kind.BACKWARD_INPUT: kept - held}.get(each.kind, -kept)
+
+    @cached_property
+    def needed_by(self) -> list[list[tuple[int, float]]]:
+        """For each pass those that wait for it, and how long after it."""
+        after: list[list[tuple[int, float]]] = [[] for _ in self.passes]
+        for number, needed in enumerate(self.needs):
+            for other, delay in needed:
+                after[other].append((number, delay))
+        return after
+
+    def numbers(self, order: Round) -> Numbers:
+        """The order in numbers, whole backward passes as their halves."""
+        return [[self.number[half] for each in own for half in _halves(each)] for own in order]
+
+    def round(self, order: Numbers) -> Round:
+        return [[self.passes[number] for number in own] for own in order]
+
+    def fits(self, own: Sequence[int]) -> bool:
+        """Whether a place holds no more than it may, with its passes in this order."""
+        if not own:
+            return True
+        held, limit = 0.0, self.limit[self.place[own[0]]] + self.slack
+        for number in own:
+            held += self.holds[number]
+            if held > limit:
+                return False
+        return True
+
+    def play(self, order: Numbers, begins: Sequence[float]) -> tuple[Times, Times]:
+        """When each pass begins and ends, as early as it can; `begins`: of the places. Raises
+        DeadlockError.
+        """
+        begin, end = [inf] * len(self.passes), [inf] * len(self.passes)
+        position, now = [0] * len(order), list(begins)
+        waiting: dict[int, list[int]] = {}
+        ready = deque(range(len(order)))
+        left = sum(map(len, order))
+        while ready:
+            place = ready.popleft()
+            own, at = order[place], position[place]
+            while at < len(own):
+                number, start = own[at], now[place]
+                for needed, delay in self.needs[number]:
+                    arrives = end[needed] + delay
+                    if arrives == inf:
+                        waiting.setdefault(needed, []).append(place)
+                        break
+                    if arrives > start:
+                        start = arrives
+                else:
+                    begin[number] = start
+                    end[number] = now[place] = start + self.seconds[number]
+                    at, left = at + 1, left - 1
+                    ready.extend(waiting.pop(number, ()))
+                    continue
+                break
+            position[place] = at
+        if left:
+            raise DeadlockError
+        return begin, end
+
+    def seconds_of_round(self, order: Numbers) -> tuple[float, Times, Times]:
+        """How long a round takes where many follow one another, and when its passes begin and end.
+
+        Where all wait for one another after it (`joint_norm`), from its beginning to its end; else
+        each place goes on with the next round at once: then of a later round.
+        """
+        begins = [0.0] * len(order)
+        begin, end = self.play(order, begins)
+        if self.spec.joint_norm:
+            return max(end[own[-1]] for own in order if own), begin, end
+        for _ in range(2):
+            before = [end[own[-1]] if own else 0.0 for own in order]
+            begin, end = self.play(order, before)
+        period = max(end[own[-1]] - at for own, at in zip(order, before, strict=True) if own)
+        return period, begin, end
+
+
+def _halves(each: Pass) -> Iterator[Pass]:
+    if each.kind is Kind.BACKWARD:
+        yield each._replace(kind=Kind.BACKWARD_INPUT)
+        yield each._replace(kind=Kind.BACKWARD_WEIGHT)
+    else:
+        yield each
