@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from pipedream.capture.programs.joint import Joint
+from pipedream.capture.programs.draws import copy_seeded, is_draw
+from pipedream.capture.programs.joint import CannotDivide, Joint
 
 _DIVIDED = torch.ops.aten.convolution_backward.default
 """Its last argument says which gradients it computes: of input, weight and bias. The operators of
@@ -44,7 +45,10 @@ class Cut:
 
 
 def cut(joint: Joint) -> Cut:
-    """Divides the graph, and in place the operators that compute all gradients of a convolution."""
+    """Divides the graph, and in place the operators that compute all gradients of a convolution.
+
+    Raises CannotDivide.
+    """
     _divide_operators(joint.module.graph)
     order = {node: place for place, node in enumerate(joint.module.graph.nodes)}
     gradients = [node for node in joint.input_gradients if node is not None]
@@ -97,14 +101,17 @@ def _divide_operators(graph: fx.Graph) -> None:
 
 
 def _writes(joint: Joint) -> list[fx.Node]:
-    """Operators that write into what they are given, such as the statistics of batch norm."""
+    """Operators that write into what they are given, such as the statistics of batch norm, and
+    those that draw, for the sake of the next draw after the same seed.
+    """
     writes = [
         node
         for node in joint.module.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if isinstance(node.target, torch._ops.OpOverload)
+        and (node.target._schema.is_mutable or is_draw(node))
     ]
-    late = set(joint.tangents) & _needed([_before(writes)])
-    assert not late, "an operator of the backward pass writes into what it is given"
+    if not set(joint.tangents).isdisjoint(_needed([_before(writes)])):
+        raise CannotDivide("an operator of the backward pass writes into what it is given")
     return writes
 
 
@@ -135,7 +142,6 @@ def _part(joint: Joint, members: Set[fx.Node], results: Sequence[fx.Node]) -> Pa
         elif source not in members:
             copies[source] = graph.placeholder(source.name)
             needs.append(source)
-    for node in inside:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+    copy_seeded(joint.module, graph, inside, copies)
     graph.output(tuple(copies[node] for node in results))
     return Part(fx.GraphModule(joint.module, graph), needs, list(results))

@@ -148,11 +148,11 @@ def test_the_passes_give_what_autograd_gives(name: str) -> None:
         torch.manual_seed(minibatch)
         output, by_input, learned = by_autograd(whole, state, given, after)
         torch.manual_seed(minibatch)
-        (own,), saved = program.forward(weights, [given])
+        (own,), saved = program.forward(weights, [given], program.draw())
         (gradient,), kept = program.backward(saved, after)
         found = dict(program.weight_gradients(kept))
         assert not saved
-        assert not kept
+        assert not kept.values
         torch.testing.assert_close(own, output, **CLOSE)
         torch.testing.assert_close(gradient, by_input, **CLOSE)
         assert found.keys() == learned.keys()
@@ -186,7 +186,7 @@ def test_what_is_kept_is_what_the_gradients_of_the_weights_need() -> None:
     program = Program(whole.module, state, [given], [True])
     _, saved = program.forward(state, [given])
     _, kept = program.backward(saved, [torch.ones(3, 6)])
-    assert sorted(tuple(t.shape) for t in kept.values()) == [(3, 4), (3, 5), (3, 5), (3, 6)]
+    assert sorted(tuple(t.shape) for t in kept.values.values()) == [(3, 4), (3, 5), (3, 5), (3, 6)]
 
 
 def test_the_backward_pass_of_a_convolution_is_divided() -> None:
