@@ -136,9 +136,10 @@ def _free(graph: fx.Graph, barred: Set[fx.Node]) -> set[fx.Node]:
     """The operators that need neither data nor what is `barred`."""
     free = set[fx.Node]()
     for node in graph.nodes:
-        if node.op == "call_function" and node not in barred:
-            if _reads_shape_alone(node) or free.issuperset(node.all_input_nodes):
-                free.add(node)
+        if node.op != "call_function" or node in barred:
+            continue
+        if _reads_shape_alone(node) or free.issuperset(node.all_input_nodes):
+            free.add(node)
     return free
 
 
@@ -161,7 +162,7 @@ def _unfit(graph: fx.Graph, members: Set[fx.Node]) -> set[fx.Node]:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
             unfit.update(
-                source for source in node.all_input_nodes if not members.issuperset(source.users)
+                source for source in node.all_input_nodes if not members >= source.users.keys()
             )
     return unfit
 

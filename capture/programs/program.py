@@ -36,6 +36,9 @@ class Kept:
 Compiler: TypeAlias = Callable[[fx.GraphModule], Callable[..., Any]]
 
 
+_UNCHANGED = nullcontext()
+
+
 def _as_it_is(module: fx.GraphModule) -> Callable[..., Any]:
     return module
 
@@ -56,7 +59,7 @@ class Program:
         state: Mapping[str, Tensor],
         inputs: Sequence[Tensor],
         wants: Sequence[bool],
-        precision: AbstractContextManager[Any] = nullcontext(),
+        precision: AbstractContextManager[Any] = _UNCHANGED,
         compiler: Compiler = _as_it_is,
     ) -> None:
         self.joint = joint(module, state, inputs, wants, precision)
@@ -97,9 +100,14 @@ class Program:
         """
         tangents = dict(zip(self.joint.tangents, gradients, strict=True))
         without = frozenset(node for node, gradient in tangents.items() if gradient is None)
-        known = {**saved, **{node: _zeros(node) if g is None else g for node, g in tangents.items()}}
+        known = {
+            **saved,
+            **{node: _zeros(node) if g is None else g for node, g in tangents.items()},
+        }
         saved.clear()
-        known.update(zip(self.parts.inputs.results, self._run(self.parts.inputs, known), strict=True))
+        known.update(
+            zip(self.parts.inputs.results, self._run(self.parts.inputs, known), strict=True)
+        )
         of_inputs = tuple(
             None if node is None or self._from[node] <= without else known[node]
             for node in self.joint.input_gradients
