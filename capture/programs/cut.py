@@ -7,6 +7,7 @@ two.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -25,7 +26,11 @@ and bias for that of the input: in two they would compute these twice.
 
 @dataclass(frozen=True)
 class Part:
-    """`module` computes the values `results` from the values `needs`, nodes of the joint graph."""
+    """`module` computes the values `results` from the values `needs`, nodes of the joint graph.
+
+    It is given a list of the needs in reverse, and takes each out of it. So a value that nobody
+    else holds is freed when its last operator is done, as autograd does it.
+    """
 
     module: fx.GraphModule
     needs: Sequence[fx.Node]
@@ -116,13 +121,18 @@ def _writes(joint: Joint) -> list[fx.Node]:
 
 
 def _before(ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """The operators that these values are computed by."""
+    """The operators that these values are computed by.
+
+    Of an operator with several results all are taken apart at once: a tuple would hold each of them
+    as long as one is needed.
+    """
     found: set[fx.Node] = set()
     left = list(ends)
     while left:
         node = left.pop()
         if node not in found and node.op == "call_function":
             found.add(node)
+            found.update(user for user in node.users if user.target is operator.getitem)
             left.extend(node.all_input_nodes)
     return found
 
@@ -135,12 +145,12 @@ def _part(joint: Joint, members: Set[fx.Node], results: Sequence[fx.Node]) -> Pa
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     inside = [node for node in joint.module.graph.nodes if node in members]
     read = [source for node in inside for source in node.all_input_nodes] + list(results)
-    needs = []
+    box, needs = graph.placeholder("box"), []
     for source in dict.fromkeys(read):
         if source.op == "get_attr":
             copies[source] = graph.node_copy(source)
         elif source not in members:
-            copies[source] = graph.placeholder(source.name)
+            copies[source] = graph.call_method("pop", (box,))
             needs.append(source)
     copy_seeded(joint.module, graph, inside, copies)
     graph.output(tuple(copies[node] for node in results))

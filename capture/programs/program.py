@@ -7,7 +7,7 @@ those of the weights need.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,10 +84,8 @@ class Program:
         known = {node: weights[name] for name, node in self.joint.weights.items()}
         known.update(zip(self.joint.inputs, inputs, strict=True))
         known.update(zip(self.joint.draws.nodes, drawn, strict=True))
-        results = self._run(self.parts.forward, known)
-        count = len(self.joint.outputs)
-        known.update(zip(self.parts.forward.results, results, strict=True))
-        return results[:count], {node: known[node] for node in self._saved if node in known}
+        outputs = self._run(self.parts.forward, known, self._saved)[: len(self.joint.outputs)]
+        return outputs, {node: known[node] for node in self._saved if node in known}
 
     def backward(
         self, saved: Values, gradients: Sequence[Tensor | None]
@@ -100,19 +98,14 @@ class Program:
         """
         tangents = dict(zip(self.joint.tangents, gradients, strict=True))
         without = frozenset(node for node, gradient in tangents.items() if gradient is None)
-        known = {
-            **saved,
-            **{node: _zeros(node) if g is None else g for node, g in tangents.items()},
-        }
+        values = {n: _zeros(n) if given is None else given for n, given in tangents.items()} | saved
         saved.clear()
-        known.update(
-            zip(self.parts.inputs.results, self._run(self.parts.inputs, known), strict=True)
-        )
+        ends = self.joint.input_gradients
+        self._run(self.parts.inputs, values, {*self._kept, *ends})
         of_inputs = tuple(
-            None if node is None or self._from[node] <= without else known[node]
-            for node in self.joint.input_gradients
+            None if node is None or self._from[node] <= without else values[node] for node in ends
         )
-        return of_inputs, Kept({n: known[n] for n in self._kept if n in known}, without)
+        return of_inputs, Kept({n: values[n] for n in self._kept if n in values}, without)
 
     def weight_gradients(self, kept: Kept) -> Iterator[tuple[str, Tensor]]:
         """The parameters with their gradients, each as soon as it is there, in the order of a
@@ -120,21 +113,21 @@ class Program:
 
         A gradient whose name is in `own` has memory of its own; others share it.
         """
-        values, left = kept.values, Counter(self._kept)
+        left = Counter(self._kept)
         for name, part in self.parts.weights.items():
-            results = self._run(part, values)
-            values.update(zip(part.results, results, strict=True))
             left.subtract(part.needs)
-            for node in (*part.needs, *part.results):
-                if not left[node]:
-                    values.pop(node, None)
+            results = self._run(part, kept.values, +left)
             if not self._from[part.results[0]] <= kept.without:
                 yield name, results[0]
             del results
 
-    def _run(self, part: Part, known: Mapping[fx.Node, Tensor]) -> tuple[Tensor, ...]:
+    def _run(self, part: Part, values: Values, later: Container[fx.Node]) -> tuple[Tensor, ...]:
+        """The results, which are then among the `values`, where those needed `later` stay."""
+        box = [values[node] if node in later else values.pop(node) for node in reversed(part.needs)]
         with torch.no_grad():
-            results: tuple[Tensor, ...] = self.runs[part.module](*(known[n] for n in part.needs))
+            results: tuple[Tensor, ...] = self.runs[part.module](box)
+        pairs = zip(part.results, results, strict=True)
+        values.update((node, result) for node, result in pairs if node in later)
         return results
 
     @cached_property
@@ -143,10 +136,10 @@ class Program:
         return Counter(node for part in self.parts.weights.values() for node in part.needs)
 
     @cached_property
-    def _saved(self) -> tuple[fx.Node, ...]:
+    def _saved(self) -> Mapping[fx.Node, None]:
         """The values that the backward pass needs, in a fixed order."""
         gradients = (node for node in self.joint.input_gradients if node is not None)
-        return tuple(dict.fromkeys([*self.parts.inputs.needs, *self._kept, *gradients]))
+        return dict.fromkeys([*self.parts.inputs.needs, *self._kept, *gradients])
 
     @cached_property
     def _from(self) -> Mapping[fx.Node, Set[fx.Node]]:
