@@ -165,10 +165,10 @@ class Executor(ForwardExecutor):
     def _backward_input(self, action: Action) -> None:
         """First half: computes the gradients of what was received, which can then be sent."""
         state = self._turn(action)
-        assert state.ends is not None
         if state.passes is not None:
             self._inputs_by_program(action, state, state.passes)
             return
+        assert state.ends is not None
         with computing(action):
             state.ends.propagate(list(state.received.values()), retain_graph=True)
         _keep_gradients(state)
@@ -188,11 +188,11 @@ class Executor(ForwardExecutor):
     def _backward_weight(self, action: Action) -> None:
         """Second half: adds the gradients of the parameters to the round."""
         state = self.states[action.minibatch]
-        assert state.ends is not None
         if state.passes is not None:
             with computing(action):
                 self._add_all(state.passes.weight_gradients(), action.minibatch in self.closing)
         else:
+            assert state.ends is not None
             with self._learning(action, state) as parameters:
                 state.ends.propagate(parameters)
         self._let_go(action.minibatch, state)
@@ -220,10 +220,11 @@ class Executor(ForwardExecutor):
             values = dict(zip(stage_module.piece.outputs, results, strict=True))
             if state.passes is None:
                 _keep_edges(state, stage_module.interface, values)
-        if state.passes is not None:
+        if state.passes is None:
+            state.ends = BackwardRoots.of(state)
+        else:
             with computing(action):
                 state.passes.turn(state.loss, state.gradients)
-        state.ends = BackwardRoots.of(state)
         state.gradients, state.edges, state.loss = {}, {}, None
         state.sent = not stage_module.interface.receives
         return state

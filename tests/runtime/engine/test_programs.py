@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
-from unittest.mock import patch
 
 import pytest
 import small_models
@@ -14,7 +12,6 @@ from one_rank import OPTIMIZER, ROUND, Data, OneRank, all_halved, none_halved, r
 from torch import Tensor, nn
 
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.stages.stage_program import StageProgram
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 
@@ -131,7 +128,11 @@ def test_halves_as_programs_learn_what_whole_passes_under_autograd_do(
 @pytest.mark.parametrize("name", ["chain", "tied", "chunks", "convolution", "no gradient"])
 def test_halves_learn_what_the_plain_model_does(name: str) -> None:
     make, stages = CASES[name]
-    halves, model, data = OneRank(made(make), regression(), stages).train(), made(make), regression()
+    halves, model, data = (
+        OneRank(made(make), regression(), stages).train(),
+        made(make),
+        regression(),
+    )
     optimizer = torch.optim.SGD(model.parameters(), **OPTIMIZER.args)
     for first in range(0, len(data.batches), ROUND):
         batches = data.batches[first : first + ROUND]
@@ -142,3 +143,143 @@ def test_halves_learn_what_the_plain_model_does(name: str) -> None:
         optimizer.zero_grad()
     state = {n: t for n, t in model.state_dict().items() if n in halves.state}
     torch.testing.assert_close(halves.state, state, **EXACT)
+
+
+@pytest.mark.parametrize("name", ["chain", "batch norm", "dropout"])
+def test_a_whole_pass_of_a_worker_with_halves_is_both(name: str) -> None:
+    """The first stage has halves of every other minibatch, the last one none."""
+    make, stages = CASES[name]
+    mixed = OneRank(made(make), regression(), stages, halved=lambda s, b: s == 0 and b % 2 == 0)
+    whole = OneRank(made(make), regression(), stages, halved=none_halved)
+    assert_same(mixed.train(), whole.train(), **EXACT)
+    assert mixed.obstacles == [None] + ["unused"] * (stages - 1)
+
+
+def test_random_numbers_are_those_of_a_pass_under_autograd_bit_for_bit() -> None:
+    """Of one linear layer the outputs are the same to the last bit, and so are the masks of all
+    minibatches; both epochs.
+    """
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.drop, self.c = nn.Linear(6, 6), nn.Dropout(0.5), nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.rand_like(x) * self.drop(self.a(x))
+
+    outputs: dict[bool, list[Tensor]] = {}
+    for halves in (False, True):
+        seen = outputs.setdefault(halves, [])
+
+        def loss(output: Tensor, target: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(output.detach().clone())
+            return nn.functional.mse_loss(output, target)
+
+        which = all_halved if halves else none_halved
+        rank = OneRank(made(Dropped), regression(3), 1, loss, which)
+        for rank.rng.epoch in (0, 1):
+            rank.train()
+            rank.executors[0].weights.current.number = 0
+    assert len(outputs[True]) == 6
+    assert all(torch.equal(*pair) for pair in zip(outputs[True][:3], outputs[False], strict=False))
+    dropped = [output == 0 for output in outputs[True]]
+    assert all(torch.equal(*p) for p in zip(dropped, [o == 0 for o in outputs[False]], strict=True))
+    assert not torch.equal(dropped[0], dropped[1])
+    assert not torch.equal(dropped[0], dropped[3])
+
+
+@pytest.mark.parametrize("name", ["chain", "convolution", "dropout", "tied"])
+def test_autocast(name: str) -> None:
+    """Where a weight is used twice autograd adds its gradients in bfloat16, which it was cast to
+    once; a program casts twice, and adds in float32.
+    """
+    make, stages = CASES[name]
+    data, dtype = regression(dtype=torch.float32), torch.float32
+    whole = OneRank(made(make, dtype), data, stages, halved=none_halved, autocast="bfloat16")
+    halves = OneRank(made(make, dtype), data, stages, autocast="bfloat16")
+    close = {"rtol": 0.0, "atol": 1e-3 if name == "tied" else 0.0}
+    assert_same(halves.train(), whole.train(), **close)
+    lowered = [
+        node
+        for module in halves.modules.values()
+        for node in module.program.made.parts.forward.module.graph.nodes  # type: ignore[union-attr]
+        if torch.bfloat16 in node.args or torch.bfloat16 in node.kwargs.values()
+    ]
+    assert lowered
+    assert halves.obstacles == [None] * stages
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["chain", "batch norm", "dropout"])
+def test_compiled(name: str, backend: str) -> None:
+    make, stages = CASES[name]
+    whole = OneRank(made(make), regression(), stages, halved=none_halved)
+    halves = OneRank(made(make), regression(), stages, backend=backend)
+    assert_same(halves.train(), whole.train(), **EXACT)
+    assert halves.obstacles == [None] * stages
+
+
+class Several(small_models.Chain):
+    """Returns a tree: outputs of the first and of the last stage, integers, and one that the loss
+    does not read, of a head that nothing else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> dict[str, object]:  # type: ignore[override]
+        first = self.a(x)
+        last = self.c(self.b(first))
+        return {"pair": (first, last), "order": last.argsort(1), "unread": self.head(last)}
+
+
+def tree_loss(output: dict[str, tuple[Tensor, Tensor]], target: Tensor) -> Tensor:
+    first, last = output["pair"]
+    return nn.functional.mse_loss(last + 0.5 * first, target)
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_the_loss_of_a_tree_of_outputs(stages: int, scale: float) -> None:
+    """What the loss does not read has no gradient: not even weight decay changes its head."""
+    which = {"loss": tree_loss, "scale": scale}
+    model = made(Several)
+    before = {name: tensor.clone() for name, tensor in model.head.state_dict().items()}
+    halves = OneRank(model, regression(), stages, **which)  # type: ignore[arg-type]
+    whole = OneRank(made(Several), regression(), stages, halved=none_halved, **which)  # type: ignore[arg-type]
+    assert_same(halves.train(), whole.train(), **EXACT)
+    assert halves.obstacles == [None] * stages
+    after = {name: halves.state[f"head.{name}"] for name in before}
+    torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
+
+
+class Words(nn.Module):
+    """Reads integers, and no gradient comes to its first stage's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Embedding(9, 6), small_models.Layer(6), small_models.Layer(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)).mean(1))
+
+
+def test_inputs_of_integers() -> None:
+    words = torch.arange(60).view(5, 4, 3) % 9
+    batches = [
+        Batch((x,), each.target) for x, each in zip(words, regression().batches, strict=True)
+    ]
+    whole = OneRank(made(Words), Data(batches), 3, halved=none_halved).train()
+    halves = OneRank(made(Words), Data(batches), 3).train()
+    assert_same(halves, whole, **EXACT)
+    assert halves.obstacles == [None] * 3
+
+
+def test_a_loss_without_gradient_changes_nothing() -> None:
+    def nothing(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(output.detach(), target)
+
+    halves = OneRank(made(small_models.Chain), regression(), 1, nothing)
+    before = copy.deepcopy(halves.state)
+    torch.testing.assert_close(halves.train().state, before, rtol=0.0, atol=0.0)
