@@ -101,7 +101,8 @@ class Program:
         values = {n: _zeros(n) if given is None else given for n, given in tangents.items()} | saved
         saved.clear()
         ends = self.joint.input_gradients
-        self._run(self.parts.inputs, values, {*self._kept, *ends})
+        later = self._kept.keys() | {node for node in ends if node is not None}
+        self._run(self.parts.inputs, values, later)
         of_inputs = tuple(
             None if node is None or self._from[node] <= without else values[node] for node in ends
         )

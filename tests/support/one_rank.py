@@ -28,8 +28,14 @@ from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
+from pipedream.runtime.stages.by_kind import ByData, StageForms
 from pipedream.runtime.stages.partition import interfaces, links
-from pipedream.runtime.stages.stage_module import StageModule, StageModules, seeded_module
+from pipedream.runtime.stages.stage_module import (
+    ModuleChoice,
+    StageModule,
+    StageModules,
+    seeded_module,
+)
 from pipedream.schedule.action import Action
 from pipedream.schedule.generate import Step
 from pipedream.schedule.schedule import Schedule
@@ -72,7 +78,8 @@ class Data:
 class OneRank:
     """A rank with the `stages` of a model, cut in pieces of about as many nodes.
 
-    `after` is called with each action, once it is done.
+    `before` and `after` are called with each action. `varying`: minibatches differ in shape, and
+    the stages have as many forms. `group`: of replicas that add up their gradients.
     """
 
     model: nn.Module
@@ -84,7 +91,11 @@ class OneRank:
     autocast: str | None = None
     backend: str | None = None
     scale: float = 1.0
+    varying: bool = False
+    group: Any = None
+    transport: Transport = field(default_factory=lambda: Transport(CPU, "gloo"))
     after: Callable[[Action], None] = lambda action: None
+    before: Callable[[Action], None] = lambda action: None
     losses: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,11 +109,13 @@ class OneRank:
             links(interfaces(captured, plan)),
             ROUND,
             max_in_flight=(max(self.stages, ROUND),) * self.stages,
+            tied=tuple(range(self.stages)) if self.group else (),
         )
         self.schedule = Schedule(spec, len(self.data.batches))
         ranks = [[0]] * self.stages
         self.orders = Orders.of(self.schedule, ranks, lambda _: self._passes())
-        self.rng, self.transport = MinibatchRng(5, CPU), Transport(CPU, "gloo")
+        self.rng, settings = MinibatchRng(5, CPU), (self.autocast, True, self.backend)
+        self.forms = StageForms(self.model, plan, range(self.stages), self.rng, *settings)
         self.executors = {
             stage: self._executor(
                 stage,
@@ -130,11 +143,11 @@ class OneRank:
         rate = LearningRate(None, optimizer, Path())
         steps = StageStepping(optimizer, parameters, config, rate, ())
         return Executor(
-            stage_modules=StageModules(stage_module),
+            stage_modules=self._choice(stage, stage_module),
             weights=Weights(parameters),
             stepping=Stepping({stage: steps}, config, LossSum(lambda _: None, CPU), None),
             transport=self.transport,
-            groups=StageGroups(None),
+            groups=StageGroups(self.group),
             assignment=self.orders.assignment,
             loss=self._loss,
             on_loss=lambda b, loss: self.losses.__setitem__(b, loss.item()),
@@ -142,13 +155,19 @@ class OneRank:
             recompute=self.recompute and stage < self.stages - 1,
         )
 
+    def _choice(self, stage: int, stage_module: StageModule) -> ModuleChoice:
+        if not self.varying:
+            return StageModules(stage_module)
+        self.forms.originals[stage] = stage_module
+        return ByData(stage, self.forms)
+
     def _loss(self, output: Any, target: Any) -> Tensor:
         with lowered(self.autocast, CPU):
             return self.loss(output, target)
 
     def train(self) -> OneRank:
         """One epoch."""
-        engine = Engine(self.executors, self.transport, after=self.after)
+        engine = Engine(self.executors, self.transport, self.after, self.before)
         segment = TrainingSegment(0, len(self.data.batches))
         engine.run(ActionStream(segment, self.orders.actions[0]), self.data)
         return self

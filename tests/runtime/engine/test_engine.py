@@ -38,6 +38,7 @@ from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
 from pipedream.runtime.stages.partition import StageInterface, interfaces, links
 from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
+from pipedream.schedule.action import Kind
 from pipedream.schedule.channel import rank_links
 from pipedream.schedule.checker import check_ranks
 
@@ -116,6 +117,11 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
         engine.run(
             ActionStream(TrainingSegment(0, minibatches), orders.actions[rank]), Data(minibatches)
         )
+    for stage, each in executors.items():
+        halved = any(
+            a.stage == stage and a.kind is Kind.BACKWARD_INPUT for a in orders.actions[rank]
+        )
+        assert (each.stage_modules.of(0).program.made is not None) == halved
     assert not any(transport.handed.values())
     assert not any(channel.is_local for channel, _ in transport.spare)
     transport.barrier()

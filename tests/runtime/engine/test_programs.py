@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import small_models
 import torch
-from one_rank import OPTIMIZER, ROUND, Data, OneRank, all_halved, none_halved, regression
+from one_rank import OPTIMIZER, ROUND, Data, OneRank, Which, all_halved, none_halved, regression
 from torch import Tensor, nn
 
+from pipedream.comm.buckets import Buckets
+from pipedream.comm.transport import Transport
 from pipedream.runtime.data.reader import Batch
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
@@ -283,3 +286,66 @@ def test_a_loss_without_gradient_changes_nothing() -> None:
     halves = OneRank(made(small_models.Chain), regression(), 1, nothing)
     before = copy.deepcopy(halves.state)
     torch.testing.assert_close(halves.train().state, before, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_minibatches_of_several_shapes(recompute: bool) -> None:
+    """Each has a program of its own; they share the statistics of batch norm."""
+    batches = [
+        Batch((each.inputs[0][:count],), each.target[:count])
+        for each, count in zip(regression().batches, (4, 2, 3, 4, 2), strict=True)
+    ]
+
+    def rank(**options: Any) -> OneRank:
+        return OneRank(
+            made(small_models.Normed),
+            Data(batches),
+            2,
+            varying=True,
+            recompute=recompute,
+            **options,
+        ).train()
+
+    halves, whole = rank(), rank(halved=none_halved)
+    assert_same(halves, whole, **EXACT)
+    assert halves.obstacles == [None, None]
+    forms = [form for forms in halves.forms.forms.values() for form in forms.values()]
+    assert len({id(form.program.made) for form in forms}) == 2 * 3
+
+
+class Done:
+    def wait(self) -> None: ...
+
+
+class Adding(Transport):
+    """Of one replica: it notes how many gradients a bucket still waits for when a sum begins."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), "gloo")
+        self.missing: list[tuple[str, int]] = []
+        self.now = ""
+        self.rank: OneRank | None = None
+
+    def begin_sum(self, flat: Tensor, group: Any) -> Any:
+        assert self.rank is not None
+        (executor,) = self.rank.executors.values()
+        assert executor.buckets is not None
+        missing = sum(len(bucket.missing) for bucket in executor.buckets.buckets)
+        self.missing.append((self.now, missing))
+        return Done()
+
+
+@pytest.mark.parametrize("which", [all_halved, none_halved])
+def test_sums_over_replicas_begin_while_gradients_are_computed(which: Which) -> None:
+    """A bucket for each of six parameters: the last round has two minibatches, and the second's
+    gradients are sent one by one, by either path.
+    """
+    transport, model = Adding(), made(small_models.Chain)
+    rank = OneRank(model, regression(), 1, halved=which, group="replicas", transport=transport)
+    (executor,), transport.rank = rank.executors.values(), rank
+    executor.buckets = Buckets(dict(model.named_parameters()), transport, "replicas", 1)
+    rank.before = lambda action: setattr(transport, "now", str(action))
+    reference = OneRank(made(small_models.Chain), regression(), 1, halved=none_halved).train()
+    assert_same(rank.train(), reference, **EXACT)
+    closing = ["0BW2", "0BW4@1"] if which is all_halved else ["0B2", "0B4@1"]
+    assert transport.missing == [(now, left) for now in closing for left in (5, 4, 3, 2, 1, 0)]
