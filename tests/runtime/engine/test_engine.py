@@ -117,11 +117,9 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
         engine.run(
             ActionStream(TrainingSegment(0, minibatches), orders.actions[rank]), Data(minibatches)
         )
-    for stage, each in executors.items():
-        halved = any(
-            a.stage == stage and a.kind is Kind.BACKWARD_INPUT for a in orders.actions[rank]
-        )
-        assert (each.stage_modules.of(0).program.made is not None) == halved
+    halved = {a.stage for a in orders.actions[rank] if a.kind is Kind.BACKWARD_INPUT}
+    programs = {stage: each.stage_modules.of(0).program for stage, each in executors.items()}
+    assert {stage for stage, program in programs.items() if program.made is not None} == halved
     assert not any(transport.handed.values())
     assert not any(channel.is_local for channel, _ in transport.spare)
     transport.barrier()

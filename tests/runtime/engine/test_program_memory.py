@@ -47,6 +47,7 @@ class Watch:
         executor = self.rank.executors[action.stage]
         if action.kind is Kind.FORWARD:
             state = executor.states[action.minibatch]
+            assert bool(self.saved(state)) == (not executor.recompute)
             held = [*self.saved(state), *state.received.values()]
             self.before[action.stage, action.minibatch] = storages(held)
         elif action.kind is Kind.BACKWARD_INPUT:
