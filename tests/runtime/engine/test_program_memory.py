@@ -116,3 +116,32 @@ def test_all_else_is_freed_in_each_of_several_stages(model: type[nn.Module]) -> 
     watch = Watch(rank)
     rank.train()
     assert sorted(watch.sizes) == [0, 1]
+
+
+class Layers(nn.Module):
+    """What a stage receives goes into its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))
+
+
+@pytest.mark.parametrize(("model", "stages", "staying"), [(Squares, 3, 0), (Layers, 2, 1)])
+def test_memory_of_messages_is_given_back_as_soon_as_it_is_not_needed(
+    model: type[nn.Module], stages: int, staying: int
+) -> None:
+    torch.manual_seed(3)
+    rank = OneRank(model().double(), regression(), stages)
+    left: dict[Kind, set[int]] = {Kind.FORWARD: set(), Kind.BACKWARD_INPUT: set()}
+
+    def after(action: Action) -> None:
+        if action.stage == 1 and action.kind in left:
+            state = rank.executors[action.stage].states[action.minibatch]
+            left[action.kind].add(len(state.messages))
+
+    rank.after = after
+    rank.train()
+    assert left == {Kind.FORWARD: {1}, Kind.BACKWARD_INPUT: {staying}}
