@@ -6,7 +6,6 @@ those of the weights need.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -47,7 +46,8 @@ class Program:
     """A module as the passes of training.
 
     `state`: its parameters and buffers by name; `wants`: of which of its inputs gradients are
-    needed. Inputs, outputs and weights have these shapes and types in every pass. `precision`: the
+    needed. Inputs, outputs and weights have these shapes and types in every pass; inputs that lie in
+    memory in another way, and such gradients, are copied. `precision`: the
     context of the forward pass, to be entered twice. `compiler`: makes what runs of each program.
 
     Raises CannotDivide.
@@ -82,7 +82,7 @@ class Program:
         for this pass alone.
         """
         known = {node: weights[name] for name, node in self.joint.weights.items()}
-        known.update(zip(self.joint.inputs, inputs, strict=True))
+        known.update((n, _laid_out(n, t)) for n, t in zip(self.joint.inputs, inputs, strict=True))
         known.update(zip(self.joint.draws.nodes, drawn, strict=True))
         outputs = self._run(self.parts.forward, known, self._saved)[: len(self.joint.outputs)]
         return outputs, {node: known[node] for node in self._saved if node in known}
@@ -98,7 +98,7 @@ class Program:
         """
         tangents = dict(zip(self.joint.tangents, gradients, strict=True))
         without = frozenset(node for node, gradient in tangents.items() if gradient is None)
-        values = {n: _zeros(n) if given is None else given for n, given in tangents.items()} | saved
+        values = {node: _laid_out(node, gradient) for node, gradient in tangents.items()} | saved
         saved.clear()
         ends = self.joint.input_gradients
         later = self._kept.keys() | {node for node in ends if node is not None}
@@ -114,10 +114,8 @@ class Program:
 
         A gradient whose name is in `own` has memory of its own; others share it.
         """
-        left = Counter(self._kept)
         for name, part in self.parts.weights.items():
-            left.subtract(part.needs)
-            results = self._run(part, kept.values, +left)
+            results = self._run(part, kept.values, self._later[name])
             if not self._from[part.results[0]] <= kept.without:
                 yield name, results[0]
             del results
@@ -132,9 +130,19 @@ class Program:
         return results
 
     @cached_property
-    def _kept(self) -> Counter[fx.Node]:
-        """How many parts of the weights need a value."""
-        return Counter(node for part in self.parts.weights.values() for node in part.needs)
+    def _kept(self) -> Mapping[fx.Node, None]:
+        """The values that the gradients of the weights need, in a fixed order."""
+        parts = self.parts.weights.values()
+        return dict.fromkeys(node for part in parts for node in part.needs)
+
+    @cached_property
+    def _later(self) -> Mapping[str, Set[fx.Node]]:
+        """Of what the gradient of each parameter needs and gives, what those after it need."""
+        later, needed = dict[str, Set[fx.Node]](), set[fx.Node]()
+        for name, part in reversed(list(self.parts.weights.items())):
+            later[name] = {node for node in (*part.needs, *part.results) if node in needed}
+            needed.update(part.needs)
+        return later
 
     @cached_property
     def _saved(self) -> Mapping[fx.Node, None]:
@@ -154,6 +162,14 @@ class Program:
         return found
 
 
-def _zeros(tangent: fx.Node) -> Tensor:
-    value = tangent.meta["val"]
-    return torch.zeros(value.shape, dtype=value.dtype, device=value.device)
+def _laid_out(node: fx.Node, given: Tensor | None) -> Tensor:
+    """The values of a placeholder, zeros by default, in memory as that of the trace: operators were
+    chosen for it.
+    """
+    traced: Tensor = node.meta["val"]
+    if given is not None and given.stride() == traced.stride():
+        return given
+    values = torch.empty_strided(
+        traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device
+    )
+    return values.zero_() if given is None else values.copy_(given.detach())

@@ -281,6 +281,54 @@ def test_the_loss_of_a_tree_of_outputs(stages: int, scale: float) -> None:
     torch.testing.assert_close(after, before, rtol=0.0, atol=0.0)
 
 
+class Flattened(nn.Module):
+    """All that comes to it, forward and backward, is read in the order in which it lies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x.view(2, 12).view(4, 6)).view(24)).view(4, 6)
+
+
+def turned_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.t().contiguous(), target.t().contiguous())
+
+
+def test_gradients_that_lie_in_memory_in_another_way() -> None:
+    """The loss gives one that is transposed, where the trace was of one that is not."""
+    halves = OneRank(made(Flattened), regression(), 2, turned_loss).train()
+    whole = OneRank(made(Flattened), regression(), 2, turned_loss, none_halved).train()
+    assert_same(halves, whole, **EXACT)
+    assert halves.obstacles == [None] * 2
+
+
+def test_inputs_that_lie_in_memory_in_another_way() -> None:
+    """As the first minibatch is."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(24, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.a(x.flatten()).view(4, 6)
+
+    batches = [
+        Batch((x if number % 2 else x.t().contiguous().t(),), each.target)
+        for number, each in enumerate(regression().batches)
+        for x in each.inputs
+    ]
+    halves = OneRank(made(Flat), Data(batches), 1).train()
+    whole = OneRank(made(Flat), Data(batches), 1, halved=none_halved).train()
+    assert_same(halves, whole, **EXACT)
+    batches = batches[1:]
+    halves = OneRank(made(Flat), Data(batches), 1).train()
+    whole = OneRank(made(Flat), Data(batches), 1, halved=none_halved).train()
+    assert_same(halves, whole, **EXACT)
+
+
 class Words(nn.Module):
     """Reads integers, and no gradient comes to its first stage's input."""
 
