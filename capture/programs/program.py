@@ -25,15 +25,14 @@ Values: TypeAlias = dict[fx.Node, Tensor]
 
 @dataclass(frozen=True)
 class Kept:
-    """What is left after the gradients of the inputs, which came from outputs but those `without` a
-    gradient."""
+    """What the gradients of the weights need, and the outputs `without` a gradient, as tangents."""
 
     values: Values
     without: Set[fx.Node]
 
 
 Compiler: TypeAlias = Callable[[fx.GraphModule], Callable[..., Any]]
-
+"""Makes what runs in the place of a part: a function of the same list."""
 
 _UNCHANGED = nullcontext()
 
@@ -46,9 +45,9 @@ class Program:
     """A module as the passes of training.
 
     `state`: its parameters and buffers by name; `wants`: of which of its inputs gradients are
-    needed. Inputs, outputs and weights have these shapes and types in every pass; inputs that lie in
-    memory in another way, and such gradients, are copied. `precision`: the
-    context of the forward pass, to be entered twice. `compiler`: makes what runs of each program.
+    needed. Inputs, outputs and weights have these shapes and types in every pass; inputs, and
+    gradients of outputs, that lie in memory in another way are copied. `precision`: the context of
+    the forward pass, to be entered twice. `compiler`: makes what runs of each program.
 
     Raises CannotDivide.
     """
