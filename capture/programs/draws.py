@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,7 +20,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 HOOK = "seed_hook"
 """Where the meta of a node says which module has seeded the generator for its draw."""
 
-_noted: ContextVar[list[tuple[int, nn.Module]]] = ContextVar("seeds of the graph that is traced")
+_Noted: TypeAlias = list[tuple[int, nn.Module]]
+"""Modules that have seeded, and how many nodes the graph had before."""
+
+_noted: ContextVar[_Noted | None] = ContextVar("seeds of the graph that is traced", default=None)
 
 
 @dataclass(frozen=True)
@@ -34,27 +38,28 @@ def note_seed(hook: nn.Module) -> bool:
     """For a module that seeds the generator for the operator after it: whether its call is noted,
     since the operators are only traced. The programs call `hook` when they run.
     """
-    mode = get_proxy_mode()
-    if mode is None:
+    mode, noted = get_proxy_mode(), _noted.get()
+    if mode is None or noted is None:
         return False
-    _noted.get().append((len(mode.tracer.graph.nodes), hook))
+    noted.append((len(mode.tracer.graph.nodes), hook))
     return True
 
 
 @contextmanager
 def noting_seeds() -> Iterator[None]:
     """Context of a trace: the nodes that draw know afterwards by which hook they were seeded."""
-    token = _noted.set([])
+    noted: _Noted = []
+    token = _noted.set(noted)
     try:
         yield
         mode = get_proxy_mode()
         if mode is not None:
-            _tell(list(mode.tracer.graph.nodes), _noted.get())
+            _tell(list(mode.tracer.graph.nodes), noted)
     finally:
         _noted.reset(token)
 
 
-def _tell(nodes: Sequence[fx.Node], noted: Sequence[tuple[int, nn.Module]]) -> None:
+def _tell(nodes: Sequence[fx.Node], noted: _Noted) -> None:
     ends = [index for index, _ in noted[1:]] + [len(nodes)]
     for (begin, hook), end in zip(noted, ends, strict=False):
         for node in nodes[begin:end]:

@@ -38,7 +38,7 @@ _UNCHANGED = nullcontext()
 
 
 def _as_it_is(module: fx.GraphModule) -> Callable[..., Any]:
-    return module
+    return module.forward
 
 
 class Program:
@@ -65,8 +65,10 @@ class Program:
         self.parts = cut(self.joint)
         self.own = own_memory(self.joint.weight_gradients)
         weights = self.parts.weights.values()
-        modules = (part.module for part in (self.parts.forward, self.parts.inputs, *weights))
-        self.runs = {module: compiler(module) for module in modules}
+        self.runs = {
+            part.module: compiler(part.module) if part.needs != part.results else _handed_on
+            for part in (self.parts.forward, self.parts.inputs, *weights)
+        }
 
     def draw(self) -> tuple[Tensor, ...]:
         """The random numbers of a forward pass. Seeds the generator where the module does."""
@@ -159,6 +161,11 @@ class Program:
             if node in self.joint.tangents:
                 found[node] = frozenset({node})
         return found
+
+
+def _handed_on(box: list[Tensor]) -> tuple[Tensor, ...]:
+    """In the place of a part without operators, such as for a gradient that is there already."""
+    return tuple(reversed(box))
 
 
 def _laid_out(node: fx.Node, given: Tensor | None) -> Tensor:

@@ -46,6 +46,6 @@ class StageProgram:
 
     def _compiled(self, part: fx.GraphModule) -> Callable[..., Any]:
         if self.backend is None:
-            return part
+            return part.forward
         run: Callable[..., Any] = torch.compile(part, backend=self.backend, dynamic=False)
         return run
