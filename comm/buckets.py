@@ -78,11 +78,7 @@ class Buckets:
         """
 
         def taker(name: str) -> Callable[[Tensor], None]:
-            def take(_: Tensor) -> None:
-                self.bucket_of[name].missing.discard(name)
-                self._begin(lambda each: leaves[each].grad)
-
-            return take
+            return lambda _: self.arrived(name, lambda each: leaves[each].grad)
 
         hooks = [
             leaves[name].register_post_accumulate_grad_hook(taker(name))  # type: ignore[no-untyped-call]
@@ -93,6 +89,15 @@ class Buckets:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def arrived(self, name: str, gradient: Callable[[str], Tensor | None]) -> None:
+        """In this replica's last backward pass of the round: `gradient(name)` is complete.
+
+        Parameters of no bucket are ignored. Raises PeerLost if a sum cannot be started.
+        """
+        if name in self.bucket_of:
+            self.bucket_of[name].missing.discard(name)
+            self._begin(gradient)
 
     def finish(self, gradients: dict[str, Tensor]) -> None:
         """Replaces this replica's `gradients` by the sums, which are valid until the next round.

@@ -1,4 +1,5 @@
 """A stage as programs: its forward pass, the gradients of its inputs, those of its weights.
 
-`joint.py` traces the passes as one graph, `cut.py` divides it, `program.py` runs the parts.
+`joint.py` traces the passes as one graph, `draws.py` takes random numbers off it, `cut.py` divides
+it, `program.py` runs the parts; `memory.py` says whose memory a gradient has.
 """

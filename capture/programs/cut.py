@@ -7,13 +7,15 @@ two.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from pipedream.capture.programs.joint import Joint
+from pipedream.capture.programs.draws import copy_seeded, is_draw
+from pipedream.capture.programs.joint import CannotDivide, Joint
 
 _DIVIDED = torch.ops.aten.convolution_backward.default
 """Its last argument says which gradients it computes: of input, weight and bias. The operators of
@@ -24,7 +26,11 @@ and bias for that of the input: in two they would compute these twice.
 
 @dataclass(frozen=True)
 class Part:
-    """`module` computes the values `results` from the values `needs`, nodes of the joint graph."""
+    """`module` computes the values `results` from the values `needs`, nodes of the joint graph.
+
+    It is given a list of the needs in reverse, and takes each out of it. So a value that nobody
+    else holds is freed when its last operator is done, as autograd does it.
+    """
 
     module: fx.GraphModule
     needs: Sequence[fx.Node]
@@ -44,7 +50,10 @@ class Cut:
 
 
 def cut(joint: Joint) -> Cut:
-    """Divides the graph, and in place the operators that compute all gradients of a convolution."""
+    """Divides the graph, and in place the operators that compute all gradients of a convolution.
+
+    Raises CannotDivide.
+    """
     _divide_operators(joint.module.graph)
     order = {node: place for place, node in enumerate(joint.module.graph.nodes)}
     gradients = [node for node in joint.input_gradients if node is not None]
@@ -97,25 +106,33 @@ def _divide_operators(graph: fx.Graph) -> None:
 
 
 def _writes(joint: Joint) -> list[fx.Node]:
-    """Operators that write into what they are given, such as the statistics of batch norm."""
+    """Operators that write into what they are given, such as the statistics of batch norm, and
+    those that draw, for the sake of the next draw after the same seed.
+    """
     writes = [
         node
         for node in joint.module.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if isinstance(node.target, torch._ops.OpOverload)
+        and (node.target._schema.is_mutable or is_draw(node))
     ]
-    late = set(joint.tangents) & _needed([_before(writes)])
-    assert not late, "an operator of the backward pass writes into what it is given"
+    if not set(joint.tangents).isdisjoint(_needed([_before(writes)])):
+        raise CannotDivide("an operator of the backward pass writes into what it is given")
     return writes
 
 
 def _before(ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """The operators that these values are computed by."""
+    """The operators that these values are computed by.
+
+    Of an operator with several results all are taken apart at once: a tuple would hold each of them
+    as long as one is needed.
+    """
     found: set[fx.Node] = set()
     left = list(ends)
     while left:
         node = left.pop()
         if node not in found and node.op == "call_function":
             found.add(node)
+            found.update(user for user in node.users if user.target is operator.getitem)
             left.extend(node.all_input_nodes)
     return found
 
@@ -128,14 +145,13 @@ def _part(joint: Joint, members: Set[fx.Node], results: Sequence[fx.Node]) -> Pa
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     inside = [node for node in joint.module.graph.nodes if node in members]
     read = [source for node in inside for source in node.all_input_nodes] + list(results)
-    needs = []
+    box, needs = graph.placeholder("box"), []
     for source in dict.fromkeys(read):
         if source.op == "get_attr":
             copies[source] = graph.node_copy(source)
         elif source not in members:
-            copies[source] = graph.placeholder(source.name)
+            copies[source] = graph.call_method("pop", (box,))
             needs.append(source)
-    for node in inside:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+    copy_seeded(joint.module, graph, inside, copies)
     graph.output(tuple(copies[node] for node in results))
     return Part(fx.GraphModule(joint.module, graph), needs, list(results))

@@ -7,7 +7,9 @@ does backwards becomes operators like those of the forward pass.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -16,14 +18,21 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.autograd_functions import SPACE
+from pipedream.capture.programs.draws import Draws, noting_seeds, take_draws
+
 _RENAMING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+class CannotDivide(Exception):
+    """The passes of a module cannot be had as programs; says why."""
 
 
 @dataclass(frozen=True)
 class Joint:
     """`module` computes the outputs from the placeholders `weights` (parameters and buffers by
-    name) and `inputs`, and the gradients from these and the placeholders `tangents`: the gradients
-    of the outputs with the numbers `differentiable`.
+    name), `inputs` and `draws`, and the gradients from these and the placeholders `tangents`: the
+    gradients of the outputs with the numbers `differentiable`.
 
     `input_gradients`: None for an input that wants none or has none; so `weight_gradients`, of the
     parameters.
@@ -32,6 +41,7 @@ class Joint:
     module: fx.GraphModule
     weights: Mapping[str, fx.Node]
     inputs: Sequence[fx.Node]
+    draws: Draws
     tangents: Sequence[fx.Node]
     differentiable: Sequence[int]
     outputs: Sequence[fx.Node]
@@ -44,12 +54,16 @@ def joint(
     state: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
     wants: Sequence[bool],
+    precision: AbstractContextManager[Any],
 ) -> Joint:
     """Traces `module(*inputs)`, which gives a tuple of tensors, with parameters and buffers
-    `state`. `wants`: of which inputs the gradients are to be computed.
+    `state`. `wants`: of which inputs the gradients are to be computed. `precision`: the context of
+    the forward pass, which is entered twice.
 
-    Nothing is computed: only shapes, types and whether gradients are required matter.
+    Nothing is computed: only shapes, types and whether gradients are required matter. Raises
+    CannotDivide.
     """
+    _check(module)
     names = list(state)
     learned = [name for name in names if state[name].requires_grad]
     differentiable: list[int] = []
@@ -61,7 +75,8 @@ def joint(
             for name, weight in zip(names, weights, strict=True)
         }
         own = [x.detach().requires_grad_(w) for x, w in zip(given, wants, strict=True)]
-        results: Sequence[Tensor] = functional_call(module, leaves, tuple(own))
+        with noting_seeds(), precision:
+            results: Sequence[Tensor] = functional_call(module, leaves, tuple(own))
         differentiable[:] = [k for k, result in enumerate(results) if result.requires_grad]
         ends = [results[k] for k in differentiable]
         wanted = [*(x for x in own if x.requires_grad), *(leaves[name] for name in learned)]
@@ -73,12 +88,23 @@ def joint(
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake = pytree.tree_map(mode.from_tensor, [[t.detach() for t in state.values()], list(inputs)])
-    with mode, torch.enable_grad():
-        outputs = passes(fake[0], fake[1], [])
-        tangents = [torch.empty_like(outputs[k]) for k in differentiable]
-        traced = make_fx(passes)(fake[0], fake[1], tangents)
+    try:
+        with mode, torch.enable_grad():
+            outputs = passes(fake[0], fake[1], [])
+            tangents = [torch.empty_like(outputs[k]) for k in differentiable]
+            traced = make_fx(passes)(fake[0], fake[1], tangents)
+    except Exception as error:  # whatever operators raise that cannot be traced
+        raise CannotDivide(f"{type(error).__name__}: {error}") from error
     _drop_renaming(traced)
     return _named(traced, names, learned, wants, differentiable, counts)
+
+
+def _check(module: fx.GraphModule) -> None:
+    """A trace would keep what a user's autograd function does with these tensors alone."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
+            if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == SPACE:
+                raise CannotDivide(f"{node.target} is code of the user's")
 
 
 def _drop_renaming(traced: fx.GraphModule) -> None:
@@ -99,6 +125,7 @@ def _named(
     counts: Sequence[int],
 ) -> Joint:
     placeholders = traced.graph.find_nodes(op="placeholder", sort=True)
+    draws = take_draws(traced)
     (end,) = traced.graph.find_nodes(op="output")
     results = list(end.args[0])
     outputs, wanted = counts
@@ -108,6 +135,7 @@ def _named(
         traced,
         dict(zip(names, placeholders[: len(names)], strict=True)),
         placeholders[len(names) : inputs],
+        draws,
         placeholders[inputs:],
         tuple(differentiable),
         results[:outputs],

@@ -6,26 +6,50 @@ those of the weights need.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
 from pipedream.capture.programs.cut import Part, cut
 from pipedream.capture.programs.joint import joint
+from pipedream.capture.programs.memory import own_memory
 
 Values: TypeAlias = dict[fx.Node, Tensor]
 """What a pass leaves to the next ones."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the gradients of the weights need, and the outputs `without` a gradient, as tangents."""
+
+    values: Values
+    without: Set[fx.Node]
+
+
+Compiler: TypeAlias = Callable[[fx.GraphModule], Callable[..., Any]]
+"""Makes what runs in the place of a part: a function of the same list."""
+
+_UNCHANGED = nullcontext()
+
+
+def _as_it_is(module: fx.GraphModule) -> Callable[..., Any]:
+    return module.forward
 
 
 class Program:
     """A module as the passes of training.
 
     `state`: its parameters and buffers by name; `wants`: of which of its inputs gradients are
-    needed. Inputs, outputs and weights have these shapes and types in every pass.
+    needed. Inputs, outputs and weights have these shapes and types in every pass; inputs, and
+    gradients of outputs, that lie in memory in another way are copied. `precision`: the context of
+    the forward pass, to be entered twice. `compiler`: makes what runs of each program.
+
+    Raises CannotDivide.
     """
 
     def __init__(
@@ -34,63 +58,124 @@ class Program:
         state: Mapping[str, Tensor],
         inputs: Sequence[Tensor],
         wants: Sequence[bool],
+        precision: AbstractContextManager[Any] = _UNCHANGED,
+        compiler: Compiler = _as_it_is,
     ) -> None:
-        self.joint = joint(module, state, inputs, wants)
+        self.joint = joint(module, state, inputs, wants, precision)
         self.parts = cut(self.joint)
+        self.own = own_memory(self.joint.weight_gradients)
+        weights = self.parts.weights.values()
+        self.runs = {
+            part.module: compiler(part.module) if part.needs != part.results else _handed_on
+            for part in (self.parts.forward, self.parts.inputs, *weights)
+        }
+
+    def draw(self) -> tuple[Tensor, ...]:
+        """The random numbers of a forward pass. Seeds the generator where the module does."""
+        with torch.no_grad():
+            drawn: tuple[Tensor, ...] = self.joint.draws.module()
+        return drawn
 
     def forward(
-        self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor]
+        self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], drawn: Sequence[Tensor] = ()
     ) -> tuple[tuple[Tensor, ...], Values]:
-        """The outputs of the module, and what is saved for the backward pass."""
+        """The outputs of the module, and what is saved for the backward pass. `drawn`: by `draw`,
+        for this pass alone.
+        """
         known = {node: weights[name] for name, node in self.joint.weights.items()}
-        known.update(zip(self.joint.inputs, inputs, strict=True))
-        results = _run(self.parts.forward, known)
-        count = len(self.joint.outputs)
-        known.update(zip(self.parts.forward.results, results, strict=True))
-        return results[:count], {node: known[node] for node in self._saved if node in known}
+        known.update((n, _laid_out(n, t)) for n, t in zip(self.joint.inputs, inputs, strict=True))
+        known.update(zip(self.joint.draws.nodes, drawn, strict=True))
+        outputs = self._run(self.parts.forward, known, self._saved)[: len(self.joint.outputs)]
+        return outputs, {node: known[node] for node in self._saved if node in known}
 
     def backward(
-        self, saved: Values, gradients: Sequence[Tensor]
-    ) -> tuple[tuple[Tensor | None, ...], Values]:
+        self, saved: Values, gradients: Sequence[Tensor | None]
+    ) -> tuple[tuple[Tensor | None, ...], Kept]:
         """The gradients of the inputs, None where there are none, and what is kept for those of the
         weights. Takes all from `saved`.
 
-        `gradients`: of the outputs with the numbers `joint.differentiable`.
+        `gradients`: of the outputs with the numbers `joint.differentiable`; None for one that the
+        loss does not depend on.
         """
-        known = {**saved, **dict(zip(self.joint.tangents, gradients, strict=True))}
+        tangents = dict(zip(self.joint.tangents, gradients, strict=True))
+        without = frozenset(node for node, gradient in tangents.items() if gradient is None)
+        values = {node: _laid_out(node, gradient) for node, gradient in tangents.items()} | saved
         saved.clear()
-        known.update(zip(self.parts.inputs.results, _run(self.parts.inputs, known), strict=True))
-        of_inputs = (None if node is None else known[node] for node in self.joint.input_gradients)
-        return tuple(of_inputs), {node: known[node] for node in self._kept if node in known}
+        ends = self.joint.input_gradients
+        later = self._kept.keys() | {node for node in ends if node is not None}
+        self._run(self.parts.inputs, values, later)
+        of_inputs = tuple(
+            None if node is None or self._from[node] <= without else values[node] for node in ends
+        )
+        return of_inputs, Kept({n: values[n] for n in self._kept if n in values}, without)
 
-    def weight_gradients(self, kept: Values) -> Iterator[tuple[str, Tensor]]:
+    def weight_gradients(self, kept: Kept) -> Iterator[tuple[str, Tensor]]:
         """The parameters with their gradients, each as soon as it is there, in the order of a
         backward pass. Takes from `kept` what is not needed any more.
+
+        A gradient whose name is in `own` has memory of its own; others share it.
         """
-        left = Counter(self._kept)
         for name, part in self.parts.weights.items():
-            results = _run(part, kept)
-            kept.update(zip(part.results, results, strict=True))
-            left.subtract(part.needs)
-            for node in (*part.needs, *part.results):
-                if not left[node]:
-                    kept.pop(node, None)
-            yield name, results[0]
+            results = self._run(part, kept.values, self._later[name])
+            if not self._from[part.results[0]] <= kept.without:
+                yield name, results[0]
             del results
 
-    @cached_property
-    def _kept(self) -> Counter[fx.Node]:
-        """How many parts of the weights need a value."""
-        return Counter(node for part in self.parts.weights.values() for node in part.needs)
+    def _run(self, part: Part, values: Values, later: Container[fx.Node]) -> tuple[Tensor, ...]:
+        """The results, which are then among the `values`, where those needed `later` stay."""
+        box = [values[node] if node in later else values.pop(node) for node in reversed(part.needs)]
+        with torch.no_grad():
+            results: tuple[Tensor, ...] = self.runs[part.module](box)
+        pairs = zip(part.results, results, strict=True)
+        values.update((node, result) for node, result in pairs if node in later)
+        return results
 
     @cached_property
-    def _saved(self) -> tuple[fx.Node, ...]:
+    def _kept(self) -> Mapping[fx.Node, None]:
+        """The values that the gradients of the weights need, in a fixed order."""
+        parts = self.parts.weights.values()
+        return dict.fromkeys(node for part in parts for node in part.needs)
+
+    @cached_property
+    def _later(self) -> Mapping[str, Set[fx.Node]]:
+        """Of what the gradient of each parameter needs and gives, what those after it need."""
+        later, needed = dict[str, Set[fx.Node]](), set[fx.Node]()
+        for name, part in reversed(list(self.parts.weights.items())):
+            later[name] = {node for node in (*part.needs, *part.results) if node in needed}
+            needed.update(part.needs)
+        return later
+
+    @cached_property
+    def _saved(self) -> Mapping[fx.Node, None]:
         """The values that the backward pass needs, in a fixed order."""
         gradients = (node for node in self.joint.input_gradients if node is not None)
-        return tuple(dict.fromkeys([*self.parts.inputs.needs, *self._kept, *gradients]))
+        return dict.fromkeys([*self.parts.inputs.needs, *self._kept, *gradients])
+
+    @cached_property
+    def _from(self) -> Mapping[fx.Node, Set[fx.Node]]:
+        """The tangents that each value is computed from."""
+        found: dict[fx.Node, Set[fx.Node]] = {}
+        for node in self.joint.module.graph.nodes:
+            of = [found[source] for source in node.all_input_nodes if found[source]]
+            found[node] = frozenset[fx.Node]().union(*of) if len(of) != 1 else of[0]
+            if node in self.joint.tangents:
+                found[node] = frozenset({node})
+        return found
 
 
-def _run(part: Part, known: Mapping[fx.Node, Tensor]) -> tuple[Tensor, ...]:
-    with torch.no_grad():
-        results: tuple[Tensor, ...] = part.module(*(known[node] for node in part.needs))
-    return results
+def _handed_on(box: list[Tensor]) -> tuple[Tensor, ...]:
+    """In the place of a part without operators, such as for a gradient that is there already."""
+    return tuple(reversed(box))
+
+
+def _laid_out(node: fx.Node, given: Tensor | None) -> Tensor:
+    """The values of a placeholder, zeros by default, in memory as that of the trace: operators were
+    chosen for it.
+    """
+    traced: Tensor = node.meta["val"]
+    if given is not None and given.stride() == traced.stride():
+        return given
+    values = torch.empty_strided(
+        traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device
+    )
+    return values.zero_() if given is None else values.copy_(given.detach())

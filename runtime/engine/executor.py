@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +17,12 @@ from pipedream.comm.buckets import Buckets, StageGroups
 from pipedream.graph.errors import UserError
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, computing
 from pipedream.runtime.engine.minibatch_state import BackwardRoots, MinibatchState, Recomputation
+from pipedream.runtime.engine.program_passes import ProgramPasses
 from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.stepping import Scale
 from pipedream.runtime.stages.partition import StageInterface
+from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, uses
 
 
@@ -43,9 +45,11 @@ class Executor(ForwardExecutor):
     stage, whose backward pass follows at once. `per_update` minibatches of a round count as one
     update for the learning rate scheduler.
 
-    A backward pass in two halves goes through the autograd graph twice: from the loss, or what was
-    sent, to what was received, then once more to the parameters. The gradients between operators
-    are computed twice, and all saved tensors stay until the second half.
+    A stage that has backward passes in two halves runs as programs (`ProgramPasses`); whole ones
+    are then both halves in turn. Of a stage that cannot be divided so, the halves go through the
+    autograd graph twice: from the loss, or what was sent, to what was received, then once more to
+    the parameters. The gradients between operators are then computed twice, and all saved tensors
+    stay until the second half.
     """
 
     weights: Weights
@@ -66,6 +70,7 @@ class Executor(ForwardExecutor):
         used = uses(action for action in actions if not delays.get(action.minibatch))
         self.weights.expect({self.base + version: count for version, count in used.items()})
         self.closing = _closing(actions)
+        self.in_halves = any(action.kind is Kind.BACKWARD_INPUT for action in actions)
 
     def end(self) -> None:
         super().end()
@@ -94,6 +99,19 @@ class Executor(ForwardExecutor):
             state.recomputation = Recomputation.before(segment, inputs)
         return state.version.tensors
 
+    def _compute(
+        self,
+        state: MinibatchState,
+        stage_module: StageModule,
+        tensors: Mapping[str, Tensor],
+        inputs: tuple[Tensor, ...],
+    ) -> Any:
+        program = stage_module.program.of(tensors, inputs) if self.in_halves else None
+        if program is None:
+            return stage_module.compute(tensors, inputs)
+        state.passes = ProgramPasses(stage_module, program)
+        return state.passes.forward(tensors, inputs)
+
     def _take_output(self, action: Action, state: MinibatchState, output: Any, target: Any) -> None:
         try:
             loss = self.loss(output, target)
@@ -111,7 +129,12 @@ class Executor(ForwardExecutor):
         interface: StageInterface,
         values: Mapping[str, Tensor],
     ) -> None:
-        if not self.recompute:
+        if state.passes is not None:
+            if state.loss is not None:
+                state.passes.hold_ends({**state.received, **values})
+            if self.recompute:
+                state.passes.saved = {}
+        elif not self.recompute:
             _keep_edges(state, interface, values)
         received = state.received
         state.received = {name: received[name] for name in interface.received_for_gradient}
@@ -127,6 +150,10 @@ class Executor(ForwardExecutor):
             gradients[value.name] = tensor if known is None else known + tensor
 
     def _backward(self, action: Action) -> None:
+        if self.states[action.minibatch].passes is not None:
+            self._backward_input(action)
+            self._backward_weight(action)
+            return
         state = self._turn(action)
         assert state.ends is not None
         received = state.received.values()
@@ -138,18 +165,44 @@ class Executor(ForwardExecutor):
     def _backward_input(self, action: Action) -> None:
         """First half: computes the gradients of what was received, which can then be sent."""
         state = self._turn(action)
+        if state.passes is not None:
+            self._inputs_by_program(action, state, state.passes)
+            return
         assert state.ends is not None
         with computing(action):
             state.ends.propagate(list(state.received.values()), retain_graph=True)
         _keep_gradients(state)
 
+    def _inputs_by_program(
+        self, action: Action, state: MinibatchState, passes: ProgramPasses
+    ) -> None:
+        """Afterwards nothing is held but what the second half needs, and what is to be sent."""
+        with computing(action):
+            found = passes.backward(list(state.received))
+        for name, tensor in state.received.items():
+            gradient = found[name]
+            state.gradients[name] = torch.zeros_like(tensor) if gradient is None else gradient
+        state.received = {}
+        self._recycle(state, lambda tensor: passes.holds(tensor, state.gradients.values()))
+
     def _backward_weight(self, action: Action) -> None:
         """Second half: adds the gradients of the parameters to the round."""
         state = self.states[action.minibatch]
-        assert state.ends is not None
-        with self._learning(action, state) as parameters:
-            state.ends.propagate(parameters)
+        if state.passes is not None:
+            with computing(action):
+                self._add_all(state.passes.weight_gradients(), action.minibatch in self.closing)
+        else:
+            assert state.ends is not None
+            with self._learning(action, state) as parameters:
+                state.ends.propagate(parameters)
         self._let_go(action.minibatch, state)
+
+    def _add_all(self, gradients: Iterable[tuple[str, Tensor, bool]], closing: bool) -> None:
+        """Adds to the gradients of the round; those of a `closing` pass are complete after that."""
+        for name, gradient, own in gradients:
+            self.weights.add(name, gradient, own)
+            if closing and self.buckets is not None:
+                self.buckets.arrived(name, self.weights.gradients.get)
 
     def _turn(self, action: Action) -> MinibatchState:
         """Returns the state of a minibatch, with its graph and the roots of its backward pass.
@@ -160,12 +213,18 @@ class Executor(ForwardExecutor):
         assert state.version is not None
         if state.recomputation is not None:
             self.rng.minibatch = action.minibatch
+            run = stage_module.compute if state.passes is None else state.passes.forward
             with computing(action):
-                results = state.recomputation.run(stage_module.compute, state.version.tensors)
+                results = state.recomputation.run(run, state.version.tensors)
             state.recomputation = None
             values = dict(zip(stage_module.piece.outputs, results, strict=True))
-            _keep_edges(state, stage_module.interface, values)
-        state.ends = BackwardRoots.of(state)
+            if state.passes is None:
+                _keep_edges(state, stage_module.interface, values)
+        if state.passes is None:
+            state.ends = BackwardRoots.of(state)
+        else:
+            with computing(action):
+                state.passes.turn(state.loss, state.gradients)
         state.gradients, state.edges, state.loss = {}, {}, None
         state.sent = not stage_module.interface.receives
         return state
@@ -188,7 +247,7 @@ class Executor(ForwardExecutor):
         """
         version = state.version
         assert version is not None
-        state.received, state.ends, state.version = {}, None, None
+        state.received, state.ends, state.passes, state.version = {}, None, None, None
         self._recycle(state)
         self.weights.release(version)
         if state.sent:

@@ -18,7 +18,7 @@ from pipedream.graph.plan import RankAssignment
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.stages.partition import StageInterface
-from pipedream.runtime.stages.stage_module import ModuleChoice
+from pipedream.runtime.stages.stage_module import ModuleChoice, StageModule
 from pipedream.schedule.action import Action, Kind, Worker
 from pipedream.schedule.channel import Channel
 
@@ -129,7 +129,7 @@ class ForwardExecutor(ABC):
         inputs = tuple(known[name] for name in segment.inputs)
         tensors = self._prepare(action, state, segment, inputs)
         with computing(action):
-            results = stage_module.compute(tensors, inputs)
+            results = self._compute(state, stage_module, tensors, inputs)
         values = dict(zip(segment.outputs, results, strict=True))
         if action.stage == len(self.assignment) - 1:
             output = stage_module.output({**known, **values})
@@ -142,6 +142,16 @@ class ForwardExecutor(ABC):
         self, action: Action, state: MinibatchState, segment: Segment, inputs: tuple[Tensor, ...]
     ) -> Mapping[str, Tensor]:
         """Called before a forward pass; returns its parameters and buffers by name."""
+
+    def _compute(
+        self,
+        state: MinibatchState,
+        stage_module: StageModule,
+        tensors: Mapping[str, Tensor],
+        inputs: tuple[Tensor, ...],
+    ) -> Any:
+        """Returns the outputs of the stage."""
+        return stage_module.compute(tensors, inputs)
 
     @abstractmethod
     def _take_output(self, action: Action, state: MinibatchState, output: Any, target: Any) -> None:
@@ -170,11 +180,17 @@ class ForwardExecutor(ABC):
         """Called when the last activation of a minibatch is on its way."""
         state.leaving = {}
 
-    def _recycle(self, state: MinibatchState) -> None:
-        """Gives the memory of received activations to later messages."""
+    def _recycle(
+        self, state: MinibatchState, needed: Callable[[Tensor], bool] = lambda tensor: False
+    ) -> None:
+        """Gives the memory of received activations to later messages, except what is `needed`."""
+        left = []
         for channel, message in state.messages:
-            self.transport.recycle(channel, message)
-        state.messages = []
+            if any(needed(tensor) for tensor in message):
+                left.append((channel, message))
+            else:
+                self.transport.recycle(channel, message)
+        state.messages = left
 
 
 def apart(tensor: Tensor, received: Mapping[str, Tensor]) -> Tensor:

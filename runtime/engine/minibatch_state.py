@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from pipedream.capture.segment import Segment
 from pipedream.comm.transport import Message
+from pipedream.runtime.engine.program_passes import ProgramPasses
 from pipedream.runtime.engine.weights import Version
 from pipedream.runtime.stages.stage_module import Compute
 from pipedream.schedule.channel import Channel
@@ -26,6 +27,7 @@ class MinibatchState:
     recomputes. `messages`: received activations, whose memory can be recycled; that of gradients
     cannot, because autograd passes on views of it. `gradients`: those received, then those to be
     sent; `sent` is set when the last of them is. `ends`: where a backward pass under way began.
+    `passes` replaces graph, edges and ends if the stage runs as programs.
     """
 
     received: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -36,6 +38,7 @@ class MinibatchState:
     loss: torch.Tensor | None = None
     recomputation: Recomputation | None = None
     ends: BackwardRoots | None = None
+    passes: ProgramPasses | None = None
     sent: bool = False
     messages: list[tuple[Channel, Message]] = field(default_factory=list)
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx, nn
 
+from pipedream.capture.programs.draws import is_draw, note_seed
 from pipedream.capture.segment import Segment
 
 
@@ -35,14 +36,17 @@ class MinibatchRng:
 
 
 class SeedHook(nn.Module):
-    """A module that runs right before an operator that draws, and seeds it."""
+    """A module that runs right before an operator that draws, and seeds it; where the operator is
+    only traced, it takes part in the trace.
+    """
 
     def __init__(self, rng: MinibatchRng, position: int) -> None:
         super().__init__()
         self.rng, self.position = rng, position
 
     def forward(self) -> None:
-        self.rng.seed_operator(self.position)
+        if not note_seed(self):
+            self.rng.seed_operator(self.position)
 
 
 def operator_positions(captured: fx.GraphModule) -> dict[str, int]:
@@ -60,7 +64,7 @@ def seed_each(part: Segment, operator_positions: Mapping[str, int], rng: Minibat
     """Puts a seed before every operator of the segment that draws random numbers, in place."""
     for prefix, module in part.module.named_modules():
         if isinstance(module, fx.GraphModule):
-            for node in [node for node in module.graph.nodes if _draws(node)]:
+            for node in [node for node in module.graph.nodes if is_draw(node)]:
                 position = operator_positions[_path(prefix, node)]
                 module.add_submodule(f"seed_{position}", SeedHook(rng, position))
                 with module.graph.inserting_before(node):
@@ -71,10 +75,3 @@ def seed_each(part: Segment, operator_positions: Mapping[str, int], rng: Minibat
 
 def _path(prefix: str, node: fx.Node) -> str:
     return f"{prefix}.{node.name}" if prefix else node.name
-
-
-def _draws(node: fx.Node) -> bool:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return False
-    return torch.Tag.nondeterministic_seeded in target.tags

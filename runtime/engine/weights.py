@@ -113,6 +113,19 @@ class Weights:
                 self.gradients[name] = tensor.grad
                 tensor.grad = None
 
+    def add(self, name: str, gradient: torch.Tensor, own: bool) -> None:
+        """Adds a gradient of a parameter to that of the round, in place.
+
+        The first one is taken as it is if its memory is its `own` and laid out like the parameter.
+        """
+        known, parameter = self.gradients.get(name), self.parameters[name]
+        if known is not None:
+            known.add_(gradient)
+        elif own and gradient.stride() == parameter.stride():
+            self.gradients[name] = gradient
+        else:
+            self.gradients[name] = torch.empty_like(parameter.data).copy_(gradient)
+
     def take_gradients(self, divisor: int) -> dict[str, torch.Tensor]:
         """Returns the mean gradients of the round, a sum of `divisor`; the next round begins."""
         summed, self.gradients = self.gradients, {}

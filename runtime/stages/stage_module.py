@@ -28,6 +28,7 @@ from pipedream.runtime.engine.randomness import (
     seed_each,
 )
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
+from pipedream.runtime.stages.stage_program import StageProgram
 
 Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
 """(parameters and buffers by name, inputs) -> what the stage's module gives."""
@@ -66,7 +67,8 @@ def make_compute(
 
 @dataclass(frozen=True)
 class StageModule:
-    """One stage for one size of minibatches; `compute` runs `piece`.
+    """One stage for one size of minibatches; `compute` runs `piece`, and so does `program`, for
+    backward passes in halves.
 
     `outputs`: the names of the values that the model returns, in the structure `out_spec`.
     """
@@ -76,6 +78,7 @@ class StageModule:
     compute: Compute
     outputs: Sequence[str]
     out_spec: OutSpec
+    program: StageProgram
 
     @staticmethod
     def of(
@@ -83,11 +86,17 @@ class StageModule:
         interface: StageInterface,
         device: torch.device,
         compute: Callable[[Captured, Segment], Compute],
+        autocast: str | None = None,
+        backend: str | None = None,
     ) -> StageModule:
-        """Builds the stage of `interface` from `captured`; `compute` may still change the piece."""
+        """Builds the stage of `interface` from `captured`; `compute` may still change the piece.
+
+        `autocast` and `backend` are settings of the program; `compute` has its own.
+        """
         piece = freeze_constants(interface.build(captured).to(device), captured.owner)
         run = compute(captured, piece)
-        return StageModule(interface, piece, run, captured.outputs, captured.out_spec)
+        program = StageProgram(piece, device, autocast, backend)
+        return StageModule(interface, piece, run, captured.outputs, captured.out_spec, program)
 
     def output(self, known: Mapping[str, torch.Tensor]) -> Any:
         """Returns what the model returns, from the values of the last stage by name."""
@@ -119,7 +128,7 @@ def seeded_module(
         return make_compute(piece, rng.device, autocast, backend)
 
     interface = interfaces(captured, plan)[stage]
-    return StageModule.of(captured, interface, rng.device, compute)
+    return StageModule.of(captured, interface, rng.device, compute, autocast, backend)
 
 
 class ModuleChoice(Protocol):

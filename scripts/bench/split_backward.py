@@ -117,7 +117,7 @@ def by_program(
 ) -> list[float]:
     weights = {name: tensor.detach() for name, tensor in state.items()}
     marks = [time.perf_counter()]
-    _, saved = program.forward(weights, inputs)
+    _, saved = program.forward(weights, inputs, program.draw())
     marks.append(time.perf_counter())
     _, kept = program.backward(saved, after)
     marks.append(time.perf_counter())

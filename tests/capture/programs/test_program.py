@@ -148,11 +148,11 @@ def test_the_passes_give_what_autograd_gives(name: str) -> None:
         torch.manual_seed(minibatch)
         output, by_input, learned = by_autograd(whole, state, given, after)
         torch.manual_seed(minibatch)
-        (own,), saved = program.forward(weights, [given])
+        (own,), saved = program.forward(weights, [given], program.draw())
         (gradient,), kept = program.backward(saved, after)
         found = dict(program.weight_gradients(kept))
         assert not saved
-        assert not kept
+        assert not kept.values
         torch.testing.assert_close(own, output, **CLOSE)
         torch.testing.assert_close(gradient, by_input, **CLOSE)
         assert found.keys() == learned.keys()
@@ -186,7 +186,7 @@ def test_what_is_kept_is_what_the_gradients_of_the_weights_need() -> None:
     program = Program(whole.module, state, [given], [True])
     _, saved = program.forward(state, [given])
     _, kept = program.backward(saved, [torch.ones(3, 6)])
-    assert sorted(tuple(t.shape) for t in kept.values()) == [(3, 4), (3, 5), (3, 5), (3, 6)]
+    assert sorted(tuple(t.shape) for t in kept.values.values()) == [(3, 4), (3, 5), (3, 5), (3, 6)]
 
 
 def test_the_backward_pass_of_a_convolution_is_divided() -> None:
@@ -212,3 +212,49 @@ def test_an_input_that_wants_no_gradient_costs_nothing() -> None:
     gradients, kept = program.backward(saved, [torch.ones(3, 4)])
     assert gradients == (None,)
     assert {name for name, _ in program.weight_gradients(kept)} == {"weight", "bias"}
+
+
+def test_an_output_without_a_gradient_gives_none() -> None:
+    """As under autograd: neither to the weights that it alone depends on, nor to an input."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.both = (nn.Linear(6, 6) for _ in range(3))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.one(self.both(x)), self.other(self.both(x))
+
+    given = torch.randn(3, 6)
+    whole, state = stage(Heads(), given)
+    program = Program(whole.module, state, [given], [True])
+    for gradients, learned in (
+        ([torch.ones(3, 6), None], {"one", "both"}),
+        ([None, torch.ones(3, 6)], {"other", "both"}),
+        ([None, None], set()),
+    ):
+        _, saved = program.forward(state, [given])
+        (by_input,), kept = program.backward(saved, gradients)
+        assert (by_input is None) == (not learned)
+        names = {name.partition(".")[0] for name, _ in program.weight_gradients(kept)}
+        assert names == learned
+
+
+def test_which_gradients_share_their_memory() -> None:
+    """Those of two addends are that of the sum; a layer's own is what an operator made, by itself
+    or as one of several results.
+    """
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(5, 5), nn.LayerNorm(5)
+            self.one, self.other = nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(4, 5))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(self.norm(x + self.one + self.other))
+
+    given = torch.randn(4, 5)
+    whole, state = stage(Sums(), given)
+    program = Program(whole.module, state, [given], [True])
+    assert state.keys() - program.own == {"one", "other"}

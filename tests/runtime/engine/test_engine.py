@@ -38,6 +38,7 @@ from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
 from pipedream.runtime.stages.partition import StageInterface, interfaces, links
 from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
+from pipedream.schedule.action import Kind
 from pipedream.schedule.channel import rank_links
 from pipedream.schedule.checker import check_ranks
 
@@ -116,6 +117,9 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
         engine.run(
             ActionStream(TrainingSegment(0, minibatches), orders.actions[rank]), Data(minibatches)
         )
+    halved = {a.stage for a in orders.actions[rank] if a.kind is Kind.BACKWARD_INPUT}
+    programs = {stage: each.stage_modules.of(0).program for stage, each in executors.items()}
+    assert {stage for stage, program in programs.items() if program.made is not None} == halved
     assert not any(transport.handed.values())
     assert not any(channel.is_local for channel, _ in transport.spare)
     transport.barrier()

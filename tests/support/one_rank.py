@@ -1,0 +1,197 @@
+"""All stages of a small model on one rank, in this process: what they learn in an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pipelines import BI, BW, B, F, Orders
+from plans import cut, make_plan
+from torch import Tensor, nn
+from training import chain_config
+
+from pipedream.capture.compute_settings import lowered
+from pipedream.capture.export import capture
+from pipedream.comm.buckets import StageGroups
+from pipedream.comm.transport import Transport
+from pipedream.graph.run_config import OptimizerConfig
+from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.engine.action_stream import ActionStream
+from pipedream.runtime.engine.engine import Engine
+from pipedream.runtime.engine.executor import Executor
+from pipedream.runtime.engine.randomness import MinibatchRng
+from pipedream.runtime.engine.training_segment import TrainingSegment
+from pipedream.runtime.engine.weights import Weights
+from pipedream.runtime.optim.optimizers import make_optimizer
+from pipedream.runtime.optim.rates import LearningRate, LossSum
+from pipedream.runtime.optim.stepping import StageStepping, Stepping
+from pipedream.runtime.stages.by_kind import ByData, StageForms
+from pipedream.runtime.stages.partition import interfaces, links
+from pipedream.runtime.stages.stage_module import (
+    ModuleChoice,
+    StageModule,
+    StageModules,
+    seeded_module,
+)
+from pipedream.schedule.action import Action
+from pipedream.schedule.generate import Step
+from pipedream.schedule.schedule import Schedule
+from pipedream.schedule.spec import PipelineSpec
+
+CPU = torch.device("cpu")
+ROUND = 3
+"""Minibatches of an update."""
+OPTIMIZER = OptimizerConfig(name="SGD", args={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01})
+
+Which = Callable[[int, int], bool]
+"""Whether the backward pass of (stage, minibatch) is in halves."""
+
+
+def all_halved(stage: int, minibatch: int) -> bool:
+    return True
+
+
+def none_halved(stage: int, minibatch: int) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Data:
+    """Minibatches of one shape."""
+
+    batches: Sequence[Batch]
+
+    def inputs(self, minibatch: int, which: Collection[int]) -> list[Tensor]:
+        return [self.batches[minibatch].inputs[position] for position in which]
+
+    def peek(self, minibatch: int) -> Batch:
+        return self.batches[minibatch]
+
+    def target(self, minibatch: int) -> Any:
+        return self.batches[minibatch].target
+
+
+@dataclass
+class OneRank:
+    """A rank with the `stages` of a model, cut in pieces of about as many nodes.
+
+    `before` and `after` are called with each action. `varying`: minibatches differ in shape, and
+    the stages have as many forms. `group`: of replicas that add up their gradients.
+    """
+
+    model: nn.Module
+    data: Data
+    stages: int = 2
+    loss: Callable[[Any, Any], Tensor] = nn.functional.mse_loss
+    halved: Which = all_halved
+    recompute: bool = False
+    autocast: str | None = None
+    backend: str | None = None
+    scale: float = 1.0
+    varying: bool = False
+    group: Any = None
+    transport: Transport = field(default_factory=lambda: Transport(CPU, "gloo"))
+    after: Callable[[Action], None] = lambda action: None
+    before: Callable[[Action], None] = lambda action: None
+    losses: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        with lowered(self.autocast, CPU):
+            captured = capture(self.model, self.data.batches[0].inputs)
+        ones = (1,) * self.stages
+        plan = make_plan(captured.graph, cut(captured.graph, self.stages), ones)
+        spec = PipelineSpec(
+            "flush",
+            ones,
+            links(interfaces(captured, plan)),
+            ROUND,
+            max_in_flight=(max(self.stages, ROUND),) * self.stages,
+            tied=tuple(range(self.stages)) if self.group else (),
+        )
+        self.schedule = Schedule(spec, len(self.data.batches))
+        ranks = [[0]] * self.stages
+        self.orders = Orders.of(self.schedule, ranks, lambda _: self._passes())
+        self.rng, settings = MinibatchRng(5, CPU), (self.autocast, True, self.backend)
+        self.forms = StageForms(self.model, plan, range(self.stages), self.rng, *settings)
+        self.executors = {
+            stage: self._executor(
+                stage,
+                seeded_module(captured, plan, stage, self.rng, self.autocast, self.backend),
+            )
+            for stage in range(self.stages)
+        }
+
+    def _passes(self) -> Iterator[tuple[tuple[int, int], Step]]:
+        """All forward passes of a round; then the backward passes, second halves at the end."""
+        for number, first in enumerate(range(0, len(self.data.batches), ROUND)):
+            minibatches = range(first, min(first + ROUND, len(self.data.batches)))
+            upwards = [(stage, b) for b in minibatches for stage in range(self.stages)]
+            downwards = [(stage, b) for b in minibatches for stage in reversed(range(self.stages))]
+            kinds = [(F, *each) for each in upwards]
+            kinds += [(BI if self.halved(*each) else B, *each) for each in downwards]
+            kinds += [(BW, *each) for each in downwards if self.halved(*each)]
+            for kind, stage, b in kinds:
+                yield (stage, 0), Step(0, kind, b, number)
+
+    def _executor(self, stage: int, stage_module: StageModule) -> Executor:
+        parameters = dict(stage_module.piece.module.named_parameters())
+        config = chain_config(OPTIMIZER).model_copy(update={"loss_scale": self.scale})
+        optimizer = make_optimizer(OPTIMIZER, parameters)
+        rate = LearningRate(None, optimizer, Path())
+        steps = StageStepping(optimizer, parameters, config, rate, ())
+        return Executor(
+            stage_modules=self._choice(stage, stage_module),
+            weights=Weights(parameters),
+            stepping=Stepping({stage: steps}, config, LossSum(lambda _: None, CPU), None),
+            transport=self.transport,
+            groups=StageGroups(self.group),
+            assignment=self.orders.assignment,
+            loss=self._loss,
+            on_loss=lambda b, loss: self.losses.__setitem__(b, loss.item()),
+            rng=self.rng,
+            recompute=self.recompute and stage < self.stages - 1,
+        )
+
+    def _choice(self, stage: int, stage_module: StageModule) -> ModuleChoice:
+        if not self.varying:
+            return StageModules(stage_module)
+        self.forms.originals[stage] = stage_module
+        return ByData(stage, self.forms)
+
+    def _loss(self, output: Any, target: Any) -> Tensor:
+        with lowered(self.autocast, CPU):
+            return self.loss(output, target)
+
+    def train(self) -> OneRank:
+        """One epoch."""
+        engine = Engine(self.executors, self.transport, self.after, self.before)
+        segment = TrainingSegment(0, len(self.data.batches))
+        engine.run(ActionStream(segment, self.orders.actions[0]), self.data)
+        return self
+
+    @property
+    def modules(self) -> dict[int, StageModule]:
+        return {stage: each.stage_modules.of(0) for stage, each in self.executors.items()}
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        """Parameters and buffers that the model saves."""
+        own = [module.piece.module for module in self.modules.values()]
+        named = {n: t for m in own for n, t in (*m.named_parameters(), *m.named_buffers())}
+        return {n: named[n].detach() for n in self.model.state_dict() if n in named}
+
+    @property
+    def obstacles(self) -> list[str | None]:
+        """Of each stage why it does not run as programs; None if it does."""
+        programs = [module.program for module in self.modules.values()]
+        return [None if each.made is not None else each.obstacle or "unused" for each in programs]
+
+
+def regression(count: int = 5, examples: int = 4, dtype: torch.dtype = torch.float64) -> Data:
+    """Minibatches of [examples, 6] to learn [examples, 6] from."""
+    generator = torch.Generator().manual_seed(7)
+    x, y = torch.randn(2, count, examples, 6, generator=generator, dtype=dtype)
+    return Data([Batch((a,), b) for a, b in zip(x, y, strict=True)])
