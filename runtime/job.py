@@ -23,7 +23,7 @@ from pipedream.graph.run_config import (
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.optim.late_gradients import nesterov_form
 from pipedream.schedule.action import StageLink, Worker
-from pipedream.schedule.policy import Policy, policy
+from pipedream.schedule.policy import Policy, policy, uniform_updates
 from pipedream.schedule.schedule import ORDERS
 from pipedream.schedule.spec import PipelineSpec
 
@@ -89,6 +89,7 @@ class Job:
             self.plan.max_in_flight if planned else None,
             tuple(sorted({stage for stages in (tied or {}).values() for stage in stages})),
             self.order,
+            joint_norm=config.watches_norm and uniform_updates(self.schedule),
         )
 
     @property

@@ -21,6 +21,8 @@ class PipelineSpec:
     as are of use. `tied`: stages that share parameters with one another, whose gradients are added
     up over all of them; only schedules that update all stages at the same minibatches train these.
     `order`: in which order a rank does its passes, by its name in `schedule.ORDERS`.
+    `joint_norm`: before each update all workers of all stages agree on the norm of the whole
+    model's gradient; only with schedules that update all stages at the same minibatches.
     """
 
     name: ScheduleName
@@ -31,6 +33,7 @@ class PipelineSpec:
     max_in_flight: tuple[int, ...] | None = None
     tied: tuple[int, ...] = ()
     order: str = DEFAULT_ORDER
+    joint_norm: bool = False
 
     def __post_init__(self) -> None:
         stages = len(self.replicas)

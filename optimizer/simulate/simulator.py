@@ -2,9 +2,9 @@
 
 Each rank performs its list of actions in order, as the engine does. Passes and updates take their
 time; a send takes none of the rank's; a receive waits for the message; a sum over the replicas of a
-stage begins in their last backward pass of a round and is waited for after it. Messages share the
-network (`play.py`); a rank's messages to itself take no time. Each half of a split backward pass
-takes half its time.
+stage begins in their last backward pass of a round and is waited for after it; a norm waits for all
+ranks, and then for an all-reduce of one number over them. Messages share the network (`play.py`); a
+rank's messages to itself take no time. Each half of a split backward pass takes half its time.
 """
 
 from __future__ import annotations
