@@ -2,11 +2,11 @@
 
 A rank does its actions in order. A pass or an update takes its seconds, and those that the messages
 before it keep the rank busy; the last backward pass of a round also those that the sums beside it
-do; a send takes none; a receive waits for its message; an all-reduce
-waits for the sum. At a norm the rank adds to a sum of eight bytes over all ranks, which it waits for
-at the last of its workers. Each message or part of a sum is bytes in a queue. There are two
-queues for every pair of ranks, of activations and of gradients, and one for the ring of every
-stage, and each has a list of ports. At every moment
+do; a send takes none; a receive waits for its message; an all-reduce waits for the sum. At a norm
+the rank adds to a sum of eight bytes over all ranks, which it waits for at the last of its workers.
+Each message or part of a sum is bytes in a queue. There are two queues for every pair of ranks, of
+activations and of gradients, and one for the ring of every stage and that of all ranks, and each
+has a list of ports. At every moment
 
 1. all ranks do what they can do without time going on,
 2. the first of each queue goes, a message only if its receive is posted,
