@@ -34,7 +34,7 @@ class MeasuredRank(ArtifactModel):
     update: Quartiles | None = None
     """One step of the optimizer."""
     all_reduce: Quartiles | None = None
-    """Waiting for the sum of one round of gradients."""
+    """Waiting for the sum of one round of gradients, and for the norm of the whole model's."""
     sending: Quartiles | None = None
     """Handing over the messages of one minibatch."""
     waiting: Quartiles | None = None

@@ -194,6 +194,32 @@ class Predicted(ArtifactModel):
         return self.latency_seconds / self.microbatches
 
 
+class LinkSeconds(ArtifactModel):
+    """Until an activation of a microbatch, and its gradient, has come from one stage to another."""
+
+    source: int = Field(ge=0)
+    target: int = Field(ge=0)
+    there: Amount
+    back: Amount
+
+
+class OrderTimes(ArtifactModel):
+    """What an order of passes is found for: seconds and bytes of a microbatch, by stage."""
+
+    forward: tuple[Amount, ...]
+    backward_input: tuple[Amount, ...]
+    """Of the gradients of what the stage has received."""
+    backward_weight: tuple[Amount, ...]
+    """Of the gradients of its parameters."""
+    links: tuple[LinkSeconds, ...] = ()
+    held_bytes: tuple[Amount, ...]
+    """Between forward and backward pass."""
+    kept_bytes: tuple[Amount, ...]
+    """Of those, between the two halves of the backward pass."""
+    limit_bytes: Amount | None = None
+    """The most that a rank may hold of them, of all its stages."""
+
+
 class PlanningOptions(ArtifactModel):
     """Options of pd-optimize that shaped the plan and do not show in it, as they were typed.
     `pd-optimize --like PLAN` uses them again.
@@ -237,6 +263,8 @@ class Plan(ArtifactModel):
     """The order of passes on a rank, by its name in `schedule.ORDERS`; by default 1f1b.
     With another order a rank may be in several stages.
     """
+    order_times: OrderTimes | None = None
+    """With order auto: the order is a function of these."""
 
     @model_validator(mode="after")
     def _check(self) -> Plan:
@@ -247,7 +275,17 @@ class Plan(ArtifactModel):
             raise ValueError("the last stage has recompute: its backward pass follows at once")
         self._check_nodes()
         self._check_ranks()
+        self._check_order_times()
         return self
+
+    def _check_order_times(self) -> None:
+        times, stages = self.order_times, len(self.stages)
+        if times is None:
+            return
+        for name in ("forward", "backward_input", "backward_weight", "held_bytes", "kept_bytes"):
+            count = len(getattr(times, name))
+            if count != stages:
+                raise ValueError(f"order_times: {name} has {count} numbers for {stages} stages")
 
     def _check_ranks(self) -> None:
         stage_of: dict[int, int] = {}
@@ -308,6 +346,27 @@ class Plan(ArtifactModel):
         return tuple(
             tuple(WorkerGroup((process[rank],)) for rank in stage.ranks) for stage in self.stages
         )
+
+    @property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """The pairs of stages of which the second reads what the first computes, in order. Inputs
+        of the model are read by each stage itself.
+        """
+        stage_of = self.stage_of
+        inputs = {node.id for node in self.graph.nodes if node.is_input}
+        pairs = {
+            (stage_of[source], stage_of[node.id])
+            for node in self.graph.nodes
+            for source in node.inputs
+            if source not in inputs
+        }
+        return tuple(sorted(pair for pair in pairs if pair[0] != pair[1]))
+
+    @property
+    def rank_map(self) -> tuple[int, ...]:
+        """The place of each stage in the pipeline: stages on the same ranks have the same."""
+        places: dict[tuple[int, ...], int] = {}
+        return tuple(places.setdefault(stage.ranks, len(places)) for stage in self.stages)
 
     @property
     def stage_of(self) -> dict[str, int]:

@@ -235,6 +235,13 @@ class RunConfig(ArtifactModel):
     dtype: Literal["float32", "float64"] = "float32"
     """Type of the weights and of floating-point inputs."""
 
+    @property
+    def watches_norm(self) -> bool:
+        """Whether updates need the norm of the gradients, to clip or to check them."""
+        searched = self.autocast == "float16" and self.loss_scale is None
+        scales = searched or self.loss_scale not in (None, 1.0)
+        return self.clip_norm is not None or self.nan == "skip" or scales
+
     @field_validator("metrics", mode="before")
     @classmethod
     def _in_full(cls, metrics: Any) -> Any:

@@ -91,6 +91,7 @@ STYLES = {
     "BI": Style("backward, inputs", "#E69F00"),
     "BW": Style("backward, weights", "#D55E00"),
     "AR": Style("all-reduce", "#CC79A7"),
+    "N": Style("norm of the gradients", "#56B4E9"),
     "U": Style("update", "#000000", "white"),
     "SA": Style("send", "#009E73"),
     "SG": Style("send", "#009E73"),

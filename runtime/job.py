@@ -23,9 +23,10 @@ from pipedream.graph.run_config import (
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.optim.late_gradients import nesterov_form
 from pipedream.schedule.action import StageLink, Worker
-from pipedream.schedule.policy import Policy, policy
+from pipedream.schedule.orders.named import ROUND_ORDERS
+from pipedream.schedule.policy import Policy, policy, uniform_updates
 from pipedream.schedule.schedule import ORDERS
-from pipedream.schedule.spec import PipelineSpec
+from pipedream.schedule.spec import PipelineSpec, in_order_of
 
 CHECKPOINTS = "checkpoints"
 """Folder name in that of the run."""
@@ -80,7 +81,7 @@ class Job:
         The plan's bounds on minibatches in flight hold only for the schedule it was made for.
         """
         planned, config = self.schedule == self.plan.schedule, self.config
-        return PipelineSpec(
+        spec = PipelineSpec(
             self.schedule,
             self.plan.replicas,
             tuple(sorted(links)),
@@ -88,8 +89,9 @@ class Job:
             config.accumulate,
             self.plan.max_in_flight if planned else None,
             tuple(sorted({stage for stages in (tied or {}).values() for stage in stages})),
-            self.order,
+            joint_norm=config.watches_norm and uniform_updates(self.schedule),
         )
+        return in_order_of(self.plan, spec)
 
     @property
     def order(self) -> str:
@@ -127,9 +129,13 @@ class Job:
         self.check_metrics()
 
     def check_order(self) -> None:
-        """Raises UserError if the plan's order of passes is unknown."""
+        """Raises UserError if the plan's order of passes is unknown, or not for such a run."""
         if self.order not in ORDERS:
             raise UserError(f"order {self.order!r} of the plan is not known: {', '.join(ORDERS)}")
+        rules = ROUND_ORDERS.get(self.order)
+        misfit = None if rules is None else rules.misfit(self.spec(self.plan.links))
+        if misfit is not None:
+            raise UserError(f"order {self.order} of the plan {misfit}: make one with pd-optimize")
 
     def check_asynchronous(self) -> None:
         """Raises UserError if there is nothing asynchronous to correct, or no delay is known."""

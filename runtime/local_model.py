@@ -16,7 +16,6 @@ from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.engine.training_segment import training_segments, whole_updates
 from pipedream.runtime.job import Job
 from pipedream.runtime.local_stage import LocalStage
-from pipedream.runtime.optim.stepping import check_joint_updates
 from pipedream.runtime.stages.by_kind import StageForms
 from pipedream.runtime.stages.captures import Captures, capture_all
 from pipedream.runtime.stages.partition import interfaces, links, tied
@@ -109,8 +108,6 @@ class LocalModel:
             raise UserError(
                 f"order {self.job.order} of the plan, for {minibatches} minibatches: {problem}"
             ) from error
-        if self.job.policy.uniform_updates:
-            check_joint_updates(self.job.config, actions)
 
     @cache  # noqa: B019 - lives as long as the process
     def actions(self, minibatches: int) -> Sequence[Action]:

@@ -145,7 +145,7 @@ class RankContext:
             {stage.stage: stage.make_stepping(local.tied) for stage in local.stages},
             job.config,
             LossSum(self._add_up, local.device),
-            self._add_up if job.policy.uniform_updates else None,
+            self._add_up,
         )
 
     def _weights(self, stage: LocalStage) -> Weights:

@@ -30,6 +30,7 @@ class Kind(StrEnum):
     SEND_GRADIENT = "SG"
     RECV_GRADIENT = "RG"
     ALL_REDUCE = "AR"
+    NORM = "N"
     UPDATE = "U"
 
     # An enum's own is Python code, and kinds are looked up for every action.
@@ -59,10 +60,11 @@ class Action(NamedTuple):
     """One thing one worker does.
 
     `version` is the version of the worker's own weights: the one used by a forward or backward pass
-    (and by the messages that belong to it), the one made by an all-reduce and its update. An
-    all-reduce and an update stand for the round that begins with `minibatch`; the gradients of its
-    `divisor` minibatches are added up over the replicas (each adds those of the minibatches that
-    ran on it: some, one or none) and divided by `divisor`.
+    (and by the messages that belong to it), the one made by an all-reduce, a norm and their update.
+    These stand for the round that begins with `minibatch`; the gradients of its `divisor`
+    minibatches are added up over the replicas (each adds those of the minibatches that ran on it:
+    some, one or none) and divided by `divisor`. At a norm the worker hands in the gradients of its
+    round, from which all ranks find the norm of the whole model's gradient.
 
     Prints as `2F0` (stage 2, forward, minibatch 0); in full `0.1SA5@3>1.2` (replica 1 of stage 0
     sends the activation of minibatch 5, computed on version 3, to replica 2 of stage 1) and

@@ -3,8 +3,9 @@
 A rank does the actions of one worker or, where it has several stages, of several. Sends never
 block; a receive takes the next message that its rank has from the other one and blocks until there
 is one; an all-reduce blocks until every replica of the stage, or of all tied stages, has come to
-it. If that replay comes to its end, no timing of the ranks can make it hang: whether an action can
-go on depends on what others have done before, never on how fast.
+it; the last norm of a round on a rank blocks until all workers have come to theirs. If that replay
+comes to its end, no timing of the ranks can make it hang: whether an action can go on depends on
+what others have done before, never on how fast.
 
 Activations from one rank to another are received in the order in which they were sent, whichever
 stages they are between, and gradients likewise: NCCL has no other way to tell them apart. Between
@@ -85,8 +86,8 @@ class _RankReplay:
 class _WorkerReplay:
     """What one worker has. `received`: messages not yet used; `halfway`: minibatches between the
     halves of their backward pass; `returned`: those whose gradients may be sent. `reduced`: the
-    all-reduce that is open to it; `summed`: the one that it has done. `peak`: the most minibatches
-    in flight, and versions.
+    all-reduce that is open to it; `summed`: the one that it has done. `normed`: how many rounds it
+    has handed in for their norm. `peak`: the most minibatches in flight, and versions.
     """
 
     rank: _RankReplay
@@ -99,6 +100,7 @@ class _WorkerReplay:
     received: set[tuple[Kind, int, int]] = field(default_factory=set)
     reduced: Action | None = None
     summed: Action | None = None
+    normed: int = 0
     peak: list[int] = field(default_factory=lambda: [0, 1])
 
 
@@ -138,6 +140,8 @@ class _Replay:
         # On their way, by who sends what to whom; the same queue for all that has one order.
         self.queues: dict[tuple[Worker, Worker, Kind], deque[_Message]] = {}
         self.between: dict[tuple[int | Worker, int | Worker, Kind], deque[_Message]] = {}
+        # By version, the workers that have come to the norm of the update that makes it.
+        self.norms: dict[int, set[Worker]] = {}
         self.perform = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -148,6 +152,7 @@ class _Replay:
             Kind.RECV_ACTIVATION: self._receive,
             Kind.RECV_GRADIENT: self._receive,
             Kind.ALL_REDUCE: self._all_reduce,
+            Kind.NORM: self._norm,
             Kind.UPDATE: self._update,
         }
 
@@ -196,6 +201,8 @@ class _Replay:
         expected = self.policy.version(stage, minibatch, newest, entered)
         if version != expected:
             raise self._unsound(worker, f"{spec.name} wants version {expected}")
+        if state.normed == version > newest:
+            raise self._unsound(worker, "its update waits for the norm of other stages of the rank")
         if version > newest:
             raise self._unsound(worker, f"{newest} updates stand before it")
         self._take(worker, state, Kind.RECV_ACTIVATION, self.sources[stage], minibatch)
@@ -224,7 +231,8 @@ class _Replay:
         self._check_version(worker, state, action)
         if minibatch not in state.halfway:
             raise self._unsound(worker, "the second half without the first")
-        if minibatch // self.policy.round_size(worker[0]) != state.versions.newest:
+        now = max(state.versions.newest, state.normed)
+        if minibatch // self.policy.round_size(worker[0]) != now:
             raise self._unsound(worker, "its round is over, or not yet begun")
         state.halfway.remove(minibatch)
         state.backward.add(minibatch)
@@ -336,14 +344,41 @@ class _Replay:
         state.summed = action
         return True
 
+    def _norm(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
+        """A rank waits at the last norm of its workers in a round, until all workers have come."""
+        self._check_round(worker, state, action)
+        self._check_reduced(worker, state, action)
+        if not self.spec.joint_norm:
+            raise self._unsound(worker, "a norm that nobody asks for")
+        if state.normed == action.version:
+            raise self._unsound(worker, "norm twice")
+        come = self.norms.setdefault(action.version, set())
+        if worker not in come:
+            come.add(worker)
+            if len(come) == len(self.states):
+                for rank in self.ranks:
+                    rank.waits = False
+        if len(come) < len(self.states) and come.issuperset(state.rank.workers):
+            return False
+        state.normed = action.version
+        return True
+
     def _update(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
         self._check_round(worker, state, action)
-        reduced = action._replace(kind=Kind.ALL_REDUCE)
-        if self.spec.reduces(worker[0]) and state.reduced != reduced:
-            raise self._unsound(worker, "update before its all-reduce")
+        self._check_reduced(worker, state, action)
+        come = self.norms.get(action.version, ())
+        if self.spec.joint_norm and len(come) < len(self.states):
+            raise self._unsound(worker, "update before its norm")
         state.versions.updated()
         self._keep_within(worker, state)
         return True
+
+    def _check_reduced(self, worker: Worker, state: _WorkerReplay, action: Action) -> None:
+        """Checks that the gradients that `action` uses are those of all replicas."""
+        reduced = action._replace(kind=Kind.ALL_REDUCE)
+        if self.spec.reduces(worker[0]) and state.reduced != reduced:
+            what = "norm" if action.kind is Kind.NORM else "update"
+            raise self._unsound(worker, f"{what} before its all-reduce")
 
     def _check_round(self, worker: Worker, state: _WorkerReplay, action: Action) -> None:
         """Checks that `action` closes the current round, and that this worker has done its part."""

@@ -28,6 +28,7 @@ from pipedream.schedule.action import (
     show_worker,
 )
 from pipedream.schedule.generate import ListScheduler, Step
+from pipedream.schedule.joint_norm import updates_together
 from pipedream.schedule.orders.named import ROUND_ORDERS, round_of
 from pipedream.schedule.orders.passes import Arrival, Pass, received
 from pipedream.schedule.policy import Policy, policy
@@ -50,6 +51,7 @@ class Schedule:
         assert self.minibatches >= 0, self.minibatches
         same = self.policy.uniform_updates
         assert same or not self.spec.tied, "tied stages learn at the same minibatches"
+        assert same or not self.spec.joint_norm, "one norm is of updates at the same minibatches"
 
     @cached_property
     def policy(self) -> Policy:
@@ -204,15 +206,16 @@ def write_actions(schedule: Schedule, workers: Collection[Worker], passes: Passe
 
     Receives stand right before the pass that needs them, unless the passes say where, and sends
     right after the pass that makes them. After a worker's last backward pass of a round come
-    ALL_REDUCE (only where the stage has several replicas or is tied; it waits for all of them) and
-    UPDATE. A replica with no minibatch in a round takes part in both all the same. Of a backward
-    pass in two halves the first is what receives and sends, the second what closes a round.
+    ALL_REDUCE (only where the stage has several replicas or is tied; it waits for all of them),
+    NORM (only with a `joint_norm`; see `updates_together`) and UPDATE. A replica with no minibatch
+    in a round takes part in these all the same. Of a backward pass in two halves the first is what
+    receives and sends, the second what closes a round.
     """
     actions: list[Action] = []
     writers = {worker: _ActionWriter(schedule, worker, actions) for worker in workers}
     for worker, step in passes:
         writers[worker].write(step)
-    return actions
+    return updates_together(actions, workers) if schedule.spec.joint_norm else actions
 
 
 _Messages: TypeAlias = tuple[Kind, Sequence[Sequence[Worker]], Kind, Sequence[Sequence[Worker]]]
@@ -238,7 +241,11 @@ class _ActionWriter:
             Kind.BACKWARD_WEIGHT: (Kind.RECV_GRADIENT, [], Kind.SEND_GRADIENT, []),
         }
         reduces = spec.reduces(self.stage)
-        self.closing = (Kind.ALL_REDUCE, Kind.UPDATE) if reduces else (Kind.UPDATE,)
+        self.closing = (
+            *([Kind.ALL_REDUCE] if reduces else []),
+            *([Kind.NORM] if spec.joint_norm else []),
+            Kind.UPDATE,
+        )
         self.received: set[tuple[Kind, int, Worker]] = set()
         self.round = 0
         self.left = self._own()
@@ -271,7 +278,7 @@ class _ActionWriter:
         self.actions.append(Action(kind, self.stage, self.replica, minibatch, version, peer))
 
     def _close_rounds(self) -> None:
-        """Writes all-reduce and update of the rounds that this worker has finished."""
+        """Writes what closes the rounds that this worker has finished."""
         while not self.left and (divisor := self.schedule.in_round(self.stage, self.round)):
             first = self.round * self.round_size
             self.round += 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pipedream.graph.choices import DEFAULT_ORDER, ScheduleName
+from pipedream.graph.plan import OrderTimes, Plan
 from pipedream.schedule.action import StageLink, Worker
 
 
@@ -30,6 +31,23 @@ class PassTimes:
     limit: tuple[float, ...] | None = None
 
     @staticmethod
+    def of(planned: OrderTimes, links: Sequence[StageLink], places: int) -> PassTimes:
+        """What a plan says; messages of links that it does not name take no time."""
+        known = {(link.source, link.target): link for link in planned.links}
+        named = [known.get(link) for link in links]
+        limit = planned.limit_bytes
+        return PassTimes(
+            planned.forward,
+            planned.backward_input,
+            planned.backward_weight,
+            tuple(0.0 if link is None else link.there for link in named),
+            tuple(0.0 if link is None else link.back for link in named),
+            planned.held_bytes,
+            planned.kept_bytes,
+            None if limit is None else (limit,) * places,
+        )
+
+    @staticmethod
     def unit(stages: int, links: int) -> PassTimes:
         """All passes take 1, messages nothing; a microbatch of a stage is one byte."""
         one, none = (1.0,) * stages, (0.0,) * links
@@ -49,7 +67,8 @@ class PipelineSpec:
     up over all of them; only schedules that update all stages at the same minibatches train these.
     `order`: in which order a rank does its passes, by its name in `schedule.ORDERS`. `rank_map`:
     the place of each stage, see `place_of`. `times`: for orders that are found for them.
-    `joint_norm`: no stage updates before all have come to their update.
+    `joint_norm`: before each update all workers of all stages agree on the norm of the whole
+    model's gradient; only with schedules that update all stages at the same minibatches.
     """
 
     name: ScheduleName
@@ -138,3 +157,11 @@ class PipelineSpec:
     def reduces(self, stage: int) -> bool:
         """Returns whether its gradients are added up with those of other workers."""
         return self.replicas[stage] > 1 or stage in self.tied
+
+
+def in_order_of(plan: Plan, spec: PipelineSpec) -> PipelineSpec:
+    """Returns `spec` with the plan's order of passes, and all that the order depends on."""
+    places, planned = plan.rank_map, plan.order_times
+    times = None if planned is None else PassTimes.of(planned, spec.links, max(places) + 1)
+    order = plan.order or DEFAULT_ORDER
+    return replace(spec, order=order, rank_map=places, times=times)

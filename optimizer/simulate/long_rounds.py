@@ -23,7 +23,7 @@ _TURNS = 12
 _SAME = 1e-9
 """Relative tolerance for rounding of simulated times."""
 
-_OF_A_ROUND = (Kind.ALL_REDUCE, Kind.UPDATE)
+_OF_A_ROUND = (Kind.ALL_REDUCE, Kind.NORM, Kind.UPDATE)
 
 
 def rounds_to_play(replicas: Sequence[int], microbatches: int) -> Iterator[int]:

@@ -24,7 +24,7 @@ from pipedream.optimizer.simulate.links import (
     pop_through,
 )
 
-_PASS, _SEND, _RECEIVE, _SUM, _LATE_SUM = range(5)
+_PASS, _SEND, _RECEIVE, _SUM, _LATE_SUM, _CONTRIBUTE = range(6)
 
 # What a moment in the heap is: a pass ends, an item arrives, a rank can give its share of a part.
 _ENDS, _ARRIVES, _GIVES = range(3)
@@ -55,7 +55,7 @@ class Items(NamedTuple):
 
 class Sums(NamedTuple):
     """The parts of sum s are the items `first[s]` to before `first[s + 1]`. A part begins once all
-    `members[s]` ranks have done the share `after` of their last backward pass of the round.
+    `members[s]` workers have done the share `after` of their last backward pass of the round.
 
     `sum` and `after` have an entry for each part.
     """
@@ -72,7 +72,7 @@ class _State(NamedTuple):
     Of each rank: the next action, the next receive to post, seconds of work that messages have
     caused and that are still to be done, whether it is in a pass, and the sum that it waits for. Of
     each action when it begins and ends; of each message whether it is posted, and has arrived; of
-    each part how many ranks have not given their share; of each sum how many parts are left.
+    each part how many workers have not given their share; of each sum how many parts are left.
     """
 
     position: Ints
@@ -159,7 +159,7 @@ def _go_on(rank, now, ready, heap, state, flows, ranks, items, sums, streams, ah
         op, subject = ranks.op[at], ranks.subject[at]
         if state.begin[at] == np.inf:
             state.begin[at] = now
-            if op == _LATE_SUM:
+            if op in (_LATE_SUM, _CONTRIBUTE):
                 _promise(subject, now, 0.0, heap, sums, len(items.receiver))
         if op == _PASS:
             seconds = ranks.seconds[at] + state.debt[rank]
@@ -177,7 +177,7 @@ def _go_on(rank, now, ready, heap, state, flows, ranks, items, sums, streams, ah
             if not state.arrived[subject]:
                 return
             state.debt[rank] += items.busy[subject]
-        elif state.left[subject]:
+        elif op != _CONTRIBUTE and state.left[subject]:
             state.awaited[rank] = subject
             return
         state.end[at] = now

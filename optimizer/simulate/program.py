@@ -36,7 +36,14 @@ class Op(IntEnum):
     RECEIVE = 2
     SUM = 3
     LATE_SUM = 4
-    """A sum to which no backward pass of this rank contributes: the round had none for it."""
+    """A sum to which no backward pass of this rank contributes: the round had none for it, or it is
+    a norm."""
+    CONTRIBUTE = 5
+    """The rank contributes to a sum and goes on."""
+
+
+WHOLE = -1
+"""In the place of a stage: the sum is over all of them."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +52,10 @@ class Program:
 
     For each action: `op`; `kind`, a place in `KINDS`; `worker`, a place in `workers`; `minibatch`;
     and `subject`, the message that is sent or received, the sum that is waited for, or, of the last
-    backward pass of a round, the sum to which it contributes (else -1).
+    backward pass of a round, the sum to which it contributes (else -1). A norm is a sum, too.
 
     For each message: `link`, a place in `links`, `forwards` or back along it; `source` and `target`
-    workers. For each sum: its `stage`.
+    workers. For each sum: its `stage`, or WHOLE.
     """
 
     actions: tuple[tuple[Action, ...], ...]
@@ -68,9 +75,10 @@ class Program:
     @cached_property
     def closing(self) -> dict[int, Ints]:
         """By stage that has sums, the actions that are the last backward passes of a round."""
+        stages = sorted(set(self.stage.tolist()) - {WHOLE})
         at = np.flatnonzero((self.op == Op.PASS) & (self.subject >= 0))
         own = self.stage[self.subject[at]]
-        return {stage: at[own == stage] for stage in sorted(set(self.stage.tolist()))}
+        return {stage: at[own == stage] for stage in stages}
 
     @staticmethod
     def of(schedule: Schedule, actions: Sequence[Sequence[Action]]) -> Program:
@@ -79,7 +87,9 @@ class Program:
         table = _Table.of(list(chain.from_iterable(actions)), workers)
         op, subject = _OP[table.kind], np.full(len(table.kind), -1)
         forwards, source, target = _number_messages(table, subject)
+        begin = np.array(list(accumulate(map(len, actions), initial=0)), dtype=np.int64)
         sums = _number_sums(table, op, subject)
+        norms = _number_norms(table, op, subject, begin, len(sums))
         ends = np.where(forwards, (source, target), (target, source))
         stages = np.array([stage for stage, _ in workers])
         numbers = {link: number for number, link in enumerate(schedule.spec.links)}
@@ -87,7 +97,7 @@ class Program:
         return Program(
             actions=tuple(map(tuple, actions)),
             workers=workers,
-            begin=np.array(list(accumulate(map(len, actions), initial=0)), dtype=np.int64),
+            begin=begin,
             op=op,
             kind=table.kind,
             worker=table.worker,
@@ -97,7 +107,7 @@ class Program:
             forwards=forwards.astype(np.int64),
             source=source,
             target=target,
-            stage=table.stage[sums],
+            stage=np.append(table.stage[sums], [WHOLE] * norms).astype(np.int64),
         )
 
 
@@ -175,6 +185,19 @@ def _number_sums(table: _Table, op: Ints, subject: Ints) -> Ints:
     late = np.setdiff1d(at, after[same])
     op[late] = Op.LATE_SUM
     return at[first]
+
+
+def _number_norms(table: _Table, op: Ints, subject: Ints, begin: Ints, first: int) -> int:
+    """Enters the number of its sum, from `first` on, as the subject of each norm. A rank waits at
+    the last of its workers' norms of a round. Returns how many sums these are.
+    """
+    at = np.flatnonzero(table.kind == _NUMBER[Kind.NORM])
+    rounds, number = np.unique(table.minibatch[at], return_inverse=True)
+    subject[at], op[at] = first + number, Op.CONTRIBUTE
+    rank = np.searchsorted(begin, at, side="right")
+    _, last = np.unique((rank * len(rounds) + number)[::-1], return_index=True)
+    op[at[::-1][last]] = Op.LATE_SUM
+    return len(rounds)
 
 
 @lru_cache(maxsize=512)

@@ -2,9 +2,9 @@
 
 Each rank performs its list of actions in order, as the engine does. Passes and updates take their
 time; a send takes none of the rank's; a receive waits for the message; a sum over the replicas of a
-stage begins in their last backward pass of a round and is waited for after it. Messages share the
-network (`play.py`); a rank's messages to itself take no time. Each half of a split backward pass
-takes half its time.
+stage begins in their last backward pass of a round and is waited for after it; a norm waits for all
+ranks, and then for an all-reduce of one number over them. Messages share the network (`play.py`); a
+rank's messages to itself take no time. Each half of a split backward pass takes half its time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, Worker
 from pipedream.schedule.overlap import LOOK_AHEAD
 from pipedream.schedule.policy import policy
 from pipedream.schedule.schedule import Schedule
-from pipedream.schedule.spec import PipelineSpec
+from pipedream.schedule.spec import PipelineSpec, in_order_of
 from pipedream.schedule.steady_state import SteadySpan, bubble, longest_window
 
 MOST_MOVES = 2_000_000
@@ -61,13 +61,14 @@ def simulate_plan(
 
 
 def _spec(plan: Plan) -> PipelineSpec:
-    return PipelineSpec(
+    spec = PipelineSpec(
         plan.schedule,
         plan.replicas,
+        plan.links,
         microbatches=plan.predicted.microbatches or MICROBATCHES,
         max_in_flight=plan.max_in_flight,
-        order=plan.order or DEFAULT_ORDER,
     )
+    return in_order_of(plan, spec)
 
 
 def simulate_work(
@@ -77,7 +78,7 @@ def simulate_work(
     spec = _spec(plan)
     microbatches = spec.microbatches
     ranks = [stage.ranks for stage in plan.stages]
-    spec = replace(spec, links=tuple(sorted(workload.forward_bytes)))
+    spec = in_order_of(plan, replace(spec, links=tuple(sorted(workload.forward_bytes))))
     span = SteadySpan.for_simulation(policy(spec))
     repeats = plan.schedule == "flush" and spec.order == DEFAULT_ORDER and noise is None
     long = repeats and span.minibatches * plan.workers > QUICK_MOVES

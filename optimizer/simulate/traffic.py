@@ -11,9 +11,12 @@ from pipedream.optimizer.cost.network import Network, Port, Transfer
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.optimizer.simulate.links import Streams
 from pipedream.optimizer.simulate.play import Items, Sums
-from pipedream.optimizer.simulate.program import Program
+from pipedream.optimizer.simulate.program import WHOLE, Program
 from pipedream.optimizer.simulate.sums import PassWithSums, parts_of, pass_with_sums
 from pipedream.optimizer.simulate.workload import Workload
+
+_NORM_BYTES = 8.0
+"""Of the number that the ranks add up to find the norm of the whole model's gradient."""
 
 
 def traffic_of(
@@ -143,10 +146,14 @@ def _sums(
         ]
         for stage, passed in closing.items()
     }
+    if WHOLE in program.stage:
+        every = sorted({rank for own in ranks for rank in own})
+        of_stage[WHOLE] = [_part(WHOLE, _NORM_BYTES, 1.0, roads, every)]
     parts = [of_stage[stage] for stage in program.stage.tolist()]
     columns = _columns(list(chain.from_iterable(parts)), 5)
     first = np.array(list(accumulate(map(len, parts), initial=0)), dtype=np.int64)
-    members = np.array([len(ranks[stage]) for stage in program.stage.tolist()], dtype=np.int64)
+    count = {WHOLE: len(program.workers), **dict(enumerate(map(len, ranks)))}
+    members = np.array([count[stage] for stage in program.stage.tolist()], dtype=np.int64)
     number = np.repeat(np.arange(len(parts)), np.diff(first))
     stream, size, latency, busy, begins = columns
     return Sums(len(program.link) + first, members, number, begins), (

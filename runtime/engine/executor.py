@@ -31,6 +31,8 @@ class Updates(Protocol):
 
     scale: Scale
 
+    def agree(self, stage: int, weights: Weights, divisor: int) -> None: ...
+
     def update(
         self, stage: int, number: int, weights: Weights, divisor: int, updates: int
     ) -> None: ...
@@ -86,6 +88,7 @@ class Executor(ForwardExecutor):
             Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_GRADIENT: self._send_gradient,
             Kind.ALL_REDUCE: self._all_reduce,
+            Kind.NORM: self._norm,
             Kind.UPDATE: self._update,
         }
 
@@ -286,6 +289,10 @@ class Executor(ForwardExecutor):
         if self.groups.replicas is None or not own:
             return None
         return Buckets(own, self.transport, self.groups.replicas)
+
+    def _norm(self, action: Action) -> None:
+        """Hands the gradients of the round in; the last stage of the rank waits for all ranks."""
+        self.stepping.agree(action.stage, self.weights, action.divisor)
 
     def _update(self, action: Action) -> None:
         updates = -(-action.divisor // self.per_update)

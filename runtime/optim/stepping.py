@@ -1,16 +1,17 @@
 """From the mean gradients of a round to a step of the optimizer: unscaled, checked, clipped.
 
 Where all stages update at the same minibatches (`Policy.uniform_updates`) they decide together: the
-norm is that of the whole model's gradient, and an update is left out by all or by none. Where each
-stage learns by itself the norm is that of the stage, because the others' gradients of these
-minibatches are not there yet. Replicas have the same sums, so they decide alike without asking.
+norm is that of the whole model's gradient, which the ranks find in an action of its own
+(`PipelineSpec.joint_norm`), and an update is left out by all or by none. Where each stage learns by
+itself the norm is that of the stage, because the others' gradients of these minibatches are not
+there yet. Replicas have the same sums, so they decide alike without asking.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,7 +22,6 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.rates import LearningRate, LossSum
-from pipedream.schedule.action import Action, Kind
 
 GROWTH, BACKOFF, PATIENCE = 2.0, 0.5, 2_000
 """Constants of the automatic loss scale, as in torch.amp.GradScaler: it grows after so many updates
@@ -131,23 +131,12 @@ class StageStepping:
             ) from error
 
 
-class _Update(NamedTuple):
-    """An update of one stage that waits for those of the other stages of its rank.
-
-    `make` makes it, given the norm of the gradients that are clipped together.
-    """
-
-    stepping: StageStepping
-    gradients: Mapping[str, Tensor]
-    make: Callable[[float], None]
-
-
 class Stepping:
     """The updates of all stages of a rank.
 
     `losses` are added up if a scheduler looks at them. `add_up` replaces a tensor by its sum over
-    all ranks; None if each stage decides by itself. With it, the ranks compute the norm of a round
-    together when all stages of each rank have come to their update, which they make only then.
+    all ranks. Each round of a stage is `agree`, where the schedule has a norm of the whole model,
+    and then `update`; without the first the stage decides by itself.
     """
 
     def __init__(
@@ -155,13 +144,13 @@ class Stepping:
         stages: Mapping[int, StageStepping],
         config: RunConfig,
         losses: LossSum,
-        add_up: Callable[[Tensor], None] | None,
+        add_up: Callable[[Tensor], None],
     ) -> None:
         self.stages, self.losses, self.add_up = stages, losses, add_up
         self.scale = scale_of(config)
-        self.watches = watches_norm(config)
-        self.together = len(stages) if self.watches and add_up is not None else 1
-        self.waiting: dict[int, list[_Update]] = {}
+        self.watches = config.watches_norm
+        self.agreed: dict[int, Mapping[str, Tensor]] = {}
+        self.norm = 0.0
 
     @property
     def rate(self) -> LearningRate:
@@ -172,34 +161,43 @@ class Stepping:
     def skipped(self) -> int:
         return max(stage.skipped for stage in self.stages.values())
 
-    def update(self, stage: int, number: int, weights: Weights, divisor: int, updates: int) -> None:
-        """Makes version `number` of the weights of `stage` from a sum of `divisor` gradients.
+    def agree(self, stage: int, weights: Weights, divisor: int) -> None:
+        """Takes the gradients of a round, a sum of `divisor`, for the norm of the whole model's.
 
-        May wait for other stages of this rank; gradients added meanwhile are of the next round.
+        Gradients added from now on are of the next round. With the last stage of this rank the
+        norm is computed, which waits for all ranks; until then none of its stages may update.
         """
-        stepping, gradients = self.stages[stage], weights.take_gradients(divisor)
+        assert stage not in self.agreed, stage
+        self.agreed[stage] = self._mean_gradients(weights, divisor)
+        if len(self.agreed) == len(self.stages):
+            squares = self._squares(self.agreed)
+            self.add_up(squares)
+            self.norm = self._norm(squares)
+
+    def update(self, stage: int, number: int, weights: Weights, divisor: int, updates: int) -> None:
+        """Makes version `number` of the weights of `stage` from a sum of `divisor` gradients."""
+        stepping, gradients, norm = self.stages[stage], self.agreed.pop(stage, None), self.norm
+        if gradients is None:
+            gradients = self._mean_gradients(weights, divisor)
+            norm = self._norm(self._squares({stage: gradients})) if self.watches else 0.0
+        weights.update(gradients, lambda: stepping.step(gradients, norm, updates), number)
+
+    def _mean_gradients(self, weights: Weights, divisor: int) -> Mapping[str, Tensor]:
+        """Of a round, which ends, without the loss scale."""
+        gradients = weights.take_gradients(divisor)
         if self.scale.value != 1.0 and gradients:
             torch._foreach_div_(list(gradients.values()), self.scale.value)
+        return gradients
 
-        def make(norm: float) -> None:
-            weights.update(gradients, lambda: stepping.step(gradients, norm, updates), number)
-
-        waiting = self.waiting.setdefault(number, [])
-        waiting.append(_Update(stepping, gradients, make))
-        if len(waiting) == self.together:
-            del self.waiting[number]
-            norm = self._norm(waiting)
-            for each in waiting:
-                each.make(norm)
-
-    def _norm(self, updates: Collection[_Update]) -> float:
-        if not self.watches:
-            return 0.0
+    def _squares(self, gradients: Mapping[int, Mapping[str, Tensor]]) -> Tensor:
+        """The sum of the squares of the gradients of these stages that count: one float64."""
         squares = torch.zeros_like(self.losses.noted)  # on the device of the rank
-        for update in updates:
-            update.stepping.add_squares(update.gradients, squares)
-        if self.add_up is not None:
-            self.add_up(squares)
+        for stage, each in gradients.items():
+            self.stages[stage].add_squares(each, squares)
+        return squares
+
+    def _norm(self, squares: Tensor) -> float:
+        """Their root, of which the loss scale takes note."""
         norm = float(squares.sqrt())
         self.scale.note(math.isfinite(norm))
         return norm
@@ -210,7 +208,7 @@ class Stepping:
             self.losses.note(loss)
 
     def end_segment(self) -> None:
-        assert not self.waiting
+        assert not self.agreed
         if self.rate.metric == "loss":
             self.losses.end_segment()
 
@@ -249,27 +247,3 @@ class Stepping:
         if self.scale.adapts:
             self.scale.value = known.scale or self.scale.value
             self.scale.went_well = known.went_well
-
-
-def watches_norm(config: RunConfig) -> bool:
-    """Returns whether updates need the norm of the gradients, to clip or to check them."""
-    scales = scale_of(config).value != 1.0
-    return config.clip_norm is not None or config.nan == "skip" or scales
-
-
-def check_joint_updates(config: RunConfig, actions: Mapping[int, Sequence[Action]]) -> None:
-    """Raises UserError if a rank uses a version of a stage before its other stages have come to the
-    update that makes it: with one norm for all of them, the version does not exist by then.
-    """
-    for rank, listed in actions.items() if watches_norm(config) else ():
-        stages = {action.stage for action in listed}
-        newest = dict.fromkeys(stages, 0)
-        for action in listed:
-            if action.kind is Kind.UPDATE:
-                newest[action.stage] = action.version
-            elif action.version > min(newest.values()) and action.kind is Kind.FORWARD:
-                raise UserError(
-                    f"rank {rank} needs version {action.version} of stage {action.stage} at "
-                    f"{action}, before all of its stages have made that update: "
-                    "this order does not support clip_norm, nan: skip and loss_scale"
-                )

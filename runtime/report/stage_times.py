@@ -41,7 +41,7 @@ def measured_ranks(
                 backward=_spread(backward),
                 updates=len(updates),
                 update=_some(updates),
-                all_reduce=_some(_each(kept, {Kind.ALL_REDUCE})),
+                all_reduce=_some(_each(kept, {Kind.ALL_REDUCE, Kind.NORM})),
                 sending=_some(_each(kept, SENDS)),
                 waiting=_some(_each(kept, RECEIVES)),
             )

@@ -28,7 +28,7 @@ COLUMNS = {
     "forward": (Kind.FORWARD,),
     "backward": BACKWARDS,
     "update": (Kind.UPDATE,),
-    "all-reduce": (Kind.ALL_REDUCE,),
+    "all-reduce": (Kind.ALL_REDUCE, Kind.NORM),
     "sending": SENDS,
     "waiting": RECEIVES,
 }

@@ -90,6 +90,8 @@ def _awaited(action: DrawnAction, assignment: RankAssignment) -> str | None:
     if action.kind in RECEIVES and action.peer is not None:
         stage, replica = action.peer
         return f"rank {assignment[stage][replica].leader}"
+    if action.kind == Kind.NORM:
+        return "all ranks"
     return "its replicas" if action.kind == Kind.ALL_REDUCE else None
 
 

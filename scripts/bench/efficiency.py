@@ -197,7 +197,9 @@ def engine_of(rank: LocalModel, transport: Still | Transport) -> Engine:
         assignment=rank.job.plan.rank_assignment,
         loss=rank.loss,
         weights=Weights(stage.parameters),
-        stepping=Stepping({stage.stage: stage.make_stepping({})}, rank.job.config, losses, None),
+        stepping=Stepping(
+            {stage.stage: stage.make_stepping({})}, rank.job.config, losses, losses.add_up
+        ),
         groups=StageGroups(None),
         on_loss=lambda minibatch, loss: None,
         rng=rank.rng,

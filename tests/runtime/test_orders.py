@@ -7,6 +7,7 @@ plain model, in float64.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from pipedream.graph.run_config import RunConfig, read_config
 from pipedream.runtime.checkpoint.files import latest, load_all
 from pipedream.runtime.checkpoint.plain_model import load_plain
 from pipedream.runtime.data.reader import Epoch
+from pipedream.runtime.report.recording import read_trace
+from pipedream.schedule.action import Kind
 
 CPU = torch.device("cpu")
 MOMENTUM = {"name": "SGD", "args": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}}
@@ -126,6 +129,7 @@ TWICE_TWO = [[0], [1], [0], [1]]
         ("Chain", TWICE_TWO, {"optimizer": ADAM, "clip_norm": 0.05}),
         ("Skips", TWICE_TWO, {"optimizer": MOMENTUM}),
         ("Chain", [[0], [0], [0]], {"optimizer": MOMENTUM, "clip_norm": 0.05}),
+        ("Chain", TWICE_TWO, {"optimizer": MOMENTUM, "clip_norm": 0.05, "loss_scale": 1024.0}),
     ],
 )
 def test_several_stages_on_a_rank(
@@ -140,6 +144,9 @@ def test_several_stages_on_a_rank(
     assert workers == sorted((own[0], stage) for stage, own in enumerate(ranks))
     measured = read_measured(tmp_path / "run/measured.json")
     assert [(rank.rank, rank.stage) for rank in measured.ranks] == workers
+    events = [event for own in read_trace(tmp_path / "run/timeline.csv").values() for event in own]
+    norms = Counter(event.action.stage for event in events if event.action.kind == Kind.NORM)
+    assert norms == (dict.fromkeys(range(len(ranks)), 3) if "clip_norm" in changes else {})
 
 
 @pytest.mark.parametrize(("model", "stages"), [("Chain", 2), ("Chain", 3), ("Tied", 3)])
@@ -149,7 +156,7 @@ def test_backward_passes_in_two_halves(tmp_path: Path, model: str, stages: int) 
     """
     ranks = [[stage] for stage in range(stages)]
     changes = {"optimizer": MOMENTUM, "clip_norm": 0.05, "microbatches": 5}
-    config = prepare(tmp_path, model, "zero-bubble", ranks, **changes)
+    config = prepare(tmp_path, model, "zb-h1", ranks, **changes)
     train(tmp_path)
     assert_as_plain(tmp_path, config)
 
@@ -190,6 +197,23 @@ def test_stages_that_share_a_rank_learn_what_they_do_on_ranks_of_their_own(
         torch.testing.assert_close(tensor, other[name], rtol=1e-12, atol=1e-12)
 
 
+def test_stages_that_share_a_rank_find_one_loss_scale(tmp_path: Path) -> None:
+    """The first updates overflow in some stages, and are left out by all."""
+    changes = {"optimizer": ADAM, "autocast": "float16", "dtype": "float32", "evaluate_every": None}
+    prepare(tmp_path, "Steep", "interleaved", TWICE_TWO, **changes)
+    write_plan(plan_of("Steep", None, [[0], [1], [2], [3]], 4), tmp_path / "own.json")
+    train(tmp_path, "--no-evaluate")
+    train(tmp_path, "--no-evaluate", plan="own.json", run="other")
+    one, other = (load_all(tmp_path / run / "checkpoints/latest") for run in ("run", "other"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+    for run in ("run", "other"):
+        ranks = json.loads((tmp_path / run / "summary.json").read_text())["ranks"]
+        (skipped,) = {rank["updates_left_out"] for rank in ranks}
+        assert 0 < skipped < 9
+
+
 def test_a_run_goes_on_under_a_plan_of_another_order(tmp_path: Path) -> None:
     """And back: interleaved, then one stage with two replicas, then interleaved once more."""
     config = prepare(tmp_path, "Chain", "interleaved", TWICE_TWO, optimizer=ADAM)
@@ -209,7 +233,7 @@ def test_a_run_goes_on_under_a_plan_of_another_order(tmp_path: Path) -> None:
         (
             "interleaved",
             [[0], [1], [1], [0]],
-            "order interleaved of the plan, for 12 minibatches: each rank has every so many-th",
+            "order interleaved of the plan is for stages that are on the ranks as `loop` says",
         ),
         ("1f1b", [[0], [1], [0]], "rank 0 is in stages 0 and 2: order 1f1b runs one stage on each"),
     ],

@@ -117,6 +117,12 @@ def of_rounds(
     return Orders.made(Schedule(spec, minibatches), ranks)
 
 
+def with_norm(orders: Orders) -> Orders:
+    """The same passes, with one norm of all gradients before each update."""
+    made = Schedule(replace(orders.schedule.spec, joint_norm=True), orders.schedule.minibatches)
+    return Orders.made(made, orders.ranks)
+
+
 def halved(made: Schedule) -> Orders:
     first = [sum(made.spec.replicas[:stage]) for stage in range(len(made.spec.replicas))]
     ranks = [range(f, f + r) for f, r in zip(first, made.spec.replicas, strict=True)]

@@ -22,10 +22,20 @@ def schedule(
     tied: Sequence[int] = (),
     accumulate: int = 1,
     max_in_flight: Sequence[int] | None = None,
+    joint_norm: bool = False,
 ) -> Schedule:
     most = None if max_in_flight is None else tuple(max_in_flight)
     ordered = tuple(sorted(set(links)))
-    spec = PipelineSpec(name, tuple(replicas), ordered, microbatches, accumulate, most, tuple(tied))
+    spec = PipelineSpec(
+        name,
+        tuple(replicas),
+        ordered,
+        microbatches,
+        accumulate,
+        most,
+        tuple(tied),
+        joint_norm=joint_norm,
+    )
     return Schedule(spec, minibatches)
 
 

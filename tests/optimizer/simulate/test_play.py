@@ -10,7 +10,7 @@ import pytest
 from fluid import fair_rates, fluid_spans
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipelines import B, F, Orders, halved, interleaved, zero_bubble
+from pipelines import B, F, Orders, halved, interleaved, with_norm, zero_bubble
 from schedules import schedule
 
 from pipedream.graph.choices import SCHEDULES
@@ -21,6 +21,7 @@ from pipedream.schedule.action import Kind
 from pipedream.schedule.checker import check_ranks
 from pipedream.schedule.generate import Step
 from pipedream.schedule.overlap import LOOK_AHEAD
+from pipedream.schedule.policy import uniform_updates
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
 from pipedream.schedule.steady_state import SteadySpan
@@ -38,7 +39,14 @@ def simulate(made, workload, cluster, ranks, actions=None):
 
 
 def play(
-    works, minibatches, forward=(), backward=(), replicas=None, name="weight-stashing", **cluster
+    works,
+    minibatches,
+    forward=(),
+    backward=(),
+    replicas=None,
+    name="weight-stashing",
+    joint_norm=False,
+    **cluster,
 ):
     """On ranks in the order of the stages, which have one replica each if not said otherwise.
 
@@ -49,7 +57,7 @@ def play(
     ranks = [[next(numbers) for _ in range(count)] for count in replicas]
     nothing = dict.fromkeys([*forward, *backward], 0.0)
     workload = Workload(tuple(works), nothing | dict(forward), nothing | dict(backward))
-    made = schedule(name, replicas, nothing, minibatches, minibatches)
+    made = schedule(name, replicas, nothing, minibatches, minibatches, joint_norm=joint_norm)
     return simulate(made, workload, ten_per_second(sum(replicas), **cluster), ranks)
 
 
@@ -250,6 +258,40 @@ def test_a_sum_and_a_message_share_a_port():
     assert received(found, 0, Kind.RECV_GRADIENT) == [6, 7]
 
 
+def test_a_norm_waits_for_all_ranks_and_takes_the_steps_of_a_ring():
+    # Two steps of eight bytes over two ranks: 0.8 seconds through the ports, and two latencies.
+    #         0   1   2   3   4   5   6   7   8
+    # rank 0      F   .   .   .   B   N   N   N   0.8 + 2 seconds
+    # rank 1      .   F   B   N ...
+    works = [StageWork(1.0, 1.0, 0.5), StageWork(1.0, 1.0, 0.25)]
+    found = play(
+        works, 1, {(0, 1): 0.0}, {(0, 1): 0.0}, name="flush", joint_norm=True, latency=(1.0,)
+    )
+    assert spans(found, 0, Kind.BACKWARD) == [(5, 6)]
+    assert spans(found, 0, Kind.NORM) == [(6, pytest.approx(8.8))]
+    assert spans(found, 1, Kind.NORM) == [(4, pytest.approx(8.8))]
+    assert spans(found, 0, Kind.UPDATE) == [(pytest.approx(8.8), pytest.approx(9.3))]
+
+
+def test_a_rank_waits_at_the_last_norm_of_its_stages():
+    # Stages 2 and 3 come to their norms at 8 and 7, and keep nobody waiting.
+    #         0   1   2   3   4   5   6   7   8   9   10
+    # rank 0      0F0 0F1 2F0 2F1 .   2B0 .   2B1 0B0 0B1
+    # rank 1      .   1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 N
+    orders = with_norm(interleaved(2, 4, 2, 2))
+    links = dict.fromkeys(orders.schedule.spec.links, 0.0)
+    cluster = ten_per_second(2, bandwidth=(FREE,))
+    workload = Workload((SECOND,) * 4, links, links)
+    found = simulate(orders.schedule, workload, cluster, orders.ranks, orders.actions)
+    assert spans(found, 0, Kind.NORM) == [(8, 8), (10, 10)]
+    assert spans(found, 1, Kind.NORM) == [(7, 7), (9, 10)]
+
+
+def test_a_norm_on_one_rank_takes_no_time():
+    found = play([SECOND], 1, name="flush", joint_norm=True, latency=(1.0,))
+    assert spans(found, 0, Kind.NORM) == [(2, 2)]
+
+
 # Against the slow one --------------------------------------------------------
 
 # Small numbers, so that much happens at the same moment, and any others.
@@ -316,13 +358,15 @@ def chains(draw, stages):
 @st.composite
 def schedules(draw):
     replicas = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 4)))]
+    name = draw(st.sampled_from(SCHEDULES))
     return schedule(
-        draw(st.sampled_from(SCHEDULES)),
+        name,
         replicas,
         draw(chains(len(replicas))),
         draw(st.integers(1, 10)),
         draw(st.integers(1, 5)),
         accumulate=draw(st.integers(1, 2)),
+        joint_norm=uniform_updates(name) and draw(st.booleans()),
     )
 
 
@@ -366,7 +410,8 @@ def test_several_stages_on_a_rank_go_as_in_the_slow_play(data):
     stages, micro = ranks * chunks, ranks * data.draw(st.integers(1, 2))
     # Skips from a rank to itself: others have no one order.
     links = {(stage, stage + 1) for stage in range(stages - 1)} | {(0, ranks)}
-    both_agree(data, interleaved(ranks, stages, 2 * micro, micro, sorted(links)))
+    orders = interleaved(ranks, stages, 2 * micro, micro, sorted(links))
+    both_agree(data, with_norm(orders) if data.draw(st.booleans()) else orders)
 
 
 @settings(deadline=None, max_examples=60)

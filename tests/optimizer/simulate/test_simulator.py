@@ -193,7 +193,7 @@ def test_any_pipeline(stages, message, name):
 def test_a_plans_memory_over_time_is_within_what_the_planner_says(data):
     """Whatever the cuts, replicas, schedule and sizes; and it comes close."""
     count = data.draw(st.integers(2, 6))
-    sizes = st.floats(0, 100)
+    sizes = st.floats(0, 100, allow_subnormal=False)  # those have no digits to compare
     nodes = {
         f"n{i}": Node(f"n{i}", "Linear", 1.0, 2.0, (data.draw(sizes),), data.draw(sizes))
         for i in range(count)

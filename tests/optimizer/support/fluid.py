@@ -2,10 +2,11 @@
 
 A rank does its actions in order. A pass or an update takes its seconds, and those that the messages
 before it keep the rank busy; the last backward pass of a round also those that the sums beside it
-do; a send takes none; a receive waits for its message; an all-reduce
-waits for the sum. Each message or part of a sum is bytes in a queue. There are two
-queues for every pair of ranks, of activations and of gradients, and one for the ring of every
-stage, and each has a list of ports. At every moment
+do; a send takes none; a receive waits for its message; an all-reduce waits for the sum. At a norm
+the rank adds to a sum of eight bytes over all ranks, which it waits for at the last of its workers.
+Each message or part of a sum is bytes in a queue. There are two queues for every pair of ranks, of
+activations and of gradients, and one for the ring of every stage and that of all ranks, and each
+has a list of ports. At every moment
 
 1. all ranks do what they can do without time going on,
 2. the first of each queue goes, a message only if its receive is posted,
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import inf, prod
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -37,6 +38,10 @@ level, 1 the innermost; the components that these join count from 0, on level 1 
 
 Road = TypeVar("Road", bound=Hashable)
 Place = TypeVar("Place", bound=Hashable)
+
+
+_ALL = -1
+"""In the place of a stage: all of them."""
 
 
 class DeadlockError(Exception):
@@ -248,6 +253,8 @@ class _Play:
                 elif action.kind is Kind.ALL_REDUCE:
                     key = action.stage, action.minibatch
                     self.sums.setdefault(key, self._parts(action.stage))
+                elif action.kind is Kind.NORM:
+                    self.sums.setdefault((_ALL, action.minibatch), [self._norm()])
 
     def _message(self, receive: Action, receiver: tuple[int, int]) -> _Item:
         assert receive.peer is not None
@@ -278,6 +285,14 @@ class _Play:
             self.ports[queue] = need.ports
             parts.append(_Part(_Item(queue, need.size, need.latency), len(members)))
         return parts
+
+    def _norm(self) -> _Part:
+        workers, ranks = sum(map(len, self.placed)), sorted({*chain(*self.placed)})
+        if len(ranks) == 1:
+            return _Part(_Item(), workers)
+        need, queue = self.wires.all_reduce(ranks, 8.0), "ring of all"
+        self.ports[queue] = need.ports
+        return _Part(_Item(queue, need.size, need.latency), workers)
 
     def _closing(self, stage: int, seconds: float) -> tuple[float, list[float]]:
         """The last backward pass of a round, of so many seconds on the slowest rank of the stage:
@@ -401,6 +416,8 @@ class _Play:
             own = action.stage, action.minibatch
             if all(rank.sum_of(before) != own for before in range(rank.position)):
                 self._give(own, 0.0)
+        elif action.kind is Kind.NORM:
+            self._give((_ALL, action.minibatch), 0.0)
         elif action.kind not in RECEIVES:
             work = self.workload.stages[action.stage]
             seconds = _pass_seconds(work.at(self.cluster.device(number).speed), action.kind)
@@ -434,6 +451,12 @@ class _Play:
         if action.kind is Kind.ALL_REDUCE:
             parts = self.sums[action.stage, action.minibatch]
             return all(part.item.there <= self.now for part in parts)
+        if action.kind is Kind.NORM:
+            later = rank.actions[rank.position + 1 :]
+            if any(a.kind is Kind.NORM and a.minibatch == action.minibatch for a in later):
+                return True
+            (part,) = self.sums[_ALL, action.minibatch]
+            return part.item.there <= self.now
         assert rank.until is not None
         return rank.until <= self.now
 

@@ -186,7 +186,7 @@ class Part:
         rate = LearningRate(config.scheduler, self.optimizer, SUPPORT)
         steps = StageStepping(self.optimizer, self.parameters, config, rate, self.parameters)
         losses = LossSum(lambda tensor: None, torch.device("cpu"))
-        self.stepping = Stepping({0: steps}, config, losses, None)
+        self.stepping = Stepping({0: steps}, config, losses, losses.add_up)
 
     def step(self) -> None:
         gradients = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}

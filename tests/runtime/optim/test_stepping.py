@@ -34,4 +34,4 @@ def test_a_stage_without_parameters_adds_its_norm_up_on_its_own_device() -> None
     losses = LossSum(add_up, torch.device("meta"))
     steps = StageStepping(optimizer, {}, config, LearningRate(None, optimizer, Path()), ())
     with pytest.raises(Asked):
-        Stepping({0: steps}, config, losses, add_up).update(0, 1, Weights({}), 1, 1)
+        Stepping({0: steps}, config, losses, add_up).agree(0, Weights({}), 1)
