@@ -15,6 +15,16 @@ SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 DEFAULT_ORDER = "1f1b"
 """The order of passes where a plan names none: see `schedule.ORDERS`."""
 
+OrderName: TypeAlias = Literal[
+    "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "auto"
+]
+"""Each is explained in `pipedream.schedule.orders`."""
+
+ORDER_NAMES: tuple[OrderName, ...] = get_args(OrderName)
+
+BEST_ORDER = "best"
+"""Of pd-optimize: whichever of them is fastest."""
+
 OptimizerName: TypeAlias = Literal["sgd", "momentum", "adam"]
 """They keep no, one or two tensors of state for each parameter."""
 

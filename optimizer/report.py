@@ -97,9 +97,12 @@ def _stage_table(outcome: Outcome, graph: Graph, modules: Mapping[str, str], nar
         machines += f": {_kinds(plan.cluster, range(plan.cluster.devices))}"
     else:
         left_out.add("kinds")
+    if len(set(plan.rank_map)) == len(plan.stages):
+        left_out.add("place")
     rows = [
         {
             "stage": str(stage.stage),
+            "place": str(place),
             "nodes": str(len(stage.nodes)),
             "first and last": _span(stage, graph, modules),
             "time": show_seconds(stage.compute_seconds),
@@ -110,11 +113,12 @@ def _stage_table(outcome: Outcome, graph: Graph, modules: Mapping[str, str], nar
             "in\nflight": str(figures.in_flight),
             "memory": show_bytes(stage.memory_bytes),
         }
-        for stage, figures in zip(plan.stages, outcome.figures, strict=True)
+        for stage, figures, place in zip(plan.stages, outcome.figures, plan.rank_map, strict=True)
     ]
+    order = f" in order {plan.order}" if plan.order else ""
     return table_of(
-        f"{_count(len(plan.stages), 'stage')} on {plan.workers} of {plan.cluster.devices}"
-        f" devices ({machines}), {plan.schedule}, cost model {plan.predicted.cost_model}",
+        f"{_count(len(plan.stages), 'stage')} on {plan.workers} of {plan.cluster.devices} devices"
+        f" ({machines}), {plan.schedule}{order}, cost model {plan.predicted.cost_model}",
         "Time: of a minibatch on one worker; per minibatch over all replicas, the slowest stage in"
         " bold.",
         [{name: row[name] for name in row if name not in left_out} for row in rows],
@@ -136,6 +140,8 @@ def _memory_table(outcome: Outcome) -> Table:
     measured = "as measured" if outcome.measured else "assumed to be the nodes' outputs"
     recomputing = [str(stage.stage) for stage in plan.stages if stage.recompute]
     note = f" Forward pass recomputed: stage {', '.join(recomputing)}." if recomputing else ""
+    if outcome.rank_bytes is not None:
+        note += f" A rank holds up to {show_bytes(outcome.rank_bytes)} at once, of all its stages."
     table = make_table(
         f"Memory of one worker, with {plan.optimizer}'s state (--optimizer)",
         f"At its peak. Activations: what the backward passes need, {measured}.{note}",
@@ -201,7 +207,8 @@ def _times(outcome: Outcome) -> Table:
     )
     for name, time in rows:
         table.add_row(name, show_seconds(batch * time), _compared(outcome, name, time / seconds))
-    table.add_row("in closed form", show_seconds(formula), _parts(outcome))
+    if outcome.plan.order is None:
+        table.add_row("in closed form", show_seconds(formula), _parts(outcome))
     table.add_row("simulated", *_simulated(outcome.plan))
     return table
 
@@ -250,8 +257,9 @@ def _schedule_table(outcome: Outcome) -> Table:
     plan = outcome.plan
     own = plan.predicted.simulated
     assert own is not None
+    name = f"{plan.schedule}, {plan.order}" if plan.order else plan.schedule
     chosen = ScheduleTime(
-        plan.schedule, plan.replicas, own.seconds_per_minibatch, plan.predicted.microbatches
+        name, plan.replicas, own.seconds_per_minibatch, plan.predicted.microbatches
     )
     times = (chosen, *outcome.schedules)
     count = next((each.microbatches for each in times if each.microbatches is not None), 1)

@@ -7,13 +7,14 @@ from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import chain, islice
 
-from pipedream.graph.choices import ScheduleName
+from pipedream.graph.choices import BEST_ORDER, DEFAULT_ORDER, ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.optimizer.choose.bound import lower_bound
 from pipedream.optimizer.choose.candidates import DATA_PARALLEL, candidates, data_parallel
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.expected import expected
 from pipedream.optimizer.choose.neighbours import Neighbours
+from pipedream.optimizer.choose.ordered import best_ordered_plan
 from pipedream.optimizer.choose.trial import Trial, Trials
 from pipedream.optimizer.search.outcome import Outcome, Rival, ScheduleTime, placed_outcome
 from pipedream.optimizer.search.planner import check, optimize
@@ -48,7 +49,40 @@ def best_plan(request: Request) -> Outcome:
 
     Raises UserError if no plan fits the memory.
     """
+    if request.order not in (None, DEFAULT_ORDER):
+        return _in_an_order(request)
     return choose(request) if request.cost_model.prices_plans else optimize(request)
+
+
+def _in_an_order(request: Request) -> Outcome:
+    """The best plan in the order of the request, beside what 1f1b and other schedules would take;
+    where any order will do, that of 1f1b if it is faster.
+    """
+    try:
+        plain = choose(request.changed(order=None, stages_each=None))
+    except UserError:
+        return best_ordered_plan(request)
+    ordered = best_ordered_plan(request)
+    predicted = plain.plan.predicted
+    assert predicted.simulated is not None
+    beside = _time_of(plain), *ordered.schedules, *plain.schedules
+    ordered = replace(ordered, schedules=beside).predicting(
+        data_parallel_seconds=predicted.data_parallel_seconds
+    )
+    if request.order == BEST_ORDER and _time_of(plain).seconds < _time_of(ordered).seconds:
+        return replace(plain, schedules=(_time_of(ordered), *beside[1:]))
+    return ordered
+
+
+def _time_of(outcome: Outcome) -> ScheduleTime:
+    plan = outcome.plan
+    assert plan.predicted.simulated is not None
+    return ScheduleTime(
+        plan.schedule if plan.order is None else f"{plan.schedule}, {plan.order}",
+        plan.replicas,
+        plan.predicted.simulated.seconds_per_minibatch,
+        plan.predicted.microbatches,
+    )
 
 
 def choose(request: Request) -> Outcome:

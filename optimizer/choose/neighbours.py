@@ -30,7 +30,7 @@ class Neighbours:
         self.alike = len(cluster.machines) == 1 and not cluster.kinds
 
     def of(self, division: Division) -> Iterator[Division]:
-        yield from self._moved_cuts(division)
+        yield from self.moved_cuts(division)
         yield from self._split(division)
         yield from self._joined(division)
         if not self.straight:
@@ -45,7 +45,8 @@ class Neighbours:
         if division.slack:
             yield division._replace(slack=division.slack - 1)
 
-    def _moved_cuts(self, division: Division) -> Iterator[Division]:
+    def moved_cuts(self, division: Division) -> Iterator[Division]:
+        """The same stages on the same ranks with one cut elsewhere."""
         downsets = (0, *division.downsets)
         for at in range(1, len(downsets) - 1):
             before, here, after = downsets[at - 1 : at + 2]

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pipedream.graph.choices import OPTIMIZERS, SCHEDULES
+from pipedream.graph.choices import BEST_ORDER, OPTIMIZERS, ORDER_NAMES, SCHEDULES
 from pipedream.graph.command import COUNT, PATH, FiniteRange, option
 
 EXAMPLES = (
@@ -150,6 +150,18 @@ GROUPS = {
             "When weights are updated, and which version a minibatch uses.  [default:"
             " weight-stashing; flush with --objective latency]",
             click.Choice(SCHEDULES),
+        ),
+        option(
+            "--order",
+            "In which order a rank does its passes: of several stages with interleaved, zb-v,"
+            " v-half, v-min and auto; backward passes in halves with all but interleaved; auto is"
+            " found for the measured times; best is the fastest. With a flush.  [default: 1f1b]",
+            click.Choice([*ORDER_NAMES, BEST_ORDER]),
+        ),
+        option(
+            "--stages-per-rank V",
+            "With --order: so many stages on each rank, 1 to 4.  [default: what is fastest]",
+            click.IntRange(1, 4),
         ),
         option(
             "--microbatches B",

@@ -38,11 +38,17 @@ def options_of(plan: Plan, path: Path) -> dict[str, Any]:
         "profile": None if known.profile is None else str(path.parent / known.profile),
         "cost_model": plan.predicted.cost_model,
         "schedule": plan.schedule,
+        "order": plan.order,
+        "stages_per_rank": None if plan.order is None else _stages_each(plan),
         "optimizer": plan.optimizer,
         "weight_prediction": plan.weight_prediction,
         "objective": plan.predicted.objective,
         "microbatches": plan.predicted.microbatches,
     }
+
+
+def _stages_each(plan: Plan) -> int:
+    return len(plan.stages) // (max(plan.rank_map) + 1)
 
 
 def options_after(run: CalibrationRun) -> dict[str, Any]:

@@ -37,6 +37,8 @@ class Options:
     layers: int | None
 
     schedule: ScheduleName | None
+    order: str | None
+    stages_per_rank: int | None
     microbatches: int | None
     global_batch: int | None
     memory: str | None

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.errors import UserError
 from pipedream.optimizer.cli.cluster_options import bytes_of, cluster_of
 
@@ -40,6 +41,7 @@ class Task:
 
 def make_task(options: Options) -> Task:
     """Reads the inputs. Raises UserError for everything that can be wrong before planning."""
+    options = _with_schedule(options)
     cluster = cluster_of(options)
     limit = None if options.memory is None else bytes_of("--memory", options.memory)
     goal = _latency(options)
@@ -94,9 +96,34 @@ def make_task(options: Options) -> Task:
         footprints=footprints,
         microbatches=options.microbatches if in_rounds else None,
         weight_prediction=options.weight_prediction,
+        order=options.order,
+        stages_each=options.stages_per_rank,
     )
     size = None if profile is None else profile.batch_size
     return Task(request, numbers, profile, runs, profiled, size)
+
+
+def _with_schedule(options: Options) -> Options:
+    """The options with the schedule that --order is for. Raises UserError if they exclude it."""
+    if options.order in (None, DEFAULT_ORDER):
+        if options.stages_per_rank not in (None, 1):
+            raise UserError(
+                f"--stages-per-rank {options.stages_per_rank}: order {DEFAULT_ORDER} has one stage"
+                " on each rank: add --order interleaved, zb-v or auto"
+            )
+        return options
+    excluded = {
+        f"--schedule {options.schedule}": options.schedule not in (None, "flush"),
+        "--objective latency": options.objective == "latency",
+        f"--cost-model {options.cost_model}": options.cost_model not in (None, "network"),
+    }
+    for other, given in excluded.items():
+        if given:
+            raise UserError(
+                f"--order {options.order} is for schedule flush, most minibatches per second, and"
+                f" plans that are simulated: leave out {other}"
+            )
+    return replace(options, schedule="flush")
 
 
 def _in_rounds(options: Options) -> bool:

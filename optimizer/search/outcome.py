@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import NamedTuple
 
-from pipedream.graph.choices import ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, Predicted, Stage
 from pipedream.optimizer.cost.device_types import DeviceTypes
@@ -65,11 +64,12 @@ class Rival(NamedTuple):
 
 
 class ScheduleTime(NamedTuple):
-    """The fastest plan found under a schedule: its replicas, its simulated seconds per minibatch,
-    and the minibatches of an update, None for one that updates after every minibatch.
+    """The fastest plan found under a schedule, with the order of its passes: its replicas, its
+    simulated seconds per minibatch, and the minibatches of an update, None for one that updates
+    after every minibatch.
     """
 
-    schedule: ScheduleName
+    schedule: str
     replicas: tuple[int, ...]
     seconds: float
     microbatches: int | None
@@ -82,7 +82,8 @@ class Outcome:
     `exact`: these are all cuts of the graph, so the plan is the best. `whole_model_bytes`: what one
     worker and data parallelism need on each device; `memory` what a device has, None for no limit.
     `measured`: the memory of the stages comes from measured footprints. `rivals`: the plans that
-    were simulated and lost, the fastest first; `schedules`: what others would take.
+    were simulated and lost, the fastest first; `schedules`: what others would take. `rank_bytes`:
+    the most that a rank holds of all its stages, where it has several.
     """
 
     plan: Plan
@@ -94,6 +95,7 @@ class Outcome:
     measured: bool
     rivals: tuple[Rival, ...] = ()
     schedules: tuple[ScheduleTime, ...] = ()
+    rank_bytes: float | None = None
 
     def batch_seconds(self, goal: Latency) -> float:
         """Seconds of a batch, sum t_i + (B - 1) max t_j."""
@@ -141,7 +143,7 @@ def make_outcome(
             cost.on(types.worst_of(types.counts)), cluster.machines
         ),
     )
-    plan = Plan(**dict(_plan(cuts, request, placed, workers, predicted)))
+    plan = Plan(**dict(make_plan(cuts, request, placed, workers, predicted)))
     if request.in_flight == "useful":
         useful = required_in_flight(plan, *_work(plan, request))
         workers = with_more_in_flight(memory, placed, types, workers, useful)
@@ -233,7 +235,7 @@ def _in_flight(
         one_worker_seconds=0.0,
         data_parallel_seconds=0.0,
     )
-    plan = _plan(cuts, request, placed, workers, predicted)
+    plan = make_plan(cuts, request, placed, workers, predicted)
     form = _closed_form(plan, request)
     if request.in_flight == "useful" and form.bound <= within:
         workers = weigh(form.useful_in_flight(1 + slack / 4))
@@ -267,7 +269,7 @@ def _closed_form(plan: Plan, request: Request) -> ClosedForm:
     return ClosedForm(workload, plan.cluster, [stage.ranks for stage in plan.stages], policy)
 
 
-def _plan(
+def make_plan(
     cuts: Cuts,
     request: Request,
     placed: Sequence[PlacedStage],

@@ -35,7 +35,8 @@ class Request:
     - `footprints`: memory of the graph's nodes; without them each node keeps its outputs;
     - `in_flight`: as few minibatches as fill the pipeline, or as many as keep its pace and fit;
     - `update_rate`: bytes of parameters that the optimizer updates per second;
-    - `overheads`: measured costs of training besides its nodes, where the profile has them.
+    - `overheads`: measured costs of training besides its nodes, where the profile has them;
+    - `order`: of the passes on a rank, and `stages_each`: stages of a rank, None for the best.
     """
 
     graph: Graph
@@ -53,6 +54,8 @@ class Request:
     in_flight: InFlight = "useful"
     update_rate: float = UPDATE_RATE
     overheads: TrainingOverheads | None = None
+    order: str | None = None
+    stages_each: int | None = None
 
     @cached_property
     def planned_graph(self) -> PlannedGraph:

@@ -1,0 +1,229 @@
+"""Chooses cuts for an order of passes in which a rank may have several stages, by simulation.
+
+For each way in which the stages can be on the ranks (how many on each, as a loop or a V, one
+pipeline or several replicas of it) it begins with stages of as much work each, and moves cuts as
+long as that makes the simulated round shorter: so it is the sums per rank that become even, and the
+times of the passes between which the ranks wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pipedream.graph.choices import BEST_ORDER, DEFAULT_ORDER
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.errors import UserError
+from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.choose.expected import expected
+from pipedream.optimizer.choose.neighbours import Neighbours
+from pipedream.optimizer.choose.ordered_plan import AUTO, OrderedPlan, OrderedPlans, Shape
+from pipedream.optimizer.cuts.planning_graph import PlanningGraph
+from pipedream.optimizer.search.outcome import Outcome, Rival, ScheduleTime, StageFigures
+from pipedream.optimizer.search.request import Request
+from pipedream.schedule.orders.named import ROUND_ORDERS
+from pipedream.schedule.policy import Peak
+from pipedream.schedule.rank_maps import loop
+
+_STEPS = 60
+"""Divisions tried from the first one of each shape."""
+
+_AROUND = 1.3
+"""Shapes whose even division takes so many times as long as the best are left."""
+
+_ORDERED = 4
+"""Divisions for which an order is found."""
+
+_BETTER = 1e-4
+"""Relative gain below which a step is none."""
+
+
+def best_ordered_plan(request: Request) -> Outcome:
+    """The fastest plan found in the order of the request. Raises UserError if there is none."""
+    assert request.order not in (None, DEFAULT_ORDER)
+    plans = OrderedPlans(request)
+    found = sorted(_found(request, plans), key=lambda each: each.seconds)
+    fitting = [each for each in found if each.fits]
+    if not fitting:
+        raise UserError(_nothing(request, found))
+    outcome = _outcome(request, fitting[0], len(plans.known))
+    return replace(
+        outcome,
+        rivals=tuple(_rivals(fitting[0], found)),
+        schedules=tuple(_in_longer_rounds(request, fitting[0])),
+    )
+
+
+def _nothing(request: Request, found: Sequence[OrderedPlan]) -> str:
+    if found:
+        return (
+            f"--order {request.order}: no plan found fits --memory: give --microbatches fewer,"
+            " --recompute always, or v-min or v-half, which hold least"
+        )
+    each = "" if request.stages_each is None else f" of {request.stages_each} stages on each"
+    return (
+        f"--order {request.order}: there is no such pipeline{each} for"
+        f" {request.cluster.devices} devices and {len(request.planning)} nodes, or it takes too"
+        " long to simulate: give other devices, --stages-per-rank or --microbatches"
+    )
+
+
+def _found(request: Request, plans: OrderedPlans) -> Iterator[OrderedPlan]:
+    """The best division of each order and shape, of those shapes that begin well; with auto and
+    best also the order found for it, if it is one of the best.
+    """
+    every = [name for name in ROUND_ORDERS if name != AUTO]
+    wanted = every if request.order in (AUTO, BEST_ORDER) else [str(request.order)]
+    tried = [
+        plans.try_out(order, shape, even(request.planning, shape))
+        for order in wanted
+        for shape in shapes(request, order)
+    ]
+    begun = sorted((each for each in tried if each is not None), key=_rank)
+    near = [each for each in begun if each.seconds <= begun[0].seconds * _AROUND]
+    best = sorted((_climb(request, plans, each) for each in near), key=_rank)
+    if request.order != AUTO:
+        yield from best
+    if request.order in (AUTO, BEST_ORDER):
+        divided = {(each.shape, each.division): None for each in best}
+        for shape, division in list(divided)[:_ORDERED]:
+            ordered = plans.try_out(AUTO, shape, division)
+            if ordered is not None:
+                yield ordered
+
+
+def shapes(request: Request, order: str) -> Iterator[Shape]:
+    """Every way in which an order has the stages on the ranks of the cluster."""
+    cluster, rules = request.cluster, ROUND_ORDERS[order]
+    for stages_each in rules.stages_each:
+        if request.stages_each not in (None, stages_each):
+            continue
+        if stages_each == 1 and order == "interleaved":  # which is 1f1b
+            continue
+        for replicas in _divisors(cluster.devices):
+            count = cluster.devices // replicas
+            if count < 2 or count * stages_each > len(request.planning):
+                continue
+            if replicas > 1 and request.rules.straight:
+                continue
+            for rank_map in rules.maps or (loop,):
+                places = rank_map(count, stages_each)
+                for ranks in _layouts(cluster, count, replicas):
+                    yield Shape(places, ranks)
+
+
+def _divisors(count: int) -> list[int]:
+    return [divisor for divisor in range(1, count + 1) if count % divisor == 0]
+
+
+def _layouts(cluster: Cluster, places: int, replicas: int) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Replicas of a stage next to each other or, on several machines, those of a pipeline."""
+    yield tuple(tuple(range(place * replicas, (place + 1) * replicas)) for place in range(places))
+    if replicas > 1 and len(cluster.machines) > 1:
+        yield tuple(
+            tuple(place + places * replica for replica in range(replicas))
+            for place in range(places)
+        )
+
+
+def _climb(request: Request, plans: OrderedPlans, start: OrderedPlan) -> OrderedPlan:
+    """The best division that moves of cuts lead to, of plans that fit if there are any."""
+    steps = Neighbours(request.planning, request.cluster, straight=True)
+    order, shape, best = start.order, start.shape, start
+    left, improved = _STEPS, True
+    while improved:
+        improved = False
+        for division in steps.moved_cuts(best.division):
+            if best.fits and plans.least_seconds(shape, division) >= best.seconds:
+                continue
+            if left == 0:
+                return best
+            left -= 1
+            other = plans.try_out(order, shape, division)
+            if other is not None and _rank(other) < _rank(best, 1 - _BETTER):
+                best, improved = other, True
+                break
+    return best
+
+
+def _rank(plan: OrderedPlan, factor: float = 1.0) -> tuple[bool, float]:
+    return not plan.fits, plan.seconds * factor
+
+
+def even(graph: PlanningGraph, shape: Shape) -> Division:
+    """Stages of as much work each, in the order of the graph, none of them empty."""
+    stages, count = len(shape.places), len(graph)
+    seconds = np.cumsum(graph.compute_seconds)
+    ends: list[int] = []
+    for stage in range(1, stages + 1):
+        end = int(np.searchsorted(seconds, seconds[-1] * stage / stages * (1 - 1e-12))) + 1
+        least = (ends[-1] if ends else 0) + 1
+        ends.append(min(max(end, least), count - (stages - stage)))
+    ends[-1] = count
+    return Division(tuple((1 << end) - 1 for end in ends), shape.of_stages)
+
+
+def lower_bound(request: Request) -> float:
+    """Seconds per minibatch that no order takes less than: all work, shared out evenly."""
+    cluster = request.cluster
+    speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
+    return float(request.planning.compute_seconds.sum()) / speeds
+
+
+def _outcome(request: Request, best: OrderedPlan, tried: int) -> Outcome:
+    cuts = best.division.cuts(request.planning)
+    whole = request.memory_model(cuts).of(0, len(cuts) - 1, Peak(1, 1), recompute=False)
+    types = request.device_types
+    predicted = best.plan.predicted.model_copy(
+        update={
+            "seconds_per_minibatch": best.seconds,
+            "lower_bound_seconds": min(lower_bound(request), best.seconds),
+            "one_worker_seconds": float(request.planning.compute_seconds.sum()) / types.fastest,
+        }
+    )
+    plan = best.plan.model_copy(update={"predicted": predicted})
+    plan = type(plan)(**dict(plan))  # which checks it
+    figures = tuple(
+        StageFigures(stage.compute_seconds / stage.replicas, "compute", stage.in_flight or 1)
+        for stage in plan.stages
+    )
+    outcome = Outcome(
+        plan=plan,
+        figures=figures,
+        cuts=tried,
+        exact=False,
+        whole_model_bytes=whole.total,
+        memory=types.smallest_memory if types.memory_limited else None,
+        measured=bool(request.footprints),
+        rank_bytes=best.rank_bytes,
+    )
+    in_a_run = expected(plan, request)
+    if in_a_run is None:
+        return outcome
+    return outcome.predicting(
+        expected_seconds_per_minibatch=in_a_run.seconds,
+        expected_deviation_seconds=in_a_run.deviation,
+    )
+
+
+def _rivals(best: OrderedPlan, found: Sequence[OrderedPlan]) -> Iterator[Rival]:
+    """The best of each other order with as many stages on a rank."""
+    named = {(each.order, each.shape.stages_each): each for each in reversed(found)}
+    for (order, stages_each), each in sorted(named.items(), key=lambda pair: pair[1].seconds):
+        if each is not best and each.division != best.division:
+            name = f"{order}, {stages_each} on each rank" if stages_each > 1 else order
+            why = f"ranks wait {each.simulation.bubble:.0%} of the time"
+            yield Rival(name, each.division.replicas, each.fits, each.seconds, why)
+
+
+def _in_longer_rounds(request: Request, best: OrderedPlan) -> Iterator[ScheduleTime]:
+    """What the same stages take with more microbatches, between which a round's ends are shared."""
+    for times in (2, 4):
+        microbatches = times * request.settings.microbatches
+        plans = OrderedPlans(request.changed(microbatches=microbatches))
+        longer = plans.try_out(best.order, best.shape, best.division)
+        if longer is not None and longer.fits:
+            name = f"{request.schedule}, {best.order}"
+            yield ScheduleTime(name, best.division.replicas, longer.seconds, microbatches)

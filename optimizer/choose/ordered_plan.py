@@ -1,0 +1,256 @@
+"""A plan whose ranks do their passes in an order of `schedule.orders`, several stages on each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pipedream.graph.choices import MICROBATCHES
+from pipedream.graph.plan import LinkSeconds, OrderTimes, Plan, Predicted, StageMemory
+from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.cost.network import Network
+from pipedream.optimizer.cuts.antichains import bits
+from pipedream.optimizer.search.memory_fit import WorkerMemory
+from pipedream.optimizer.search.outcome import make_plan
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.simulate.simulation import Simulation
+from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_work
+from pipedream.optimizer.simulate.workload import Workload
+from pipedream.schedule.orders.auto import has_room
+from pipedream.schedule.orders.named import most_in_flight
+from pipedream.schedule.policy import Peak, policy
+from pipedream.schedule.spec import PipelineSpec, in_order_of
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Where the stages are: `places[stage]` is a place of the pipeline, `ranks` are those of each
+    place, as many as the pipeline has replicas.
+    """
+
+    places: tuple[int, ...]
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def stages_each(self) -> int:
+        return len(self.places) // len(self.ranks)
+
+    @property
+    def of_stages(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each stage."""
+        return tuple(self.ranks[place] for place in self.places)
+
+
+@dataclass(frozen=True)
+class OrderedPlan:
+    """A plan with its simulation; `fits`: within the memory of its devices, of which a rank holds
+    at most `rank_bytes`.
+    """
+
+    order: str
+    shape: Shape
+    division: Division
+    plan: Plan
+    simulation: Simulation
+    rank_bytes: float
+    fits: bool
+
+    @property
+    def seconds(self) -> float:
+        """Simulated, per minibatch."""
+        return self.simulation.seconds_per_minibatch
+
+
+class OrderedPlans:
+    """Makes and simulates plans of a request, each once."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.types = request, request.device_types
+        self.network = Network(request.cluster)
+        self.known: dict[tuple[str, Shape, Division, bool], OrderedPlan | None] = {}
+
+    def try_out(self, order: str, shape: Shape, division: Division) -> OrderedPlan | None:
+        """None if it takes too long to simulate, or no order has room. With --recompute auto, of a
+        plan that does not fit the one that recomputes.
+        """
+        always = self.request.recompute == "always"
+        tried = self._try(order, shape, division, always)
+        if self.request.recompute == "auto" and (tried is None or not tried.fits):
+            return self._try(order, shape, division, recompute=True) or tried
+        return tried
+
+    def _try(
+        self, order: str, shape: Shape, division: Division, recompute: bool
+    ) -> OrderedPlan | None:
+        key = order, shape, division, recompute
+        if key not in self.known:
+            self.known[key] = self._made(order, shape, division, recompute)
+        return self.known[key]
+
+    def _made(
+        self, order: str, shape: Shape, division: Division, recompute: bool
+    ) -> OrderedPlan | None:
+        stages = _Stages(self, shape, division, recompute)
+        plan = stages.plan(order, [1] * len(shape.places))
+        if order == AUTO:
+            plan = plan.model_copy(update={"order_times": stages.order_times(plan)})
+        spec = in_order_of(plan, stages.spec(plan))
+        if not has_room(spec):
+            return None
+        workers = stages.workers(most_in_flight(spec))
+        plan = stages.with_workers(plan, workers)
+        simulation = simulate_work(plan, stages.workload(plan), QUICK_MOVES)
+        if simulation is None:
+            return None
+        held = _held(simulation)
+        return OrderedPlan(
+            order,
+            shape,
+            division,
+            simulation.noted_in(plan),
+            simulation,
+            max(held.values()),
+            self._fits(held),
+        )
+
+    def _fits(self, held: Mapping[int, float]) -> bool:
+        machine, types = self.request.cluster.machine, self.types
+        return not types.memory_limited or all(
+            amount <= types.worst_of_machines([machine(rank)]).memory
+            for rank, amount in held.items()
+        )
+
+    def least_seconds(self, shape: Shape, division: Division) -> float:
+        """What a minibatch takes at least: the work of the ranks that have most of it."""
+        compute, before = self.request.planning.compute_seconds, 0
+        work = [0.0] * len(shape.ranks)
+        for place, downset in zip(shape.places, division.downsets, strict=True):
+            own = list(bits(downset & ~before))
+            work[place] += float(compute[own].sum()) / len(shape.ranks[place])
+            before = downset
+        return max(work) / self.types.fastest
+
+
+def _held(simulation: Simulation) -> dict[int, float]:
+    """The most that each rank holds."""
+    return {
+        rank: max((held for _, held in over_time), default=0.0)
+        for rank, over_time in simulation.memory.items()
+    }
+
+
+class _Stages:
+    """The stages between the cuts of a division, on the ranks of a shape."""
+
+    def __init__(
+        self, plans: OrderedPlans, shape: Shape, division: Division, recompute: bool
+    ) -> None:
+        self.request, self.types, self.network = plans.request, plans.types, plans.network
+        self.shape, self.recompute = shape, recompute
+        self.cuts = division.cuts(self.request.planning)
+        self.placed = division.placed(self.request.cluster)
+        self.last = len(shape.places) - 1
+
+    @cached_property
+    def memory(self) -> tuple[StageMemory, ...]:
+        """Of one minibatch in flight."""
+        return self._memory([1] * (self.last + 1))
+
+    def _memory(self, in_flight: Sequence[int]) -> tuple[StageMemory, ...]:
+        model = self.request.memory_model(self.cuts)
+        return tuple(
+            model.of(stage, stage + 1, Peak(count, 1), self.recompute and stage < self.last)
+            for stage, count in enumerate(in_flight)
+        )
+
+    def workers(self, in_flight: Sequence[int]) -> list[WorkerMemory]:
+        return [
+            WorkerMemory(
+                Peak(count, 1),
+                count,
+                self.recompute and stage < self.last,
+                memory,
+                self.types.worst_of_machines(placed.machines),
+            )
+            for stage, (count, memory, placed) in enumerate(
+                zip(in_flight, self._memory(in_flight), self.placed, strict=True)
+            )
+        ]
+
+    def plan(self, order: str, in_flight: Sequence[int]) -> Plan:
+        nothing = Predicted(
+            cost_model=self.request.model.name,
+            microbatches=self.request.settings.microbatches,
+            seconds_per_minibatch=0.0,
+            lower_bound_seconds=0.0,
+            one_worker_seconds=0.0,
+            data_parallel_seconds=0.0,
+        )
+        plan = make_plan(self.cuts, self.request, self.placed, self.workers(in_flight), nothing)
+        return plan.model_copy(update={"order": order})
+
+    def with_workers(self, plan: Plan, workers: Sequence[WorkerMemory]) -> Plan:
+        stages = tuple(
+            stage.model_copy(
+                update={
+                    "in_flight": worker.max_in_flight,
+                    "memory": worker.memory,
+                    "memory_bytes": worker.memory.total,
+                }
+            )
+            for stage, worker in zip(plan.stages, workers, strict=True)
+        )
+        return plan.model_copy(update={"stages": stages})
+
+    def spec(self, plan: Plan) -> PipelineSpec:
+        microbatches = plan.predicted.microbatches or MICROBATCHES
+        return PipelineSpec(plan.schedule, plan.replicas, plan.links, microbatches)
+
+    def workload(self, plan: Plan) -> Workload:
+        request = self.request
+        rules = policy(in_order_of(plan, self.spec(plan)))
+        return Workload.of(plan, rules, request.graph, request.update_rate, request.overheads)
+
+    def order_times(self, plan: Plan) -> OrderTimes:
+        """What the order is found for, on the slowest device of each place."""
+        plain = plan.model_copy(update={"order": None})
+        request, rules = self.request, policy(self.spec(plan))
+        work = Workload.of(plain, rules, request.graph, request.update_rate, request.overheads)
+        speeds = [self.types.worst_of_machines(placed.machines).speed for placed in self.placed]
+        stages = [each.at(speed) for each, speed in zip(work.stages, speeds, strict=True)]
+        two = self._memory([2] * len(stages))
+        held = [more.total - one.total for one, more in zip(self.memory, two, strict=True)]
+        return OrderTimes(
+            forward=tuple(each.forward_seconds for each in stages),
+            backward_input=tuple(each.backward_seconds / 2 for each in stages),
+            backward_weight=tuple(each.backward_seconds / 2 for each in stages),
+            links=tuple(self._link(plan, work, *link) for link in sorted(work.forward_bytes)),
+            held_bytes=tuple(held),
+            kept_bytes=tuple(held),
+            limit_bytes=self._limit(held),
+        )
+
+    def _link(self, plan: Plan, work: Workload, source: int, target: int) -> LinkSeconds:
+        here, there = plan.stages[source].ranks[0], plan.stages[target].ranks[0]
+
+        def seconds(amount: float) -> float:
+            return 0.0 if here == there else self.network.message(here, there, amount).total
+
+        forward = seconds(work.forward_bytes[source, target])
+        back = seconds(work.backward_bytes.get((source, target), 0.0))
+        return LinkSeconds(source=source, target=target, there=forward, back=back)
+
+    def _limit(self, held: Sequence[float]) -> float | None:
+        """What the fullest place has left for minibatches in flight."""
+        if not self.types.memory_limited:
+            return None
+        left = []
+        for place, ranks in enumerate(self.shape.ranks):
+            own = [stage for stage, at in enumerate(self.shape.places) if at == place]
+            machines = set(map(self.request.cluster.machine, ranks))
+            whole = self.types.worst_of_machines(sorted(machines)).memory
+            left.append(whole - sum(self.memory[stage].total - held[stage] for stage in own))
+        return max(0.0, min(left))
