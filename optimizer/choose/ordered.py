@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from heapq import heappop, heappush
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from pipedream.schedule.orders.named import ROUND_ORDERS
 from pipedream.schedule.policy import Peak
 from pipedream.schedule.rank_maps import loop
 
-_STEPS = 60
+_STEPS = 80
 """Divisions tried from the first one of each shape."""
 
 _AROUND = 1.3
@@ -36,8 +37,8 @@ _AROUND = 1.3
 _ORDERED = 4
 """Divisions for which an order is found."""
 
-_BETTER = 1e-4
-"""Relative gain below which a step is none."""
+_NEAR = 1.1
+"""Divisions in which a rank alone has so many times the best's work lead nowhere."""
 
 
 def best_ordered_plan(request: Request) -> Outcome:
@@ -129,27 +130,32 @@ def _layouts(cluster: Cluster, places: int, replicas: int) -> Iterator[tuple[tup
 
 
 def _climb(request: Request, plans: OrderedPlans, start: OrderedPlan) -> OrderedPlan:
-    """The best division that moves of cuts lead to, of plans that fit if there are any."""
+    """The best division that moves of cuts lead to, of plans that fit if there are any.
+
+    Best first: of all that are known and whose moves have not been tried the fastest is next, be it
+    slower than the best.
+    """
     steps = Neighbours(request.planning, request.cluster, straight=True)
-    order, shape, best = start.order, start.shape, start
-    left, improved = _STEPS, True
-    while improved:
-        improved = False
-        for division in steps.moved_cuts(best.division):
-            if best.fits and plans.least_seconds(shape, division) >= best.seconds:
+    best, left, seen = start, _STEPS, {start.division}
+    waiting = [(_rank(start), 0, start)]
+    while waiting:
+        for division in steps.moved_cuts(heappop(waiting)[-1].division):
+            least = plans.least_seconds(start.shape, division)
+            if division in seen or (best.fits and least >= best.seconds * _NEAR):
                 continue
             if left == 0:
                 return best
+            seen.add(division)
             left -= 1
-            other = plans.try_out(order, shape, division)
-            if other is not None and _rank(other) < _rank(best, 1 - _BETTER):
-                best, improved = other, True
-                break
+            other = plans.try_out(start.order, start.shape, division)
+            if other is not None:
+                best = min(best, other, key=_rank)
+                heappush(waiting, (_rank(other), len(seen), other))
     return best
 
 
-def _rank(plan: OrderedPlan, factor: float = 1.0) -> tuple[bool, float]:
-    return not plan.fits, plan.seconds * factor
+def _rank(plan: OrderedPlan) -> tuple[bool, float]:
+    return not plan.fits, plan.seconds
 
 
 def even(graph: PlanningGraph, shape: Shape) -> Division:
