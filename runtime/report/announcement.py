@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.runtime.job import Job
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.steady_state import SteadySpan
@@ -27,7 +28,8 @@ def announcement(job: Job, minibatches: int) -> str:
     if config.clip_norm is not None:
         of = "the whole model" if policy.uniform_updates else "each stage by itself"
         clipped = f"; clip_norm is of {of}"
-    return f"{job.schedule}: {counts}; {told}{clipped}"
+    order = "" if job.order == DEFAULT_ORDER else f" in order {job.order}"
+    return f"{job.schedule}{order}: {counts}; {told}{clipped}"
 
 
 def _latest(job: Job, minibatches: int) -> list[int]:
