@@ -18,7 +18,7 @@ from pipedream.schedule.orders.greedy import Rule, greedy
 from pipedream.schedule.orders.improved import improved
 from pipedream.schedule.orders.interleaved import interleaved
 from pipedream.schedule.orders.passes import Round
-from pipedream.schedule.orders.problem import Numbers, Problem
+from pipedream.schedule.orders.timing import Numbers, Timing, halved
 from pipedream.schedule.orders.v_shaped import v_half, v_min, zb_v
 from pipedream.schedule.orders.zero_bubble import zb_h1, zb_h2
 from pipedream.schedule.rank_maps import loop, vee
@@ -38,16 +38,18 @@ _PER_RULE = 40
 
 def auto(spec: PipelineSpec, microbatches: int) -> Round:
     """Returns the best order that is found. Where nothing has room, that which holds least."""
-    problem = Problem(spec, microbatches)
-    candidates = [(problem.seconds_of_round(order)[0], order) for order in _candidates(problem)]
+    timing = Timing.of_halves(spec, microbatches)
+    candidates = [
+        (timing.seconds_of_round(order)[0], order) for order in _candidates(timing, microbatches)
+    ]
     candidates.sort(key=lambda each: each[0])
     best, left = candidates[0], EFFORT
     for _, order in candidates:
-        seconds, better, spent = improved(problem, order, min(left, EFFORT // _IMPROVED))
+        seconds, better, spent = improved(timing, order, min(left, EFFORT // _IMPROVED))
         best, left = min(best, (seconds, better), key=lambda each: each[0]), left - spent
         if left <= 0:
             break
-    return problem.round(best[1])
+    return timing.round(best[1])
 
 
 def has_room(spec: PipelineSpec) -> bool:
@@ -60,35 +62,34 @@ def has_room(spec: PipelineSpec) -> bool:
     )
 
 
-def _candidates(problem: Problem) -> Iterator[Numbers]:
-    assert has_room(problem.spec), "no room for a microbatch"
+def _candidates(timing: Timing, microbatches: int) -> Iterator[Numbers]:
+    assert has_room(timing.spec), "no room for a microbatch"
     seen: set[tuple[tuple[int, ...], ...]] = set()
-    for order in (*_from_literature(problem), *_by_rules(problem)):
+    for order in (*_from_literature(timing, microbatches), *_by_rules(timing)):
         key = tuple(map(tuple, order))
-        if key not in seen and all(map(problem.fits, order)):
+        if key not in seen and all(map(timing.fits, order)):
             seen.add(key)
             yield order
 
 
-def _by_rules(problem: Problem) -> Iterator[Numbers]:
+def _by_rules(timing: Timing) -> Iterator[Numbers]:
     rules = product(_EAGER, (True, False), _PATIENCE)
-    affordable = max(2, EFFORT // (_PER_RULE * len(problem.passes)))
+    affordable = max(2, EFFORT // (_PER_RULE * len(timing.passes)))
     for eager, deepest, patience in islice(rules, affordable):
-        order = greedy(problem, Rule(patience, eager, deepest))
+        order = greedy(timing, Rule(patience, eager, deepest))
         if order is not None:
             yield order
 
 
-def _from_literature(problem: Problem) -> Iterator[Numbers]:
-    spec, limits = problem.spec, problem.limit
-    for order in literature(spec, problem.microbatches).values():
-        yield problem.numbers(order)
-        halves = [[problem.passes[number] for number in own] for own in problem.numbers(order)]
-        first = [[e for e in own if e.kind is not Kind.BACKWARD_WEIGHT] for own in halves]
+def _from_literature(timing: Timing, microbatches: int) -> Iterator[Numbers]:
+    spec, limits = timing.spec, timing.limit
+    for order in map(halved, literature(spec, microbatches).values()):
+        yield timing.numbers(order)
+        first = [[e for e in own if e.kind is not Kind.BACKWARD_WEIGHT] for own in order]
         for patience in _PATIENCE:
             filled = deferred(spec, first, limits, patience)
             if filled is not None:
-                yield problem.numbers(filled)
+                yield timing.numbers(filled)
 
 
 def literature(spec: PipelineSpec, microbatches: int) -> dict[str, Round]:

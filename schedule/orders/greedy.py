@@ -8,7 +8,7 @@ from math import inf
 
 from pipedream.schedule.action import Kind
 from pipedream.schedule.orders.passes import Pass
-from pipedream.schedule.orders.problem import Numbers, Problem
+from pipedream.schedule.orders.timing import Numbers, Timing
 
 
 @dataclass(frozen=True)
@@ -41,28 +41,29 @@ class _Place:
     held: float = 0.0
 
 
-def greedy(problem: Problem, rule: Rule) -> Numbers | None:
+def greedy(timing: Timing, rule: Rule) -> Numbers | None:
     """Returns the order that comes out, or None if a place has no room for a single microbatch.
 
     A forward pass begins only where all microbatches before it, and itself, have room for the
     forward passes that they still have to do on that place: so the oldest one can always go on, and
     nothing can deadlock.
     """
-    scheduler = _Greedy(problem, rule)
+    scheduler = _Greedy(timing, rule)
     return scheduler.order() if scheduler.has_room() else None
 
 
 class _Greedy:
-    def __init__(self, problem: Problem, rule: Rule) -> None:
-        self.problem, self.rule = problem, rule
-        spec = problem.spec
+    def __init__(self, timing: Timing, rule: Rule) -> None:
+        self.timing, self.rule = timing, rule
+        self.microbatches = 1 + max(each.microbatch for each in timing.passes)
+        spec = timing.spec
         self.held = spec.pass_times.held
-        self.end = [inf] * len(problem.passes)
+        self.end = [inf] * len(timing.passes)
         ahead = self._one_forward_one_backward()
         self.places = [
             _Place(
                 own,
-                min(problem.limit[place], max(rule.eager * ahead[place], self._least(own))),
+                min(timing.limit[place], max(rule.eager * ahead[place], self._least(own))),
                 dict.fromkeys(own, 0),
                 dict.fromkeys(own, 0),
             )
@@ -74,37 +75,37 @@ class _Greedy:
 
     def _one_forward_one_backward(self) -> list[float]:
         """Bytes that a place holds if it has as many microbatches in flight as 1F1B."""
-        count = len(self.problem.spec.places)
-        own = self.problem.spec.places
+        count = len(self.timing.spec.places)
+        own = self.timing.spec.places
         return [(count - place) * self._least(stages) for place, stages in enumerate(own)]
 
     def has_room(self) -> bool:
-        slack = self.problem.slack
+        slack = self.timing.slack
         return all(self._least(place.stages) <= place.limit + slack for place in self.places)
 
     def order(self) -> Numbers:
         order: Numbers = [[] for _ in self.places]
         choices = [self._choice(place) for place in self.places]
-        for _ in self.problem.passes:
+        for _ in self.timing.passes:
             begin, number, at = min(
                 (*choice, at) for at, choice in enumerate(choices) if choice is not None
             )
             order[at].append(number)
             self._do(self.places[at], number, begin)
-            changed = {at, *(self.problem.place[n] for n, _ in self.problem.needed_by[number])}
+            changed = {at, *(self.timing.place[n] for n, _ in self.timing.needed_by[number])}
             for place in changed:
                 choices[place] = self._choice(self.places[place])
         return order
 
     def _do(self, place: _Place, number: int, begin: float) -> None:
-        stage, kind, _ = self.problem.passes[number]
-        self.end[number] = place.now = begin + self.problem.seconds[number]
-        place.held += self.problem.holds[number]
+        stage, kind, _ = self.timing.passes[number]
+        self.end[number] = place.now = begin + self.timing.seconds[number]
+        place.held += self.timing.holds[number]
         if kind is Kind.FORWARD:
             place.forward[stage] += 1
         elif kind is Kind.BACKWARD_INPUT:
             place.backward[stage] += 1
-            place.owed.append(number + self.problem.microbatches)
+            place.owed.append(number + self.microbatches)
         else:
             place.owed.remove(number)
 
@@ -113,7 +114,7 @@ class _Greedy:
         options = list(self._options(place))
         if place.owed:
             owed, soon = place.owed[0], place.now
-            enough = soon + self.rule.patience * self.problem.seconds[owed]
+            enough = soon + self.rule.patience * self.timing.seconds[owed]
             options = [option for option in options if option[0] <= enough]
             if not options:
                 return soon, owed
@@ -132,11 +133,11 @@ class _Greedy:
                 (place.backward[stage], Kind.BACKWARD_INPUT),
                 (place.forward[stage], Kind.FORWARD),
             ):
-                if coming == self.problem.microbatches:
+                if coming == self.microbatches:
                     continue
                 if kind is Kind.FORWARD and not self._has_room(place, stage, coming):
                     continue
-                number = self.problem.number[Pass(stage, kind, coming)]
+                number = self.timing.number[Pass(stage, kind, coming)]
                 ready = self._ready(number)
                 if ready < inf:
                     yield max(ready, place.now), self._rank(stage, kind, coming), number
@@ -148,7 +149,7 @@ class _Greedy:
 
     def _ready(self, number: int) -> float:
         ready = 0.0
-        for needed, delay in self.problem.needs[number]:
+        for needed, delay in self.timing.needs[number]:
             ready = max(ready, self.end[needed] + delay)
         return ready
 
@@ -157,4 +158,4 @@ class _Greedy:
         coming = sum(
             self.held[own] * max(0, microbatch + 1 - place.forward[own]) for own in place.stages
         )
-        return place.held + coming <= place.limit + self.problem.slack
+        return place.held + coming <= place.limit + self.timing.slack

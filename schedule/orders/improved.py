@@ -4,7 +4,7 @@ Moves as in the job shop: two passes of a place, one right after the other on a 
 places (van Laarhoven, Aarts, Lenstra, "Job Shop Scheduling by Simulated Annealing", Operations
 Research 40, 1992, where it is proved that such a move never makes a cycle, and that some sequence
 of them leads to an optimum). The best one that is not tabu is taken, even if it makes the order
-worse for now (Taillard, "Parallel Taboo Search Techniques for the Job Shop Scheduling Problem",
+worse for now (Taillard, "Parallel Taboo Search Techniques for the Job Shop Scheduling Timing",
 1994).
 """
 
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipedream.schedule.orders.passes import DeadlockError
-from pipedream.schedule.orders.problem import Numbers, Problem, Times
+from pipedream.schedule.orders.timing import DeadlockError, Numbers, Times, Timing
 
 _PATIENCE = 60
 """Turns without a better order after which there is none to be expected."""
@@ -22,29 +21,29 @@ _TABU = 8
 """Turns for which two passes that have changed places do not change back."""
 
 
-def improved(problem: Problem, order: Numbers, effort: int) -> tuple[float, Numbers, int]:
+def improved(timing: Timing, order: Numbers, effort: int) -> tuple[float, Numbers, int]:
     """Returns the seconds of a round, no more than those of `order`, the best order found, and the
     effort spent.
 
     `effort`: how many passes may be timed, of all orders tried together.
     """
-    seconds, begin, end = problem.seconds_of_round(order)
+    seconds, begin, end = timing.seconds_of_round(order)
     best, left = (seconds, order), effort
     tabu: dict[tuple[int, int], int] = {}
     turn, stale = 0, 0
-    size = max(1, 3 * len(problem.passes))
+    size = max(1, 3 * len(timing.passes))
     while left > 0 and stale < _PATIENCE:
         turn, stale = turn + 1, stale + 1
         tried = []
-        for place, at in sorted(set(_swaps(problem, order, begin, end))):
+        for place, at in sorted(set(_swaps(timing, order, begin, end))):
             if left <= 0:
                 break
             swapped = _swapped(order, place, at)
             left -= size
-            if not problem.fits(swapped[place]):
+            if not timing.fits(swapped[place]):
                 continue
             try:
-                outcome = problem.seconds_of_round(swapped)
+                outcome = timing.seconds_of_round(swapped)
             except DeadlockError:
                 continue
             pair = order[place][at], order[place][at + 1]
@@ -65,7 +64,7 @@ def _swapped(order: Numbers, place: int, at: int) -> Numbers:
     return [own if number == place else each for number, each in enumerate(order)]
 
 
-def _swaps(problem: Problem, order: Numbers, begin: Times, end: Times) -> Iterator[tuple[int, int]]:
+def _swaps(timing: Timing, order: Numbers, begin: Times, end: Times) -> Iterator[tuple[int, int]]:
     """Yields (place, position) of passes on a longest path whose next one, right after them on
     their place, is on it too and does not need them.
     """
@@ -74,15 +73,15 @@ def _swaps(problem: Problem, order: Numbers, begin: Times, end: Times) -> Iterat
     left, seen = [last], {last}
     while left:
         number = left.pop()
-        place, at = problem.place[number], position[number]
+        place, at = timing.place[number], position[number]
         start, sources = begin[number], []
-        needed = {other for other, _ in problem.needs[number]}
-        for other, delay in problem.needs[number]:
+        needed = {other for other, _ in timing.needs[number]}
+        for other, delay in timing.needs[number]:
             if end[other] + delay >= start - 1e-12:
                 sources.append(other)
         if at and end[before := order[place][at - 1]] >= start - 1e-12:
             sources.append(before)
-            if before not in needed and not _same_queue(problem, before, number):
+            if before not in needed and not _same_queue(timing, before, number):
                 yield place, at - 1
         for other in sources:
             if other not in seen:
@@ -90,6 +89,6 @@ def _swaps(problem: Problem, order: Numbers, begin: Times, end: Times) -> Iterat
                 left.append(other)
 
 
-def _same_queue(problem: Problem, one: int, other: int) -> bool:
+def _same_queue(timing: Timing, one: int, other: int) -> bool:
     """Whether both are the same pass of two microbatches: these stay in their order."""
-    return problem.passes[one][:2] == problem.passes[other][:2]
+    return timing.passes[one][:2] == timing.passes[other][:2]

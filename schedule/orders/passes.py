@@ -1,4 +1,4 @@
-"""A round of forward and backward passes that ends with a flush: its order, its times, its peaks.
+"""A round of forward and backward passes that ends with a flush: its order, its peaks, its messages.
 
 The ranks of a pipeline are called places here, numbered from 0: where stages have replicas, each
 place has several ranks, which do the same with other microbatches.
@@ -26,10 +26,6 @@ Round: TypeAlias = Sequence[Sequence[Pass]]
 """The passes of each place, in their order."""
 
 
-class DeadlockError(Exception):
-    """The places would wait for one another."""
-
-
 def needs(spec: PipelineSpec, each: Pass) -> Iterator[tuple[Pass, float]]:
     """Yields the passes that one waits for, and the seconds until what they send has arrived.
 
@@ -48,13 +44,6 @@ def needs(spec: PipelineSpec, each: Pass) -> Iterator[tuple[Pass, float]]:
             yield Pass(target, Kind.BACKWARD_INPUT, b), delay
 
 
-def as_waited_for(each: Pass) -> Pass:
-    """Returns the pass by the name that `needs` has for it."""
-    if each.kind is Kind.BACKWARD:
-        return each._replace(kind=Kind.BACKWARD_INPUT)
-    return each
-
-
 def seconds_of(times: PassTimes, each: Pass) -> float:
     """Returns how long a pass takes."""
     stage = each.stage
@@ -65,65 +54,6 @@ def seconds_of(times: PassTimes, each: Pass) -> float:
     if each.kind is Kind.BACKWARD_WEIGHT:
         return times.backward_weight[stage]
     return times.backward_input[stage] + times.backward_weight[stage]
-
-
-def timed(spec: PipelineSpec, order: Round, rounds: int = 1) -> list[list[tuple[float, float]]]:
-    """Returns when each pass of each place begins and ends, each as early as it can.
-
-    Rounds follow one another on each place without waiting for the other places. Raises
-    DeadlockError.
-    """
-    begins = [0.0] * len(order)
-    for _ in range(rounds):
-        times = _play(spec, order, begins)
-        begins = [own[-1][1] if own else begin for own, begin in zip(times, begins, strict=True)]
-    return times
-
-
-def _play(
-    spec: PipelineSpec, order: Round, begins: Sequence[float]
-) -> list[list[tuple[float, float]]]:
-    times = spec.pass_times
-    over: dict[Pass, float] = {}
-    played: list[list[tuple[float, float]]] = [[] for _ in order]
-    waiting: dict[Pass, list[int]] = {}
-    ready = deque(range(len(order)))
-    while ready:
-        place = ready.popleft()
-        own, now = played[place], begins[place]
-        if own:
-            now = own[-1][1]
-        for each in order[place][len(own) :]:
-            begin = now
-            for needed, delay in needs(spec, each):
-                if needed not in over:
-                    waiting.setdefault(needed, []).append(place)
-                    break
-                begin = max(begin, over[needed] + delay)
-            else:
-                now = begin + seconds_of(times, each)
-                own.append((begin, now))
-                name = as_waited_for(each)
-                over[name] = now
-                ready.extend(waiting.pop(name, ()))
-                continue
-            break
-    if any(len(own) < len(passes) for own, passes in zip(played, order, strict=True)):
-        raise DeadlockError
-    return played
-
-
-def period(spec: PipelineSpec, order: Round) -> float:
-    """Returns the seconds of a round where many follow one another.
-
-    If all wait for one another at the end of each (`joint_norm`), from its beginning to its end.
-    """
-    if not any(order):
-        return 0.0
-    if spec.joint_norm:
-        return max(own[-1][1] for own in timed(spec, order) if own)
-    before, after = (timed(spec, order, rounds) for rounds in (2, 3))
-    return max(b[-1][1] - a[-1][1] for a, b in zip(before, after, strict=True) if a)
 
 
 def whole_where_nothing_waits(spec: PipelineSpec, order: Round) -> Round:

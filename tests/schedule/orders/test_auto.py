@@ -11,8 +11,8 @@ from pipelines import of_rounds
 
 from pipedream.schedule.checker import check_ranks
 from pipedream.schedule.orders.auto import auto, has_room, literature
-from pipedream.schedule.orders.passes import held_bytes, period
-from pipedream.schedule.orders.problem import Problem
+from pipedream.schedule.orders.passes import held_bytes
+from pipedream.schedule.orders.timing import Timing, halved, period
 from pipedream.schedule.rank_maps import loop, vee
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 
@@ -67,9 +67,9 @@ def test_never_slower_than_an_order_of_the_literature_that_has_room() -> None:
         microbatches = 2 + seed % 4
         spec = random_pipeline(seed, places, rank_map, microbatches)
         seconds = whole_seconds(spec, microbatches)
-        problem = Problem(spec, microbatches)
+        timing = Timing.of_halves(spec, microbatches)
         for order in literature(spec, microbatches).values():
-            if all(map(problem.fits, problem.numbers(order))):
+            if all(map(timing.fits, timing.numbers(halved(order)))):
                 compared += 1
                 assert seconds <= period(spec, order) * (1 + 1e-9)
     assert compared > 200

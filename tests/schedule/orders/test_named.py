@@ -12,7 +12,8 @@ from pipelines import Orders, of_rounds
 
 from pipedream.schedule.checker import check_ranks
 from pipedream.schedule.orders.named import ROUND_ORDERS, round_of
-from pipedream.schedule.orders.passes import Round, held_bytes, seconds_of, timed
+from pipedream.schedule.orders.passes import Round, held_bytes, seconds_of
+from pipedream.schedule.orders.timing import timed
 from pipedream.schedule.rank_maps import loop, vee
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 

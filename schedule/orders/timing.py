@@ -1,15 +1,16 @@
-"""A round as numbers, so that thousands of orders of it can be timed."""
+"""When the passes of a round begin and end: as numbers, so that thousands of orders can be timed."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from math import inf
 from typing import TypeAlias
 
 from pipedream.schedule.action import Kind
-from pipedream.schedule.orders.passes import DeadlockError, Pass, Round, needs, seconds_of
+from pipedream.schedule.orders.passes import Pass, Round, needs, seconds_of
 from pipedream.schedule.spec import PipelineSpec
 
 Numbers: TypeAlias = list[list[int]]
@@ -20,17 +21,22 @@ Times: TypeAlias = list[float]
 _KINDS = (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
-class Problem:
-    """The passes of a round of `microbatches`, all backward passes in halves."""
+class DeadlockError(Exception):
+    """The places would wait for one another."""
 
-    def __init__(self, spec: PipelineSpec, microbatches: int) -> None:
-        self.spec, self.microbatches = spec, microbatches
-        times, stages = spec.pass_times, range(len(spec.replicas))
-        self.passes = [Pass(s, k, b) for s in stages for k in _KINDS for b in range(microbatches)]
+
+class Timing:
+    """Times any order of these passes. Others wait for a whole backward pass to its end, of one in
+    halves for the first of them.
+    """
+
+    def __init__(self, spec: PipelineSpec, passes: Iterable[Pass]) -> None:
+        self.spec, self.passes = spec, list(passes)
+        times = spec.pass_times
         self.number = {each: number for number, each in enumerate(self.passes)}
         self.seconds = [seconds_of(times, each) for each in self.passes]
         self.needs = [
-            [(self.number[needed], delay) for needed, delay in needs(spec, each)]
+            [(self._known(needed), delay) for needed, delay in needs(spec, each)]
             for each in self.passes
         ]
         self.place = [spec.place_of[each.stage] for each in self.passes]
@@ -38,10 +44,28 @@ class Problem:
         self.limit = times.limit or (inf,) * len(spec.places)
         self.slack = 1e-9 * sum(times.held)
 
+    @staticmethod
+    def of_halves(spec: PipelineSpec, microbatches: int) -> Timing:
+        """Of a round in which all backward passes are in halves."""
+        stages = range(len(spec.replicas))
+        numbers = range(microbatches)
+        return Timing(spec, (Pass(s, k, b) for s in stages for k in _KINDS for b in numbers))
+
+    def _known(self, needed: Pass) -> int:
+        """The number of a pass, or of the whole one that it is the first half of."""
+        whole = needed._replace(kind=Kind.BACKWARD)
+        return self.number[needed if needed in self.number else whole]
+
     def _holds(self, each: Pass) -> float:
         """By how many bytes it changes what its place holds."""
         held, kept = self.spec.pass_times.held[each.stage], self.spec.pass_times.kept[each.stage]
-        return {Kind.FORWARD: held, Kind.BACKWARD_INPUT: kept - held}.get(each.kind, -kept)
+        changes = {
+            Kind.FORWARD: held,
+            Kind.BACKWARD: -held,
+            Kind.BACKWARD_INPUT: kept - held,
+            Kind.BACKWARD_WEIGHT: -kept,
+        }
+        return changes[each.kind]
 
     @cached_property
     def needed_by(self) -> list[list[tuple[int, float]]]:
@@ -53,8 +77,7 @@ class Problem:
         return after
 
     def numbers(self, order: Round) -> Numbers:
-        """The order in numbers, whole backward passes as their halves."""
-        return [[self.number[half] for each in own for half in _halves(each)] for own in order]
+        return [[self.number[each] for each in own] for own in order]
 
     def round(self, order: Numbers) -> Round:
         return [[self.passes[number] for number in own] for own in order]
@@ -118,6 +141,24 @@ class Problem:
             begin, end = self.play(order, before)
         period = max(end[own[-1]] - at for own, at in zip(order, before, strict=True) if own)
         return period, begin, end
+
+
+def timed(spec: PipelineSpec, order: Round) -> list[list[tuple[float, float]]]:
+    """Returns when each pass of each place begins and ends. Raises DeadlockError."""
+    timing = Timing(spec, chain.from_iterable(order))
+    begin, end = timing.play(timing.numbers(order), [0.0] * len(order))
+    return [[(begin[n], end[n]) for n in own] for own in timing.numbers(order)]
+
+
+def period(spec: PipelineSpec, order: Round) -> float:
+    """Returns the seconds of a round, as `Timing.seconds_of_round`."""
+    timing = Timing(spec, chain.from_iterable(order))
+    return timing.seconds_of_round(timing.numbers(order))[0]
+
+
+def halved(order: Round) -> Round:
+    """Returns the order with whole backward passes in halves, one right after the other."""
+    return [[half for each in own for half in _halves(each)] for own in order]
 
 
 def _halves(each: Pass) -> Iterator[Pass]:
