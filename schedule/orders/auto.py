@@ -37,7 +37,7 @@ _PER_RULE = 40
 
 
 def auto(spec: PipelineSpec, microbatches: int) -> Round:
-    """Returns the best order that is found. Where nothing has room, that which holds least."""
+    """Returns the best order that is found. There has to be room for one: see `has_room`."""
     timing = Timing.of_halves(spec, microbatches)
     candidates = [
         (timing.seconds_of_round(order)[0], order) for order in _candidates(timing, microbatches)

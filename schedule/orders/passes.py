@@ -1,4 +1,4 @@
-"""A round of forward and backward passes that ends with a flush: its order, its peaks, its messages.
+"""A round of forward and backward passes that ends with a flush: its order, peaks and messages.
 
 The ranks of a pipeline are called places here, numbered from 0: where stages have replicas, each
 place has several ranks, which do the same with other microbatches.

@@ -1,4 +1,4 @@
-"""When the passes of a round begin and end: as numbers, so that thousands of orders can be timed."""
+"""When the passes of a round begin and end, in numbers: thousands of orders can be timed."""
 
 from __future__ import annotations
 
