@@ -35,7 +35,7 @@ from pipedream.profiler.timing.per_node import empty_module
 from pipedream.profiler.timing.stopping_rule import StoppingRule, no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 
-_REPEATS = 5
+_REPEATS = 3
 _SECONDS = 1.0
 """After so many no further repeat begins."""
 
@@ -99,6 +99,7 @@ class BackwardSplitter:
         self.shares = dict.fromkeys(set(captured.graph.nodes) - set(captured.working), 1.0)
         self.kept: Counter[str] = Counter()
         self.counted: set[tuple[str, bool]] = set()
+        self.shared = _read_by_several(captured)
 
     def run_node(self, node: NodeModule, values: Mapping[str, Tensor]) -> list[Tensor]:
         """Runs a node on its inputs among `values`, cuts it, and returns its outputs."""
@@ -149,10 +150,14 @@ class BackwardSplitter:
         return statistics.median(bi for bi, _ in halves.seconds(_REPEATS, self.watch))
 
     def _count(self, node: NodeModule, kept: Sequence[_Kept]) -> None:
-        """Counts each value and each gradient once, in the node that makes the value."""
+        """Counts each value and each gradient once, in the node that makes the value.
+
+        The gradient of what several nodes read is the sum of what each of them computes.
+        """
         names = (*node.segment.inputs, *node.segment.outputs)
         for place, gradient, size in kept:
-            if place is None:
+            received = place is not None and place < len(node.segment.inputs)
+            if place is None or (gradient and received and names[place] in self.shared):
                 self.kept[node.name] += size
                 continue
             value = names[place] if gradient else self.owners.first[names[place]]
@@ -221,6 +226,13 @@ class Halves:
             if where not in own
             for place, gradient in [places.get(where, (None, False))]
         ]
+
+
+def _read_by_several(captured: Captured) -> set[str]:
+    """The values that several nodes read."""
+    owner = captured.owner
+    makers = captured.module.graph.nodes
+    return {m.name for m in makers if len({owner.get(u.name) for u in m.users}) > 1}
 
 
 def _state(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
