@@ -44,8 +44,20 @@ class Scale(nn.Module):
         return x * self.by
 
 
+class Chunks(nn.Module):
+    """Two layers keep a view each of what another makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.one, self.other = nn.Linear(6, 12), nn.Linear(6, 5), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.both(x).chunk(2, -1)
+        return self.one(one).sin() * self.other(other)  # type: ignore[no-any-return]
+
+
 class Attention(nn.Module):
-    """Views of one storage, and one value that three layers read."""
+    """Values that several layers read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,6 +135,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
         (nn.Sequential(nn.Linear(6, 4), nn.GELU(), nn.Linear(4, 3)), (5, 6)),
         (pictures(), (2, 2, 8, 8)),
         (nn.Sequential(nn.Linear(8, 8), Attention()), (2, 5, 8)),
+        (Chunks(), (4, 6)),
     ],
 )
 def test_what_nodes_keep_is_what_the_program_of_a_stage_holds(
