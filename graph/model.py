@@ -34,6 +34,10 @@ class Node:
 
     `activation_bytes` has one entry for each output tensor; with `several_outputs` the text form is
     a list, even of one entry.
+
+    Of a backward pass that is divided in gradients of the inputs (BI) and of the parameters (BW):
+    `backward_input_share`, the part that BI takes, and `kept_bytes`, what BW needs after BI. The
+    text form lacks both; None stands for what was not measured.
     """
 
     id: str
@@ -44,6 +48,8 @@ class Node:
     parameter_bytes: float = 0.0
     stage: int | None = None
     several_outputs: bool = False
+    backward_input_share: float | None = None
+    kept_bytes: float | None = None
 
     @cached_property
     def is_input(self) -> bool:
@@ -57,6 +63,15 @@ class Node:
     def compute_seconds(self) -> float:
         return self.forward_seconds + self.backward_seconds
 
+    @property
+    def backward_input_seconds(self) -> float:
+        """Of BI; the rest is BW. Where it was not measured, half of the backward pass, or all of it
+        without parameters.
+        """
+        assumed = 0.5 if self.parameter_bytes else 1.0
+        share = assumed if self.backward_input_share is None else self.backward_input_share
+        return share * self.backward_seconds
+
     @cached_property
     def output_bytes(self) -> float:
         return math.fsum(self.activation_bytes)
@@ -65,14 +80,17 @@ class Node:
 class NodeArrays(NamedTuple):
     """The figures of all nodes, as arrays in the order of the file.
 
-    `place`: of each node by its name. Seconds are 0 for the model's inputs. `sent`, `returned`:
-    bytes of the output, and of its gradient if anything before it learns. `reads`: the places of
-    the two ends of each edge of `read_nodes`, of shape (2, edges).
+    `place`: of each node by its name. Seconds are 0 for the model's inputs. `backward_input`:
+    seconds of BI. `kept`: bytes that BW needs after BI, NaN where this was not measured. `sent`,
+    `returned`: bytes of the output, and of its gradient if anything before it learns. `reads`: the
+    places of the two ends of each edge of `read_nodes`, of shape (2, edges).
     """
 
     place: Mapping[str, int]
     forward: NDArray[np.float64]
     backward: NDArray[np.float64]
+    backward_input: NDArray[np.float64]
+    kept: NDArray[np.float64]
     parameters: NDArray[np.float64]
     sent: NDArray[np.float64]
     returned: NDArray[np.float64]
@@ -123,6 +141,8 @@ class Graph:
             (
                 0.0 if node.is_input else node.forward_seconds,
                 0.0 if node.is_input else node.backward_seconds,
+                0.0 if node.is_input else node.backward_input_seconds,
+                np.nan if node.kept_bytes is None else node.kept_bytes,
                 node.parameter_bytes,
                 node.output_bytes,
                 node.output_bytes if name in self.learning else 0.0,
@@ -130,9 +150,13 @@ class Graph:
             for name, node in self.nodes.items()
         ]
         reads = [(place[name], place[r]) for name, readers in self.read_nodes for r in readers]
-        forward, backward, parameters, sent, returned = np.array(rows).reshape(-1, 5).T
         ends = np.array(reads, dtype=np.int64).reshape(-1, 2).T
-        return NodeArrays(place, forward, backward, parameters, sent, returned, ends)
+        forward, backward, backward_input, kept, parameters, sent, returned = (
+            np.array(rows, dtype=np.float64).reshape(-1, 7).T
+        )
+        return NodeArrays(
+            place, forward, backward, backward_input, kept, parameters, sent, returned, ends
+        )
 
     @cached_property
     def order(self) -> tuple[str, ...]:

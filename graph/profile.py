@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -47,6 +47,12 @@ class Quartiles(ArtifactModel):
             return Quartiles(median=seconds[0], lower=seconds[0], upper=seconds[0])
         lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
         return Quartiles(median=median, lower=lower, upper=upper)
+
+    def scaled(self, factor: float) -> Quartiles:
+        """So many times as long."""
+        return Quartiles(
+            median=factor * self.median, lower=factor * self.lower, upper=factor * self.upper
+        )
 
     @property
     def spread(self) -> float:
@@ -89,10 +95,17 @@ class ProfiledNode(ArtifactModel):
     """As in graph.txt, but without the loss."""
     backward_seconds: Quartiles
     """As in graph.txt, but without the loss."""
+    backward_input_seconds: Quartiles | None = None
+    """The part of `backward_seconds` for gradients of its inputs, which other nodes wait for."""
+    backward_weight_seconds: Quartiles | None = None
+    """The rest, for the gradients of its parameters."""
     recomputed_seconds: Quartiles | None = None
     """A forward pass that keeps nothing for a backward pass."""
     saved_bytes: _Bytes | None = None
     """What it makes and a backward pass needs."""
+    kept_bytes: _Bytes | None = None
+    """What it makes, gradients of its outputs included, and gradients of parameters need once those
+    of inputs are there."""
     workspace_bytes: _Bytes | None = None
     """What its own backward pass needs in addition, including gradients."""
     parameter_bytes: _Bytes | None = None
@@ -232,6 +245,17 @@ class Profile(ArtifactModel):
             footprints[node.id] = Footprint(node.saved_bytes, node.workspace_bytes, input_bytes)
         return footprints
 
+    def divide_backward(self, graph: Graph) -> Graph:
+        """The profile's graph with what graph.txt has no room for: how backward passes divide."""
+        return graph.with_nodes(
+            replace(
+                graph.nodes[node.id],
+                backward_input_share=_input_share(node, graph.nodes[node.id].backward_seconds),
+                kept_bytes=node.kept_bytes,
+            )
+            for node in self.nodes
+        )
+
     @property
     def title(self) -> str:
         """The model and the batch size, for people."""
@@ -339,6 +363,15 @@ def difference(one: Graph, size: int, other: Graph, other_size: int) -> str | No
         if _inputs(one, name) != _inputs(other, other_name):
             return f"{name} ({here}) has other inputs at {other_size} than at {size}"
     return f"{len(one.nodes)} nodes at {size} and {len(other.nodes)} at {other_size}"
+
+
+def _input_share(node: ProfiledNode, backward_seconds: float) -> float | None:
+    """The share of BI in the backward pass as graph.txt has it: rounded, and with the loss, which
+    has no parameters.
+    """
+    if node.backward_weight_seconds is None or not backward_seconds:
+        return None
+    return max(0.0, 1.0 - node.backward_weight_seconds.median / backward_seconds)
 
 
 def _inputs(graph: Graph, name: str) -> list[int]:

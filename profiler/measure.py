@@ -31,6 +31,7 @@ from pipedream.graph.profile import (
 )
 from pipedream.profiler.device import device_name, is_out_of_memory
 from pipedream.profiler.memory import footprints
+from pipedream.profiler.timing.backward_split import BackwardSplit, backward_splits
 from pipedream.profiler.timing.contention import (
     contention,
     is_contending_process,
@@ -38,7 +39,11 @@ from pipedream.profiler.timing.contention import (
 )
 from pipedream.profiler.timing.full_pass import passes, time_in_training
 from pipedream.profiler.timing.per_node import time_per_node
-from pipedream.profiler.timing.per_node_fake import footprints_fake, time_per_node_fake
+from pipedream.profiler.timing.per_node_fake import (
+    backward_splits_fake,
+    footprints_fake,
+    time_per_node_fake,
+)
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.profiler.timing.times import Times
 from pipedream.profiler.timing.training_overheads import UpdateCost, reading_seconds, updates
@@ -71,6 +76,7 @@ class _Measurements:
     captured: Captured
     times: Times
     kept: Mapping[str, Footprint]
+    splits: Mapping[str, BackwardSplit]
     updates: Mapping[str, UpdateCost]
     reading: float | None = None
 
@@ -95,18 +101,20 @@ def measure(
             run_contending_passes(passes(captured, inputs, settings.device))
         sys.exit()
     size_up = footprints_fake if settings.meta else footprints
+    split = backward_splits_fake if settings.meta else backward_splits
     try:
         with lowered(loaded.autocast, settings.device):
             kept = size_up(captured, inputs, settings.device)
             with contention(settings.workers - 1):
                 times = _time(captured, inputs, loaded, kept, settings, progress)
+                splits = split(captured, inputs, settings.stopping_rule, settings.device)
                 updated = updates(captured, settings.device)
                 read = reading_seconds(loaded, settings.batch_size, settings.device)
     except (IndexError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
         raise _cannot_run(settings.model, error) from error
-    measured = _Measurements(captured, times, kept, updated, read)
+    measured = _Measurements(captured, times, kept, splits, updated, read)
     graph = _timed(captured, times)
     return graph, _profile(measured, graph, settings)
 
@@ -240,6 +248,7 @@ def _node(
     captured, timing = measured.captured, measured.times.nodes[name]
     node, kept = captured.graph.nodes[name], measured.kept[name]
     learned = [p for p in map(captured.module.get_parameter, owned) if p.requires_grad]
+    split, backward = measured.splits.get(name), timing.backward
     return ProfiledNode(
         id=name,
         description=node.description,
@@ -258,9 +267,12 @@ def _node(
             for value in leaving
         ),
         forward_seconds=timing.forward,
-        backward_seconds=timing.backward,
+        backward_seconds=backward,
+        backward_input_seconds=None if split is None else backward.scaled(split.input_share),
+        backward_weight_seconds=None if split is None else backward.scaled(1.0 - split.input_share),
         recomputed_seconds=timing.recomputed,
         saved_bytes=int(kept.saved),
+        kept_bytes=None if split is None else split.kept_bytes,
         workspace_bytes=int(kept.workspace),
         parameter_bytes=int(node.parameter_bytes),
         gradient_bytes=sum(p.nbytes for p in learned),

@@ -37,36 +37,48 @@ def footprints(
     return memory.footprints()
 
 
-class SavedMemory:
-    """Counts saved bytes, each value once, in the node that computes it.
+class MemoryOwners:
+    """`first` maps a value to the one whose memory it shares, such as a view to its base."""
 
-    `first` maps a value to the one whose memory it shares.
-    """
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        """`inputs` of the model, by name."""
+        owner = {address(value): name for name, value in inputs.items()}
+        self.first = {name: owner[address(value)] for name, value in inputs.items()}
+
+    def of_node(
+        self, node: NodeModule, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> dict[int, str]:
+        """By address, the values that own the memory of what the next node reads and gives."""
+        names: dict[int, str] = {}
+        for name, tensor in zip(node.segment.inputs, inputs, strict=True):
+            self.first[name] = names.setdefault(address(tensor), self.first.get(name, name))
+        for name, tensor in zip(node.segment.outputs, outputs, strict=True):
+            self.first[name] = names.setdefault(address(tensor), name)
+        return names
+
+
+class SavedMemory:
+    """Counts saved bytes, each value once, in the node that computes it."""
 
     def __init__(self, captured: Captured, inputs: Mapping[str, Tensor], meter: Meter) -> None:
         self.captured, self.meter = captured, meter
         self.saved: Counter[str] = Counter()
         self.counted: set[str] = set()
-        owner = {_address(value): name for name, value in inputs.items()}
-        self.first = {name: owner[_address(value)] for name, value in inputs.items()}
+        self.owners = MemoryOwners(inputs)
 
     def run_node(self, node: NodeModule, values: Mapping[str, Tensor]) -> list[Tensor]:
         """Runs a node on its inputs among `values` and returns its outputs."""
         packed: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            packed[_address(tensor)] = tensor.untyped_storage().nbytes()
+            packed[address(tensor)] = tensor.untyped_storage().nbytes()
             return tensor
 
         inputs = node.inputs(values)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = node.segment.module(*inputs)
-        own = {_address(tensor) for tensor in node.parameters_and_buffers}
-        names: dict[int, str] = {}
-        for name, tensor in zip(node.segment.inputs, inputs, strict=True):
-            names.setdefault(_address(tensor), self.first.get(name, name))
-        for name, tensor in zip(node.segment.outputs, outputs, strict=True):
-            self.first[name] = names.setdefault(_address(tensor), name)
+        own = {address(tensor) for tensor in node.parameters_and_buffers}
+        names = self.owners.of_node(node, inputs, outputs)
         for place, size in packed.items():
             known = names.get(place)
             if place not in own and known not in self.counted:
@@ -162,6 +174,6 @@ def _discard_stderr() -> Iterator[None]:
         os.close(null)
 
 
-def _address(tensor: Tensor) -> int:
+def address(tensor: Tensor) -> int:
     """The address of the storage of a tensor or view."""
     return tensor.untyped_storage().data_ptr()

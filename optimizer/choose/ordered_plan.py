@@ -225,11 +225,14 @@ class _Stages:
         held = [more.total - one.total for one, more in zip(self.memory, two, strict=True)]
         return OrderTimes(
             forward=tuple(each.forward_seconds for each in stages),
-            backward_input=tuple(each.backward_seconds / 2 for each in stages),
-            backward_weight=tuple(each.backward_seconds / 2 for each in stages),
+            backward_input=tuple(each.backward_input_seconds for each in stages),
+            backward_weight=tuple(each.backward_weight_seconds for each in stages),
             links=tuple(self._link(plan, work, *link) for link in sorted(work.forward_bytes)),
             held_bytes=tuple(held),
-            kept_bytes=tuple(held),
+            kept_bytes=tuple(
+                own if each.memory.halfway is None else min(own, each.memory.halfway)
+                for own, each in zip(held, stages, strict=True)
+            ),
             limit_bytes=self._limit(held),
         )
 

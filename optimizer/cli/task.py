@@ -62,6 +62,8 @@ def make_task(options: Options) -> Task:
     profiled = read_graph(options.graph)
     runs = [CalibrationRun.read(folder) for folder in options.calibrate]
     profile = _profile(options, profiled)
+    if profile is not None:
+        profiled = profile.divide_backward(profiled)
     footprints = None if profile is None else profile.footprints
     overheads = profile.training_overheads if profile and footprints else None
     for run in runs:

@@ -7,6 +7,7 @@ saved is freed node by node from the last to the first, while parameter gradient
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -199,7 +200,8 @@ def _moments(graph: PlanningGraph) -> NDArray[np.intp]:
 @dataclass(frozen=True)
 class HeldBytes:
     """`StageMemory` taken apart by time: bytes held always, per older weight version, per minibatch
-    in flight, during a backward pass, and from there to the update.
+    in flight, during a backward pass, and from there to the update; and per minibatch between the
+    halves of its backward pass, if it is divided [default: as much as in flight].
     """
 
     always: float = 0.0
@@ -207,10 +209,17 @@ class HeldBytes:
     minibatch: float = 0.0
     backward: float = 0.0
     gradients: float = 0.0
+    halfway: float | None = None
 
     @staticmethod
-    def of(memory: StageMemory | None, peak: Peak, recompute: bool) -> HeldBytes:
-        """Splits the memory at the peak, with `peak` in flight; all zero if it is not known."""
+    def of(
+        memory: StageMemory | None, peak: Peak, recompute: bool, kept: float = math.nan
+    ) -> HeldBytes:
+        """Splits the memory at the peak, with `peak` in flight; all zero if it is not known.
+
+        `kept`: what the stage's nodes make and need after the gradients of their inputs, if that is
+        known. What the stage received is assumed to be needed, too.
+        """
         if memory is None:
             return HeldBytes()
         saved = 0.0 if recompute else memory.activations
@@ -222,11 +231,19 @@ class HeldBytes:
             + memory.gradients
             + (memory.activations if recompute else 0.0),
             gradients=memory.parameters,
+            halfway=None if math.isnan(kept) else kept + memory.inputs / peak.in_flight,
         )
 
-    def at(self, older_versions: int, in_flight: int, backward: bool, gradients: bool) -> float:
-        """Bytes held at one moment: in a `backward` pass, or with `gradients` not yet used."""
+    def at(
+        self, older_versions: int, in_flight: int, backward: bool, gradients: bool, halfway: int = 0
+    ) -> float:
+        """Bytes held at one moment: in a `backward` pass, or with `gradients` not yet used.
+
+        `halfway`: of the minibatches in flight, those whose backward pass is half done.
+        """
         amount = self.always + older_versions * self.version + in_flight * self.minibatch
+        if self.halfway is not None:
+            amount += halfway * (self.halfway - self.minibatch)
         if backward:
             return amount + self.backward
         return amount + self.gradients if gradients else amount

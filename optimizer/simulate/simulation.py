@@ -56,16 +56,20 @@ class Simulation:
 
 
 class _Held:
-    """What one worker holds; `gradients`: any not yet used by an update."""
+    """What one worker holds; `halfway`: minibatches between the halves of their backward pass;
+    `gradients`: any not yet used by an update.
+    """
 
     def __init__(self, work: StageWork, actions: Sequence[Action]) -> None:
         self.work, self.versions = work, Versions(actions)
-        self.in_flight, self.gradients, self.bytes = 0, False, 0.0
+        self.in_flight, self.halfway, self.gradients, self.bytes = 0, 0, False, 0.0
         self.note()
 
     def note(self, backward: bool = False) -> None:
         older = len(self.versions.alive) - 1
-        self.bytes = self.work.memory.at(older, self.in_flight, backward, self.gradients)
+        self.bytes = self.work.memory.at(
+            older, self.in_flight, backward, self.gradients, self.halfway
+        )
 
 
 def _memory(
@@ -94,6 +98,9 @@ def _memory(
         elif action.kind in BACKWARDS:
             mine.note(backward=True)
             note(begin)
+            mine.halfway += (action.kind is Kind.BACKWARD_INPUT) - (
+                action.kind is Kind.BACKWARD_WEIGHT
+            )
             if action.kind in ENDS_BACKWARD:
                 mine.in_flight -= 1
                 mine.versions.gone_backward(action.version)

@@ -4,7 +4,9 @@ Each rank performs its list of actions in order, as the engine does. Passes and 
 time; a send takes none of the rank's; a receive waits for the message; a sum over the replicas of a
 stage begins in their last backward pass of a round and is waited for after it; a norm waits for all
 ranks, and then for an all-reduce of one number over them. Messages share the network (`play.py`); a
-rank's messages to itself take no time. Each half of a split backward pass takes half its time.
+rank's messages to itself take no time. The halves of a split backward pass take what was measured
+of them (`Node.backward_input_seconds`), calls and recomputation being in the first; where no
+gradient is sent, the second does all of it.
 """
 
 from __future__ import annotations
@@ -174,11 +176,11 @@ def _seconds(program: Program, works: Sequence[StageWork]) -> Floats:
 
 
 def _of_kind(work: StageWork, kind: Kind) -> float:
-    if kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
-        return work.backward_seconds / 2
     return {
         Kind.FORWARD: work.forward_seconds,
         Kind.BACKWARD: work.backward_seconds,
+        Kind.BACKWARD_INPUT: work.backward_input_seconds,
+        Kind.BACKWARD_WEIGHT: work.backward_weight_seconds,
         Kind.UPDATE: work.update_seconds,
     }.get(kind, 0.0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ class StageWork:
     """The work of one worker: seconds of a minibatch's passes and of an optimizer step, bytes of
     parameters, and memory held.
 
+    `input_share`: of the backward pass, if it is divided, what BI takes, the gradients of the
+    inputs; the rest is BW, that of the weights [default: half].
     `parts` of the sum over replicas: bytes, and the share of the backward pass after which their
     gradients are there [default: all bytes after all of it].
     """
@@ -42,6 +45,15 @@ class StageWork:
     parameter_bytes: float = 0.0
     memory: HeldBytes = field(default_factory=HeldBytes)
     parts: tuple[tuple[float, float], ...] = ()
+    input_share: float = 0.5
+
+    @property
+    def backward_input_seconds(self) -> float:
+        return self.input_share * self.backward_seconds
+
+    @property
+    def backward_weight_seconds(self) -> float:
+        return self.backward_seconds - self.backward_input_seconds
 
     @property
     def sums(self) -> tuple[tuple[float, float], ...]:
@@ -91,16 +103,26 @@ class Workload:
             forward_seconds = _total(overhead[0], arrays.forward[nodes])
             again = forward_seconds if stage.recompute else 0.0
             backward_seconds = _total(overhead[1], arrays.backward[nodes]) + again
+            of_inputs, kept = again, math.nan  # the first half of a stage that sends no gradients
+            if any(back for (_, target), back in backward.items() if target == stage.stage):
+                of_inputs += _total(overhead[1], arrays.backward_input[nodes])
+                kept = _total(0.0, arrays.kept[nodes])
             parameters = _total(0.0, arrays.parameters[nodes])
             work = StageWork(
                 forward_seconds=forward_seconds,
                 backward_seconds=backward_seconds,
                 update_seconds=parameters / update_rate,
                 parameter_bytes=parameters,
-                memory=HeldBytes.of(stage.memory, policy.peak(stage.stage), stage.recompute),
+                memory=HeldBytes.of(
+                    stage.memory,
+                    policy.peak(stage.stage),
+                    stage.recompute,
+                    kept,
+                ),
                 parts=(
                     _parts(nodes, arrays, again, backward_seconds) if len(stage.ranks) > 1 else ()
                 ),
+                input_share=of_inputs / backward_seconds if backward_seconds else 0.5,
             )
             stages.append(work)
         return Workload(tuple(stages), dict(forward), dict(backward))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MOST_NAMES = 12
 _ALIKE = "Same machine, versions, batch size and model."
-_SPARE = ("workspace", "saved", "activations", "parameters", "backward", "forward")
+_SPARE = ("bi", "bw", "workspace", "saved", "activations", "parameters", "backward", "forward")
 """The columns to leave out first if the terminal is too narrow."""
 
 

@@ -13,6 +13,20 @@ if TYPE_CHECKING:
 
     from pipedream.graph.profile import Profile, ProfiledNode
 
+
+def _part(name: str) -> Mapping[str, Callable[[ProfiledNode], Any]]:
+    """The columns of a part of the backward pass, None where it was not measured."""
+
+    def seconds(quartile: str) -> Callable[[ProfiledNode], Any]:
+        return lambda node: getattr(getattr(node, f"{name}_seconds"), quartile, None)
+
+    return {
+        f"{name}_seconds": seconds("median"),
+        f"{name}_lower_seconds": seconds("lower"),
+        f"{name}_upper_seconds": seconds("upper"),
+    }
+
+
 COLUMNS: Mapping[str, Callable[[ProfiledNode], Any]] = {
     "id": lambda node: node.id,
     "module": lambda node: node.module,
@@ -25,8 +39,11 @@ COLUMNS: Mapping[str, Callable[[ProfiledNode], Any]] = {
     "backward_seconds": lambda node: node.backward_seconds.median,
     "backward_lower_seconds": lambda node: node.backward_seconds.lower,
     "backward_upper_seconds": lambda node: node.backward_seconds.upper,
+    **_part("backward_input"),
+    **_part("backward_weight"),
     "output_bytes": lambda node: sum(tensor.bytes for tensor in node.outputs),
     "saved_bytes": lambda node: node.saved_bytes,
+    "kept_bytes": lambda node: node.kept_bytes,
     "workspace_bytes": lambda node: node.workspace_bytes,
     "parameter_bytes": lambda node: node.parameter_bytes,
 }
@@ -52,6 +69,8 @@ QUANTITIES: Mapping[str, Quantity] = {
     "time": Quantity("seconds", "time", show_seconds, passes=("forward", "backward")),
     "forward": Quantity("forward_seconds", "forward", show_seconds, passes=("forward",)),
     "backward": Quantity("backward_seconds", "backward", show_seconds, passes=("backward",)),
+    "bi": Quantity("backward_input_seconds", "BI", show_seconds, passes=("backward_input",)),
+    "bw": Quantity("backward_weight_seconds", "BW", show_seconds, passes=("backward_weight",)),
     "activations": Quantity("output_bytes", "activa-\ntions", show_bytes),
     "saved": Quantity("saved_bytes", "saved", show_bytes),
     "parameters": Quantity("parameter_bytes", "para-\nmeters", show_bytes, grows=False),
@@ -72,7 +91,7 @@ def layers_frame(profile: Profile) -> pd.DataFrame:
     frame = pd.DataFrame(
         {name: [value(node) for node in profile.nodes] for name, value in COLUMNS.items()}
     )
-    for name in frame.columns[frame.columns.str.endswith("_bytes")]:
+    for name in frame.columns[frame.columns.str.endswith(("_bytes", "_seconds"))]:
         frame[name] = pd.to_numeric(frame[name])  # turns None into NaN
     frame["share"] = frame["seconds"] / (frame["seconds"].sum() or 1.0)
     return frame

@@ -11,7 +11,10 @@ from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.profiler.report.layers import QUANTITIES, layer_names, layers_frame
 from pipedream.profiler.report.table import how_many, make_table
 
-_SPARE = ("workspace", "time", "saved", "parameters", "activations", "backward", "forward")
+_SPARE = (
+    *("bi", "bw", "workspace", "time", "saved", "parameters", "activations"),
+    *("backward", "forward"),
+)
 """The columns to leave out first if the terminal is too narrow."""
 
 

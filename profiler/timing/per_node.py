@@ -72,7 +72,7 @@ class _NodeTimer:
         self.inputs = [value.to(device) for value in inputs]
         self.modules = node_modules(captured, device)
         self.gradients = RandomGradients(device)
-        self.nothing = _nothing()
+        self.nothing = empty_module()
         self.scalar = torch.ones(1, device=device)
 
     def run(self) -> dict[str, tuple[float, float]]:
@@ -126,7 +126,7 @@ def seconds_of(marks: Marks, watch: Stopwatch) -> tuple[float, float]:
     return watch.seconds(*forward), watch.seconds(*backward)
 
 
-def _nothing() -> NodeModule:
+def empty_module() -> NodeModule:
     """An empty module, whose time is contained in the time of every node."""
     graph = fx.Graph()
     graph.output((graph.placeholder("x"),))

@@ -13,6 +13,7 @@ from pipedream.capture.fake_tensors import random_tensor, real_node_module
 from pipedream.capture.node_modules import NodeModule
 from pipedream.graph.profile import Footprint
 from pipedream.profiler.memory import SavedMemory, metered
+from pipedream.profiler.timing.backward_split import BackwardSplit, BackwardSplitter
 from pipedream.profiler.timing.passes import RandomGradients
 from pipedream.profiler.timing.per_node import seconds_of, step
 from pipedream.profiler.timing.stopping_rule import Repeats, StoppingRule, no_garbage_collection
@@ -85,6 +86,17 @@ def footprints_fake(
         for _, node, values in _real(captured, inputs, device):
             memory.run_node(node, values)
     return memory.footprints()
+
+
+def backward_splits_fake(
+    captured: Captured, inputs: Sequence[Tensor], stopping_rule: StoppingRule, device: torch.device
+) -> dict[str, BackwardSplit]:
+    """Like `backward_splits`."""
+    splitter = BackwardSplitter(captured, {}, stopping_rule, device)
+    with no_garbage_collection():
+        for _, node, values in _real(captured, inputs, device):
+            splitter.run_node(node, values)
+    return splitter.splits()
 
 
 def _real(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import networkx as nx
+import numpy as np
 import pytest
 
-from pipedream.graph.model import Graph, Node
+from pipedream.graph.model import Graph, Node, format_graph
 
 
 def graph_of(names: str, *edges: str) -> Graph:
@@ -37,3 +38,19 @@ def test_stages_are_those_named_and_no_others() -> None:
     assert [node.stage for node in graph.nodes.values()] == [0, 1, None]
     assert [n.stage for n in graph.with_stages({"c": 2}).nodes.values()] == [None, None, 2]
     assert graph.edges == (("a", "b"), ("b", "c"))
+
+
+def test_the_gradients_of_inputs_take_what_was_measured_or_else_an_assumed_part() -> None:
+    plain, linear = Node("a", "Add", 1.0, 2.0), Node("b", "Linear", 1.0, 2.0, parameter_bytes=8.0)
+    measured = replace(linear, backward_input_share=0.3, kept_bytes=5.0)
+    nodes = plain, replace(linear, id="c"), replace(measured, id="d")
+    assert [node.backward_input_seconds for node in nodes] == pytest.approx([2.0, 1.0, 0.6])
+    arrays = Graph({node.id: node for node in nodes}, ()).arrays
+    assert arrays.backward_input.tolist() == [n.backward_input_seconds for n in nodes]
+    assert np.array_equal(arrays.kept, [np.nan, np.nan, 5.0], equal_nan=True)
+
+
+def test_the_text_has_no_place_for_halves() -> None:
+    graph = graph_of("a")
+    divided = graph.with_nodes([replace(graph.nodes["a"], backward_input_share=0.3, kept_bytes=5)])
+    assert format_graph(divided) == format_graph(graph)

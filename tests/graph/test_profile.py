@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from profiled import profile_of, seconds
 from torch import Tensor, nn
 
 from pipedream.capture.sources.load import Loaded
 from pipedream.graph.errors import UserError
-from pipedream.graph.model import Graph
+from pipedream.graph.model import Graph, Node
 from pipedream.graph.profile import Profile, read_profile, write_profile
 from pipedream.profiler.measure import Settings, measure
 from pipedream.profiler.timing.stopping_rule import StoppingRule
@@ -112,3 +114,34 @@ def test_a_lower_precision_is_profiled_as_it_will_be_trained() -> None:
     linear = [node for node in profile.nodes if node.op == "Linear"]
     assert [node.outputs[0].dtype for node in linear] == ["bfloat16", "bfloat16"]
     assert linear[0].outputs[0].bytes == 8 * 4 * 2
+
+
+def test_how_backward_passes_divide_is_added_to_the_graph() -> None:
+    """The loss, in the last node of graph.txt, is no gradient of weights."""
+    nodes = {name: Node(name, "Linear()", 1e-3, 4e-3, parameter_bytes=8.0) for name in "abc"}
+    graph = Graph(nodes, (("a", "b"), ("b", "c")))
+    halves = {"backward_input_seconds": seconds(1e-3), "backward_weight_seconds": seconds(3e-3)}
+    unknown = dict.fromkeys((*halves, "kept_bytes"))
+    rounded = {"backward_weight_seconds": seconds(4.0004e-3)}
+    profile = profile_of(graph, {"a": halves | {"kept_bytes": 7}, "b": unknown, "c": rounded})
+    divided = profile.divide_backward(graph)
+    a, b, c = divided.nodes.values()
+    assert (a.backward_input_share, a.kept_bytes) == (pytest.approx(0.25), 7)
+    assert b == graph.nodes["b"]
+    assert c.backward_input_share == 0
+    with_loss = graph.with_nodes([replace(nodes["a"], backward_seconds=6e-3)])
+    of_inputs = profile.divide_backward(with_loss).nodes["a"].backward_input_seconds
+    assert of_inputs == pytest.approx(3e-3)
+
+
+def test_an_older_profile_says_nothing_of_halves(
+    measured: tuple[Graph, Profile], tmp_path: Path
+) -> None:
+    graph, profile = measured
+    older = json.loads(profile.model_dump_json())
+    for node in older["nodes"]:
+        for name in ("backward_input_seconds", "backward_weight_seconds", "kept_bytes"):
+            assert node.pop(name) is not None
+    (tmp_path / "profile.json").write_text(json.dumps(older))
+    assert read_profile(tmp_path / "profile.json").divide_backward(graph) == graph
+    assert profile.divide_backward(graph) != graph

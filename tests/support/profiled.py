@@ -32,7 +32,9 @@ def layer(
     spread: float = 0.1,
     **more: Any,
 ) -> ProfiledNode:
-    """A node of module `name`; its times in milliseconds."""
+    """A node of module `name`; its times in milliseconds. Both halves of its backward pass take
+    the same time.
+    """
     tensor = ProfiledTensor(name="x", shape=(1,), dtype="float32", bytes=output, requires_grad=True)
     fields: dict[str, Any] = {"saved_bytes": 50, "workspace_bytes": 70, "parameter_bytes": 40}
     fields |= {
@@ -45,6 +47,9 @@ def layer(
         "outputs": (tensor,),
         "forward_seconds": seconds(forward * 1e-3, spread),
         "backward_seconds": seconds(backward * 1e-3, spread),
+        "backward_input_seconds": seconds(backward * 1e-3 / 2, spread),
+        "backward_weight_seconds": seconds(backward * 1e-3 / 2, spread),
+        "kept_bytes": 30,
     }
     return ProfiledNode(**(fields | more))
 

@@ -7,6 +7,7 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import Mock
 
+import click
 import pytest
 from profiled import profile, profile_of
 
@@ -14,7 +15,9 @@ from pipedream.graph.model import format_graph, read_graph
 from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import write_profile
 from pipedream.optimizer.cli.command import main
+from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.cli.output import say_next
+from pipedream.optimizer.cli.task import make_task
 
 TRANSLATION = Path(__file__).parents[1] / "translation.txt"
 LEVELS = ("--machines", "2,2", "--bandwidth", "1GB,500MB")
@@ -51,6 +54,18 @@ def test_writes_plan_graph_and_picture_and_prints_a_table(tmp_path):
         assert word in done.stdout
     assert done.stdout.endswith(f"Next: pd-train {tmp_path}/out/plan.json --config CONFIG.yaml\n")
     assert max(map(len, done.stdout.partition("Written:")[0].splitlines())) <= 121
+
+
+def test_how_backward_passes_divide_comes_from_the_profile(tmp_path):
+    graph = read_graph(TRANSLATION)
+    (tmp_path / "graph.txt").write_text(format_graph(graph))
+    write_profile(profile_of(graph), tmp_path / "profile.json")
+    context = click.Context(main)
+    main.parse_args(context, [str(tmp_path / "graph.txt"), *LEVELS])
+    found = make_task(Options(**context.params)).request.graph
+    assert {node.kept_bytes for node in found.nodes.values()} == {30}
+    for name, node in found.nodes.items():
+        assert node.backward_input_seconds == pytest.approx(graph.nodes[name].backward_seconds / 2)
 
 
 def test_one_stage_is_called_data_parallelism(tmp_path):

@@ -13,6 +13,8 @@ from schedules import policy, schedule
 from pipedream.graph.choices import MICROBATCHES, SCHEDULES
 from pipedream.graph.cluster import Cluster, DeviceType
 from pipedream.graph.model import Graph, Node
+from pipedream.graph.plan import StageMemory
+from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.cost.memory import HeldBytes
 from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
@@ -23,6 +25,7 @@ from pipedream.optimizer.simulate.workload import StageWork, Workload
 from pipedream.schedule.action import Kind
 from pipedream.schedule.checker import check
 from pipedream.schedule.in_flight import warm_up
+from pipedream.schedule.policy import Peak
 from pipedream.schedule.steady_state import SteadySpan
 
 FREE = 1e30
@@ -270,3 +273,62 @@ def test_the_second_halves_of_backward_passes_fill_the_bubble():
         "F0:1 BI0:2 F1:3 BI1:4 BW0:5 F2:6 BI2:7 BW1:8 F3:9 BI3:10 BW2:11 BW3:12"
     )
     assert found.seconds_per_minibatch * 4 == pytest.approx(4 * 3 + 1)
+
+
+def test_halves_that_are_not_equal():
+    """The second stage: 1.5 s for the gradients of the inputs, 0.5 s for those of the weights."""
+    works = chain((1, 2), StageWork(1, 2, input_share=0.75))
+    found = run_orders(zero_bubble(2, 8, 4), works)
+    first, second = (
+        [f"{a.kind}{a.minibatch}:{begin:g}" for a, begin, _ in events if a.kind in PASSES]
+        for _, events in sorted(found.events.items())
+    )
+    assert " ".join(first[:8]) == "F0:0 F1:1 B0:3.5 F2:5.5 B1:6.5 F3:8.5 B2:9.5 B3:12"
+    assert " ".join(second[:12]) == (
+        "F0:1 BI0:2 F1:3.5 BI1:4.5 BW0:6 F2:6.5 BI2:7.5 BW1:9 F3:9.5 BI3:10.5 BW2:12 BW3:12.5"
+    )
+    assert found.seconds_per_minibatch * 4 == pytest.approx(4 * 3 + 1 + 1.5 - 0.5)
+
+
+def test_the_halves_of_a_stage_are_those_of_its_nodes():
+    """Calls and recomputation are in the first half; the stage that sends no gradients has no more
+    in it than that.
+    """
+    nodes = [
+        Node("z", "Linear", 1.0, 4.0, (8.0,), 8.0, backward_input_share=0.25, kept_bytes=6),
+        Node("a", "Linear", 1.0, 4.0, parameter_bytes=8.0, backward_input_share=0.25, kept_bytes=6),
+        Node("b", "Add", 2.0, 3.0, (8.0,), kept_bytes=0),
+        Node("c", "Linear", 1.0, 6.0, parameter_bytes=8.0),
+    ]
+    graph = Graph({node.id: node for node in nodes}, (("z", "a"), ("a", "b"), ("b", "c")))
+    plan = make_plan(graph, ["z", "ab", "c"], (1, 1, 1), recompute=[1])
+    overheads = TrainingOverheads({}, 0.5, 0.25)
+    work = Workload.of(plan, policy("flush", (1, 1, 1)), graph, 1e9, overheads)
+    none, first, second = work.stages
+    assert (none.backward_input_seconds, none.backward_weight_seconds) == (0, 4.25)
+    assert first.backward_input_seconds == pytest.approx(0.25 + (0.5 + 3) + 0.25 * 4 + 3)
+    assert first.backward_weight_seconds == pytest.approx(0.75 * 4)
+    assert first.backward_seconds == pytest.approx(0.25 + (0.5 + 3) + 7)
+    assert (second.backward_input_seconds, second.backward_weight_seconds) == (3.25, 3)
+    fast = first.at(2.0)
+    assert fast.backward_input_seconds == first.backward_input_seconds / 2
+    assert fast.backward_weight_seconds == first.backward_weight_seconds / 2
+
+
+def test_what_is_held_between_the_halves():
+    """Ten bytes per minibatch in flight, four once the first half is done; without measurement ten
+    to the end.
+    """
+    none = dict.fromkeys(StageMemory.model_fields, 0.0)
+    memory = StageMemory(**none | {"activations": 14.0, "inputs": 6.0})
+    peak = Peak(2, 1)
+    assert HeldBytes.of(memory, peak, False).halfway is None
+    held = HeldBytes.of(memory, peak, False, kept=1.0)
+    assert (held.minibatch, held.halfway) == (10, 4)
+    for kept, most in ((held, 14), (HeldBytes.of(memory, peak, False), 20)):
+        work = StageWork(1, 2, memory=kept)
+        found = run_orders(zero_bubble(2, 8, 4), chain((1, 2), work))
+        # From 3 s on there is F1 beside what is left of 0; from 5 s BW0 beside what is left of 1.
+        assert dict(found.memory[1])[3] == most
+        assert dict(found.memory[1])[5] == {14: 8, 20: 20}[most]
+        assert found.memory[1][-1][1] == 0

@@ -29,23 +29,26 @@ def test_csv_has_what_profile_json_has(tmp_path: Path) -> None:
     assert [row["id"] for row in rows] == [node["id"] for node in nodes]
     for row, node in zip(rows, nodes, strict=True):
         assert (row["module"], row["op"]) == (node["module"], node["op"])
-        for which in ("forward", "backward"):
+        for which in ("forward", "backward", "backward_input", "backward_weight"):
             measured = node[f"{which}_seconds"]
             assert float(row[f"{which}_seconds"]) == measured["median"]
             assert float(row[f"{which}_lower_seconds"]) == measured["lower"]
             assert float(row[f"{which}_upper_seconds"]) == measured["upper"]
         assert row["output_bytes"] == str(node["outputs"][0]["bytes"])
-        for size in ("saved_bytes", "workspace_bytes", "parameter_bytes"):
+        for size in ("saved_bytes", "kept_bytes", "workspace_bytes", "parameter_bytes"):
             assert row[size] == str(node[size])
     assert [float(row["seconds"]) for row in rows] == pytest.approx([0, 8e-3, 1e-3])
     assert [float(row["share"]) for row in rows] == pytest.approx([0, 8 / 9, 1 / 9])
 
 
 def test_what_an_older_profile_does_not_know_is_empty(tmp_path: Path) -> None:
-    old = profile(layer("a", saved_bytes=None), layer("b", saved_bytes=None))
+    unknown = dict.fromkeys(("saved_bytes", "backward_input_seconds"))
+    old = profile(layer("a", **unknown), layer("b", **unknown))
     layers_frame(old).to_csv(tmp_path / "layers.csv", index=False)
     with (tmp_path / "layers.csv").open(newline="") as file:
-        assert [row["saved_bytes"] for row in csv.DictReader(file)] == ["", ""]
+        rows = list(csv.DictReader(file))
+    for column in ("saved_bytes", "backward_input_seconds", "backward_input_lower_seconds"):
+        assert [row[column] for row in rows] == ["", ""]
 
 
 def test_a_layer_is_called_by_its_module_and_operator() -> None:

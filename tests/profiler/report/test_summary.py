@@ -46,7 +46,8 @@ def test_rows_have_times_sizes_and_their_share_of_what_is_sorted_by(
     print_report(NET, "time")
     (large,) = [line for line in capsys.readouterr().out.splitlines() if "large" in line]
     assert large.split("Linear")[1].split() == [
-        "9.8", "ms", "5", "ms", "4.8", "ms", "10", "B", "50", "B", "40", "B", "70", "B", "94.6%",
+        "9.8", "ms", "5", "ms", "4.8", "ms", "2.4", "ms", "2.4", "ms",
+        "10", "B", "50", "B", "40", "B", "70", "B", "94.6%",
     ]  # fmt: skip
     print_report(NET, "parameters")
     (small,) = [line for line in capsys.readouterr().out.splitlines() if "small" in line]
