@@ -82,7 +82,7 @@ class Program:
         """The outputs of the module, and what is saved for the backward pass. `drawn`: by `draw`,
         for this pass alone.
         """
-        known = {node: weights[name] for name, node in self.joint.weights.items()}
+        known = {node: weights[name].detach() for name, node in self.joint.weights.items()}
         known.update((n, _laid_out(n, t)) for n, t in zip(self.joint.inputs, inputs, strict=True))
         known.update(zip(self.joint.draws.nodes, drawn, strict=True))
         outputs = self._run(self.parts.forward, known, self._saved)[: len(self.joint.outputs)]
@@ -122,9 +122,13 @@ class Program:
             del results
 
     def _run(self, part: Part, values: Values, later: Container[fx.Node]) -> tuple[Tensor, ...]:
-        """The results, which are then among the `values`, where those needed `later` stay."""
+        """The results, which are then among the `values`, where those needed `later` stay.
+
+        Gradients are enabled, though nothing requires any: without, oneDNN's LSTM leaves out what
+        its backward pass needs.
+        """
         box = [values[node] if node in later else values.pop(node) for node in reversed(part.needs)]
-        with torch.no_grad():
+        with torch.enable_grad():
             results: tuple[Tensor, ...] = self.runs[part.module](box)
         pairs = zip(part.results, results, strict=True)
         values.update((node, result) for node, result in pairs if node in later)
@@ -174,7 +178,7 @@ def _laid_out(node: fx.Node, given: Tensor | None) -> Tensor:
     """
     traced: Tensor = node.meta["val"]
     if given is not None and given.stride() == traced.stride():
-        return given
+        return given.detach()
     values = torch.empty_strided(
         traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device
     )

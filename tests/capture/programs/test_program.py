@@ -258,3 +258,23 @@ def test_which_gradients_share_their_memory() -> None:
     whole, state = stage(Sums(), given)
     program = Program(whole.module, state, [given], [True])
     assert state.keys() - program.own == {"one", "other"}
+
+
+def test_a_recurrent_layer_in_single_precision() -> None:
+    """oneDNN's operator leaves out what its backward pass needs where gradients are disabled: a run
+    of such a stage in halves ended with "Expected a proper Tensor but got None".
+    """
+    torch.manual_seed(0)
+    module, x = Last(nn.LSTM(6, 4, batch_first=True)), torch.randn(3, 5, 6, requires_grad=True)
+    segment = capture(module, (x,)).module
+    state = {**dict(segment.named_parameters()), **dict(segment.named_buffers())}
+    program = Program(segment, state, [x], [True])
+    outputs, saved = program.forward(state, [x], program.draw())
+    assert not outputs[0].requires_grad
+    tangent = torch.randn_like(outputs[0])
+    (of_input,), kept = program.backward(saved, [tangent])
+    found = dict(program.weight_gradients(kept))
+    module(x).backward(tangent)
+    torch.testing.assert_close(of_input, x.grad)
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
