@@ -51,7 +51,9 @@ class LocalModel:
                 self._check_order(minibatches)
         forms = self._forms(captures)
         self.stages = tuple(
-            LocalStage(job, worker, captures, self.interfaces[worker[0]], self.rng, forms)
+            LocalStage(
+                job, worker, captures, self.interfaces[worker[0]], self.rng, forms, self.tied
+            )
             for worker in self.workers
         )
         if self.rank_info.rank == 0:
@@ -90,10 +92,10 @@ class LocalModel:
                     "--schedule flush, gpipe or 2bw, or untie the weights"
                 )
             ranks = [group for stage in stages for group in self.job.plan.rank_assignment[stage]]
-            if len(set(ranks)) < len(ranks):
+            if len(set(ranks)) < len(ranks) and not self.job.policy.drains:
                 raise UserError(
-                    f"{holders}, which share a rank: give these stages different ranks, or untie "
-                    "the weights"
+                    f"{holders}, which share a rank: give these stages different ranks, or train "
+                    "with --schedule flush or gpipe"
                 )
 
     def _check_order(self, minibatches: int) -> None:
