@@ -1,6 +1,6 @@
 """pd-train on plans with an order of their own: several stages on a rank, backward in two halves.
 
-The orders are written by hand in tests/support/pipelines.py; what is learnt is compared with the
+Orders that are not shipped are in tests/support/pipelines.py; what is learnt is compared with the
 plain model, in float64.
 """
 
@@ -8,117 +8,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import small_models
 import torch
-import yaml
 from commands import typed
-from plans import cut, make_plan
-from torch import Tensor, nn
+from order_runs import ADAM, MOMENTUM, assert_as_plain, plan_of, prepare, train
 
-from pipedream.capture.export import capture
 from pipedream.graph.measured_run import read_measured
-from pipedream.graph.plan import Plan, write_plan
-from pipedream.graph.run_config import RunConfig, read_config
-from pipedream.runtime.checkpoint.files import latest, load_all
-from pipedream.runtime.checkpoint.plain_model import load_plain
-from pipedream.runtime.data.reader import Epoch
+from pipedream.graph.plan import write_plan
+from pipedream.runtime.checkpoint.files import load_all
 from pipedream.runtime.report.recording import read_trace
 from pipedream.schedule.action import Kind
-
-CPU = torch.device("cpu")
-MOMENTUM = {"name": "SGD", "args": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}}
-ADAM = {"name": "AdamW", "args": {"lr": 0.02}}
-CONFIG = {
-    "format": "pipedream-run/1",
-    "data": {"source": "small_models:classes", "args": {"examples": 66}},
-    "batch_size": 4,
-    "drop_last": True,
-    "microbatches": 4,
-    "epochs": 3,
-    "seed": 3,
-    "dtype": "float64",
-    "evaluate_every": 1,
-}
-"""49 examples are twelve minibatches, three rounds; 17 are held out, the last by itself."""
-
-
-def prepare(
-    folder: Path, model: str, order: str, ranks: Sequence[Sequence[int]], **changes: object
-) -> RunConfig:
-    """run.yaml and plan.json; each stage is on these ranks."""
-    text = CONFIG | {"model": {"source": f"small_models:{model}"}} | changes
-    (folder / "run.yaml").write_text(yaml.safe_dump(text))
-    config = read_config(folder / "run.yaml")
-    write_plan(plan_of(model, order, ranks, config.microbatches), folder / "plan.json")
-    return config
-
-
-def plan_of(model: str, order: str | None, ranks: Sequence[Sequence[int]], in_flight: int) -> Plan:
-    graph = capture(getattr(small_models, model)(), (torch.randn(4, 6),)).graph
-    made = make_plan(graph, cut(graph, len(ranks)), [len(own) for own in ranks], "flush")
-    data = made.model_dump(exclude_none=True) | ({"order": order} if order else {})
-    for stage, own in zip(data["stages"], ranks, strict=True):
-        stage |= {"ranks": tuple(own), "in_flight": max(in_flight, len(ranks))}
-    return Plan.model_validate(data)
-
-
-def train(folder: Path, *options: str, plan: str = "plan.json", run: str = "run") -> None:
-    command = ["pd-train", plan, "--config", "run.yaml", "-o", run, *options]
-    done = typed(folder, command)
-    assert done.code == 0, done.error
-
-
-def plain(config: RunConfig) -> tuple[list[float], nn.Module, list[float]]:
-    """The losses of the plain model, the model, and its held-out losses after each epoch."""
-    torch.manual_seed(config.seed)
-    model = getattr(small_models, config.model.source.partition(":")[2])().double()
-    optimizer = getattr(torch.optim, config.optimizer.name)(
-        model.parameters(), **config.optimizer.args
-    )
-    data, held_out = small_models.classes(**config.data.args)
-    losses: list[float] = []
-    tried: list[float] = []
-    for number in range(1, config.epochs + 1):
-        epoch = Epoch(data, config, number, CPU)
-        for first in range(0, len(epoch), config.microbatches):
-            numbers = range(first, min(first + config.microbatches, len(epoch)))
-            batches = [epoch.batch(index) for index in numbers]
-            each = [loss_of(model, batch.inputs[0], batch.target) for batch in batches]
-            (sum(each) / len(each)).backward()  # type: ignore[union-attr]
-            if config.clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses += [loss.item() for loss in each]
-        x, y = held_out.tensors
-        with torch.no_grad():
-            tried.append(loss_of(model, x.double(), y).item())
-    return losses, model, tried
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def assert_as_plain(folder: Path, config: RunConfig) -> None:
-    """Losses, weights, held-out losses; and the checkpoint is one that the plain model loads."""
-    expected, model, held_out = plain(config)
-    lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
-    assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-12)
-    path = latest(folder / "run/checkpoints")
-    assert path is not None
-    assert load_all(path).keys() == dict(model.named_parameters()).keys()
-    fresh = type(model)().double()
-    load_plain(fresh, path)
-    for one, other in zip(fresh.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    tried = map(json.loads, (folder / "run/held_out.jsonl").read_text().splitlines())
-    assert [line["held_out_loss"] for line in tried] == pytest.approx(held_out, rel=1e-12)
-
 
 TWICE_TWO = [[0], [1], [0], [1]]
 
