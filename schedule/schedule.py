@@ -216,9 +216,9 @@ def write_actions(schedule: Schedule, workers: Collection[Worker], passes: Passe
     writers = {worker: _ActionWriter(schedule, worker, actions) for worker in workers}
     for worker, step in passes:
         writers[worker].write(step)
-    summing = [worker for worker in workers if schedule.spec.reduces(worker[0])]
-    if len(summing) > 1 and schedule.policy.drains:
-        actions = sums_together(actions, summing)
+    reduces = any(schedule.spec.reduces(stage) for stage, _ in workers)
+    if reduces and len(workers) > 1 and schedule.policy.drains:
+        actions = sums_together(actions, workers)
     return updates_together(actions, workers) if schedule.spec.joint_norm else actions
 
 

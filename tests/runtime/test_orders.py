@@ -7,19 +7,32 @@ plain model, in float64.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from commands import typed
-from order_runs import ADAM, MOMENTUM, assert_as_plain, plan_of, prepare, train
+from order_runs import (
+    ADAM,
+    MOMENTUM,
+    assert_as_plain,
+    on_ranks,
+    plan_of,
+    prepare,
+    train,
+    unequal_times,
+)
+from training import run_jobs
 
 from pipedream.graph.measured_run import read_measured
 from pipedream.graph.plan import write_plan
 from pipedream.runtime.checkpoint.files import load_all
+from pipedream.runtime.job import Job
 from pipedream.runtime.report.recording import read_trace
 from pipedream.schedule.action import Kind
+from pipedream.schedule.rank_maps import loop, vee
 
 TWICE_TWO = [[0], [1], [0], [1]]
 
@@ -125,6 +138,62 @@ def test_a_run_goes_on_under_a_plan_of_another_order(tmp_path: Path) -> None:
     train(tmp_path, "--epochs", "2", "--resume", "--save-every", "4", plan="other.json")
     train(tmp_path, "--resume")
     assert_as_plain(tmp_path, config)
+
+
+def test_a_run_goes_on_from_order_to_order(tmp_path: Path) -> None:
+    """Four stages in a V, then two larger ones with halves, then three of 1F1B, then four in turn.
+    A weight is held by two of them.
+    """
+    config = prepare(tmp_path, "Tied", "zb-v", [[0], [1]], optimizer=ADAM, epochs=4)
+    orders = (("zb-v", vee(2, 2)), ("zb-h1", loop(2, 1)), (None, loop(3, 1)))
+    jobs = [
+        Job(
+            plan_of("Tied", order, on_ranks(rank_map), config.microbatches),
+            config,
+            tmp_path,
+            tmp_path / "run",
+            schedule="flush",
+            epochs=epochs,
+            resume=epochs > 1,
+        )
+        for epochs, (order, rank_map) in enumerate([*orders, ("interleaved", loop(2, 2))], 1)
+    ]
+    run_jobs(jobs)
+    assert_as_plain(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("order", "ranks", "killed"), [("zb-v", vee(2, 2), 0), ("auto", loop(2, 1), 1)]
+)
+def test_a_killed_rank_is_named_and_the_run_goes_on(
+    tmp_path: Path, order: str, ranks: tuple[int, ...], killed: int
+) -> None:
+    """The run ends with one line, or goes on from its checkpoint to the very same end. Rank 0 of a
+    V has the first and the last stage, and all data.
+    """
+    times = unequal_times(2, 9.0) if order == "auto" else None
+    data = {"args": {}, "source": "small_models:classes"}
+    changes = {"optimizer": MOMENTUM, "epochs": 3, "clip_norm": 0.05}
+    prepare(tmp_path, "Chain", order, on_ranks(ranks), data=data, **changes)
+    write_plan(plan_of("Chain", order, on_ranks(ranks), 4, times=times), tmp_path / "plan.json")
+    train(tmp_path, run="whole")
+    data = {"args": {"rank": killed}, "source": "small_models:deadly"}
+    prepare(tmp_path, "Chain", order, on_ranks(ranks), data=data, **changes)
+    write_plan(plan_of("Chain", order, on_ranks(ranks), 4, times=times), tmp_path / "plan.json")
+    words = ["pd-train", "plan.json", "--config", "run.yaml", "--save-every", "4", "-o"]
+    done = typed(tmp_path, [*words, "lost"])
+    line = rf"pd-train: rank {killed} was killed by SIGKILL in epoch [12] at \S+, minibatch \d+; "
+    (said,) = (each for each in done.error.splitlines() if each.startswith("pd-train: "))
+    assert re.fullmatch(line + "all workers stopped", said)
+    assert done.code == 1
+    done = typed(tmp_path, [*words, "again", "--max-restarts", "1"])
+    (said,) = (each for each in done.error.splitlines() if each.startswith("pd-train: "))
+    assert re.fullmatch(line + "restart 1 of 1", said)
+    assert done.code == 0, done.error
+    one, other = (load_all(tmp_path / run / "checkpoints/latest") for run in ("whole", "again"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,11 @@ import small_models
 import torch
 import yaml
 from commands import typed
-from plans import cut, make_plan
+from plans import make_plan
 from torch import Tensor, nn
 
 from pipedream.capture.export import capture
+from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.run_config import RunConfig, read_config
 from pipedream.runtime.checkpoint.files import latest, load_all
@@ -58,12 +59,23 @@ def plan_of(
     times: Mapping[str, object] | None = None,
 ) -> Plan:
     graph = capture(getattr(small_models, model)(), (torch.randn(4, 6),)).graph
-    made = make_plan(graph, cut(graph, len(ranks)), [len(own) for own in ranks], "flush", recompute)
+    made = make_plan(
+        graph, pieces(graph, len(ranks)), [len(own) for own in ranks], "flush", recompute
+    )
     data = made.model_dump(exclude_none=True) | ({"order": order} if order else {})
     data |= {"order_times": times} if times else {}
     for stage, own in zip(data["stages"], ranks, strict=True):
         stage |= {"ranks": tuple(own), "in_flight": max(in_flight, len(ranks))}
     return Plan.model_validate(data)
+
+
+def pieces(graph: Graph, stages: int) -> list[list[str]]:
+    """As `cut`, but the inputs, which take no time, belong to the first stage beside its share."""
+    inputs = [name for name in graph.order if graph.nodes[name].description.startswith("Input")]
+    order = [name for name in graph.order if name not in inputs]
+    ends = [len(order) * (stage + 1) // stages for stage in range(stages)]
+    first, *others = (order[b:e] for b, e in zip([0, *ends], ends, strict=False))
+    return [[*inputs, *first], *others]
 
 
 def train(folder: Path, *options: str, plan: str = "plan.json", run: str = "run") -> None:
