@@ -20,7 +20,7 @@ from pipedream.graph.run_config import (
     OptimizerConfig,
     RunConfig,
 )
-from pipedream.runtime.engine.training_segment import Position
+from pipedream.runtime.engine.training_segment import Position, whole_updates
 from pipedream.runtime.optim.late_gradients import nesterov_form
 from pipedream.schedule.action import StageLink, Worker
 from pipedream.schedule.orders.auto import has_room
@@ -93,6 +93,12 @@ class Job:
             joint_norm=config.watches_norm and uniform_updates(self.schedule),
         )
         return in_order_of(self.plan, spec)
+
+    @property
+    def segment_minibatches(self) -> int | None:
+        """How many minibatches there are between checkpoints; None: those of an epoch."""
+        every = self.save_every
+        return None if every is None else whole_updates(every, self.policy)
 
     @property
     def order(self) -> str:
