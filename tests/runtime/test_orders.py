@@ -218,3 +218,45 @@ def test_an_order_that_does_not_fit_is_refused_in_one_line(
     assert done.code == 2
     assert says in done.error
     assert len(done.error.strip().splitlines()) == 1
+
+
+GOOD = unequal_times(4, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"forward": [1.0] * 3}, "order_times: forward has 3 numbers for 4 stages"),
+        ({"backward_weight": [1.0, -1.0, 1.0, 1.0]}, "order_times.backward_weight.1: -1.0 is too"),
+        ({"forward": [float("nan")] * 4}, "order_times.forward.0: nan is not a finite number"),
+        ({"held_bytes": [1e300] * 4}, "order_times.held_bytes.0: 1e+300 is too large"),
+        ({"kept_bytes": [1.5] * 4}, "order_times: stage 0 keeps 1.5 bytes of 1.0 held"),
+        (
+            {"links": [{"source": 1, "target": 4, "there": 1.0, "back": 1.0}]},
+            "order_times: no link leads from stage 1 to 4",
+        ),
+        ({"links": [*GOOD["links"], *GOOD["links"]]}, "order_times: a link is there twice"),
+        (
+            {"limit_bytes": 4.0},
+            "order auto of the plan: limit_bytes 4 has no room for one microbatch, of which a rank "
+            "holds 5: make a plan",
+        ),
+    ],
+)
+def test_wrong_times_of_an_order_are_refused_in_one_line(
+    tmp_path: Path, wrong: dict[str, object], says: str
+) -> None:
+    prepare(tmp_path, "Chain", "auto", on_ranks(vee(2, 2)), optimizer=MOMENTUM)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"order_times": GOOD | wrong}))
+    done = typed(tmp_path, ["pd-train", "plan.json", "--config", "run.yaml", "-o", "run"])
+    assert done.code == 2
+    assert says in done.error
+    assert len(done.error.strip().splitlines()) == 1
+
+
+def test_an_order_to_be_found_without_times_takes_all_passes_for_alike(tmp_path: Path) -> None:
+    changes = {"optimizer": ADAM, "evaluate_every": None, "epochs": 1}
+    config = prepare(tmp_path, "Chain", "auto", on_ranks(loop(2, 2)), **changes)
+    train(tmp_path, "--no-evaluate")
+    assert_as_plain(tmp_path, config)
