@@ -7,6 +7,7 @@ plain model, in float64.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -186,6 +187,8 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(
     (said,) = (each for each in done.error.splitlines() if each.startswith("pd-train: "))
     assert re.fullmatch(line + "all workers stopped", said)
     assert done.code == 1
+    at_work = (os.path.realpath(own) for own in Path("/proc").glob("[0-9]*/cwd"))
+    assert str(tmp_path.resolve()) not in at_work
     done = typed(tmp_path, [*words, "again", "--max-restarts", "1"])
     (said,) = (each for each in done.error.splitlines() if each.startswith("pd-train: "))
     assert re.fullmatch(line + "restart 1 of 1", said)
