@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedream.comm.tied_sums import TiedSums
 from pipedream.comm.transport import Sum, Transport, connect_group
 from pipedream.graph.plan import RankAssignment
 from pipedream.schedule.overlap import BUCKET_BYTES
@@ -155,10 +156,13 @@ def _flat(parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 
 @dataclass(frozen=True)
 class StageGroups:
-    """Who adds up gradients: the replicas of a stage, if several, and holders of tied weights."""
+    """Who adds up gradients: the replicas of a stage, if several; of the parameters that are `tied`
+    to those of other stages, which `sums` has, all that hold them.
+    """
 
     replicas: dist.ProcessGroup | None
-    tied: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    tied: frozenset[str] = frozenset()
+    sums: TiedSums | None = None
 
 
 def make_groups(
@@ -167,11 +171,16 @@ def make_groups(
     """The groups of each stage. Every rank has to make them, in the same order; raises PeerLost."""
     ranks = [[group.leader for group in groups] for groups in assignment]
     replicas = [connect_group(members) if len(members) > 1 else None for members in ranks]
-    holders = {
-        name: connect_group(rank for stage in stages for rank in ranks[stage])
-        for name, stages in tied.items()
-    }
+    here, holders, groups = dist.get_rank(), {}, {}
+    for name, stages in tied.items():
+        held_by = {rank for stage in stages for rank in ranks[stage]}
+        group = connect_group(held_by) if len(held_by) > 1 else None
+        if here in held_by:
+            holders[name] = [stage for stage in stages if here in ranks[stage]]
+            groups[name] = group
+    sums = TiedSums(holders, groups) if holders else None
+    names = [frozenset(name for name in tied if stage in tied[name]) for stage in range(len(ranks))]
     return tuple(
-        StageGroups(own, {name: holders[name] for name in tied if stage in tied[name]})
-        for stage, own in enumerate(replicas)
+        StageGroups(own, of_stage, sums if of_stage else None)
+        for own, of_stage in zip(replicas, names, strict=True)
     )

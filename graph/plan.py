@@ -194,30 +194,50 @@ class Predicted(ArtifactModel):
         return self.latency_seconds / self.microbatches
 
 
+BoundedAmount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
+"""Of which a sum is finite."""
+
+
 class LinkSeconds(ArtifactModel):
     """Until an activation of a microbatch, and its gradient, has come from one stage to another."""
 
     source: int = Field(ge=0)
     target: int = Field(ge=0)
-    there: Amount
-    back: Amount
+    there: BoundedAmount
+    back: BoundedAmount
 
 
 class OrderTimes(ArtifactModel):
     """What an order of passes is found for: seconds and bytes of a microbatch, by stage."""
 
-    forward: tuple[Amount, ...]
-    backward_input: tuple[Amount, ...]
+    forward: tuple[BoundedAmount, ...]
+    backward_input: tuple[BoundedAmount, ...]
     """Of the gradients of what the stage has received."""
-    backward_weight: tuple[Amount, ...]
+    backward_weight: tuple[BoundedAmount, ...]
     """Of the gradients of its parameters."""
     links: tuple[LinkSeconds, ...] = ()
-    held_bytes: tuple[Amount, ...]
+    held_bytes: tuple[BoundedAmount, ...]
     """Between forward and backward pass."""
-    kept_bytes: tuple[Amount, ...]
+    kept_bytes: tuple[BoundedAmount, ...]
     """Of those, between the two halves of the backward pass."""
     limit_bytes: Amount | None = None
     """The most that a rank may hold of them, of all its stages."""
+
+    def check(self, stages: int) -> None:
+        """Raises ValueError if they are not those of so many stages."""
+        for name in ("forward", "backward_input", "backward_weight", "held_bytes", "kept_bytes"):
+            count = len(getattr(self, name))
+            if count != stages:
+                raise ValueError(f"order_times: {name} has {count} numbers for {stages} stages")
+        for stage, (held, kept) in enumerate(zip(self.held_bytes, self.kept_bytes, strict=True)):
+            if kept > held:
+                raise ValueError(f"order_times: stage {stage} keeps {kept} bytes of {held} held")
+        pairs = [(link.source, link.target) for link in self.links]
+        for source, target in pairs:
+            if not source < target < stages:
+                raise ValueError(f"order_times: no link leads from stage {source} to {target}")
+        if len(set(pairs)) < len(pairs):
+            raise ValueError("order_times: a link is there twice")
 
 
 class PlanningOptions(ArtifactModel):
@@ -275,17 +295,9 @@ class Plan(ArtifactModel):
             raise ValueError("the last stage has recompute: its backward pass follows at once")
         self._check_nodes()
         self._check_ranks()
-        self._check_order_times()
+        if self.order_times is not None:
+            self.order_times.check(len(self.stages))
         return self
-
-    def _check_order_times(self) -> None:
-        times, stages = self.order_times, len(self.stages)
-        if times is None:
-            return
-        for name in ("forward", "backward_input", "backward_weight", "held_bytes", "kept_bytes"):
-            count = len(getattr(times, name))
-            if count != stages:
-                raise ValueError(f"order_times: {name} has {count} numbers for {stages} stages")
 
     def _check_ranks(self) -> None:
         stage_of: dict[int, int] = {}

@@ -142,9 +142,12 @@ def _draw_panel(axes: Axes, panel: Panel, begin: float, end: float) -> None:
     axes.set_xlim(0, (end - begin) * scale)
     for row, events in enumerate(ranks.values()):
         shown = [event for event in events if event.end > begin and event.begin < end]
-        _draw_row(axes, row, shown, begin, scale)
+        _draw_row(axes, row, shown, _stages(events), begin, scale)
     axes.set_xlabel(f"time in {unit}")
-    labels = [_row_label(rank, events) for rank, events in ranks.items()]
+    labels = [
+        _row_label(rank, events) + " (later ones lighter)" * (len(_stages(events)) > 1)
+        for rank, events in ranks.items()
+    ]
     axes.set_yticks(range(len(ranks)), labels)
     axes.set_ylim(len(ranks) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
@@ -153,28 +156,49 @@ def _draw_panel(axes: Axes, panel: Panel, begin: float, end: float) -> None:
     axes.set_title(title, loc="left", parse_math=False)  # it may be the name of a folder
 
 
-def _draw_row(axes: Axes, row: int, events: Sequence[Event], origin: float, scale: float) -> None:
-    """Draws passes as high as the row, and everything else lower, so that it does not hide them."""
+def _draw_row(
+    axes: Axes,
+    row: int,
+    events: Sequence[Event],
+    stages: Sequence[int],
+    origin: float,
+    scale: float,
+) -> None:
+    """Draws passes as high as the row, and everything else lower, so that it does not hide them.
+
+    Of several `stages` on the rank the passes of later ones are lighter.
+    """
     for kind, style in STYLES.items():
+        own = [event for event in events if event.action.kind == kind]
         spans = [
-            ((event.begin - origin) * scale, (event.end - event.begin) * scale)
-            for event in events
-            if event.action.kind == kind
+            ((event.begin - origin) * scale, (event.end - event.begin) * scale) for event in own
         ]
         height, edge = (0.8, "white") if kind in _PASSES else (0.4, "none")
-        axes.broken_barh(
-            spans, (row - height / 2, height), facecolors=style.colour, edgecolors=edge
-        )
+        shades = {stage: _lighter(style.colour, stages, stage) for stage in stages}
+        colours = [shades[event.action.stage] if kind in _PASSES else style.colour for event in own]
+        axes.broken_barh(spans, (row - height / 2, height), facecolors=colours, edgecolors=edge)
     points_per_unit = 0.9 * _WIDTH * 72 / axes.get_xlim()[1]
     for event in events:
         text = str(event.action.minibatch)
         width = (event.end - event.begin) * scale * points_per_unit
         if event.action.kind in _PASSES and width > _POINTS_PER_DIGIT * (len(text) + 0.5):
             middle = ((event.begin + event.end) / 2 - origin) * scale
-            colour = STYLES[event.action.kind].text
+            first = event.action.stage == stages[0]
+            colour = STYLES[event.action.kind].text if first else "black"
             axes.text(
                 middle, row, text, ha="center", va="center", color=colour, size=8, clip_on=True
             )
+
+
+def _stages(events: Sequence[Event]) -> list[int]:
+    return sorted({event.action.stage for event in events})
+
+
+def _lighter(colour: str, stages: Sequence[int], stage: int) -> tuple[float, ...]:
+    """The colour of a pass of one of the stages of a rank: as it is for the first of them."""
+    share = 0.6 * stages.index(stage) / max(1, len(stages) - 1)
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return tuple(part + (1 - part) * share for part in parts)
 
 
 def _row_label(rank: int, events: Sequence[Event]) -> str:
@@ -208,7 +232,7 @@ def _window(ranks: Timeline, minibatches: range) -> tuple[float, float]:
 
 def _legend(figure: Figure, handles: Sequence[Artist]) -> None:
     if handles:
-        columns = min(len(handles), 8)
+        columns = math.ceil(len(handles) / math.ceil(len(handles) / 9))
         figure.legend(handles=handles, ncols=columns, frameon=False, loc="outside lower center")
 
 

@@ -18,17 +18,20 @@ from pipedream.capture.sources.user_code import blaming
 from pipedream.comm.memory import free_memory
 from pipedream.comm.rank_info import LOCALHOST, RankInfo
 from pipedream.comm.rendezvous import choose_device
+from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.errors import UserError
+from pipedream.graph.plan import workers_by_rank
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.checkpoint.resume import begin
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.job import Job
 from pipedream.runtime.local_stage import LocalStage
+from pipedream.runtime.order_check import check_stages
 from pipedream.runtime.report.announcement import announcement
 from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.stages.captures import capture_all
-from pipedream.runtime.stages.partition import interfaces
+from pipedream.runtime.stages.partition import interfaces, links, tied
 
 
 def dry_run(job: Job) -> Iterator[str]:
@@ -37,13 +40,13 @@ def dry_run(job: Job) -> Iterator[str]:
     first = RankInfo(0, workers, 0, workers, LOCALHOST, 0)
     choose_device(job.device, first)
     device = torch.device("cpu")
-    counts = ", ".join(map(str, job.plan.replicas))
-    yield f"plan      stages of {counts} workers; {workers} in all"
+    yield f"plan      {_plan(job)}"
     examples = Examples(job, device)
     yield f"data      {_data(job, examples)}"
     yield f"loss      {job.config.loss}: {_loss(job, examples):.4f} for the first minibatch"
     captures = capture_all(job, examples, first)
     faces = interfaces(captures.whole, job.plan)
+    check_stages(job, links(faces), tied(captures.whole, faces), examples.minibatches)
     rng = MinibatchRng(job.config.seed, device)
     stages = [LocalStage(job, (face.stage, 0), captures, face, rng) for face in faces]
     sizes = (sum(p.nbytes for p in stage.parameters.values()) for stage in stages)
@@ -58,6 +61,16 @@ def dry_run(job: Job) -> Iterator[str]:
     if job.as_planned and wanted is not None:
         epoch = show_seconds(wanted * examples.minibatches)
         yield f"time      expected {show_seconds(wanted)} per minibatch, {epoch} per epoch"
+
+
+def _plan(job: Job) -> str:
+    plan, counts = job.plan, ", ".join(map(str, job.plan.replicas))
+    told = f"stages of {counts} workers; {plan.workers} in all"
+    if job.order == DEFAULT_ORDER:
+        return told
+    each = sorted({len(own) for own in workers_by_rank(plan.rank_assignment).values()})
+    several = f", each in {' or '.join(map(str, each))} stages" * (each != [1])
+    return f"{told}{several}; order {job.order}"
 
 
 def _data(job: Job, examples: Examples) -> str:
@@ -84,16 +97,19 @@ def _loss(job: Job, examples: Examples) -> float:
 
 
 def _memory(job: Job) -> str:
-    """What the plan says that workers need, beside what there is."""
-    planned = [stage.memory_bytes for stage in job.plan.stages]
+    """What the plan says that ranks need, beside what there is."""
+    ranks = workers_by_rank(job.plan.rank_assignment).values()
+    needs = [sum(job.plan.stages[stage].memory_bytes for stage, _ in own) for own in ranks]
     if not (job.as_planned and job.has_planned_batch):
         return "not known: the plan is for another schedule or batch size"
-    counts = job.plan.replicas
-    told = f"the plan needs {', '.join(map(show_bytes, planned))} of a worker, by stage"
+    planned = ", ".join(show_bytes(stage.memory_bytes) for stage in job.plan.stages)
+    told = f"the plan needs {planned} of a worker, by stage"
+    if any(len(own) > 1 for own in ranks):
+        told += f"; of a rank, for all its stages, at most {show_bytes(max(needs))}"
     if job.device == "cuda":
         there = free_memory(torch.device("cuda", 0))
-        return f"{told}; a GPU has {show_bytes(there)} free" + _too_much(max(planned), there)
-    needed = sum(count * each for count, each in zip(counts, planned, strict=True))
+        return f"{told}; a GPU has {show_bytes(there)} free" + _too_much(max(needs), there)
+    needed = sum(needs)
     there = free_memory(torch.device("cpu"))
     if math.isinf(there):
         return told

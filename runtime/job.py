@@ -20,9 +20,10 @@ from pipedream.graph.run_config import (
     OptimizerConfig,
     RunConfig,
 )
-from pipedream.runtime.engine.training_segment import Position
+from pipedream.runtime.engine.training_segment import Position, whole_updates
 from pipedream.runtime.optim.late_gradients import nesterov_form
 from pipedream.schedule.action import StageLink, Worker
+from pipedream.schedule.orders.auto import has_room
 from pipedream.schedule.orders.named import ROUND_ORDERS
 from pipedream.schedule.policy import Policy, policy, uniform_updates
 from pipedream.schedule.schedule import ORDERS
@@ -94,6 +95,12 @@ class Job:
         return in_order_of(self.plan, spec)
 
     @property
+    def segment_minibatches(self) -> int | None:
+        """How many minibatches there are between checkpoints; None: those of an epoch."""
+        every = self.save_every
+        return None if every is None else whole_updates(every, self.policy)
+
+    @property
     def order(self) -> str:
         """In which order a rank does its passes, by its name in `schedule.ORDERS`."""
         return self.plan.order or DEFAULT_ORDER
@@ -133,9 +140,18 @@ class Job:
         if self.order not in ORDERS:
             raise UserError(f"order {self.order!r} of the plan is not known: {', '.join(ORDERS)}")
         rules = ROUND_ORDERS.get(self.order)
-        misfit = None if rules is None else rules.misfit(self.spec(self.plan.links))
+        spec = self.spec(self.plan.links)
+        misfit = None if rules is None else rules.misfit(spec)
         if misfit is not None:
             raise UserError(f"order {self.order} of the plan {misfit}: make one with pd-optimize")
+        times = self.plan.order_times
+        if self.order == "auto" and times is not None and not has_room(spec):
+            most = max(sum(times.held_bytes[stage] for stage in own) for own in spec.places)
+            raise UserError(
+                f"order auto of the plan: limit_bytes {times.limit_bytes:.0f} has no room for one "
+                f"microbatch, of which a rank holds {most:.0f}: make a plan with smaller "
+                "microbatches, or for more memory, with pd-optimize"
+            )
 
     def check_asynchronous(self) -> None:
         """Raises UserError if there is nothing asynchronous to correct, or no delay is known."""

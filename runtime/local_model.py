@@ -8,23 +8,16 @@ from functools import cache
 from pipedream.capture.loss import load_loss
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import choose_device
-from pipedream.graph.choices import DEFAULT_ORDER
-from pipedream.graph.errors import UserError
-from pipedream.graph.plan import workers_by_rank
 from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.engine.training_segment import training_segments, whole_updates
 from pipedream.runtime.job import Job
 from pipedream.runtime.local_stage import LocalStage
+from pipedream.runtime.order_check import check_stages
 from pipedream.runtime.stages.by_kind import StageForms
 from pipedream.runtime.stages.captures import Captures, capture_all
 from pipedream.runtime.stages.partition import interfaces, links, tied
 from pipedream.schedule.action import Action
-from pipedream.schedule.checker import UnsoundError, check_ranks
 from pipedream.schedule.schedule import Schedule
-
-_MOST_CHECKED = 1_000
-"""Minibatches of an order that is proved sound before a run: they take less than a second."""
 
 
 class LocalModel:
@@ -43,15 +36,12 @@ class LocalModel:
         job = self.job
         self.interfaces = interfaces(captures.whole, job.plan)
         self.tied = tied(captures.whole, self.interfaces)
-        self._check_tied()
-        if job.order != DEFAULT_ORDER:
-            most = whole_updates(_MOST_CHECKED, job.policy)
-            segments = training_segments(self.examples.minibatches, self.every)
-            for minibatches in {min(len(segment), most) for segment in segments}:
-                self._check_order(minibatches)
+        check_stages(job, links(self.interfaces), self.tied, self.examples.minibatches)
         forms = self._forms(captures)
         self.stages = tuple(
-            LocalStage(job, worker, captures, self.interfaces[worker[0]], self.rng, forms)
+            LocalStage(
+                job, worker, captures, self.interfaces[worker[0]], self.rng, forms, self.tied
+            )
             for worker in self.workers
         )
         if self.rank_info.rank == 0:
@@ -80,35 +70,6 @@ class LocalModel:
             if path.name not in kept:
                 path.unlink()
 
-    def _check_tied(self) -> None:
-        """Raises UserError where stages share a parameter and cannot learn it together."""
-        for name, stages in self.tied.items():
-            holders = f"parameter {name} is used in stages {' and '.join(map(str, stages))}"
-            if not self.job.policy.uniform_updates:
-                raise UserError(
-                    f"{holders}: with {self.job.schedule} each stage would learn its own; use "
-                    "--schedule flush, gpipe or 2bw, or untie the weights"
-                )
-            ranks = [group for stage in stages for group in self.job.plan.rank_assignment[stage]]
-            if len(set(ranks)) < len(ranks):
-                raise UserError(
-                    f"{holders}, which share a rank: give these stages different ranks, or untie "
-                    "the weights"
-                )
-
-    def _check_order(self, minibatches: int) -> None:
-        """Raises UserError if the ranks would wait for one another, or learn something else."""
-        schedule, assignment = self.schedule(minibatches), self.job.plan.rank_assignment
-        workers = workers_by_rank(assignment)
-        try:
-            actions = {rank: schedule.actions(*own) for rank, own in workers.items()}
-            check_ranks(schedule, actions, assignment)
-        except (UnsoundError, AssertionError) as error:
-            problem = (str(error) or "it does not fit").splitlines()[0]
-            raise UserError(
-                f"order {self.job.order} of the plan, for {minibatches} minibatches: {problem}"
-            ) from error
-
     @cache  # noqa: B019 - lives as long as the process
     def actions(self, minibatches: int) -> Sequence[Action]:
         """What this rank does in so many minibatches; the passes of the others are not kept."""
@@ -121,8 +82,7 @@ class LocalModel:
     @property
     def every(self) -> int | None:
         """How many minibatches a segment has; None: the whole epoch."""
-        every = self.job.save_every
-        return None if every is None else whole_updates(every, self.job.policy)
+        return self.job.segment_minibatches
 
     @property
     def segment_minibatches(self) -> int:

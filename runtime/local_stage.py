@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from pipedream.capture.export import Captured
@@ -41,7 +42,9 @@ class LocalStage:
         interface: StageInterface,
         rng: MinibatchRng,
         forms: StageForms | None = None,
+        tied: Collection[str] = (),
     ) -> None:
+        """Of the parameters that are `tied` to those of other stages it has copies."""
         self.job, self.interface, self.rng = job, interface, rng
         self.stage, self.replica = worker
         if self.replica == 0:
@@ -55,6 +58,7 @@ class LocalStage:
             forms.originals[self.stage] = whole
             self.stage_modules = ByData(self.stage, forms)
         self.module = whole.piece.module
+        _copy_parameters(self.module, tied)
         self.parameters: dict[str, Parameter] = dict(self.module.named_parameters())
         buffers = self.module.named_buffers()
         self.buffers = {name: buffer for name, buffer in buffers if name in captures.persistent}
@@ -95,3 +99,16 @@ class LocalStage:
         yield from self.module.parameters()
         yield from self.module.buffers()
         yield from state_tensors(self.optimizer, self.parameters).values()
+
+
+def _copy_parameters(module: nn.Module, names: Collection[str]) -> None:
+    """Replaces these parameters by copies; one that has several names stays one."""
+    copies = {
+        parameter: Parameter(parameter.detach().clone(), parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+        if name in names
+    }
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter in copies:
+                setattr(part, name, copies[parameter])

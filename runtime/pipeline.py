@@ -77,10 +77,15 @@ class Pipeline:
         minibatch is cut. `device`: cpu or cuda, by default cuda if there is one. `seed`: of
         dropout. `timeout`: seconds after which a silent rank is taken for lost.
 
-        Raises UserError if the plan is for another number of ranks.
+        Raises UserError if the plan is for another number of ranks, or has several stages on one.
         """
         self.model, self.microbatches, self.schedule = model, microbatches, schedule
         self.plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
+        if any(len(own) > 1 for own in workers_by_rank(self.plan.rank_assignment).values()):
+            raise UserError(
+                f"the plan has several stages on a rank (order {self.plan.order}), which pd-train "
+                "trains; Pipeline runs one on each: make a plan of order 1f1b"
+            )
         self.loss: Loss = (
             load_loss(loss, Path())
             if isinstance(loss, str)

@@ -2,8 +2,9 @@
 
 A rank does the actions of one worker or, where it has several stages, of several. Sends never
 block; a receive takes the next message that its rank has from the other one and blocks until there
-is one; an all-reduce blocks until every replica of the stage, or of all tied stages, has come to
-it; the last norm of a round on a rank blocks until all workers have come to theirs. If that replay
+is one; an all-reduce blocks until every replica of the stage has come to it, and that of the last
+tied stage of a rank until all tied stages have; the last norm of a round on a rank blocks until all
+workers have come to theirs. If that replay
 comes to its end, no timing of the ranks can make it hang: whether an action can go on depends on
 what others have done before, never on how fast.
 
@@ -85,8 +86,8 @@ class _RankReplay:
 @dataclass
 class _WorkerReplay:
     """What one worker has. `received`: messages not yet used; `halfway`: minibatches between the
-    halves of their backward pass; `returned`: those whose gradients may be sent. `reduced`: the
-    all-reduce that is open to it; `summed`: the one that it has done. `normed`: how many rounds it
+    halves of their backward pass; `returned`: those whose gradients may be sent. `summed`: the
+    all-reduce that it has done. `normed`: how many rounds it
     has handed in for their norm. `peak`: the most minibatches in flight, and versions.
     """
 
@@ -98,7 +99,6 @@ class _WorkerReplay:
     returned: set[int] = field(default_factory=set)
     backward: set[int] = field(default_factory=set)
     received: set[tuple[Kind, int, int]] = field(default_factory=set)
-    reduced: Action | None = None
     summed: Action | None = None
     normed: int = 0
     peak: list[int] = field(default_factory=lambda: [0, 1])
@@ -140,8 +140,12 @@ class _Replay:
         # On their way, by who sends what to whom; the same queue for all that has one order.
         self.queues: dict[tuple[Worker, Worker, Kind], deque[_Message]] = {}
         self.between: dict[tuple[int | Worker, int | Worker, Kind], deque[_Message]] = {}
-        # By version, the workers that have come to the norm of the update that makes it.
+        # By version, the workers that have come to the norm of the update that makes it; to its
+        # all-reduce, by stage, and those of tied stages.
         self.norms: dict[int, set[Worker]] = {}
+        self.sums: dict[tuple[int, int], set[Worker]] = {}
+        self.tied_sums: dict[int, set[Worker]] = {}
+        self.tied = {worker for stage in spec.tied for worker in spec.of_stage(stage)}
         self.perform = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -322,27 +326,31 @@ class _Replay:
         return peer
 
     def _all_reduce(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
-        """Opens when the last replica comes; `reduced` lets the ones that waited pass."""
+        """A tied stage adds up what it alone holds with its replicas, then the rest with all tied
+        stages: a rank waits for these when it comes to the last of its own.
+        """
         self._check_round(worker, state, action)
-        if state.reduced == action:
-            if state.summed == action:
-                raise self._unsound(worker, "all-reduce twice")
-            state.summed = action
-            return True
-        tied = self.spec.tied
-        stages = tied if worker[0] in tied else (worker[0],)
-        peers = [(s, r) for s in stages for r in range(self.spec.replicas[s])]
-        for peer in peers:
-            there, waiting = self.states[peer], self.states[peer].rank.next
-            if waiting is None or waiting.kind is not Kind.ALL_REDUCE or there.reduced == waiting:
+        if state.summed == action:
+            raise self._unsound(worker, "all-reduce twice")
+        come = self.sums.setdefault((worker[0], action.version), set())
+        self._come(worker, come, self.spec.replicas[worker[0]])
+        if len(come) < self.spec.replicas[worker[0]]:
+            return False
+        if worker in self.tied:
+            come = self.tied_sums.setdefault(action.version, set())
+            self._come(worker, come, len(self.tied))
+            if len(come) < len(self.tied) and come.issuperset(self.tied & {*state.rank.workers}):
                 return False
-            if (waiting.stage, waiting.replica) != peer:
-                return False
-        for peer in peers:
-            rank = self.states[peer].rank
-            self.states[peer].reduced, rank.waits = rank.next, False
         state.summed = action
         return True
+
+    def _come(self, worker: Worker, come: set[Worker], expected: int) -> None:
+        """Notes that `worker` is where it meets others; with the last of them all go on."""
+        if worker not in come:
+            come.add(worker)
+            if len(come) == expected:
+                for rank in self.ranks:
+                    rank.waits = False
 
     def _norm(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
         """A rank waits at the last norm of its workers in a round, until all workers have come."""
@@ -353,11 +361,7 @@ class _Replay:
         if state.normed == action.version:
             raise self._unsound(worker, "norm twice")
         come = self.norms.setdefault(action.version, set())
-        if worker not in come:
-            come.add(worker)
-            if len(come) == len(self.states):
-                for rank in self.ranks:
-                    rank.waits = False
+        self._come(worker, come, len(self.states))
         if len(come) < len(self.states) and come.issuperset(state.rank.workers):
             return False
         state.normed = action.version
@@ -375,8 +379,10 @@ class _Replay:
 
     def _check_reduced(self, worker: Worker, state: _WorkerReplay, action: Action) -> None:
         """Checks that the gradients that `action` uses are those of all replicas."""
-        reduced = action._replace(kind=Kind.ALL_REDUCE)
-        if self.spec.reduces(worker[0]) and state.reduced != reduced:
+        summed = state.summed == action._replace(kind=Kind.ALL_REDUCE)
+        if worker in self.tied:
+            summed = summed and len(self.tied_sums[action.version]) == len(self.tied)
+        if self.spec.reduces(worker[0]) and not summed:
             what = "norm" if action.kind is Kind.NORM else "update"
             raise self._unsound(worker, f"{what} before its all-reduce")
 

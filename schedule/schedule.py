@@ -33,6 +33,7 @@ from pipedream.schedule.orders.named import ROUND_ORDERS, round_of
 from pipedream.schedule.orders.passes import Arrival, Pass, received
 from pipedream.schedule.policy import Policy, policy
 from pipedream.schedule.spec import PipelineSpec
+from pipedream.schedule.sums_together import sums_together
 
 
 @dataclass(frozen=True)
@@ -206,8 +207,8 @@ def write_actions(schedule: Schedule, workers: Collection[Worker], passes: Passe
 
     Receives stand right before the pass that needs them, unless the passes say where, and sends
     right after the pass that makes them. After a worker's last backward pass of a round come
-    ALL_REDUCE (only where the stage has several replicas or is tied; it waits for all of them),
-    NORM (only with a `joint_norm`; see `updates_together`) and UPDATE. A replica with no minibatch
+    ALL_REDUCE (only where the stage has several replicas or is tied; see `sums_together`), NORM
+    (only with a `joint_norm`; see `updates_together`) and UPDATE. A replica with no minibatch
     in a round takes part in these all the same. Of a backward pass in two halves the first is what
     receives and sends, the second what closes a round.
     """
@@ -215,6 +216,9 @@ def write_actions(schedule: Schedule, workers: Collection[Worker], passes: Passe
     writers = {worker: _ActionWriter(schedule, worker, actions) for worker in workers}
     for worker, step in passes:
         writers[worker].write(step)
+    reduces = any(schedule.spec.reduces(stage) for stage, _ in workers)
+    if reduces and len(workers) > 1 and schedule.policy.drains:
+        actions = sums_together(actions, workers)
     return updates_together(actions, workers) if schedule.spec.joint_norm else actions
 
 

@@ -273,10 +273,9 @@ class Executor(ForwardExecutor):
         gradients = self.weights.gradients
         if self.buckets is not None:
             self.buckets.finish(gradients)
-        for name, group in self.groups.tied.items():
-            if name not in gradients:
-                gradients[name] = torch.zeros_like(self.weights.parameters[name])
-            self.transport.add_up([gradients[name]], group)
+        if self.groups.sums is not None:
+            parameters = self.weights.parameters
+            self.groups.sums.add_up(action.stage, gradients, parameters, self.transport)
 
     @cached_property
     def buckets(self) -> Buckets | None:

@@ -6,10 +6,15 @@ import json
 
 import pytest
 from matplotlib.axes import Axes
+from pipelines import of_rounds
 from played import played
 
 from pipedream.graph import timeline
 from pipedream.graph.timeline import Event, Panel, draw, draw_memory, draw_panels, write_chrome
+from pipedream.schedule.action import Action
+from pipedream.schedule.orders.named import round_of
+from pipedream.schedule.orders.passes import timed
+from pipedream.schedule.rank_maps import vee
 
 
 @pytest.fixture
@@ -38,6 +43,33 @@ def test_picture_has_rows_numbers_and_says_what_it_shows(tmp_path, texts):
     assert {"forward", "backward"} <= set(texts)
     assert "send" not in texts  # takes no time here
     assert texts.count("5") >= 4  # forward and backward at either stage
+
+
+def test_stages_of_a_rank_differ_in_shade(tmp_path, texts, monkeypatch):
+    """Two boxes of one colour with the same number were all that was seen of a microbatch."""
+    orders, colours = of_rounds("zb-v", vee(2, 2), 4, 4), []
+    spec, bars = orders.schedule.spec, Axes.broken_barh
+    order = round_of(spec, 4)
+    ranks = {
+        place: [
+            Event(Action(each.kind, each.stage, 0, each.microbatch, 0), *seconds)
+            for each, seconds in zip(own, times, strict=True)
+        ]
+        for place, (own, times) in enumerate(zip(order, timed(spec, order), strict=True))
+    }
+
+    def spy(axes, spans, *args, facecolors, **more):
+        colours.append(set(facecolors))
+        bars(axes, spans, *args, facecolors=facecolors, **more)
+
+    monkeypatch.setattr(Axes, "broken_barh", spy)
+    draw(ranks, tmp_path / "timeline.png", "V")
+    assert "rank 0: stages 0, 3 (later ones lighter)" in texts
+    assert "rank 1: stages 1, 2 (later ones lighter)" in texts
+    forward, *_ = colours
+    dark, light = sorted(forward)
+    assert len(forward) == 2
+    assert all(one < other for one, other in zip(dark, light, strict=True))
 
 
 def test_a_title_is_text_not_mathematics(tmp_path):

@@ -1,124 +1,39 @@
 """pd-train on plans with an order of their own: several stages on a rank, backward in two halves.
 
-The orders are written by hand in tests/support/pipelines.py; what is learnt is compared with the
+Orders that are not shipped are in tests/support/pipelines.py; what is learnt is compared with the
 plain model, in float64.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import small_models
 import torch
-import yaml
 from commands import typed
-from plans import cut, make_plan
-from torch import Tensor, nn
+from order_runs import (
+    ADAM,
+    MOMENTUM,
+    assert_as_plain,
+    on_ranks,
+    plan_of,
+    prepare,
+    train,
+    unequal_times,
+)
+from training import run_jobs
 
-from pipedream.capture.export import capture
 from pipedream.graph.measured_run import read_measured
-from pipedream.graph.plan import Plan, write_plan
-from pipedream.graph.run_config import RunConfig, read_config
-from pipedream.runtime.checkpoint.files import latest, load_all
-from pipedream.runtime.checkpoint.plain_model import load_plain
-from pipedream.runtime.data.reader import Epoch
+from pipedream.graph.plan import write_plan
+from pipedream.runtime.checkpoint.files import load_all
+from pipedream.runtime.job import Job
 from pipedream.runtime.report.recording import read_trace
 from pipedream.schedule.action import Kind
-
-CPU = torch.device("cpu")
-MOMENTUM = {"name": "SGD", "args": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}}
-ADAM = {"name": "AdamW", "args": {"lr": 0.02}}
-CONFIG = {
-    "format": "pipedream-run/1",
-    "data": {"source": "small_models:classes", "args": {"examples": 66}},
-    "batch_size": 4,
-    "drop_last": True,
-    "microbatches": 4,
-    "epochs": 3,
-    "seed": 3,
-    "dtype": "float64",
-    "evaluate_every": 1,
-}
-"""49 examples are twelve minibatches, three rounds; 17 are held out, the last by itself."""
-
-
-def prepare(
-    folder: Path, model: str, order: str, ranks: Sequence[Sequence[int]], **changes: object
-) -> RunConfig:
-    """run.yaml and plan.json; each stage is on these ranks."""
-    text = CONFIG | {"model": {"source": f"small_models:{model}"}} | changes
-    (folder / "run.yaml").write_text(yaml.safe_dump(text))
-    config = read_config(folder / "run.yaml")
-    write_plan(plan_of(model, order, ranks, config.microbatches), folder / "plan.json")
-    return config
-
-
-def plan_of(model: str, order: str | None, ranks: Sequence[Sequence[int]], in_flight: int) -> Plan:
-    graph = capture(getattr(small_models, model)(), (torch.randn(4, 6),)).graph
-    made = make_plan(graph, cut(graph, len(ranks)), [len(own) for own in ranks], "flush")
-    data = made.model_dump(exclude_none=True) | ({"order": order} if order else {})
-    for stage, own in zip(data["stages"], ranks, strict=True):
-        stage |= {"ranks": tuple(own), "in_flight": max(in_flight, len(ranks))}
-    return Plan.model_validate(data)
-
-
-def train(folder: Path, *options: str, plan: str = "plan.json", run: str = "run") -> None:
-    command = ["pd-train", plan, "--config", "run.yaml", "-o", run, *options]
-    done = typed(folder, command)
-    assert done.code == 0, done.error
-
-
-def plain(config: RunConfig) -> tuple[list[float], nn.Module, list[float]]:
-    """The losses of the plain model, the model, and its held-out losses after each epoch."""
-    torch.manual_seed(config.seed)
-    model = getattr(small_models, config.model.source.partition(":")[2])().double()
-    optimizer = getattr(torch.optim, config.optimizer.name)(
-        model.parameters(), **config.optimizer.args
-    )
-    data, held_out = small_models.classes(**config.data.args)
-    losses: list[float] = []
-    tried: list[float] = []
-    for number in range(1, config.epochs + 1):
-        epoch = Epoch(data, config, number, CPU)
-        for first in range(0, len(epoch), config.microbatches):
-            numbers = range(first, min(first + config.microbatches, len(epoch)))
-            batches = [epoch.batch(index) for index in numbers]
-            each = [loss_of(model, batch.inputs[0], batch.target) for batch in batches]
-            (sum(each) / len(each)).backward()  # type: ignore[union-attr]
-            if config.clip_norm is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses += [loss.item() for loss in each]
-        x, y = held_out.tensors
-        with torch.no_grad():
-            tried.append(loss_of(model, x.double(), y).item())
-    return losses, model, tried
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(x), y)
-
-
-def assert_as_plain(folder: Path, config: RunConfig) -> None:
-    """Losses, weights, held-out losses; and the checkpoint is one that the plain model loads."""
-    expected, model, held_out = plain(config)
-    lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
-    assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-12)
-    path = latest(folder / "run/checkpoints")
-    assert path is not None
-    assert load_all(path).keys() == dict(model.named_parameters()).keys()
-    fresh = type(model)().double()
-    load_plain(fresh, path)
-    for one, other in zip(fresh.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    tried = map(json.loads, (folder / "run/held_out.jsonl").read_text().splitlines())
-    assert [line["held_out_loss"] for line in tried] == pytest.approx(held_out, rel=1e-12)
-
+from pipedream.schedule.rank_maps import loop, vee
 
 TWICE_TWO = [[0], [1], [0], [1]]
 
@@ -226,6 +141,64 @@ def test_a_run_goes_on_under_a_plan_of_another_order(tmp_path: Path) -> None:
     assert_as_plain(tmp_path, config)
 
 
+def test_a_run_goes_on_from_order_to_order(tmp_path: Path) -> None:
+    """Four stages in a V, then two larger ones with halves, then three of 1F1B, then four in turn.
+    A weight is held by two of them.
+    """
+    config = prepare(tmp_path, "Tied", "zb-v", [[0], [1]], optimizer=ADAM, epochs=4)
+    orders = (("zb-v", vee(2, 2)), ("zb-h1", loop(2, 1)), (None, loop(3, 1)))
+    jobs = [
+        Job(
+            plan_of("Tied", order, on_ranks(rank_map), config.microbatches),
+            config,
+            tmp_path,
+            tmp_path / "run",
+            schedule="flush",
+            epochs=epochs,
+            resume=epochs > 1,
+        )
+        for epochs, (order, rank_map) in enumerate([*orders, ("interleaved", loop(2, 2))], 1)
+    ]
+    run_jobs(jobs)
+    assert_as_plain(tmp_path, config)
+
+
+@pytest.mark.parametrize(
+    ("order", "ranks", "killed"), [("zb-v", vee(2, 2), 0), ("auto", loop(2, 1), 1)]
+)
+def test_a_killed_rank_is_named_and_the_run_goes_on(
+    tmp_path: Path, order: str, ranks: tuple[int, ...], killed: int
+) -> None:
+    """The run ends with one line, or goes on from its checkpoint to the very same end. Rank 0 of a
+    V has the first and the last stage, and all data.
+    """
+    times = unequal_times(2, 9.0) if order == "auto" else None
+    data = {"args": {}, "source": "small_models:classes"}
+    changes = {"optimizer": MOMENTUM, "epochs": 3, "clip_norm": 0.05}
+    prepare(tmp_path, "Chain", order, on_ranks(ranks), data=data, **changes)
+    write_plan(plan_of("Chain", order, on_ranks(ranks), 4, times=times), tmp_path / "plan.json")
+    train(tmp_path, run="whole")
+    data = {"args": {"rank": killed}, "source": "small_models:deadly"}
+    prepare(tmp_path, "Chain", order, on_ranks(ranks), data=data, **changes)
+    write_plan(plan_of("Chain", order, on_ranks(ranks), 4, times=times), tmp_path / "plan.json")
+    words = ["pd-train", "plan.json", "--config", "run.yaml", "--save-every", "4", "-o"]
+    done = typed(tmp_path, [*words, "lost"])
+    line = rf"pd-train: rank {killed} was killed by SIGKILL in epoch [12] at \S+, minibatch \d+; "
+    (said,) = (each for each in done.error.splitlines() if each.startswith("pd-train: "))
+    assert re.fullmatch(line + "all workers stopped", said)
+    assert done.code == 1
+    at_work = (os.path.realpath(own) for own in Path("/proc").glob("[0-9]*/cwd"))
+    assert str(tmp_path.resolve()) not in at_work
+    done = typed(tmp_path, [*words, "again", "--max-restarts", "1"])
+    (said,) = (each for each in done.error.splitlines() if each.startswith("pd-train: "))
+    assert re.fullmatch(line + "restart 1 of 1", said)
+    assert done.code == 0, done.error
+    one, other = (load_all(tmp_path / run / "checkpoints/latest") for run in ("whole", "again"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
 @pytest.mark.parametrize(
     ("order", "ranks", "says"),
     [
@@ -248,3 +221,45 @@ def test_an_order_that_does_not_fit_is_refused_in_one_line(
     assert done.code == 2
     assert says in done.error
     assert len(done.error.strip().splitlines()) == 1
+
+
+GOOD = unequal_times(4, 9.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"forward": [1.0] * 3}, "order_times: forward has 3 numbers for 4 stages"),
+        ({"backward_weight": [1.0, -1.0, 1.0, 1.0]}, "order_times.backward_weight.1: -1.0 is too"),
+        ({"forward": [float("nan")] * 4}, "order_times.forward.0: nan is not a finite number"),
+        ({"held_bytes": [1e300] * 4}, "order_times.held_bytes.0: 1e+300 is too large"),
+        ({"kept_bytes": [1.5] * 4}, "order_times: stage 0 keeps 1.5 bytes of 1.0 held"),
+        (
+            {"links": [{"source": 1, "target": 4, "there": 1.0, "back": 1.0}]},
+            "order_times: no link leads from stage 1 to 4",
+        ),
+        ({"links": [*GOOD["links"], *GOOD["links"]]}, "order_times: a link is there twice"),
+        (
+            {"limit_bytes": 4.0},
+            "order auto of the plan: limit_bytes 4 has no room for one microbatch, of which a rank "
+            "holds 5: make a plan",
+        ),
+    ],
+)
+def test_wrong_times_of_an_order_are_refused_in_one_line(
+    tmp_path: Path, wrong: dict[str, object], says: str
+) -> None:
+    prepare(tmp_path, "Chain", "auto", on_ranks(vee(2, 2)), optimizer=MOMENTUM)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"order_times": GOOD | wrong}))
+    done = typed(tmp_path, ["pd-train", "plan.json", "--config", "run.yaml", "-o", "run"])
+    assert done.code == 2
+    assert says in done.error
+    assert len(done.error.strip().splitlines()) == 1
+
+
+def test_an_order_to_be_found_without_times_takes_all_passes_for_alike(tmp_path: Path) -> None:
+    changes = {"optimizer": ADAM, "evaluate_every": None, "epochs": 1}
+    config = prepare(tmp_path, "Chain", "auto", on_ranks(loop(2, 2)), **changes)
+    train(tmp_path, "--no-evaluate")
+    assert_as_plain(tmp_path, config)

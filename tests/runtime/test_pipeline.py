@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import small_models
 import torch
+from order_runs import plan_of
 from plans import cut, make_plan
 from processes import free_port, run_processes
 from torch import Tensor, nn
@@ -124,3 +125,10 @@ def test_ranks_that_differ_are_told(which: str) -> None:
 def test_a_plan_for_other_ranks_is_refused() -> None:
     with pytest.raises(UserError, match="the plan is for 2 workers and 1 were started"):
         Pipeline(_model("Chain"), _plan("Chain", (1, 1)), _mean_square)
+
+
+def test_a_plan_with_several_stages_on_a_rank_is_refused() -> None:
+    """It ended in an assertion, when the first minibatch came."""
+    plan = plan_of("Chain", "zb-v", [[0], [1], [1], [0]], 4)
+    with pytest.raises(UserError, match=r"several stages on a rank \(order zb-v\), which pd-train"):
+        Pipeline(small_models.Chain(), plan, F.mse_loss)

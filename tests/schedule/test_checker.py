@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 from textwrap import dedent
 
 import pytest
-from pipelines import PASSES, Orders, halved, interleaved, zero_bubble
+from pipelines import Orders, halved, interleaved, zero_bubble
 from schedules import assigned, schedule
 
 from pipedream.graph.choices import SCHEDULES
 from pipedream.schedule.action import Kind, parse_action
 from pipedream.schedule.checker import UnsoundError, check, check_actions, check_ranks
 from pipedream.schedule.generate import Step
+from pipedream.schedule.schedule import Schedule
 
 SKIPS = [(0, 1), (0, 2), (1, 2), (1, 3), (2, 3)]
 BOTH = [interleaved(2, 4, 8, 4, SKIPS), zero_bubble(3, 7, 4, [(0, 1), (0, 2), (1, 2)])]
@@ -146,16 +148,18 @@ def test_a_pass_that_is_halved_is_not_whole_as_well(half, problem):
         checked(Orders(orders.schedule, orders.ranks, {**orders.actions, 1: listed}))
 
 
-def test_tied_stages_on_one_rank_wait_for_each_other():
-    """The first of them to sum up would stand still for the second, on the same rank."""
-    made = schedule("flush", (1, 1, 1, 1), [(0, 1), (1, 2), (2, 3)], 4, 4, tied=(0, 2))
-    orders = interleaved(2, 4, 4, 4)
-    steps = {
-        rank: [((a.stage, 0), Step(0, a.kind, a.minibatch, 0)) for a in listed if a.kind in PASSES]
-        for rank, listed in orders.actions.items()
-    }
-    with pytest.raises(UnsoundError, match="at 2AR0/4@1: deadlock"):
-        checked(Orders.of(made, orders.ranks, lambda rank: iter(steps[rank])))
+def test_tied_stages_on_one_rank_add_up_together():
+    """Each of them waited for the other, on the same rank, as stage 3 did for what its own rank had
+    yet to do. An update before the last of these sums is noticed.
+    """
+    for tied in ((0, 2), (0, 3), (0, 1, 2, 3)):
+        orders = interleaved(2, 4, 4, 4)
+        spec = replace(orders.schedule.spec, tied=tied)
+        checked(Orders.made(Schedule(spec, 4), orders.ranks))
+    orders = Orders.made(Schedule(replace(spec, tied=(0, 2)), 4), orders.ranks)
+    listed = [str(action) for action in orders.actions[0]]
+    assert listed[-4:] == ["0AR0/4@1", "2AR0/4@1", "0U0/4@1", "2U0/4@1"]
+    assert "at 0U0/4@1: update before its all-reduce" in swapped(orders, 0, *listed[-3:-1])
 
 
 def test_an_action_of_a_stage_that_another_rank_has():

@@ -77,9 +77,9 @@ def test_what_closes_a_round_waits_behind_the_update_before_it() -> None:
     orders = Orders.of(made, [[0, 1], [1]], lambda rank: iter(passes if rank else alone))
     checked(orders)
     assert words(orders.actions[1]) == (
-        "0.1AR0@1 0.1N0@1 1F0 1B0 1N0@1 0.1U0@1 1U0@1"
-        " 0.1F1@1 0.1B1@1 0.1AR1@2 0.1N1@2 1F1@1 1B1@1 1N1@2 0.1U1@2 1U1@2"
-        " 0.1AR2@3 0.1N2@3 1F2@2 1B2@2 1N2@3 0.1U2@3 1U2@3"
+        "1F0 1B0 0.1AR0@1 0.1N0@1 1N0@1 0.1U0@1 1U0@1"
+        " 0.1F1@1 0.1B1@1 1F1@1 1B1@1 0.1AR1@2 0.1N1@2 1N1@2 0.1U1@2 1U1@2"
+        " 1F2@2 1B2@2 0.1AR2@3 0.1N2@3 1N2@3 0.1U2@3 1U2@3"
     )
 
 

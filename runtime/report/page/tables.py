@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -258,17 +258,23 @@ def ranks_time(run: FinishedRun) -> Table | None:
 
 
 def ranks_memory(run: FinishedRun) -> Table:
-    """Measured and planned memory of each rank, and what it held at once."""
-    rows = [
-        {
-            "rank": str(rank["rank"]),
-            "stage": str(rank["stage"]),
-            "replica": str(rank["replica"]),
-            "peak memory": show_bytes(rank["peak_memory_bytes"]),
-            "planned": show_bytes(planned) if (planned := rank["predicted_memory_bytes"]) else "",
-            "weight versions": str(rank["weight_versions"]),
-            "minibatches in flight": str(rank["in_flight"]),
-        }
-        for rank in run.summary["ranks"]
-    ]
+    """Measured and planned memory of each rank, and what it held at once, of each of its stages."""
+    by_rank: dict[int, list[Mapping[str, Any]]] = {}
+    for report in run.summary["ranks"]:
+        by_rank.setdefault(report["rank"], []).append(report)
+    rows = []
+    for rank, reports in by_rank.items():
+        stage, replica = stages_and_replicas((each["stage"], each["replica"]) for each in reports)
+        planned = reports[0]["predicted_memory_bytes"]
+        rows.append(
+            {
+                "rank": str(rank),
+                "stage": stage,
+                "replica": replica,
+                "peak memory": show_bytes(reports[0]["peak_memory_bytes"]),
+                "planned": show_bytes(planned) if planned else "",
+                "weight versions": ",".join(str(each["weight_versions"]) for each in reports),
+                "minibatches in flight": ",".join(str(each["in_flight"]) for each in reports),
+            }
+        )
     return Table(rows)

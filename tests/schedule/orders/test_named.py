@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pipedream.schedule.orders.named import ROUND_ORDERS, round_of
 from pipedream.schedule.orders.passes import Round, held_bytes, seconds_of
 from pipedream.schedule.orders.timing import timed
 from pipedream.schedule.rank_maps import loop, vee
+from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 
 DIAGRAMS = re.split(r"\n\n", Path(__file__).with_name("diagrams.txt").read_text().strip())[1:]
@@ -54,6 +56,32 @@ def test_sound_with_links_that_skip_stages_and_with_replicas(name: str, stages_e
     stages = len(rank_map)
     links = [(s, t) for s in range(stages) for t in (s + 1, s + 2, stages - 1) if s < t < stages]
     checked(of_rounds(name, rank_map, 12, 5, sorted(set(links)), replicas=2))
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize(("name", "stages_each"), EVERY)
+def test_sound_where_replicas_have_no_minibatch_in_a_round(
+    name: str, stages_each: int, replicas: int
+) -> None:
+    """One closed its rounds at once, stage after stage, and another in the order of its passes:
+    they waited for each other.
+    """
+    for places in (1, 2, 3):
+        rank_map = (ROUND_ORDERS[name].maps or (loop,))[0](places, stages_each)
+        for microbatches in range(1, 2 * replicas):
+            minibatches = 2 * microbatches + 1
+            checked(of_rounds(name, rank_map, minibatches, microbatches, replicas=replicas))
+
+
+@pytest.mark.parametrize(("name", "stages_each"), EVERY)
+def test_sound_with_stages_that_share_a_parameter(name: str, stages_each: int) -> None:
+    """On one rank or several, with a norm of the whole model and without."""
+    rank_map = (ROUND_ORDERS[name].maps or (loop,))[0](2, stages_each)
+    for tied in combinations(range(len(rank_map)), 2):
+        for joint_norm in (True, False):
+            orders = of_rounds(name, rank_map, 7, 3, replicas=2)
+            spec = replace(orders.schedule.spec, tied=tied, joint_norm=joint_norm)
+            checked(Orders.made(Schedule(spec, 7), orders.ranks))
 
 
 def bubble(spec: PipelineSpec, order: Round) -> float:

@@ -1,0 +1,44 @@
+"""Where a rank with several workers adds up gradients with other ranks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+
+from pipedream.schedule.action import Action, Kind, Worker
+
+_CLOSING = frozenset({Kind.ALL_REDUCE, Kind.NORM, Kind.UPDATE})
+
+
+def sums_together(actions: Iterable[Action], workers: Collection[Worker]) -> list[Action]:
+    """Moves what closes a round of these `workers`, all of a rank, behind the last backward pass of
+    the round: each ALL_REDUCE, in the order of the stages, and then the rest.
+
+    A rank that waits for a sum has then nothing left to do that others wait for, and those with the
+    same stages come to their sums in the same order, also one whose replica has no minibatch in the
+    round. Of stages that share a parameter all gradients are there. Only for a pipeline that is
+    empty after each round: no pass of the next one comes in between. The messages of a sum over
+    replicas are on their way since the gradients came, so it is not later for that.
+
+    For two workers that finish a round one after the other:
+
+        2B1 2AR0 2U0 0B1 0AR0 0U0     becomes     2B1 0B1 0AR0 2AR0 0U0 2U0
+    """
+    written: list[Action] = []
+    closing: dict[Worker, deque[Action]] = {worker: deque() for worker in sorted(workers)}
+    for action in actions:
+        if action.kind not in _CLOSING:
+            written.append(action)
+            continue
+        closing[action.stage, action.replica].append(action)
+        if action.kind is Kind.UPDATE and all(closing.values()):
+            whole = [each for own in closing.values() for each in _to_update(own)]
+            written += sorted(whole, key=lambda each: each.kind is not Kind.ALL_REDUCE)
+    return written
+
+
+def _to_update(closing: deque[Action]) -> Iterator[Action]:
+    """Takes the actions that close one round of a worker."""
+    while (action := closing.popleft()).kind is not Kind.UPDATE:
+        yield action
+    yield action
