@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-BENCH = Path(__file__).parents[1]
-sys.path.append(str(BENCH))
-sys.path.append(str(BENCH.parents[1] / "tests" / "support"))
+sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[3] / "tests" / "support"))
 
 from efficiency import STILL
 from plans import make_plan
@@ -21,6 +20,8 @@ from plans import make_plan
 from pipedream.capture.export import Captured
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import RunConfig
+
+BENCH = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)

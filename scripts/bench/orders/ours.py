@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from divided import BENCH, MODELS, planned
@@ -82,7 +82,7 @@ class Ours:
         own = self.durations[spec.order]
         for action, begin, end in engine.events:
             if action.kind in (Kind.FORWARD, Kind.UPDATE, *BACKWARDS):
-                own[action.stage, action.kind].append(end - begin)
+                own[action.stage, Kind(action.kind)].append(end - begin)
             if action.kind is Kind.UPDATE:
                 ends[action.version] = end
         return [after - before for before, after in pairwise(ends.values())]
@@ -112,20 +112,21 @@ class Ours:
         return {key: spans for own in ranks for key, spans in own.items()}
 
 
-def pass_times(durations: Durations, spec: PipelineSpec) -> PassTimes:
-    """Medians. A stage with whole backward passes alone has all of them in the first half.
+def pass_times(durations: Durations, spec: PipelineSpec, share: float = 0.5) -> PassTimes:
+    """Medians, or what `share` of the passes do not exceed. A stage with whole backward passes
+    alone has all of them in the first half.
 
     Messages take no time: they are on their way while the ranks compute.
     """
     stages = range(len(spec.replicas))
-    medians = {key: statistics.median(spans) for key, spans in durations.items()}
-    halved = [(stage, Kind.BACKWARD_INPUT) in medians for stage in stages]
+    spans = {key: float(np.quantile(each, share)) for key, each in durations.items()}
+    halved = [(stage, Kind.BACKWARD_INPUT) in spans for stage in stages]
     first = [Kind.BACKWARD_INPUT if halves else Kind.BACKWARD for halves in halved]
     none, ones = (0.0,) * len(spec.links), (1.0,) * len(stages)
     return PassTimes(
-        forward=tuple(medians[stage, Kind.FORWARD] for stage in stages),
-        backward_input=tuple(medians[stage, first[stage]] for stage in stages),
-        backward_weight=tuple(medians.get((s, Kind.BACKWARD_WEIGHT), 0.0) for s in stages),
+        forward=tuple(spans[stage, Kind.FORWARD] for stage in stages),
+        backward_input=tuple(spans[stage, first[stage]] for stage in stages),
+        backward_weight=tuple(spans.get((s, Kind.BACKWARD_WEIGHT), 0.0) for s in stages),
         there=none,
         back=none,
         held=ones,
@@ -133,8 +134,9 @@ def pass_times(durations: Durations, spec: PipelineSpec) -> PassTimes:
     )
 
 
-def update_seconds(durations: Durations, places: Sequence[Sequence[int]]) -> float:
+def update_seconds(
+    durations: Durations, places: Sequence[Sequence[int]], share: float = 0.5
+) -> float:
     """Of the slowest rank, all its stages together."""
-    return max(
-        sum(statistics.median(durations[stage, Kind.UPDATE]) for stage in own) for own in places
-    )
+    spans = {stage: durations[stage, Kind.UPDATE] for own in places for stage in own}
+    return max(sum(float(np.quantile(spans[s], share)) for s in own) for own in places)
