@@ -17,7 +17,8 @@ sys.path.append(str(Path(__file__).parents[3] / "tests" / "support"))
 from efficiency import STILL
 from plans import make_plan
 
-from pipedream.capture.export import Captured
+from pipedream.capture.export import Captured, capture
+from pipedream.capture.sources.load import load_config
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import RunConfig
 
@@ -65,6 +66,12 @@ MODELS = {
         4,
     ),
 }
+
+
+def captured_model(name: str) -> Captured:
+    run = MODELS[name].run
+    loaded = load_config(run, BENCH, run.batch_size, meta=False)
+    return capture(loaded.model, loaded.args, loaded.kwargs)
 
 
 def planned(model: Layered, captured: Captured, order: str, rank_map: Sequence[int]) -> Plan:

@@ -34,7 +34,7 @@ import pandas as pd
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from divided import MODELS
+from divided import MODELS, captured_model, planned
 from ours import Durations, Ours, pass_times, update_seconds
 from theirs import SCHEDULES, Theirs
 
@@ -49,7 +49,7 @@ from pipedream.schedule.spec import PassTimes, PipelineSpec
 MICROBATCHES = (2, 4, 8)
 ROUNDS = 3
 """Of a turn."""
-SECONDS = 60.0
+SECONDS = 70.0
 """Of all turns of a model."""
 SHARES = {"medians": 0.5, "a tenth": 0.1}
 SAME_LOSS = 1e-4
@@ -108,11 +108,13 @@ class Bench:
     """One of the two processes. `turns`: by contender, or the name of one of torch's, and M."""
 
     def __init__(self, name: str, rank: int, folder: Path) -> None:
-        fitting = {"chain": "zb-h1", "loop": "interleaved", "vee": "zb-v"}
-        self.ours = {
-            stages: Ours(name, rank, folder, fitting[stages], rank_map)
-            for stages, rank_map in MAPS.items()
+        captured = captured_model(name)
+        plans = {
+            each.stages: planned(MODELS[name], captured, each.order, MAPS[each.stages])
+            for each in OURS
+            if each.order not in ("auto", DEFAULT_ORDER)
         }
+        self.ours = {stages: Ours(name, rank, folder, plan) for stages, plan in plans.items()}
         first = self.ours["chain"]
         self.theirs = {
             each.order: Theirs(

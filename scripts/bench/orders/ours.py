@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from divided import BENCH, MODELS, planned
+from divided import BENCH, MODELS
 from efficiency import Same
 from torch import Tensor
 
-from pipedream.capture.export import capture
-from pipedream.capture.sources.load import load_config
 from pipedream.comm.buckets import StageGroups
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.transport import Transport
+from pipedream.graph.plan import Plan
 from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
@@ -42,13 +41,8 @@ Durations = dict[tuple[int, Kind], list[float]]
 class Ours:
     """This rank's stages of a model. Made by all ranks at the same time."""
 
-    def __init__(
-        self, name: str, rank: int, folder: Path, order: str, rank_map: tuple[int, ...]
-    ) -> None:
-        model = MODELS[name]
-        loaded = load_config(model.run, BENCH, model.run.batch_size, meta=False)
-        plan = planned(model, capture(loaded.model, loaded.args, loaded.kwargs), order, rank_map)
-        job = Job(plan, model.run, BENCH, folder / f"{name}-{order}", schedule="flush")
+    def __init__(self, name: str, rank: int, folder: Path, plan: Plan) -> None:
+        job = Job(plan, MODELS[name].run, BENCH, folder / f"{plan.order}", schedule="flush")
         self.local = LocalModel(job, RankInfo(rank, 2, rank, 2, "127.0.0.1", 0))
         self.batch = self.local.examples.epoch(1).batch(0)
         ways = rank_links(plan.rank_assignment, links(self.local.interfaces))
