@@ -49,7 +49,7 @@ from pipedream.schedule.spec import PassTimes, PipelineSpec
 MICROBATCHES = (2, 4, 8)
 ROUNDS = 3
 """Of a turn."""
-SECONDS = 70.0
+SECONDS = 50.0
 """Of all turns of a model."""
 SHARES = {"medians": 0.5, "a tenth": 0.1}
 SAME_LOSS = 1e-4
