@@ -14,9 +14,22 @@ from torch import fx
 from pipedream.graph.errors import UserError, read_artifact
 
 
+class TorchOrderFile(BaseModel):
+    """`file`: the CSV beside this file, for `microbatches` of a step; the stages are on
+    `stage_ranks`, ranks of one pipeline.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    file: str
+    microbatches: int = Field(ge=1)
+    stage_ranks: tuple[int, ...] = Field(min_length=1)
+
+
 class TorchSplit(BaseModel):
     """`stages`: the operators, by their names in the exported graph, whose results leave a node of
-    the stage. `torch`: the version that gave them these names.
+    the stage. `torch`: the version that gave them these names. `order`: of the passes, if torch can
+    run the plan's.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -25,6 +38,7 @@ class TorchSplit(BaseModel):
     model: str
     torch: str
     stages: tuple[tuple[str, ...], ...] = Field(min_length=1)
+    order: TorchOrderFile | None = None
 
 
 def split_policy(path: Path | str) -> Callable[[fx.GraphModule], fx.GraphModule]:

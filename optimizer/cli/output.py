@@ -67,13 +67,15 @@ def _draw(simulation: Simulation, plan: Plan, folder: Path, memory: float | None
 
 
 def export_plan(framework: str, plan: Plan, task: Task, folder: Path) -> None:
-    """Writes export-FRAMEWORK.json and prints its notes. Raises UserError if not possible."""
+    """Writes export-FRAMEWORK.json, and a CSV where there is one, and prints the notes. Raises
+    UserError if not possible.
+    """
     assert task.profile is not None
     exported = export(framework, plan, task.request.graph, task.profile)
     path = folder / f"export-{framework}.json"
     with writing(folder):
         write_export(exported, path)
-    click.echo(f"Exported: {path}")
+    click.echo(f"Exported: {path}" + ("" if exported.csv is None else f", {path.stem}.csv"))
     for note in exported.notes:
         click.echo(f"  {note}")
 

@@ -1,8 +1,9 @@
-"""Exports a plan for other frameworks: one JSON file each, in the framework's own terms.
+"""Exports a plan for other frameworks: a JSON file each, in the framework's own terms.
 
 | framework | file | holds |
 |---|---|---|
 | torch | export-torch.json | the operators of each stage |
+| | export-torch.csv | the order of passes, where torch can run it (`torch_order`) |
 | torchtitan | export-torchtitan.json | fields of its ParallelismConfig |
 | DeepSpeed | export-deepspeed.json | the modules in order, and `parts`: where each stage begins |
 | Megatron | export-megatron.json | its options, among them the pipeline layout |
@@ -26,14 +27,18 @@ from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
 from pipedream.optimizer.export.module_split import Layering, split_modules, uneven
+from pipedream.optimizer.export.torch_order import torch_order
 
 
 @dataclass(frozen=True)
 class Export:
-    """The content of the file, and notes for the user, one line each."""
+    """The content of the file, notes for the user, one line each, and the text of the CSV beside
+    the file, if there is one.
+    """
 
     content: Mapping[str, Any]
     notes: tuple[str, ...]
+    csv: str | None = None
 
 
 def export(framework: str, plan: Plan, graph: Graph, profile: Profile) -> Export:
@@ -49,10 +54,15 @@ def export(framework: str, plan: Plan, graph: Graph, profile: Profile) -> Export
 
 def write_export(export: Export, path: Path) -> None:
     write_whole(path, json.dumps(export.content, indent=1) + "\n")
+    beside = path.with_suffix(".csv")
+    if export.csv is None:
+        beside.unlink(missing_ok=True)  # that of an earlier plan
+    else:
+        write_whole(beside, export.csv)
 
 
 def _torch(plan: Plan, graph: Graph, profile: Profile) -> Export:
-    """Can express every plan: operators are put in the order of the stages."""
+    """Can express every split: operators are put in the order of the stages. Not every order."""
     calls = profile.node
     working = [[n for n in stage.nodes if not graph.nodes[n].is_input] for stage in plan.stages]
     stages = [[tensor.name for n in nodes for tensor in calls[n].outputs] for nodes in working]
@@ -62,7 +72,17 @@ def _torch(plan: Plan, graph: Graph, profile: Profile) -> Export:
         "torch": profile.machine.torch,
         "stages": stages,
     }
-    return Export(content, tuple(uneven(plan)))
+    notes = tuple(uneven(plan))
+    try:
+        order = torch_order(plan)
+    except UserError as error:
+        return Export(content, (*notes, f"without an order of passes: {error.format_message()}"))
+    named = {
+        "file": "export-torch.csv",
+        "microbatches": order.microbatches,
+        "stage_ranks": order.stage_ranks,
+    }
+    return Export({**content, "order": named}, notes, order.csv)
 
 
 def _torchtitan(plan: Plan, graph: Graph, profile: Profile) -> Export:

@@ -175,6 +175,20 @@ def test_an_export_lies_beside_the_plan_and_needs_the_profile(tmp_path):
     assert len(stages) == len(read_plan(tmp_path / "plan.json").stages)
 
 
+def test_an_export_names_the_order_beside_it(make_graph, tmp_path):
+    graph = make_graph("a b c", "a-b b-c")
+    (tmp_path / "graph.txt").write_text(format_graph(graph))
+    write_profile(profile_of(graph), tmp_path / "profile.json")
+    cluster = ("--machines", "2", "--bandwidth", "1TB", "--straight")
+    flush = ("--schedule", "flush", "--microbatches", "4", "--export", "torch", "-o", tmp_path)
+    done = pd_optimize(tmp_path / "graph.txt", *cluster, *flush)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"Exported: {tmp_path}/export-torch.json, export-torch.csv\n" in done.stdout
+    assert len((tmp_path / "export-torch.csv").read_text().splitlines()) == 2
+    order = json.loads((tmp_path / "export-torch.json").read_text())["order"]
+    assert (order["file"], order["microbatches"]) == ("export-torch.csv", 4)
+
+
 def test_by_default_the_plan_lies_beside_the_graph(tmp_path):
     shutil.copy(TRANSLATION, tmp_path / "graph.txt")
     assert pd_optimize(tmp_path / "graph.txt", *LEVELS).returncode == 0

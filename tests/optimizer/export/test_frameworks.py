@@ -29,12 +29,19 @@ GPT = {
 }
 CHAIN = "i-e e-p p-q q-r r-s s-t t-u u-n n-h"
 
+NO_ORDER = (
+    "without an order of passes: torch updates all stages after a flush; this schedule is"
+    " weight-stashing"
+)
+
 
 @pytest.fixture
 def exported(make_graph, tmp_path):
     """exported(framework, modules, edges, stages): the export of a plan with these stages."""
 
-    def make(framework, modules, edges, stages, replicas=None, parameters=None, **costs):
+    def make(
+        framework, modules, edges, stages, replicas=None, parameters=None, flush=None, **costs
+    ):
         graph = make_graph(" ".join(modules), edges, **costs)
         inputs = {"i"} & set(modules)
         graph = graph.with_nodes(make_graph_input(graph.nodes[name]) for name in inputs)
@@ -56,6 +63,10 @@ def exported(make_graph, tmp_path):
             for stage in plan.stages
         )
         held_plan = plan.model_copy(update={"stages": held})
+        if flush:
+            predicted = plan.predicted.model_copy(update={"microbatches": flush})
+            changes = {"schedule": "flush", "order": "zb-h1", "predicted": predicted}
+            held_plan = held_plan.model_copy(update=changes)
         return export(framework, held_plan, graph, read_profile_of(path, graph))
 
     def make_graph_input(node):
@@ -66,8 +77,10 @@ def exported(make_graph, tmp_path):
 
 def test_torch_names_the_operators_of_each_stage(exported, tmp_path):
     made = exported("torch", GPT, CHAIN, "iepqr stunh")
-    assert made.notes == ()
+    assert made.notes == (NO_ORDER,)
+    (tmp_path / "export-torch.csv").touch()
     write_export(made, tmp_path / "export-torch.json")
+    assert not (tmp_path / "export-torch.csv").exists(), "that of an earlier plan"
     assert json.loads((tmp_path / "export-torch.json").read_text()) == {
         "format": "pipedream-torch-split/1",
         "model": "m",
@@ -77,6 +90,19 @@ def test_torch_names_the_operators_of_each_stage(exported, tmp_path):
             ["s_out", "t_out", "u_out", "n_out", "h_out"],
         ],
     }
+
+
+def test_torch_names_the_order_of_passes_beside_it(exported, tmp_path):
+    made = exported("torch", GPT, CHAIN, "iepqr stunh", flush=2)
+    assert made.notes == ()
+    write_export(made, tmp_path / "export-torch.json")
+    assert json.loads((tmp_path / "export-torch.json").read_text())["order"] == {
+        "file": "export-torch.csv",
+        "microbatches": 2,
+        "stage_ranks": [0, 1],
+    }
+    rows = (tmp_path / "export-torch.csv").read_text()
+    assert rows == "0F0,0F1,0B0,0B1\n1F0,1I0,1F1,1I1,1W0,1W1\n"
 
 
 def test_whole_layers_are_exported_as_they_are(exported):
@@ -141,7 +167,7 @@ def test_a_tensor_that_passes_by_a_stage_is_refused_but_not_by_torch(exported):
             UserError, match=f"--export {framework}: e Linear of stage 0 is read in"
         ):
             exported(framework, GPT, edges, "iepq rs tunh")
-    assert exported("torch", GPT, edges, "iepq rs tunh").notes == ()
+    assert exported("torch", GPT, edges, "iepq rs tunh").notes == (NO_ORDER,)
 
 
 def test_notes_name_replicas_tensors_ties_and_code_around_modules(exported):
@@ -156,7 +182,8 @@ def test_notes_name_replicas_tensors_ties_and_code_around_modules(exported):
         "2 tensors go from stage 0 to 1",
         "replicas 3, 1 are left out: it has the same number of every stage",
     )
-    assert exported("torch", modules, edges, "iepqrs tuanh", [3, 1]).notes == made.notes[-1:]
+    torch = exported("torch", modules, edges, "iepqrs tuanh", [3, 1])
+    assert torch.notes == (made.notes[-1], NO_ORDER)
 
 
 def test_deep_lists_are_taken_apart_and_torchtitan_is_told(exported):

@@ -1,0 +1,233 @@
+"""Do orders of passes gain what they should? `python scripts/bench/orders/measured.py [MODEL]...`
+
+For each model (mlp, gpt: divided.py), on two processes of one thread each, with rounds of M
+microbatches: pd-train's engine with 1f1b, zb-h1 and auto on two stages, with interleaved on four in
+a loop, with zb-v and auto on four in a V; torch.distributed.pipelining's own Schedule1F1B,
+ScheduleInterleaved1F1B and ScheduleZBVZeroBubble on the same stages, with the same minibatch, loss
+and optimizer, all in float32. Two tables: medians, and what a tenth of the rounds and passes do not
+exceed, which others on the machine have slowed least. Columns:
+
+- ms: of a round, from the end of one to the end of the next, on the rank where that takes longer
+- expected: the same with the seconds that the passes and updates of this contender took, if
+  nothing else takes time; `auto` is found for the times of zb-h1 and of zb-v
+- of 1f1b: both in parts of those of 1f1b on two stages
+- torch: ms of its own schedule of this name, and ours in parts of it
+
+The same two processes do all of it in turns of a few rounds, over and over: what slows the machine
+for a while slows all of it. The first round of a turn does not count. Two minutes for each model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from divided import MODELS, captured_model, planned
+from ours import Durations, Ours, pass_times, update_seconds
+from theirs import SCHEDULES, Theirs
+
+from pipedream.capture.compute_settings import keep_freed_memory
+from pipedream.graph.choices import DEFAULT_ORDER
+from pipedream.schedule.orders.interleaved import interleaved
+from pipedream.schedule.orders.named import round_of
+from pipedream.schedule.orders.passes import period
+from pipedream.schedule.rank_maps import loop, vee
+from pipedream.schedule.spec import PassTimes, PipelineSpec
+
+MICROBATCHES = (2, 4, 8)
+ROUNDS = 3
+"""Of a turn."""
+SECONDS = 50.0
+"""Of all turns of a model."""
+SHARES = {"medians": 0.5, "a tenth": 0.1}
+SAME_LOSS = 1e-4
+"""In parts of it."""
+
+MAPS = {"chain": loop(2, 1), "loop": loop(2, 2), "vee": vee(2, 2)}
+
+
+class Contender(NamedTuple):
+    order: str
+    stages: str
+
+    def __str__(self) -> str:
+        return f"{self.order} {self.stages}"
+
+
+FIRST = Contender(DEFAULT_ORDER, "chain")
+OURS = (
+    FIRST,
+    Contender("zb-h1", "chain"),
+    Contender("auto", "chain"),
+    Contender("interleaved", "loop"),
+    Contender("zb-v", "vee"),
+    Contender("auto", "vee"),
+)
+MEASURED_FOR_AUTO = {"chain": "zb-h1", "vee": "zb-v"}
+
+
+def main() -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    for name in sys.argv[1:] or MODELS:
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            mp.spawn(work, (name, folder), nprocs=2)
+            tables = json.loads((Path(folder) / "tables.json").read_text())
+        for what, rows in tables.items():
+            print(f"{name}, {what}")
+            table = pd.DataFrame(rows)
+            print(table.to_string(index=False, float_format="%.3f", na_rep=""), flush=True)
+
+
+def work(rank: int, name: str, folder: str) -> None:
+    """One process: all turns. The first writes down what they come to."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=2)
+    bench = Bench(name, rank, Path(folder))
+    bench.warm_up()
+    bench.measure()
+    tables = {what: bench.rows(share) for what, share in SHARES.items()}
+    if rank == 0:
+        (Path(folder) / "tables.json").write_text(json.dumps(tables))
+    dist.destroy_process_group()
+
+
+class Bench:
+    """One of the two processes. `turns`: by contender, or the name of one of torch's, and M."""
+
+    def __init__(self, name: str, rank: int, folder: Path) -> None:
+        captured = captured_model(name)
+        plans = {
+            each.stages: planned(MODELS[name], captured, each.order, MAPS[each.stages])
+            for each in OURS
+            if each.order not in ("auto", DEFAULT_ORDER)
+        }
+        self.ours = {stages: Ours(name, rank, folder, plan) for stages, plan in plans.items()}
+        first = self.ours["chain"]
+        self.theirs = {
+            each.order: Theirs(
+                name,
+                rank,
+                each.order,
+                MAPS[each.stages],
+                first.batch,
+                first.local.loss,
+                MICROBATCHES,
+            )
+            for each in OURS
+            if each.order in SCHEDULES
+        }
+        self.times: dict[str, PassTimes] = {}
+        self.turns: dict[tuple[str, int], Callable[[int], list[float]]] = {}
+        self.rounds: dict[tuple[str, int], list[float]] = defaultdict(list)
+
+    def warm_up(self) -> None:
+        """A turn of each; that of auto once the passes of the others are timed."""
+        for known in (False, True):
+            if known:
+                self._time_for_auto()
+            for each in OURS:
+                if (each.order == "auto") is known:
+                    self._add_ours(each)
+        for order in self.theirs:
+            self._add_theirs(order)
+        for turn in self.turns.values():
+            turn(1)
+        self._check_losses()
+        for ours in self.ours.values():
+            ours.durations.clear()
+
+    def _time_for_auto(self) -> None:
+        for stages, order in MEASURED_FOR_AUTO.items():
+            ours, spec = self.ours[stages], self._spec(Contender(order, stages), 4)
+            for _ in range(4):
+                ours.rounds(spec, ROUNDS)
+            self.times[stages] = pass_times(ours.all_durations(order), spec, SHARES["a tenth"])
+
+    def _spec(self, each: Contender, microbatches: int) -> PipelineSpec:
+        times = self.times.get(each.stages) if each.order == "auto" else None
+        return self.ours[each.stages].spec(each.order, microbatches, times)
+
+    def _add_ours(self, each: Contender) -> None:
+        for m in MICROBATCHES:
+            spec = self._spec(each, m)
+            self.turns[str(each), m] = lambda rounds, spec=spec: (  # type: ignore[misc]
+                self.ours[each.stages].rounds(spec, rounds)
+            )
+
+    def _add_theirs(self, order: str) -> None:
+        for m in MICROBATCHES:
+            self.turns[f"torch {order}", m] = lambda rounds, m=m: (  # type: ignore[misc]
+                self.theirs[order].rounds(m, rounds)
+            )
+
+    def _check_losses(self) -> None:
+        """All train the same model on the same data, so all have the same loss."""
+        losses = [loss for ours in self.ours.values() for loss in ours.losses]
+        losses += [loss.item() for theirs in self.theirs.values() for loss in theirs.losses]
+        assert max(losses) - min(losses) < SAME_LOSS * max(losses), losses
+
+    def measure(self) -> None:
+        """Turns until the time is up; the first process says when."""
+        end = time.monotonic() + SECONDS
+        while self._agreed(time.monotonic() < end):
+            for key, turn in self.turns.items():
+                own, both = turn(ROUNDS), [[0.0], [0.0]]
+                dist.all_gather_object(both, own)
+                self.rounds[key] += [max(pair) for pair in zip(*both, strict=True)]
+
+    @staticmethod
+    def _agreed(goes_on: bool) -> bool:
+        answers = [goes_on]
+        dist.broadcast_object_list(answers)
+        return answers[0]
+
+    def rows(self, share: float) -> list[dict[str, Any]]:
+        """Of a table. Every rank calls it."""
+        found = {each: self.ours[each.stages].all_durations(each.order) for each in OURS}
+        return [self._row(each, m, found, share) for m in MICROBATCHES for each in OURS]
+
+    def _row(
+        self, each: Contender, m: int, durations: Mapping[Contender, Durations], share: float
+    ) -> dict[str, Any]:
+        rounds = {name: spans for (name, count), spans in self.rounds.items() if count == m}
+        took = {name: float(np.quantile(spans, share)) for name, spans in rounds.items()}
+        own, first = took[str(each)], took[str(FIRST)]
+        expected, of_first = (
+            self._expected(which, m, durations[which], share) for which in (each, FIRST)
+        )
+        torchs = took.get(f"torch {each.order}")
+        return {
+            "M": m,
+            "order": each.order,
+            "stages": each.stages,
+            "ms": 1e3 * own,
+            "expected": 1e3 * expected,
+            "of 1f1b": own / first,
+            "expected of 1f1b": expected / of_first,
+            "torch": None if torchs is None else 1e3 * torchs,
+            "of torch": None if torchs is None else own / torchs,
+        }
+
+    def _expected(self, each: Contender, m: int, durations: Durations, share: float) -> float:
+        """The order that was run, with the times that its passes have had."""
+        spec = self._spec(each, m)
+        order = interleaved(spec, m) if each == FIRST else round_of(spec, m)
+        timed = self.ours[each.stages].spec(each.order, m, pass_times(durations, spec, share))
+        return period(timed, order) + update_seconds(durations, spec.places, share)
+
+
+if __name__ == "__main__":
+    main()
