@@ -13,7 +13,7 @@ from pipedream.graph import timeline
 from pipedream.graph.timeline import Event, Panel, draw, draw_memory, draw_panels, write_chrome
 from pipedream.schedule.action import Action
 from pipedream.schedule.orders.named import round_of
-from pipedream.schedule.orders.passes import timed
+from pipedream.schedule.orders.timing import timed
 from pipedream.schedule.rank_maps import vee
 
 

@@ -42,7 +42,7 @@ from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.schedule.orders.interleaved import interleaved
 from pipedream.schedule.orders.named import round_of
-from pipedream.schedule.orders.passes import period
+from pipedream.schedule.orders.timing import period
 from pipedream.schedule.rank_maps import loop, vee
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 
