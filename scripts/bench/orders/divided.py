@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-sys.path.append(str(Path(__file__).parents[1]))
 sys.path.append(str(Path(__file__).parents[3] / "tests" / "support"))
+sys.path.append(str(Path(__file__).parents[1]))
 
 from efficiency import STILL
 from plans import make_plan
