@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,18 @@ BENCH = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Layered:
-    """A model of models.py. `layers`: how many modules `path` has whose names are numbers."""
+    """A model of models.py. `layers`: how many modules `path` has whose names are numbers;
+    `shares`: how many of them each stage has [default: as many each].
+    """
 
     config: Mapping[str, Any]
     path: str
     layers: int
+    shares: tuple[int, ...] = ()
+
+    def stage_of(self, layer: int, stages: int) -> int:
+        ends = list(accumulate(self.shares or (self.layers // stages,) * stages))
+        return bisect_right(ends, layer)
 
     @property
     def run(self) -> RunConfig:
@@ -41,17 +50,20 @@ class Layered:
         )
 
 
+MLP = Layered(
+    {
+        "model": {"source": "models:mlp"},
+        "data": {"source": "models:mlp_data", "args": {"examples": 512}},
+        "loss": "mse_loss",
+        "batch_size": 128,
+    },
+    "",
+    16,
+)
+
 MODELS = {
-    "mlp": Layered(
-        {
-            "model": {"source": "models:mlp"},
-            "data": {"source": "models:mlp_data", "args": {"examples": 512}},
-            "loss": "mse_loss",
-            "batch_size": 128,
-        },
-        "",
-        16,
-    ),
+    "mlp": MLP,
+    "unequal": replace(MLP, shares=(4, 2, 3, 7)),
     "gpt": Layered(
         {
             "model": {
@@ -81,7 +93,7 @@ def planned(model: Layered, captured: Captured, order: str, rank_map: Sequence[i
     for node in captured.graph.order:
         found = layer.match(captured.module_paths.get(node, ""))
         if found:
-            stage = max(stage, int(found[1]) * len(rank_map) // model.layers)
+            stage = max(stage, model.stage_of(int(found[1]), len(rank_map)))
         pieces[0 if captured.graph.nodes[node].is_input else stage].append(node)
     data = make_plan(captured.graph, pieces, [1] * len(rank_map), "flush").model_dump()
     for each, place in zip(data["stages"], rank_map, strict=True):
