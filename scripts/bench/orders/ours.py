@@ -108,19 +108,18 @@ class Ours:
 
 def pass_times(durations: Durations, spec: PipelineSpec, share: float = 0.5) -> PassTimes:
     """Medians, or what `share` of the passes do not exceed. A stage with whole backward passes
-    alone has all of them in the first half.
+    alone sends no gradients: in halves it would do all of them in the second.
 
     Messages take no time: they are on their way while the ranks compute.
     """
     stages = range(len(spec.replicas))
     spans = {key: float(np.quantile(each, share)) for key, each in durations.items()}
-    halved = [(stage, Kind.BACKWARD_INPUT) in spans for stage in stages]
-    first = [Kind.BACKWARD_INPUT if halves else Kind.BACKWARD for halves in halved]
+    whole = [spans.get((stage, Kind.BACKWARD), 0.0) for stage in stages]
     none, ones = (0.0,) * len(spec.links), (1.0,) * len(stages)
     return PassTimes(
         forward=tuple(spans[stage, Kind.FORWARD] for stage in stages),
-        backward_input=tuple(spans[stage, first[stage]] for stage in stages),
-        backward_weight=tuple(spans.get((s, Kind.BACKWARD_WEIGHT), 0.0) for s in stages),
+        backward_input=tuple(spans.get((s, Kind.BACKWARD_INPUT), 0.0) for s in stages),
+        backward_weight=tuple(spans.get((s, Kind.BACKWARD_WEIGHT), whole[s]) for s in stages),
         there=none,
         back=none,
         held=ones,
