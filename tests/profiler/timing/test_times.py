@@ -154,11 +154,11 @@ class Branches(nn.Module):
 
 
 def test_branches_and_what_hands_on_what_it_gets_are_kept_apart() -> None:
+    """In parts of all: nodes are scaled to passes in one piece, which a busy machine disturbs."""
     timings = timed(time_in_training, Branches(), torch.ones(4), repeats=9)
-    asleep = timings.pop("Nap")
-    assert asleep.forward.median >= FORWARD * 0.9
-    assert asleep.backward.median >= BACKWARD * 0.9
-    assert all(t.backward.median < BACKWARD / 2 for t in timings.values())
+    asleep = timings["Nap"]
+    assert asleep.forward.median >= 0.9 * sum(t.forward.median for t in timings.values())
+    assert asleep.backward.median >= 0.9 * sum(t.backward.median for t in timings.values())
 
 
 def test_a_loss_is_timed_by_itself() -> None:
