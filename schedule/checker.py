@@ -4,9 +4,8 @@ A rank does the actions of one worker or, where it has several stages, of severa
 block; a receive takes the next message that its rank has from the other one and blocks until there
 is one; an all-reduce blocks until every replica of the stage has come to it, and that of the last
 tied stage of a rank until all tied stages have; the last norm of a round on a rank blocks until all
-workers have come to theirs. If that replay
-comes to its end, no timing of the ranks can make it hang: whether an action can go on depends on
-what others have done before, never on how fast.
+workers have come to theirs. If that replay comes to its end, no timing of the ranks can make it
+hang: whether an action can go on depends on what others have done before, never on how fast.
 
 Activations from one rank to another are received in the order in which they were sent, whichever
 stages they are between, and gradients likewise: NCCL has no other way to tell them apart. Between
@@ -87,8 +86,8 @@ class _RankReplay:
 class _WorkerReplay:
     """What one worker has. `received`: messages not yet used; `halfway`: minibatches between the
     halves of their backward pass; `returned`: those whose gradients may be sent. `summed`: the
-    all-reduce that it has done. `normed`: how many rounds it
-    has handed in for their norm. `peak`: the most minibatches in flight, and versions.
+    all-reduce that it has done. `normed`: how many rounds it has handed in for their norm. `peak`:
+    the most minibatches in flight, and versions.
     """
 
     rank: _RankReplay

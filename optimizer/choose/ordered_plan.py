@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipedream.graph.choices import MICROBATCHES
-from pipedream.graph.plan import LinkSeconds, OrderTimes, Plan, Predicted, StageMemory
+from pipedream.graph.plan import LinkSeconds, OrderTimes, Plan, StageMemory
 from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.cost.memory import MemoryModel
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.cuts.antichains import bits
 from pipedream.optimizer.search.memory_fit import WorkerMemory
-from pipedream.optimizer.search.outcome import make_plan
+from pipedream.optimizer.search.outcome import make_plan, nothing_yet, with_memory
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_work
@@ -101,7 +102,7 @@ class OrderedPlans:
         if not has_room(spec):
             return None
         workers = stages.workers(most_in_flight(spec))
-        plan = stages.with_workers(plan, workers)
+        plan = with_memory(plan, workers)
         simulation = simulate_work(plan, stages.workload(plan), QUICK_MOVES)
         if simulation is None:
             return None
@@ -155,14 +156,17 @@ class _Stages:
         self.last = len(shape.places) - 1
 
     @cached_property
+    def model(self) -> MemoryModel:
+        return self.request.memory_model(self.cuts)
+
+    @cached_property
     def memory(self) -> tuple[StageMemory, ...]:
         """Of one minibatch in flight."""
         return self._memory([1] * (self.last + 1))
 
     def _memory(self, in_flight: Sequence[int]) -> tuple[StageMemory, ...]:
-        model = self.request.memory_model(self.cuts)
         return tuple(
-            model.of(stage, stage + 1, Peak(count, 1), self.recompute and stage < self.last)
+            self.model.of(stage, stage + 1, Peak(count, 1), self.recompute and stage < self.last)
             for stage, count in enumerate(in_flight)
         )
 
@@ -181,29 +185,9 @@ class _Stages:
         ]
 
     def plan(self, order: str, in_flight: Sequence[int]) -> Plan:
-        nothing = Predicted(
-            cost_model=self.request.model.name,
-            microbatches=self.request.settings.microbatches,
-            seconds_per_minibatch=0.0,
-            lower_bound_seconds=0.0,
-            one_worker_seconds=0.0,
-            data_parallel_seconds=0.0,
-        )
+        nothing = nothing_yet(self.request, self.request.settings.microbatches)
         plan = make_plan(self.cuts, self.request, self.placed, self.workers(in_flight), nothing)
         return plan.model_copy(update={"order": order})
-
-    def with_workers(self, plan: Plan, workers: Sequence[WorkerMemory]) -> Plan:
-        stages = tuple(
-            stage.model_copy(
-                update={
-                    "in_flight": worker.max_in_flight,
-                    "memory": worker.memory,
-                    "memory_bytes": worker.memory.total,
-                }
-            )
-            for stage, worker in zip(plan.stages, workers, strict=True)
-        )
-        return plan.model_copy(update={"stages": stages})
 
     def spec(self, plan: Plan) -> PipelineSpec:
         microbatches = plan.predicted.microbatches or MICROBATCHES

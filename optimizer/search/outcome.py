@@ -227,32 +227,42 @@ def _in_flight(
     within: float = inf,
 ) -> tuple[Plan, ClosedForm, Sequence[WorkerMemory]]:
     """The plan with as many minibatches in flight as are of use; `weigh` says which of them fit."""
-    predicted = Predicted(
+    predicted = nothing_yet(request, _microbatches(request, [stage.replicas for stage in placed]))
+    plan = make_plan(cuts, request, placed, workers, predicted)
+    form = _closed_form(plan, request)
+    if request.in_flight == "useful" and form.bound <= within:
+        workers = weigh(form.useful_in_flight(1 + slack / 4))
+        plan = with_memory(plan, workers)
+        form = form.under(request.settings.policy(plan.replicas, plan.max_in_flight))
+    predicted = predicted.model_copy(update={"seconds_per_minibatch": form.seconds})
+    return plan.model_copy(update={"predicted": predicted}), form, workers
+
+
+def nothing_yet(request: Request, microbatches: int | None) -> Predicted:
+    """No figures: those of a plan that is yet to be priced."""
+    return Predicted(
         cost_model=request.model.name,
-        microbatches=_microbatches(request, [stage.replicas for stage in placed]),
+        microbatches=microbatches,
         seconds_per_minibatch=0.0,
         lower_bound_seconds=0.0,
         one_worker_seconds=0.0,
         data_parallel_seconds=0.0,
     )
-    plan = make_plan(cuts, request, placed, workers, predicted)
-    form = _closed_form(plan, request)
-    if request.in_flight == "useful" and form.bound <= within:
-        workers = weigh(form.useful_in_flight(1 + slack / 4))
-        stages = tuple(
-            stage.model_copy(
-                update={
-                    "in_flight": worker.max_in_flight,
-                    "memory": worker.memory,
-                    "memory_bytes": worker.memory.total,
-                }
-            )
-            for stage, worker in zip(plan.stages, workers, strict=True)
+
+
+def with_memory(plan: Plan, workers: Sequence[WorkerMemory]) -> Plan:
+    """The plan with what the workers of each stage hold, and as many minibatches in flight."""
+    stages = tuple(
+        stage.model_copy(
+            update={
+                "in_flight": worker.max_in_flight,
+                "memory": worker.memory,
+                "memory_bytes": worker.memory.total,
+            }
         )
-        plan = plan.model_copy(update={"stages": stages})
-        form = form.under(request.settings.policy(plan.replicas, plan.max_in_flight))
-    predicted = predicted.model_copy(update={"seconds_per_minibatch": form.seconds})
-    return plan.model_copy(update={"predicted": predicted}), form, workers
+        for stage, worker in zip(plan.stages, workers, strict=True)
+    )
+    return plan.model_copy(update={"stages": stages})
 
 
 def _one_worker(cuts: Cuts, types: DeviceTypes) -> float:

@@ -16,12 +16,9 @@ from pipedream.schedule.action import Kind
 from pipedream.schedule.orders.deferred import deferred
 from pipedream.schedule.orders.greedy import Rule, greedy
 from pipedream.schedule.orders.improved import improved
-from pipedream.schedule.orders.interleaved import interleaved
+from pipedream.schedule.orders.literature import literature
 from pipedream.schedule.orders.passes import Round
 from pipedream.schedule.orders.timing import Numbers, Timing, halved
-from pipedream.schedule.orders.v_shaped import v_half, v_min, zb_v
-from pipedream.schedule.orders.zero_bubble import zb_h1, zb_h2
-from pipedream.schedule.rank_maps import loop, vee
 from pipedream.schedule.spec import PipelineSpec
 
 EFFORT = 600_000
@@ -90,16 +87,3 @@ def _from_literature(timing: Timing, microbatches: int) -> Iterator[Numbers]:
             filled = deferred(spec, first, limits, patience)
             if filled is not None:
                 yield timing.numbers(filled)
-
-
-def literature(spec: PipelineSpec, microbatches: int) -> dict[str, Round]:
-    """Returns the orders of the literature that are for such a map of stages to ranks, by name."""
-    places, stages = len(spec.places), len(spec.replicas)
-    makers = {}
-    if spec.place_of == loop(places, stages // places):
-        makers["interleaved" if stages > places else "1f1b"] = interleaved
-    if stages == places:
-        makers |= {"zb-h1": zb_h1, "zb-h2": zb_h2}
-    if spec.place_of == vee(places, 2):
-        makers |= {"zb-v": zb_v, "v-half": v_half, "v-min": v_min}
-    return {name: make(spec, microbatches) for name, make in makers.items()}

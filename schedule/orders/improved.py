@@ -4,7 +4,7 @@ Moves as in the job shop: two passes of a place, one right after the other on a 
 places (van Laarhoven, Aarts, Lenstra, "Job Shop Scheduling by Simulated Annealing", Operations
 Research 40, 1992, where it is proved that such a move never makes a cycle, and that some sequence
 of them leads to an optimum). The best one that is not tabu is taken, even if it makes the order
-worse for now (Taillard, "Parallel Taboo Search Techniques for the Job Shop Scheduling Timing",
+worse for now (Taillard, "Parallel Taboo Search Techniques for the Job Shop Scheduling Problem",
 1994).
 """
 

@@ -1,60 +1,18 @@
-"""The orders of a round with a flush, by name, and which pipelines each is for."""
+"""The orders of a round with a flush, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import TypeAlias
 
 from pipedream.schedule.orders.auto import auto
-from pipedream.schedule.orders.interleaved import interleaved
+from pipedream.schedule.orders.literature import LITERATURE, RoundOrder
 from pipedream.schedule.orders.passes import Round, peaks, whole_where_nothing_waits
-from pipedream.schedule.orders.v_shaped import v_half, v_min, zb_v
-from pipedream.schedule.orders.zero_bubble import zb_h1, zb_h2
 from pipedream.schedule.rank_maps import loop, vee
 from pipedream.schedule.spec import PipelineSpec
 
-RankMap: TypeAlias = Callable[[int, int], tuple[int, ...]]
-
-MOST_STAGES_EACH = 4
-"""Of a rank."""
-
-
-@dataclass(frozen=True)
-class RoundOrder:
-    """`make(spec, microbatches)` gives the passes of a round. `maps`: how a rank comes by its
-    stages, if it has several; `stages_each`: how many it may have.
-    """
-
-    make: Callable[[PipelineSpec, int], Round]
-    stages_each: tuple[int, ...]
-    maps: tuple[RankMap, ...] = ()
-
-    def misfit(self, spec: PipelineSpec) -> str | None:
-        """Returns why it is not for this pipeline, in words that follow its name."""
-        counts = {len(own) for own in spec.places}
-        if spec.name != "flush":
-            return f"is for schedule flush; this one is {spec.name}"
-        if len(set(spec.replicas)) > 1:
-            return "is for stages that have as many replicas each"
-        if counts - set(self.stages_each):
-            return f"is for {_either(self.stages_each)} on each rank"
-        (each,) = counts if len(counts) == 1 else (0,)
-        fitting = [rank_map(len(spec.places), each) for rank_map in self.maps or (loop,)]
-        if not each or spec.place_of not in fitting:
-            maps = " or ".join(rank_map.__name__ for rank_map in self.maps or (loop,))
-            return f"is for stages that are on the ranks as `{maps}` says"
-        return None
-
-
 ROUND_ORDERS: Mapping[str, RoundOrder] = {
-    "interleaved": RoundOrder(interleaved, (1, 2, 3, 4), (loop,)),
-    "zb-h1": RoundOrder(zb_h1, (1,)),
-    "zb-h2": RoundOrder(zb_h2, (1,)),
-    "zb-v": RoundOrder(zb_v, (2,), (vee,)),
-    "v-half": RoundOrder(v_half, (2,), (vee,)),
-    "v-min": RoundOrder(v_min, (2,), (vee,)),
+    **LITERATURE,
     "auto": RoundOrder(auto, (1, 2, 3, 4), (loop, vee)),
 }
 
@@ -86,9 +44,3 @@ def _in_whole_round(spec: PipelineSpec) -> int:
 def most_in_flight(spec: PipelineSpec) -> tuple[int, ...]:
     """Returns the most microbatches that a worker of each stage has in flight."""
     return peaks(_whole_round(spec), len(spec.replicas))
-
-
-def _either(counts: tuple[int, ...]) -> str:
-    *others, last = map(str, counts)
-    stages = "stage" if counts == (1,) else "stages"
-    return f"{', '.join(others)} or {last} {stages}" if others else f"{last} {stages}"

@@ -11,6 +11,7 @@ import pytest
 from drawn_orders import drawn, flush_of
 from pipelines import Orders, of_rounds
 
+from pipedream.graph.choices import DEFAULT_ORDER, ORDER_NAMES
 from pipedream.schedule.checker import check_ranks
 from pipedream.schedule.orders.named import ROUND_ORDERS, round_of
 from pipedream.schedule.orders.passes import Round, held_bytes, seconds_of
@@ -34,6 +35,10 @@ def test_diagram(diagram: str) -> None:
     title, _, rows = diagram.partition("\n")
     name, *numbers = title.split()
     assert drawn(flush_of(name, *map(int, numbers))) == rows
+
+
+def test_the_names_that_options_offer_are_those_of_the_orders() -> None:
+    assert set(ORDER_NAMES) == {DEFAULT_ORDER, *ROUND_ORDERS}
 
 
 def checked(orders: Orders) -> None:
