@@ -1,0 +1,149 @@
+"""The operators of a stage, and the values that pass between them, as plain data. No torch.
+
+An `Operator` has no name: two layers of the same size are calls of the same operators. So what is
+known of an operator (its strategies, later its times) is known of all its calls. Its inputs are
+numbered in the order in which its arguments have them. `aten.addmm.default` of a bias, a matrix and
+a transposed weight:
+
+    arguments  Input(0), Input(1), Input(2)
+    inputs     float32 (4,)   float32 (5, 6)   float32 (6, 4)
+    outputs    float32 (5, 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from pipedream.graph.errors import ArtifactModel
+
+
+class TensorType(ArtifactModel):
+    """Of a tensor, whatever its values."""
+
+    shape: tuple[NonNegativeInt, ...]
+    dtype: str
+    """As torch calls it: float32."""
+    element_bytes: PositiveInt
+
+
+class Input(ArtifactModel):
+    """Among the arguments: the tensor with this number among the operator's inputs."""
+
+    input: NonNegativeInt
+
+
+class Special(ArtifactModel):
+    """Among the arguments: what JSON has no word for."""
+
+    kind: Literal["dtype", "layout", "device", "memory_format", "float"]
+    name: str
+    """As torch calls it: float32, strided, cpu, channels_last; inf, -inf or nan."""
+
+
+Scalar: TypeAlias = bool | int | float | str | Input | Special | None
+Argument: TypeAlias = Scalar | tuple[Scalar, ...]
+
+
+class Operator(ArtifactModel):
+    """An ATen operator, its arguments and the types of its inputs and outputs."""
+
+    target: str
+    """Its full name: aten.mm.default."""
+    arguments: tuple[Argument, ...]
+    keywords: tuple[tuple[str, Argument], ...] = ()
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType | None, ...]
+    """None for an output that is not computed, such as a gradient that nobody wants."""
+    writes: tuple[NonNegativeInt, ...] = ()
+    """The numbers of the inputs that it changes, such as the statistics of batch norm."""
+
+    @property
+    def family(self) -> str:
+        """The target without its overload: aten.mm."""
+        return self.target.rpartition(".")[0]
+
+    def argument(self, position: int, default: Argument = None) -> Argument:
+        """The positional argument; those at the end that have their default values may be left
+        out.
+        """
+        return self.arguments[position] if position < len(self.arguments) else default
+
+    def integer(self, position: int, default: int = 0) -> int:
+        value = self.argument(position, default)
+        assert isinstance(value, int), (self.target, position, value)
+        return value
+
+    def integers(self, position: int, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        value = self.argument(position, default)
+        assert isinstance(value, tuple), (self.target, position, value)
+        numbers = tuple(each for each in value if isinstance(each, int))
+        assert len(numbers) == len(value), (self.target, position, value)
+        return numbers
+
+    def input_at(self, position: int) -> int | None:
+        """The number of the input at this positional argument; None if there is no tensor."""
+        value = self.argument(position)
+        return value.input if isinstance(value, Input) else None
+
+    def with_arguments(self, changed: dict[int, Argument]) -> Operator:
+        """With other positional arguments at these positions."""
+        arguments = list(self.arguments)
+        for position, value in changed.items():
+            arguments[position] = value
+        return self.model_copy(update={"arguments": tuple(arguments)})
+
+
+class Call(ArtifactModel):
+    """An operator of a graph, the values that it reads and those that it computes."""
+
+    name: str
+    operator: Operator
+    reads: tuple[str, ...]
+    """Its inputs; a value may be read several times."""
+    results: tuple[str | None, ...]
+    """Its outputs; None for one that is not computed or that nobody reads."""
+
+
+class StageInput(ArtifactModel):
+    """A value that the graph is given."""
+
+    value: str
+    role: Literal["parameter", "buffer", "input", "tangent", "draw", "constant"]
+    """tangent: the gradient of an output. draw: random numbers. constant: the same in each pass."""
+    name: str
+    """Of a parameter or buffer its name in the model, else its number among those of its role."""
+    type: TensorType
+
+
+class StageOutput(ArtifactModel):
+    """A value that the graph computes."""
+
+    value: str
+    role: Literal["output", "input gradient", "parameter gradient"]
+    name: str
+    """Of the parameter; else the number of the output, or of the input."""
+
+
+class OperatorGraph(ArtifactModel):
+    """The operators of a stage's passes, each after those whose values it reads."""
+
+    inputs: tuple[StageInput, ...]
+    calls: tuple[Call, ...]
+    outputs: tuple[StageOutput, ...] = Field(default=())
+
+    def types(self) -> dict[str, TensorType]:
+        """Of all values by name."""
+        types = {each.value: each.type for each in self.inputs}
+        types.update(_results(self.calls))
+        return types
+
+
+def _results(calls: tuple[Call, ...]) -> Iterator[tuple[str, TensorType]]:
+    for call in calls:
+        for value, type_ in zip(call.results, call.operator.outputs, strict=True):
+            if value is not None:
+                assert type_ is not None, call
+                yield value, type_

@@ -1,0 +1,134 @@
+"""Layer, group and batch norm, and their backward passes.
+
+Batch norm is divided by channels only, in training: its statistics are those of the whole batch,
+and a divided batch would need sums of them in the middle of the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pipedream.graph.sharding.operators import Operator, TensorType
+from pipedream.graph.sharding.rules.indices import Sum, divisions, letters_of
+from pipedream.graph.sharding.rules.strategy import Arguments, Rule, Strategy, no_chunks
+
+_BATCH_NORMS = {
+    "native_batch_norm": 5,
+    "cudnn_batch_norm": 5,
+    "miopen_batch_norm": 5,
+    "_native_batch_norm_legit": 5,
+    "_native_batch_norm_legit_functional": 5,
+    "_native_batch_norm_legit_no_training": None,
+    "native_batch_norm_backward": 7,
+}
+"""The argument that says whether it trains: input, weight, bias and the running statistics come
+before it. (`_native_batch_norm_legit.no_stats` has none, so it always does.)
+"""
+
+
+def rules() -> dict[str, Rule]:
+    table = {
+        "native_layer_norm": Rule(_layer_norm),
+        "native_layer_norm_backward": Rule(_layer_norm_backward),
+        "native_group_norm": Rule(_group_norm, _group_norm_sizes, no_chunks),
+        "native_group_norm_backward": Rule(
+            _group_norm_backward, _group_norm_backward_sizes, no_chunks
+        ),
+    }
+    table |= {name: Rule(_batch_norm) for name in _BATCH_NORMS}
+    return {f"aten.{name}": rule for name, rule in table.items()}
+
+
+def _layer_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
+    """Input, then perhaps weight and bias; output, mean, deviation."""
+    data, statistics, weight = _layer_letters(operator, 0)
+    inputs = [data] + [weight] * (len(operator.inputs) - 1)
+    bias = operator.input_at(3)
+    of_data = [number for number in range(len(inputs)) if number != bias]
+    output = Sum(data, [of_data] if bias is None else [of_data, [bias]])
+    yield from divisions(inputs, [output, *(Sum(statistics, [[0]]) for _ in range(2))])
+
+
+def _layer_norm_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
+    """Gradient, input, mean, deviation, weight, bias; gradients of input, weight and bias."""
+    data, statistics, weight = _layer_letters(operator, 1)
+    inputs = [data, data, statistics, statistics] + [weight] * (len(operator.inputs) - 4)
+    factor = operator.input_at(5)
+    of_data = [0, 1, 2, 3] if factor is None else [0, 1, 2, 3, factor]
+    outputs = [Sum(data, [of_data]), Sum(weight, [[0, 1, 2, 3]]), Sum(weight, [[0]])]
+    yield from divisions(inputs, outputs, [0])
+
+
+def _layer_letters(operator: Operator, data_at: int) -> tuple[str, str, str]:
+    """Of the data, their statistics and the weight, for each dimension that is normalized."""
+    shape = operator.inputs[data_at].shape
+    weight = "." * len(operator.integers(2 if data_at else 1))
+    batch = letters_of(shape[: len(shape) - len(weight)])
+    return batch + weight, batch + weight, weight
+
+
+def _group_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
+    """Input, then perhaps weight and bias; output, mean and deviation for each group."""
+    data, statistics, weight = _group_letters(operator, 0, operator.integer(6), devices)
+    inputs = [data] + [weight] * (len(operator.inputs) - 1)
+    outputs = [Sum(data, [range(len(inputs))]), *(Sum(statistics, [[0]]) for _ in range(2))]
+    yield from divisions(inputs, outputs)
+
+
+def _group_norm_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
+    """Gradient, input, mean, deviation, weight; gradients of input, weight and bias."""
+    data, statistics, weight = _group_letters(operator, 1, operator.integer(8), devices)
+    inputs = [data, data, statistics, statistics] + [weight] * (len(operator.inputs) - 4)
+    of_weight = [Sum(weight, [[0, 1, 2, 3]]), Sum(weight, [[0]])]
+    yield from divisions(inputs, [Sum(data, [range(len(inputs))]), *of_weight], [0])
+
+
+def _group_letters(
+    operator: Operator, data_at: int, groups: int, devices: int
+) -> tuple[str, str, str]:
+    """Of the data, their statistics and the weight; devices have whole groups of channels."""
+    rank = len(operator.inputs[data_at].shape)
+    g = "." if groups % devices else "g"
+    return f"n{g}" + "." * (rank - 2), f"n{g}", g
+
+
+def _group_norm_sizes(whole: Operator, local: Operator) -> Arguments:
+    return _group_sizes(local.inputs[0], whole, 3)
+
+
+def _group_norm_backward_sizes(whole: Operator, local: Operator) -> Arguments:
+    return _group_sizes(local.inputs[1], whole, 5)
+
+
+def _group_sizes(data: TensorType, whole: Operator, first: int) -> Arguments:
+    """Batch, channels, elements of a channel, groups."""
+    batch, channels = data.shape[:2]
+    groups = whole.integer(first + 3) * channels // whole.integer(first + 1)
+    return {first: batch, first + 1: channels, first + 3: groups}
+
+
+def _batch_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
+    """All tensors have channels: those of one dimension have nothing else."""
+    backward = operator.family.endswith("_backward")
+    position = _BATCH_NORMS[operator.family.removeprefix("aten.")]
+    training = position is not None and bool(operator.argument(position))
+    training |= operator.target.endswith("no_stats")
+    data = ("." if training else "n") + "c" + "." * (len(operator.inputs[0].shape) - 2)
+    if len(data) < 2:
+        return
+    inputs = [_channel_letters(each, data) for each in operator.inputs]
+    numbers = range(len(inputs))
+    outputs = [
+        Sum(_channel_letters(each, data), [numbers if backward or not number else [0]])
+        for number, each in enumerate(operator.outputs)
+    ]
+    if not training and not backward:  # the statistics that it gives are empty
+        outputs[1:] = [Sum(each.letters, []) for each in outputs[1:]]
+    yield from divisions(inputs, outputs, [0] if backward else ())
+
+
+def _channel_letters(type_: TensorType | None, data: str) -> str:
+    if type_ is None:
+        return ""
+    rank = len(type_.shape)
+    return data if rank > 1 else "c" if rank and type_.shape[0] else "." * rank

@@ -1,0 +1,185 @@
+"""Operators executed in parts: whether what the devices compute is what the whole operator does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from joint_models import Traced
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipedream.capture.programs.description import describe_operator, execute
+from pipedream.graph.sharding.operators import Operator, TensorType
+from pipedream.graph.sharding.placement import Partial, Placement, Shard
+from pipedream.graph.sharding.rules import RULES, divided_by, local_by
+from pipedream.graph.sharding.rules.strategy import Rule, Strategy
+
+DRAWS = ("aten.bernoulli", "aten.rand", "aten.empty", "aten.new_empty", "aten.dropout")
+"""What these compute cannot be repeated, or is nothing."""
+_NEW = torch.Generator().manual_seed(3)
+
+
+@dataclass(frozen=True)
+class Executed:
+    """An operator and tensors to execute it on."""
+
+    operator: Operator
+    inputs: tuple[Tensor, ...]
+
+
+def executed_by(call: Callable[[], Any]) -> list[Executed]:
+    """All operators that a function executes, autograd's among them."""
+    with _Recorded() as recorded:
+        call()
+    return _distinct(recorded.found)
+
+
+def executed_in(traced: Traced) -> list[Executed]:
+    """All operators of a joint graph."""
+    with _Recorded() as recorded:
+        interpreter = fx.Interpreter(traced.joint.module)
+        placeholders = traced.joint.module.graph.find_nodes(op="placeholder")
+        interpreter.run(*(traced.values[node] for node in placeholders))
+    return _distinct(recorded.found)
+
+
+def wrong_strategies(
+    case: Executed, devices: int, chunks: tuple[int, ...] = (2, 3), rule: Rule | None = None
+) -> Iterator[tuple[Strategy, str]]:
+    """The strategies that do not compute what the operator does, and why.
+
+    By the rule of the table, if no other is given.
+    """
+    rule = rule or RULES.get(case.operator.family)
+    expected = _run(case.operator, case.inputs)
+    for strategy in divided_by(rule, case.operator, devices, chunks):
+        why = _difference(case, strategy, devices, rule, expected)
+        if why:
+            yield strategy, why
+
+
+def _run(operator: Operator, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    """The outputs, and after them the inputs that it changes."""
+    own = [tensor.clone() for tensor in inputs]
+    outputs = list(execute(operator, own))[: len(operator.outputs)]
+    for number, wanted in enumerate(operator.outputs):
+        if wanted is None:
+            outputs[number] = None
+    return [*outputs, *(own[number] for number in operator.writes)]
+
+
+def _difference(
+    case: Executed,
+    strategy: Strategy,
+    devices: int,
+    rule: Rule | None,
+    expected: Sequence[Tensor | None],
+) -> str:
+    operator = case.operator
+    held = [
+        _held(tensor, placement, devices)
+        for tensor, placement in zip(case.inputs, strategy.inputs, strict=True)
+    ]
+    results = []
+    for index in range(devices):
+        local = local_by(rule, operator, strategy, devices, index)
+        inputs = [each[index] for each in held]
+        if _shapes(local.inputs) != [x.shape for x in inputs]:
+            return f"device {index} is to have {_shapes(local.inputs)}"
+        try:
+            results.append(_run(local, inputs))
+        except (RuntimeError, IndexError) as error:
+            return f"device {index}: {error}"
+        outputs = results[-1][: len(operator.outputs)]
+        if _shapes(local.outputs) != [None if x is None else x.shape for x in outputs]:
+            return f"device {index} has {[None if x is None else x.shape for x in outputs]}"
+    close = 1e-6 if any(each.dtype == "float32" for each in operator.inputs) else 1e-12
+    placements = [*strategy.outputs, *(strategy.inputs[number] for number in operator.writes)]
+    for number, (whole, placement) in enumerate(zip(expected, placements, strict=True)):
+        if whole is not None and not operator.family.startswith(DRAWS):
+            parts = [result[number] for result in results]
+            if not _agree(parts, whole, placement, close):
+                return f"output {number} differs"
+    return ""
+
+
+def _agree(
+    parts: Sequence[Tensor | None], whole: Tensor, placement: Placement, close: float
+) -> bool:
+    found = [part for part in parts if part is not None]
+    if len(found) != len(parts):
+        return False
+    expected = [whole] * len(parts)
+    if placement == Partial():
+        found, expected = [torch.stack(found).sum(0).to(whole.dtype)], [whole]
+    elif isinstance(placement, Shard):
+        expected = _cut(whole, placement, len(parts))
+    return all(_close(one, other, close) for one, other in zip(found, expected, strict=True))
+
+
+def _close(one: Tensor, other: Tensor, close: float) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if not one.is_floating_point():
+        return bool((one == other).all())
+    scale = other[other.isfinite()].abs().max().item() if other.isfinite().any() else 1.0
+    return torch.allclose(one, other, rtol=0, atol=close * max(1.0, scale), equal_nan=True)
+
+
+def _held(tensor: Tensor, placement: Placement, devices: int) -> list[Tensor]:
+    """What each device has; of a partial tensor random terms."""
+    if isinstance(placement, Shard):
+        return _cut(tensor, placement, devices)
+    if placement == Partial():
+        terms = [_random_like(tensor) for _ in range(devices - 1)]
+        return [*terms, tensor - sum(terms)]
+    return [tensor] * devices
+
+
+def _cut(tensor: Tensor, placement: Shard, devices: int) -> list[Tensor]:
+    chunks = torch.tensor_split(tensor, placement.chunks, placement.dim)
+    parts = [torch.tensor_split(chunk, devices, placement.dim) for chunk in chunks]
+    return [
+        torch.cat([chunk[index] for chunk in parts], placement.dim).contiguous()
+        for index in range(devices)
+    ]
+
+
+def _random_like(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return torch.randn(tensor.shape, generator=_NEW, dtype=tensor.dtype)
+    return torch.randint(-9, 9, tensor.shape, generator=_NEW, dtype=tensor.dtype)
+
+
+def _shapes(types: Sequence[TensorType | None]) -> list[tuple[int, ...] | None]:
+    return [None if each is None else each.shape for each in types]
+
+
+def _distinct(found: Sequence[Executed]) -> list[Executed]:
+    return list({each.operator: each for each in found}.values())
+
+
+class _Recorded(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Executed] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = [x.clone() for x in _tensors(args, kwargs or {})]
+        result = func(*args, **(kwargs or {}))
+        operator, sources = describe_operator(func, args, kwargs or {}, result)
+        assert len(sources) == len(before)
+        self.found.append(Executed(operator, tuple(before)))
+        return result
+
+
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    flat = [x for each in (*args, *kwargs.values()) for x in _each(each)]
+    return [x for x in flat if isinstance(x, Tensor)]
+
+
+def _each(argument: Any) -> Sequence[Any]:
+    return argument if isinstance(argument, tuple | list) else (argument,)
