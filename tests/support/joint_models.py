@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from pipedream.capture.export import capture
 from pipedream.capture.programs.joint import Joint, joint
+from pipedream.capture.programs.means import sum_means
 from pipedream.capture.segment import freeze_constants, segment
 
 WORDS, WIDTH, HEADS, LENGTH = 24, 12, 6, 6
@@ -168,8 +169,10 @@ class Traced:
     values: dict[fx.Node, Tensor]
 
 
-def trace(model: nn.Module, inputs: tuple[Tensor, ...]) -> Traced:
-    """The model with its loss, in float64; the gradients of the inputs that have one, too."""
+def trace(model: nn.Module, inputs: tuple[Tensor, ...], means: bool = True) -> Traced:
+    """The model with its loss, in float64; the gradients of the inputs that have one, too. Without
+    `means` these are sums and divisions.
+    """
     model = model.double()
     inputs = tuple(x.double() if x.is_floating_point() else x for x in inputs)
     captured = capture(model, inputs)
@@ -182,6 +185,8 @@ def trace(model: nn.Module, inputs: tuple[Tensor, ...]) -> Traced:
     given = [by_name[name] for name in whole.inputs]
     wants = [x.is_floating_point() for x in given]
     traced = joint(whole.module, state, given, wants, torch.enable_grad())
+    if not means:
+        traced = sum_means(traced)
     values = {node: state[name].detach().clone() for name, node in traced.weights.items()}
     values.update(zip(traced.inputs, given, strict=True))
     values.update(zip(traced.draws.nodes, traced.draws.module(), strict=True))
@@ -191,7 +196,7 @@ def trace(model: nn.Module, inputs: tuple[Tensor, ...]) -> Traced:
     return Traced(traced, values)
 
 
-def traced_model(name: str) -> Traced:
+def traced_model(name: str, means: bool = True) -> Traced:
     make, inputs = MODELS[name]
     torch.manual_seed(0)
-    return trace(make(), inputs())
+    return trace(make(), inputs(), means)

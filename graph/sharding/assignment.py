@@ -1,0 +1,200 @@
+"""How the operators of a graph are divided on a mesh, and what that moves.
+
+A value is redistributed once for each way in which operators read it, however many do. At the end
+outputs are replicated, and gradients of inputs are placed as the inputs are. A gradient of a
+parameter is placed as the parameter, or stays partial on an axis: then it is summed only once for
+all the minibatches of an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt
+
+from pipedream.graph.cluster import Link
+from pipedream.graph.errors import ArtifactModel
+from pipedream.graph.sharding.notation import show_placements
+from pipedream.graph.sharding.operators import OperatorGraph, StageOutput, TensorType
+from pipedream.graph.sharding.placement import Mesh, Partial, Placements, Replicate
+from pipedream.graph.sharding.redistribution import redistribute
+from pipedream.graph.sharding.rules.strategy import Strategy
+from pipedream.graph.sharding.steps import MeshTensor, Step
+
+
+@dataclass(frozen=True)
+class LinkedMesh:
+    """A mesh of devices, and for each axis the link between neighbours in a group of the axis."""
+
+    sizes: Mesh
+    links: tuple[Link, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.links) == len(self.sizes), self
+
+    def first(self, axes: int) -> LinkedMesh:
+        """Of its first axes alone."""
+        return LinkedMesh(self.sizes[:axes], self.links[:axes])
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """For each axis of the mesh a strategy of each operator."""
+
+    graph: OperatorGraph
+    mesh: LinkedMesh
+    strategies: Mapping[str, tuple[Strategy, ...]]
+    """By the name of the call, for each axis."""
+    placed: Mapping[str, Placements]
+    """Of each value, as its operator gives it or as the graph is given it."""
+
+    def targets(self, call: str) -> tuple[Placements, ...]:
+        """How the operator wants each of the values that it reads."""
+        by_axis = (strategy.inputs for strategy in self.strategies[call])
+        return tuple(zip(*by_axis, strict=True))
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """A value that is brought from one placement to another."""
+
+    value: str
+    source: Placements
+    target: Placements
+    steps: tuple[Step, ...]
+    often: Literal["minibatch", "update"]
+    """How often: for each minibatch, or once for all that an update is made of."""
+
+    @property
+    def bytes(self) -> int:
+        """Sent or received by the busiest device of each step."""
+        return sum(step.bytes for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+
+class RedistributionRow(ArtifactModel):
+    """A redistribution in a report."""
+
+    value: str
+    source: str
+    target: str
+    collectives: tuple[str, ...]
+    often: Literal["minibatch", "update"]
+    bytes: NonNegativeInt
+    seconds: NonNegativeFloat
+
+
+class ShardingReport(ArtifactModel):
+    """What a division of the operators costs; the redistributions that communicate."""
+
+    mesh: tuple[int, ...]
+    minibatch_seconds: NonNegativeFloat
+    minibatch_bytes: NonNegativeInt
+    update_seconds: NonNegativeFloat
+    """The sums of gradients."""
+    update_bytes: NonNegativeInt
+    redistributions: tuple[RedistributionRow, ...]
+
+
+def redistributions(assignment: Assignment) -> tuple[Redistribution, ...]:
+    """All of them: first what operators read, in their order, then outputs, then sums of gradients.
+
+    Those that need no communication, such as a slice, are among them.
+    """
+    found: dict[tuple[str, Placements, Placements, str], Redistribution] = {}
+    types = assignment.graph.types()
+    for value, target, often in _wanted(assignment):
+        source = assignment.placed[value]
+        if often == "update":
+            source = _gradient_target(source, target)
+        if source != target:
+            steps = steps_between(types[value], assignment.mesh, source, target)
+            key = value, source, target, often
+            found.setdefault(key, Redistribution(value, source, target, steps, often))
+    return tuple(found.values())
+
+
+def report(assignment: Assignment) -> ShardingReport:
+    rows = [each for each in redistributions(assignment) if each.bytes]
+    own, updates = ([e for e in rows if e.often == often] for often in ("minibatch", "update"))
+    return ShardingReport(
+        mesh=assignment.mesh.sizes,
+        minibatch_seconds=sum(each.seconds for each in own),
+        minibatch_bytes=sum(each.bytes for each in own),
+        update_seconds=sum(each.seconds for each in updates),
+        update_bytes=sum(each.bytes for each in updates),
+        redistributions=tuple(map(_row, rows)),
+    )
+
+
+def total_seconds(assignment: Assignment) -> float:
+    """Of a minibatch and of an update together."""
+    return sum(each.seconds for each in redistributions(assignment))
+
+
+@lru_cache(maxsize=200_000)
+def steps_between(
+    type_: TensorType, mesh: LinkedMesh, source: Placements, target: Placements
+) -> tuple[Step, ...]:
+    tensor = MeshTensor(type_.shape, type_.element_bytes, mesh.sizes, mesh.links)
+    return redistribute(tensor, source, target)
+
+
+def output_target(
+    output: StageOutput, placed: Placements, inputs: Mapping[tuple[str, str], Placements]
+) -> Placements:
+    """How a value is to be placed at the end of the graph. `inputs`: the placements of what the
+    graph is given, by role and name.
+    """
+    if output.role == "input gradient":
+        return inputs["input", output.name]
+    if output.role == "parameter gradient":
+        return _gradient_target(placed, inputs["parameter", output.name])
+    return (Replicate(),) * len(placed)
+
+
+def _gradient_target(placed: Placements, parameter: Placements) -> Placements:
+    """Partial where it is, else as the parameter."""
+    pairs = zip(placed, parameter, strict=True)
+    return tuple(own if own == Partial() else its for own, its in pairs)
+
+
+def _wanted(
+    assignment: Assignment,
+) -> Iterator[tuple[str, Placements, Literal["minibatch", "update"]]]:
+    for call in assignment.graph.calls:
+        for value, target in zip(call.reads, assignment.targets(call.name), strict=True):
+            yield value, target, "minibatch"
+    inputs: dict[tuple[str, str], Placements] = {
+        (each.role, each.name): assignment.placed[each.value] for each in assignment.graph.inputs
+    }
+    outputs = assignment.graph.outputs
+    for output in outputs:
+        placed = assignment.placed[output.value]
+        yield output.value, output_target(output, placed, inputs), "minibatch"
+    for output in outputs:
+        if output.role == "parameter gradient":
+            yield output.value, inputs["parameter", output.name], "update"
+
+
+def _row(redistribution: Redistribution) -> RedistributionRow:
+    return RedistributionRow(
+        value=redistribution.value,
+        source=show_placements(redistribution.source),
+        target=show_placements(redistribution.target),
+        collectives=tuple(_names(redistribution.steps)),
+        often=redistribution.often,
+        bytes=redistribution.bytes,
+        seconds=redistribution.seconds,
+    )
+
+
+def _names(steps: Iterable[Step]) -> Iterator[str]:
+    for step in steps:
+        yield f"{step.collective.value} on axis {step.axis}"

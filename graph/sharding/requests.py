@@ -1,0 +1,106 @@
+"""The placements that a user sets, checked against a graph. Errors are one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.sharding.notation import show_placements
+from pipedream.graph.sharding.operators import OperatorGraph, StageInput
+from pipedream.graph.sharding.placement import Mesh, Partial, Placements
+from pipedream.graph.sharding.regions import check_placements
+
+
+@dataclass(frozen=True)
+class Requests:
+    """For each name or pattern a placement for each axis of the mesh."""
+
+    parameters: Mapping[str, Placements] = field(default_factory=dict)
+    """By a pattern of names of parameters and buffers, such as `blocks.*.up.weight`. Of several
+    that match the first counts.
+    """
+    values: Mapping[str, Placements] = field(default_factory=dict)
+    """By the name of the value, or `input 0` for the first input of the stage."""
+    operators: Mapping[str, tuple[Placements, ...]] = field(default_factory=dict)
+    """By the name of the call: how it wants each tensor that it reads."""
+
+
+def requested_values(graph: OperatorGraph, mesh: Mesh, requests: Requests) -> dict[str, Placements]:
+    """The placements that are set for values, parameters and buffers among them, by name of the
+    value. Raises UserError.
+    """
+    found: dict[str, Placements] = {}
+    for each, pattern, placements in _matches(graph, requests.parameters):
+        where = f"parameters.{pattern}"
+        _check(f"{where}: {each.name}", each.type.shape, mesh, placements)
+        _no_sum(where, placements)
+        found.setdefault(each.value, placements)
+    given = {f"{each.role} {each.name}": each.value for each in graph.inputs}
+    types = graph.types()
+    for name, placements in requests.values.items():
+        value = given.get(name, name)
+        if value not in types:
+            close = _closest(name, [*given, *types])
+            raise UserError(f"values.{name}: no value has this name{close}")
+        _check(f"values.{name}: it", types[value].shape, mesh, placements)
+        if value in given.values():
+            _no_sum(f"values.{name}", placements)
+        found[value] = placements
+    return found
+
+
+def requested_operators(
+    graph: OperatorGraph, mesh: Mesh, requests: Requests
+) -> dict[str, tuple[Placements, ...]]:
+    """The placements set for what operators read, by name of the call. Raises UserError."""
+    calls = {call.name: call for call in graph.calls}
+    for name, inputs in requests.operators.items():
+        if name not in calls:
+            raise UserError(f"operators.{name}: no operator has this name{_closest(name, calls)}")
+        types = calls[name].operator.inputs
+        if len(inputs) != len(types):
+            raise UserError(
+                f"operators.{name}: it reads {len(types)} tensors, {len(inputs)} have placements: "
+                "give placements for each"
+            )
+        for number, (type_, placements) in enumerate(zip(types, inputs, strict=True)):
+            _check(f"operators.{name}: tensor {number}", type_.shape, mesh, placements)
+    return dict(requests.operators)
+
+
+def _matches(
+    graph: OperatorGraph, patterns: Mapping[str, Placements]
+) -> Iterator[tuple[StageInput, str, Placements]]:
+    named = [each for each in graph.inputs if each.role in ("parameter", "buffer")]
+    for pattern, placements in patterns.items():
+        matching = [each for each in named if fnmatchcase(each.name, pattern)]
+        if not matching:
+            names = [each.name for each in named]
+            raise UserError(
+                f"parameters.{pattern}: no parameter has this name{_closest(pattern, names)}"
+            )
+        yield from ((each, pattern, placements) for each in matching)
+
+
+def _check(what: str, shape: tuple[int, ...], mesh: Mesh, placements: Placements) -> None:
+    try:
+        check_placements(shape, mesh, placements)
+    except ValueError as error:
+        shown = show_placements(placements)
+        raise UserError(f"{what} of shape {shape} cannot be placed {shown}: {error}") from error
+
+
+def _no_sum(where: str, placements: Placements) -> None:
+    if Partial() in placements:
+        raise UserError(
+            f"{where}: {show_placements(placements)} is a sum, which only operators can give: "
+            "write R or S(0)"
+        )
+
+
+def _closest(name: str, names: Collection[str]) -> str:
+    close = get_close_matches(name, names, n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
