@@ -61,10 +61,17 @@ def execute(described: Operator, inputs: Sequence[Tensor]) -> tuple[Tensor | Non
     target = torch.ops
     for part in described.target.split("."):
         target = getattr(target, part)
-    arguments = [_read(each, inputs) for each in described.arguments]
-    keywords = {name: _read(value, inputs) for name, value in described.keywords}
+    arguments, keywords = read_arguments(described, inputs)
     result = target(*arguments, **keywords)  # type: ignore[operator]
     return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def read_arguments(
+    described: Operator, inputs: Sequence[Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call of the operator, with these inputs: tensors, or nodes of a graph."""
+    arguments = tuple(_read(each, inputs) for each in described.arguments)
+    return arguments, {name: _read(value, inputs) for name, value in described.keywords}
 
 
 def describe_operator(
@@ -148,7 +155,7 @@ def _scalar(argument: Any, sources: list[Any]) -> Scalar:
     return argument
 
 
-def _read(argument: Argument, inputs: Sequence[Tensor]) -> Any:
+def _read(argument: Argument, inputs: Sequence[Any]) -> Any:
     match argument:
         case tuple():
             return [_read(each, inputs) for each in argument]

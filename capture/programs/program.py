@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from pipedream.capture.programs.cut import Part, cut
-from pipedream.capture.programs.joint import joint
+from pipedream.capture.programs.joint import Joint, joint
 from pipedream.capture.programs.memory import own_memory
 
 Values: TypeAlias = dict[fx.Node, Tensor]
@@ -42,26 +42,15 @@ def _as_it_is(module: fx.GraphModule) -> Callable[..., Any]:
 
 
 class Program:
-    """A module as the passes of training.
+    """The passes of training that a joint graph computes.
 
-    `state`: its parameters and buffers by name; `wants`: of which of its inputs gradients are
-    needed. Inputs, outputs and weights have these shapes and types in every pass; inputs, and
-    gradients of outputs, that lie in memory in another way are copied. `precision`: the context of
-    the forward pass, to be entered twice. `compiler`: makes what runs of each program.
-
-    Raises CannotDivide.
+    Inputs, outputs and weights have its shapes and types in every pass; inputs, and gradients of
+    outputs, that lie in memory in another way are copied. `compiler`: makes what runs of each
+    program. Raises CannotDivide.
     """
 
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        state: Mapping[str, Tensor],
-        inputs: Sequence[Tensor],
-        wants: Sequence[bool],
-        precision: AbstractContextManager[Any] = _UNCHANGED,
-        compiler: Compiler = _as_it_is,
-    ) -> None:
-        self.joint = joint(module, state, inputs, wants, precision)
+    def __init__(self, joint: Joint, compiler: Compiler = _as_it_is) -> None:
+        self.joint = joint
         self.parts = cut(self.joint)
         self.own = own_memory(self.joint.weight_gradients)
         weights = self.parts.weights.values()
@@ -165,6 +154,24 @@ class Program:
             if node in self.joint.tangents:
                 found[node] = frozenset({node})
         return found
+
+
+def traced_program(
+    module: fx.GraphModule,
+    state: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    wants: Sequence[bool],
+    precision: AbstractContextManager[Any] = _UNCHANGED,
+    compiler: Compiler = _as_it_is,
+) -> Program:
+    """The passes of a module.
+
+    `state`: its parameters and buffers by name; `wants`: of which of its inputs gradients are
+    needed. `precision`: the context of the forward pass, to be entered twice.
+
+    Raises CannotDivide.
+    """
+    return Program(joint(module, state, inputs, wants, precision), compiler)
 
 
 def _handed_on(box: list[Tensor]) -> tuple[Tensor, ...]:

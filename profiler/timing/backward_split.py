@@ -27,7 +27,7 @@ from pipedream.capture.node_modules import (
     run_in_order,
 )
 from pipedream.capture.programs.cut import Part
-from pipedream.capture.programs.program import Program
+from pipedream.capture.programs.program import Program, traced_program
 from pipedream.profiler.memory import MemoryOwners, address
 from pipedream.profiler.timing.passes import RandomGradients
 from pipedream.profiler.timing.per_node import empty_module
@@ -180,7 +180,7 @@ class Halves:
     def of(node: NodeModule, inputs: Sequence[Tensor], random: RandomGradients) -> Halves:
         """Raises what torch raises if the node cannot be cut."""
         state = dict(_state(node.segment.module))
-        program = Program(node.segment.module, state, inputs, node.gradients)
+        program = traced_program(node.segment.module, state, inputs, node.gradients)
         outputs, saved = program.forward(state, inputs, program.draw())
         gradients = [random.like(outputs[number]) for number in program.joint.differentiable]
         return Halves(program, state, inputs, outputs, saved, gradients)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from pipedream.capture.compute_settings import lowered
 from pipedream.capture.programs.joint import CannotDivide
-from pipedream.capture.programs.program import Program
+from pipedream.capture.programs.program import Program, traced_program
 from pipedream.capture.segment import Segment
 
 
@@ -35,7 +35,7 @@ class StageProgram:
             precision = lowered(self.autocast, self.device)
             module, state = self.piece.module, self.state(tensors)
             try:
-                self.made = Program(module, state, inputs, wants, precision, self._compiled)
+                self.made = traced_program(module, state, inputs, wants, precision, self._compiled)
             except CannotDivide as error:
                 self.obstacle = str(error)
         return self.made

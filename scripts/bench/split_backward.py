@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.capture.export import capture, flatten_inputs
-from pipedream.capture.programs.program import Program
+from pipedream.capture.programs.program import Program, traced_program
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.capture.sources.load import load_config
 from pipedream.graph.run_config import read_config
@@ -47,7 +47,7 @@ def compare(name: str, folder: Path) -> dict[str, object]:
     named = [*part.module.named_parameters(), *part.module.named_buffers()]
     read = {node.target for node in part.module.graph.find_nodes(op="get_attr")}
     state = {key: tensor for key, tensor in named if key in read}
-    program = Program(part.module, state, inputs, wants)
+    program = traced_program(part.module, state, inputs, wants)
     with torch.no_grad():
         outputs = functional_call(part.module, dict(state), tuple(inputs))
     ends = [outputs[k] for k in program.joint.differentiable]

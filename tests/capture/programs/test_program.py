@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from pipedream.capture.export import capture
-from pipedream.capture.programs.program import Program
+from pipedream.capture.programs.program import traced_program
 from pipedream.capture.segment import Segment, freeze_constants, segment
 
 OPERATOR = torch.ops.aten.convolution_backward.default
@@ -141,7 +141,7 @@ def test_the_passes_give_what_autograd_gives(name: str) -> None:
     model, given = make().double(), torch.randn(shape, dtype=torch.float64)
     whole, state = stage(model, given)
     after = [torch.randn_like(whole.module(given)[0])]
-    program = Program(whole.module, state, [given], [True])
+    program = traced_program(whole.module, state, [given], [True])
     before = {name: tensor.detach().clone() for name, tensor in state.items()}
     weights = {name: tensor.detach().clone() for name, tensor in before.items()}
     for minibatch in range(2):
@@ -165,7 +165,7 @@ def test_the_passes_give_what_autograd_gives(name: str) -> None:
 def test_weights_come_in_the_order_of_a_backward_pass() -> None:
     given = torch.randn(3, 4)
     whole, state = stage(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), given)
-    program = Program(whole.module, state, [given], [True])
+    program = traced_program(whole.module, state, [given], [True])
     _, saved = program.forward(state, [given])
     _, kept = program.backward(saved, [torch.ones(3, 4)])
     order = [int(name[0]) for name, _ in program.weight_gradients(kept)]
@@ -183,7 +183,7 @@ def test_what_is_kept_is_what_the_gradients_of_the_weights_need() -> None:
             return x * x
 
     whole, state = stage(nn.Sequential(nn.Linear(4, 5), Square(), nn.Linear(5, 6)), given)
-    program = Program(whole.module, state, [given], [True])
+    program = traced_program(whole.module, state, [given], [True])
     _, saved = program.forward(state, [given])
     _, kept = program.backward(saved, [torch.ones(3, 6)])
     assert sorted(tuple(t.shape) for t in kept.values.values()) == [(3, 4), (3, 5), (3, 5), (3, 6)]
@@ -192,7 +192,7 @@ def test_what_is_kept_is_what_the_gradients_of_the_weights_need() -> None:
 def test_the_backward_pass_of_a_convolution_is_divided() -> None:
     given = torch.randn(2, 2, 6, 6)
     whole, state = stage(nn.Conv2d(2, 3, 3), given)
-    parts = Program(whole.module, state, [given], [True]).parts
+    parts = traced_program(whole.module, state, [given], [True]).parts
     masks = []
     for part in (parts.inputs, *parts.weights.values()):
         found = part.module.graph.find_nodes(op="call_function", target=OPERATOR)
@@ -204,7 +204,7 @@ def test_the_backward_pass_of_a_convolution_is_divided() -> None:
 def test_an_input_that_wants_no_gradient_costs_nothing() -> None:
     given = torch.randn(3, 4)
     whole, state = stage(nn.Linear(4, 4), given)
-    program = Program(whole.module, state, [given], [False])
+    program = traced_program(whole.module, state, [given], [False])
     assert not program.parts.inputs.module.graph.find_nodes(
         op="call_function", target=torch.ops.aten.mm.default
     )
@@ -227,7 +227,7 @@ def test_an_output_without_a_gradient_gives_none() -> None:
 
     given = torch.randn(3, 6)
     whole, state = stage(Heads(), given)
-    program = Program(whole.module, state, [given], [True])
+    program = traced_program(whole.module, state, [given], [True])
     for gradients, learned in (
         ([torch.ones(3, 6), None], {"one", "both"}),
         ([None, torch.ones(3, 6)], {"other", "both"}),
@@ -256,7 +256,7 @@ def test_which_gradients_share_their_memory() -> None:
 
     given = torch.randn(4, 5)
     whole, state = stage(Sums(), given)
-    program = Program(whole.module, state, [given], [True])
+    program = traced_program(whole.module, state, [given], [True])
     assert state.keys() - program.own == {"one", "other"}
 
 
@@ -268,7 +268,7 @@ def test_a_recurrent_layer_in_single_precision() -> None:
     module, x = Last(nn.LSTM(6, 4, batch_first=True)), torch.randn(3, 5, 6, requires_grad=True)
     segment = capture(module, (x,)).module
     state = {**dict(segment.named_parameters()), **dict(segment.named_buffers())}
-    program = Program(segment, state, [x], [True])
+    program = traced_program(segment, state, [x], [True])
     outputs, saved = program.forward(state, [x], program.draw())
     assert not outputs[0].requires_grad
     tangent = torch.randn_like(outputs[0])

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from pipedream.capture.export import capture, flatten_inputs
 from pipedream.capture.fake_tensors import capture_fake
-from pipedream.capture.programs.program import Program
+from pipedream.capture.programs.program import traced_program
 from pipedream.capture.segment import freeze_constants, segment
 from pipedream.capture.sources.load import Loaded, load
 from pipedream.profiler.measure import Settings, measure
@@ -148,7 +148,7 @@ def test_what_nodes_keep_is_what_the_program_of_a_stage_holds(
     part = segment(captured, nodes, keep=captured.outputs)
     part = freeze_constants(part, captured.owner)
     state = {**dict(part.module.named_parameters()), **dict(part.module.named_buffers())}
-    program = Program(part.module, state, [given], [True])
+    program = traced_program(part.module, state, [given], [True])
     outputs, saved = program.forward(state, [given])
     _, kept = program.backward(saved, [torch.randn_like(outputs[0])])
     memory = [tensor.untyped_storage() for tensor in kept.values.values()]
@@ -161,7 +161,7 @@ def test_what_nodes_keep_is_what_the_program_of_a_stage_holds(
 def test_equal_layers_are_cut_once_and_others_are_not() -> None:
     layers = [nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6, bias=False), nn.Linear(6, 6)]
     layers[3].weight.requires_grad_(False)
-    with patch.object(backward_split, "Program", side_effect=Program) as made:
+    with patch.object(backward_split, "traced_program", side_effect=traced_program) as made:
         found = shares(nn.Sequential(nn.Linear(6, 6), *layers), torch.randn(5, 6))
     assert found[1] == found[2]
     kinds = [call.args[1].keys() for call in made.call_args_list if call.args[1]]
@@ -177,7 +177,7 @@ def test_weights_and_statistics_are_left_as_they_were() -> None:
 
 
 def test_a_node_that_cannot_be_cut_is_left_out() -> None:
-    with patch.object(backward_split, "Program", side_effect=RuntimeError):
+    with patch.object(backward_split, "traced_program", side_effect=RuntimeError):
         found = splits(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), torch.randn(5, 6))
     assert [split is None for split in found] == [False, True, False]
 

@@ -1,0 +1,186 @@
+"""A joint graph for one device of a mesh: its operators on local tensors, redistributed in between.
+
+The counterpart of SPMD partitioning in GSPMD and Alpa: every device executes the same operators in
+the same order, each on its part, so that the devices of an axis come to the same collectives.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from pipedream.capture.programs.description import read_arguments, value_name
+from pipedream.capture.programs.joint import Joint
+from pipedream.graph.sharding.assignment import Assignment, output_target, steps_between
+from pipedream.graph.sharding.operators import Call, Operator
+from pipedream.graph.sharding.placement import Placements, Replicate, coordinates
+from pipedream.graph.sharding.regions import held_region
+from pipedream.graph.sharding.rules import local_operator
+from pipedream.graph.sharding.steps import Step
+
+Move: TypeAlias = Callable[[Tensor, tuple[int, ...], Sequence[Step]], Tensor]
+"""Of a local tensor, the shape of the whole one and steps: what the device holds after them."""
+
+_GIVEN_WHOLE = ("draw", "constant")
+"""Roles of what every device is given whole: random numbers are drawn as without a mesh."""
+
+
+def localize(joint: Joint, assignment: Assignment, device: int, move: Move) -> Joint:
+    """Returns the graph that `device` executes. Parameters, inputs and tangents are local, placed
+    as the assignment says; random numbers are whole; outputs and gradients are placed as
+    `output_target` says.
+    """
+    return _Localizer(joint, assignment, device, move).run()
+
+
+_RESHAPES = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
+"""A view of local tensors may be one of tensors that lie in memory in pieces."""
+
+
+class _Redistribution:
+    """A node's target: redistributes a local tensor."""
+
+    def __init__(self, move: Move, shape: tuple[int, ...], steps: Sequence[Step]) -> None:
+        self.move, self.shape, self.steps = move, shape, tuple(steps)
+        self.__name__ = self.__qualname__ = "redistribute"
+
+    def __call__(self, local: Tensor) -> Tensor:
+        return self.move(local, self.shape, self.steps)
+
+
+class _Localizer:
+    """`nodes`: those of the new graph by the node that they stand for; `known`: by value and
+    placements.
+    """
+
+    def __init__(self, joint: Joint, assignment: Assignment, device: int, move: Move) -> None:
+        self.joint, self.assignment, self.device, self.move = joint, assignment, device, move
+        self.calls = {call.name: call for call in assignment.graph.calls}
+        self.types = assignment.graph.types()
+        self.roles = {each.value: each.role for each in assignment.graph.inputs}
+        self.graph = fx.Graph()
+        self.nodes: dict[fx.Node, fx.Node] = {}
+        self.known: dict[tuple[str, Placements], fx.Node] = {}
+
+    def run(self) -> Joint:
+        old = self.joint
+        for node in old.module.graph.nodes:
+            if node.op == "output":
+                continue
+            self.nodes[node] = self._copied(node)
+            value = value_name(node)
+            if value in self.types:
+                self.known[value, self._given(value)] = self.nodes[node]
+        outputs, inputs, weights = (
+            [self._end(node, role) for node in nodes]
+            for role, nodes in (
+                ("output", old.outputs),
+                ("input gradient", old.input_gradients),
+                ("parameter gradient", old.weight_gradients.values()),
+            )
+        )
+        self.graph.output([*outputs, *inputs, *weights])
+        return replace(
+            old,
+            module=fx.GraphModule(old.module, self.graph),
+            weights={name: self.nodes[node] for name, node in old.weights.items()},
+            inputs=[self.nodes[node] for node in old.inputs],
+            draws=replace(old.draws, nodes=[self.nodes[node] for node in old.draws.nodes]),
+            tangents=[self.nodes[node] for node in old.tangents],
+            outputs=outputs,
+            input_gradients=inputs,
+            weight_gradients=dict(zip(old.weight_gradients, weights, strict=True)),
+        )
+
+    def _copied(self, node: fx.Node) -> fx.Node:
+        if node.op in ("placeholder", "get_attr"):
+            copy = self.graph.node_copy(node)
+            value = value_name(node)
+            copy.meta["val"] = self._local(node.meta["val"], value, self._given(value))
+            return copy
+        if node.target is operator.getitem:
+            source, index = node.args
+            assert isinstance(source, fx.Node)
+            copy = self.graph.call_function(operator.getitem, (self.nodes[source], index))
+            copy.meta["val"] = self.nodes[source].meta["val"][index]
+            return copy
+        return self._call(node, self.calls[node.name])
+
+    def _call(self, node: fx.Node, call: Call) -> fx.Node:
+        targets = self.assignment.targets(call.name)
+        reads = [self._at(v, target) for v, target in zip(call.reads, targets, strict=True)]
+        args, kwargs = read_arguments(self._local_operator(call), reads)
+        assert isinstance(node.target, torch._ops.OpOverload)
+        target = _RESHAPES.get(node.target, node.target)
+        copy = self.graph.call_function(target, args, kwargs)
+        copy.meta = dict(node.meta)
+        with self.mode, torch.no_grad():
+            fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
+            copy.meta["val"] = target(*fake_args, **fake_kwargs)
+        return copy
+
+    def _local_operator(self, call: Call) -> Operator:
+        sizes, local = self.assignment.mesh.sizes, call.operator
+        places = coordinates(sizes, self.device)
+        strategies = self.assignment.strategies[call.name]
+        for strategy, size, place in zip(strategies, sizes, places, strict=True):
+            local = local_operator(local, strategy, size, place)
+        return local
+
+    def _given(self, value: str) -> Placements:
+        """How the device has a value before any redistribution."""
+        if self.roles.get(value) in _GIVEN_WHOLE:
+            return (Replicate(),) * len(self.assignment.mesh.sizes)
+        return self.assignment.placed[value]
+
+    def _at(self, value: str, target: Placements) -> fx.Node:
+        """The value in this placement: redistributed once, whoever reads it."""
+        found = self.known.get((value, target))
+        if found is None:
+            source, mesh = self._given(value), self.assignment.mesh
+            type_ = self.types[value]
+            steps = steps_between(type_, mesh, source, target)
+            before = self.known[value, source]
+            run = _Redistribution(self.move, type_.shape, steps)
+            found = self.graph.call_function(run, (before,))
+            found.meta["val"] = self._local(before.meta["val"], value, target)
+            self.known[value, target] = found
+        return found
+
+    def _end(self, node: fx.Node | None, role: str) -> Any:
+        if node is None:
+            return None
+        value = value_name(node)
+        own = next(e for e in self.assignment.graph.outputs if (e.role, e.value) == (role, value))
+        return self._at(value, output_target(own, self._given(value), self._placed_inputs))
+
+    @property
+    def _placed_inputs(self) -> Mapping[tuple[str, str], Placements]:
+        inputs = self.assignment.graph.inputs
+        return {(each.role, each.name): self.assignment.placed[each.value] for each in inputs}
+
+    def _local(self, like: Tensor, value: str, placements: Placements) -> Tensor:
+        """What the device holds of a value, without its contents; in memory in the same order."""
+        whole, sizes = self.types[value].shape, self.assignment.mesh.sizes
+        shape = held_region(whole, sizes, placements, self.device).shape
+        if shape == tuple(like.shape):
+            return like
+        strides, step = [0] * len(shape), 1
+        for dim in sorted(range(len(shape)), key=lambda dim: (like.stride(dim), -dim)):
+            strides[dim], step = step, step * max(1, shape[dim])
+        with self.mode:
+            return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+
+    @cached_property
+    def mode(self) -> FakeTensorMode:
+        """That of the trace, whose tensors the new graph's begin with."""
+        values = (node.meta.get("val") for node in self.joint.module.graph.nodes)
+        modes = (each.fake_mode for each in values if isinstance(each, FakeTensor))
+        return next(modes, FakeTensorMode(allow_non_fake_inputs=True))
