@@ -57,9 +57,12 @@ def value_name(node: fx.Node) -> str:
 
 
 def execute(described: Operator, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Computes the operator, on tensors of the types of its inputs; all its outputs."""
+    """Computes the operator, on tensors of the types of its inputs; all its outputs.
+
+    They may lie in memory in another way than where it was traced, so a view is a reshape.
+    """
     target = torch.ops
-    for part in described.target.split("."):
+    for part in described.target.replace("aten.view.", "aten.reshape.").split("."):
         target = getattr(target, part)
     arguments, keywords = read_arguments(described, inputs)
     result = target(*arguments, **keywords)  # type: ignore[operator]

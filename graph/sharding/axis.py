@@ -41,7 +41,16 @@ class AxisProblem:
     mesh: LinkedMesh
     placed: Mapping[str, Placements]
     chosen: Mapping[str, tuple[Strategy, ...]]
-    chunks: tuple[int, ...]
+    requested: frozenset[Placement]
+    """On all axes: their numbers of chunks are tried, too."""
+
+    @cached_property
+    def chunks(self) -> tuple[int, ...]:
+        locals_ = (
+            local_operators(call.operator, self.chosen[call.name], self.mesh.sizes)[0]
+            for call in self.graph.calls
+        )
+        return _chunk_numbers(locals_, self.devices, self.requested)
 
     @cached_property
     def types(self) -> dict[str, TensorType]:
@@ -202,15 +211,15 @@ def local_operators(
     return tuple(dict.fromkeys(found))
 
 
-def chunk_numbers(
-    graph: OperatorGraph, mesh: Mesh, requested: Iterable[Placement]
+def _chunk_numbers(
+    operators: Iterable[Operator], devices: int, requested: Iterable[Placement]
 ) -> tuple[int, ...]:
     """The numbers of chunks that are of use: those requested, and those that operators most often
     make of a dimension, or make one of.
     """
     counts: Counter[int] = Counter()
-    for call, devices in product(graph.calls, sorted(set(mesh))):
-        for strategy in strategies(call.operator, devices):
+    for operator in operators:
+        for strategy in strategies(operator, devices):
             numbers = {
                 each.chunks
                 for each in (*strategy.inputs, *strategy.outputs)

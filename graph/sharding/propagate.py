@@ -18,11 +18,12 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import TypeAlias
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.sharding.assignment import Assignment, LinkedMesh, output_target
-from pipedream.graph.sharding.axis import AxisProblem, chunk_numbers, reads, results
+from pipedream.graph.sharding.axis import AxisProblem, reads, results
 from pipedream.graph.sharding.notation import show_placements
 from pipedream.graph.sharding.operators import OperatorGraph, StageInput
 from pipedream.graph.sharding.placement import Partial, Placement, Placements, Replicate, Shard
@@ -30,14 +31,23 @@ from pipedream.graph.sharding.requests import Requests, requested_operators, req
 from pipedream.graph.sharding.rules.strategy import Strategy
 
 _Cost: TypeAlias = tuple[float, int, int, int, int]
-"""Seconds of redistributions, how many there are, a mark for what is likely to cost more later,
+"""Seconds, how many redistributions there are, a mark for what is likely to cost more later,
 bytes that a device holds, and how many sums the operator gives.
 """
 _MOST_ROUNDS = 20
+_NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
-def propagate(graph: OperatorGraph, mesh: LinkedMesh, requests: Requests) -> Assignment:
+def propagate(
+    graph: OperatorGraph,
+    mesh: LinkedMesh,
+    requests: Requests,
+    seconds: Mapping[str, float] = _NOTHING,
+) -> Assignment:
     """Divides all operators of the graph. Those that no request leads to are replicated.
+
+    `seconds`: what the calls with these names take on one device, if that is to count, too. Then an
+    operator is not replicated to save a redistribution that takes less than it.
 
     The same arguments give the same assignment in every process. Raises UserError for a request
     that cannot be met.
@@ -45,15 +55,16 @@ def propagate(graph: OperatorGraph, mesh: LinkedMesh, requests: Requests) -> Ass
     values = requested_values(graph, mesh.sizes, requests)
     operators = requested_operators(graph, mesh.sizes, requests)
     requested = [*values.values(), *(each for inputs in operators.values() for each in inputs)]
-    chunks = chunk_numbers(graph, mesh.sizes, (each for group in requested for each in group))
+    placements = frozenset(each for group in requested for each in group)
     placed: dict[str, Placements] = dict.fromkeys(graph.types(), ())
     chosen: dict[str, tuple[Strategy, ...]] = {call.name: () for call in graph.calls}
     for axis in range(len(mesh.sizes)):
-        problem = AxisProblem(graph, mesh.first(axis + 1), placed, chosen, chunks)
+        problem = AxisProblem(graph, mesh.first(axis + 1), placed, chosen, placements)
         found = _AxisSearch(
             problem,
-            {value: placements[axis] for value, placements in values.items()},
+            {value: each[axis] for value, each in values.items()},
             {name: tuple(each[axis] for each in inputs) for name, inputs in operators.items()},
+            {name: _local_seconds(each, chosen[name], mesh) for name, each in seconds.items()},
         ).run()
         placed = {
             value: (*before, found[name].outputs[number])
@@ -71,6 +82,7 @@ class _AxisSearch:
     problem: AxisProblem
     values: Mapping[str, Placement]
     operators: Mapping[str, tuple[Placement, ...]]
+    seconds: Mapping[str, float]
     chosen: dict[str, Strategy] = field(default_factory=dict)
 
     def run(self) -> dict[str, Strategy]:
@@ -143,6 +155,7 @@ class _AxisSearch:
         self.chosen[name] = strategy
         costs = [self._value_cost(value) for value in self.problem.affected(name)]
         seconds = [each for each, _ in costs]
+        seconds.append(_divided(self.seconds.get(name, 0.0), strategy, self.problem.devices))
         put_off = ahead and self._puts_off(name, strategy)
         if put_off:
             seconds += self._later(name)
@@ -159,7 +172,7 @@ class _AxisSearch:
         )
         sums = strategy.outputs.count(Partial())
         count = sum(count for _, count in costs)
-        worse = put_off + (ahead and not sums and self._gives_gradient(name))
+        worse = (not sums if self._gives_gradient(name) else put_off) if ahead else False
         return _rounded(math.fsum(seconds)), count, worse, held, sums
 
     def _gives_gradient(self, name: str) -> bool:
@@ -182,8 +195,7 @@ class _AxisSearch:
         node = self.problem.nodes[name]
         sources = [self._placed(value) for value in reads(node)]
         return any(
-            wanted == Partial()
-            or (isinstance(wanted, Shard) and source is not None and source[-1] == Partial())
+            source is not None and source[-1] == Partial() and wanted != Replicate()
             for source, wanted in zip(sources, strategy.inputs, strict=True)
         )
 
@@ -256,6 +268,18 @@ class _AxisSearch:
     @property
     def _axis(self) -> int:
         return len(self.problem.mesh.sizes) - 1
+
+
+def _local_seconds(seconds: float, strategies: tuple[Strategy, ...], mesh: LinkedMesh) -> float:
+    for strategy, devices in zip(strategies, mesh.sizes, strict=False):
+        seconds = _divided(seconds, strategy, devices)
+    return seconds
+
+
+def _divided(seconds: float, strategy: Strategy, devices: int) -> float:
+    """An operator any of whose tensors is sharded takes each device its part of the time."""
+    sharded = any(isinstance(each, Shard) for each in (*strategy.inputs, *strategy.outputs))
+    return seconds / devices if sharded else seconds
 
 
 def _rounded(seconds: float) -> float:

@@ -11,10 +11,21 @@ from joint_models import Traced
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipedream.capture.programs.description import describe_operator, execute
+from pipedream.capture.programs.description import describe_operator, execute, value_name
+from pipedream.graph.sharding.assignment import Assignment
 from pipedream.graph.sharding.operators import Operator, TensorType
-from pipedream.graph.sharding.placement import Partial, Placement, Shard
-from pipedream.graph.sharding.rules import RULES, divided_by, local_by
+from pipedream.graph.sharding.placement import (
+    Mesh,
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+    coordinates,
+    device_count,
+)
+from pipedream.graph.sharding.regions import Region, blocks, held_region
+from pipedream.graph.sharding.rules import RULES, divided_by, local_by, local_operator
 from pipedream.graph.sharding.rules.strategy import Rule, Strategy
 
 DRAWS = ("aten.bernoulli", "aten.rand", "aten.empty", "aten.new_empty", "aten.dropout")
@@ -183,3 +194,77 @@ def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
 
 def _each(argument: Any) -> Sequence[Any]:
     return argument if isinstance(argument, tuple | list) else (argument,)
+
+
+def run_divided(traced: Traced, assignment: Assignment) -> dict[str, Tensor]:
+    """All values of the graph, computed by simulated devices and put together again."""
+    mesh = assignment.mesh.sizes
+    given = {value_name(node): tensor.clone() for node, tensor in traced.values.items()}
+    held: dict[str, list[Tensor]] = {}
+    for each in assignment.graph.inputs:
+        if each.value in given:
+            held[each.value] = _hold(given[each.value], mesh, assignment.placed[each.value])
+    for number_of_call, call in enumerate(assignment.graph.calls):
+        targets = assignment.targets(call.name)
+        inputs = [
+            _moved(held[value], call.operator.inputs[n].shape, mesh, assignment.placed[value], to)
+            for n, (value, to) in enumerate(zip(call.reads, targets, strict=True))
+        ]
+        results = []
+        for device in range(device_count(mesh)):
+            local = call.operator
+            for strategy, size, index in zip(
+                assignment.strategies[call.name], mesh, coordinates(mesh, device), strict=True
+            ):
+                local = local_operator(local, strategy, size, index)
+            own = [each[device] for each in inputs]
+            assert _shapes(local.inputs) == [x.shape for x in own], call
+            torch.manual_seed(number_of_call)
+            results.append(execute(local, own))
+        for number, value in enumerate(call.results):
+            if value is not None:
+                parts = [result[number] for result in results]
+                held[value] = [part for part in parts if part is not None]
+    types = assignment.graph.types()
+    return {
+        value: _whole(parts, types[value].shape, mesh, assignment.placed[value])
+        for value, parts in held.items()
+    }
+
+
+def _hold(whole: Tensor, mesh: Mesh, placements: Placements) -> list[Tensor]:
+    """What each device has; of partial tensors the first device of the axis has all."""
+    parts = []
+    for device in range(device_count(mesh)):
+        tensor = whole
+        for placement, size, index in zip(placements, mesh, coordinates(mesh, device), strict=True):
+            if isinstance(placement, Shard):
+                tensor = _cut(tensor, placement, size)[index]
+            elif placement == Partial() and index:
+                tensor = torch.zeros_like(tensor)
+        parts.append(tensor.clone())
+    return parts
+
+
+def _moved(
+    parts: list[Tensor], shape: tuple[int, ...], mesh: Mesh, source: Placements, to: Placements
+) -> list[Tensor]:
+    return parts if source == to else _hold(_whole(parts, shape, mesh, source), mesh, to)
+
+
+def _whole(
+    parts: Sequence[Tensor], shape: tuple[int, ...], mesh: Mesh, placements: Placements
+) -> Tensor:
+    """Sums along partial axes; of what several devices have alike the first one's."""
+    whole = torch.zeros(shape, dtype=parts[0].dtype)
+    for device, part in enumerate(parts):
+        pairs = zip(placements, coordinates(mesh, device), strict=True)
+        if any(placement == Replicate() and index for placement, index in pairs):
+            continue
+        region = held_region(shape, mesh, placements, device)
+        for there, here in blocks(region, Region(tuple(((0, n),) if n else () for n in shape))):
+            if whole.dtype == torch.bool:
+                whole[there] = part[here]
+            else:
+                whole[there] += part[here]
+    return whole

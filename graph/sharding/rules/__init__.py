@@ -69,8 +69,8 @@ def divided_by(
 def local_operator(operator: Operator, strategy: Strategy, devices: int, index: int) -> Operator:
     """What the device with this index executes: the operator on its local tensors.
 
-    Where arguments are sizes they are local, too. A `view` is of local tensors as they are packed:
-    of those that lie in memory in another way it is a `reshape`.
+    Where arguments are sizes they are local, too. Execute a `view` as `reshape`: local tensors may
+    lie in memory in another way than the whole.
     """
     return local_by(RULES.get(operator.family), operator, strategy, devices, index)
 

@@ -409,7 +409,7 @@ def test_arguments_become_local() -> None:
     x = _random(2, 5, 36)
     (case,) = executed_by(lambda: x.view(2, 5, 3, 6, 2))
     strategy = Strategy((Shard(2, 3),), (Shard(3),))
-    local = local_operator(case.operator, strategy, 4, 0)
+    local = local_operator(case.operator, strategy, 3, 0)
     assert local.arguments[1] == (2, 5, 3, 2, 2)
     assert local.inputs[0].shape == (2, 5, 12)
 
