@@ -113,6 +113,13 @@ def test_only_the_last_axis_of_a_dimension_is_changed(
     assert make_step(tensor, parse_placements(source), axis, placement) is None
 
 
+def test_an_axis_of_one_device_is_in_nobodys_way() -> None:
+    tensor = MeshTensor.of((8,), 4, (2, 1), LINK)
+    step = make_step(tensor, (Shard(0), Shard(0)), 0, Replicate())
+    assert step is not None
+    assert step.bytes == 4 * 4
+
+
 def every_choice(
     shape: tuple[int, ...], mesh: Mesh, chunks: tuple[int, ...] = (1, 2)
 ) -> tuple[tuple[Placement, ...], ...]:
@@ -156,15 +163,15 @@ def test_every_step_stays_in_its_group_and_has_the_bytes_counted(
                 assert needed <= held or step.target[step.axis] == Partial(), step
 
 
-@given(placed(meshes=((2, 2), (2, 3), (2, 2, 2))))
-def test_no_step_is_forgotten(case: tuple[tuple[int, ...], Mesh, tuple[Placements, ...]]) -> None:
+@given(
+    st.sampled_from(((2, 2), (2, 3), (2, 2, 2))),
+    st.tuples(*[st.sampled_from((Replicate(), Partial(), Shard(0), Shard(1)))] * 3),
+)
+def test_no_step_is_forgotten(mesh: Mesh, placements: Placements) -> None:
     """What is no step needs elements that the group does not hold, unless parts are so small that
-    they coincide: here no dimension is.
+    they coincide: here none are.
     """
-    shape, mesh, (source,) = case
-    shape = tuple(24 for _ in shape[:2])
-    kept = tuple(each for each in source if not isinstance(each, Shard) or each.dim < 2)
-    source = (*kept, *(Replicate() for _ in mesh[len(kept) :]))
+    shape, source = (24, 24), placements[: len(mesh)]
     tensor = MeshTensor.of(shape, 1, mesh, LINK)
     for axis, choices in enumerate(every_choice(shape, mesh, (1,))):
         for placement in choices:
@@ -184,14 +191,12 @@ def test_no_step_is_forgotten(case: tuple[tuple[int, ...], Mesh, tuple[Placement
 
 
 @settings(max_examples=150, deadline=None)
-@given(placed(ways=2), st.booleans())
+@given(placed(((2,), (4,), (2, 2), (1, 4), (2, 3), (3, 2)), ways=2), st.booleans())
 def test_no_sequence_is_cheaper(
     case: tuple[tuple[int, ...], Mesh, tuple[Placements, ...]], slow: bool
 ) -> None:
     """All sequences of up to six steps, through all placements, partial ones among them."""
     shape, mesh, (source, target) = case
-    if len(mesh) > 2:
-        mesh, source, target = mesh[:2], source[:2], target[:2]
     links = [LINK, Link(latency=1e-9, bandwidth=1e8 if slow else 1e9)]
     tensor = MeshTensor(shape, 4, mesh, tuple(links[: len(mesh)]))
     steps = redistribute(tensor, source, target)
