@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -120,11 +121,9 @@ def test_an_axis_of_one_device_is_in_nobodys_way() -> None:
     assert step.bytes == 4 * 4
 
 
-def every_choice(
-    shape: tuple[int, ...], mesh: Mesh, chunks: tuple[int, ...] = (1, 2)
-) -> tuple[tuple[Placement, ...], ...]:
+def every_choice(shape: tuple[int, ...], chunks: Iterable[int] = (1, 2)) -> list[Placement]:
     shards = [Shard(dim, each) for dim in range(len(shape)) for each in chunks]
-    return ((Replicate(), Partial(), *shards),) * len(mesh)
+    return [Replicate(), Partial(), *shards]
 
 
 def counted_bytes(shape: tuple[int, ...], mesh: Mesh, step: Step) -> int:
@@ -154,7 +153,7 @@ def test_every_step_stays_in_its_group_and_has_the_bytes_counted(
 ) -> None:
     shape, mesh, (source,) = case
     tensor = MeshTensor.of(shape, 1, mesh, LINK)
-    for step in steps_from(tensor, source, every_choice(shape, mesh, (1, 3))):
+    for step in steps_from(tensor, source, every_choice(shape, (1, 3))):
         assert step.bytes == counted_bytes(shape, mesh, step), step
         for group in axis_groups(mesh, step.axis):
             held = set().union(*(held_ids(shape, mesh, source, device) for device in group))
@@ -173,8 +172,8 @@ def test_no_step_is_forgotten(mesh: Mesh, placements: Placements) -> None:
     """
     shape, source = (24, 24), placements[: len(mesh)]
     tensor = MeshTensor.of(shape, 1, mesh, LINK)
-    for axis, choices in enumerate(every_choice(shape, mesh, (1,))):
-        for placement in choices:
+    for axis in range(len(mesh)):
+        for placement in every_choice(shape, (1,)):
             target = (*source[:axis], placement, *source[axis + 1 :])
             if placement in (source[axis], Partial()) or make_step(tensor, source, axis, placement):
                 continue
@@ -209,7 +208,7 @@ def test_no_sequence_is_cheaper(
 def cheapest(tensor: MeshTensor, source: Placements, target: Placements, longest: int) -> float:
     """Seconds of the cheapest of all sequences of up to so many steps."""
     chunks = {each.chunks for each in (*source, *target) if isinstance(each, Shard)} | {1}
-    choices = every_choice(tensor.shape, tensor.mesh, tuple(sorted(chunks)))
+    choices = every_choice(tensor.shape, sorted(chunks))
     edges: dict[Placements, list[Step]] = {}
     reached = {source: 0.0}
     for _ in range(longest):
