@@ -53,8 +53,8 @@ class MeshGroups:
     def redistribute(self, local: Tensor, shape: tuple[int, ...], steps: Sequence[Step]) -> Tensor:
         """What this rank holds after the steps, if it holds `local` of a tensor of this shape.
 
-        The result may be `local` itself. Called by all ranks of the mesh, with the same steps.
-        Raises PeerLost.
+        `local` is left as it is, and may be the result. Called by all ranks of the mesh, with the
+        same steps. Raises PeerLost.
         """
         for step in steps:
             if step.axis in self.axes:  # nothing changes on an axis of one device
@@ -116,20 +116,22 @@ def send_tiles(
     transfers: TileTransfers,
     source: PlacedOnRanks,
     target: PlacedOnRanks,
+    tag: int = 0,
 ) -> Tensor | None:
     """Sends a tensor from the source ranks to the target ranks; returns what a target rank holds.
 
     Called by all ranks of both sides: on source ranks with what they hold, on others with None.
-    Returns None on ranks that are no targets. A rank may be on both sides. Raises PeerLost.
+    Returns None on ranks that are no targets. A rank may be on both sides. `tag`: with gloo, one
+    that no other messages between these ranks have meanwhile. Raises PeerLost.
     """
-    sent = _deliver(local, tensor, transfers.sends, source, target, tag=0)
+    assert local is None or local.dtype == tensor.dtype, f"{local.dtype}, not {tensor.dtype}"
+    sent = _deliver(local, tensor, transfers.sends, source, target, tag)
     if dist.get_rank() not in target.ranks:
         return None
     region = target.region(tensor.shape)
     result = torch.empty(region.shape, dtype=tensor.dtype, device=tensor.device)
     _paste(result, region, sent)
-    _paste(result, region, _deliver(result, tensor, transfers.gathers, target, target, tag=1))
-    return result
+    return _paste(result, region, _deliver(result, tensor, transfers.gathers, target, target, tag))
 
 
 def cut(local: Tensor, region: Region, part: Region) -> Tensor:
@@ -182,29 +184,20 @@ def _deliver(
 ) -> list[tuple[Region, Tensor]]:
     """Sends what this rank has to send; returns what it is sent."""
     here, staged = dist.get_rank(), _staged(tensor.device, None)
-    ends = [(source.ranks[each.source], target.ranks[each.target]) for each in transfers]
-    messages = [
-        (*pair, each.region) for pair, each in zip(ends, transfers, strict=True) if here in pair
-    ]
     operations, parts = [], []
-    for sender, receiver, region in messages:
+    for each in transfers:
+        sender, receiver = source.ranks[each.source], target.ranks[each.target]
         if sender == here:
             assert local is not None, f"rank {here} has to give what it holds"
-            piece = cut(local, source.region(tensor.shape), region)
-        else:
-            piece = torch.empty(region.shape, dtype=tensor.dtype, device=staged)
+            piece = cut(local, source.region(tensor.shape), each.region)
+            if receiver != here:
+                outgoing = piece.to(staged).contiguous()
+                operations.append(dist.P2POp(dist.isend, outgoing, receiver, tag=tag))
+        elif receiver == here:
+            piece = torch.empty(each.region.shape, dtype=tensor.dtype, device=staged)
+            operations.append(dist.P2POp(dist.irecv, piece, sender, tag=tag))
         if receiver == here:
-            parts.append((region, piece))
-        if sender != receiver:
-            sends = sender == here
-            operations.append(
-                dist.P2POp(
-                    dist.isend if sends else dist.irecv,
-                    piece.to(staged).contiguous(),
-                    receiver if sends else sender,
-                    tag=tag,
-                )
-            )
+            parts.append((each.region, piece))
     with _peers():
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()

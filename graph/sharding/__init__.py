@@ -4,4 +4,8 @@
 then holds. `notation`: the placements as text, in the notations of DTensor, Alpa and MindSpore.
 `steps`, `redistribution`, `adjoint`: from one placement to another on one mesh, and back for the
 gradients. `tiles`: from one mesh to another. Begin with `placement`, then `regions`.
+
+`operators`: the operators of a stage as plain data. `rules`: how each can be divided. `propagate`:
+from placements that a user sets (`requests`) to a division of all operators (`assignment`), one
+axis of the mesh after the other (`axis`).
 """

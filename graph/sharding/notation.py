@@ -26,10 +26,12 @@ from pipedream.graph.sharding.placement import (
 
 _SHARD = re.compile(r"S\(\s*([0-9]+)\s*(?:,\s*chunks\s*=\s*([1-9][0-9]*)\s*)?\)")
 _ALPA = re.compile(r"R|S([0-9]+)")
+_SIZES = r"\(\s*[1-9][0-9]*(?:\s*,\s*[1-9][0-9]*)*\s*,?\s*\)"
+_MAPPED = r"(?:-?[0-9]+|\(\s*[0-9]+(?:\s*,\s*[0-9]+)*\s*,?\s*\))"
 _MINDSPORE = re.compile(
-    r"\s*device_matrix\s*[=:]?\s*\(([^()]*)\)\s*,?\s*tensor_map\s*[=:]?\s*\((.*)\)\s*"
+    rf"\s*device_matrix\s*[=:]?\s*({_SIZES})\s*,?"
+    rf"\s*tensor_map\s*[=:]?\s*\(\s*((?:{_MAPPED}(?:\s*,\s*{_MAPPED})*\s*,?)?)\s*\)\s*"
 )
-_MAPPED = re.compile(r"\s*(-?[0-9]+|\([\s0-9,]+\))\s*")
 
 
 def show_placements(placements: Placements) -> str:
@@ -81,19 +83,14 @@ def show_mindspore(mesh: Mesh, placements: Placements, dims: int) -> str:
 def parse_mindspore(text: str) -> tuple[Mesh, Placements]:
     """`device_matrix (2,4), tensor_map (1,-1)` as mesh and placements."""
     match = _MINDSPORE.fullmatch(text)
-    mesh = tuple(map(int, re.findall(r"[0-9]+", match[1]))) if match else ()
-    entries = _outside_parentheses(match[2]) if match and match[2].strip() else []
-    entries = [entry for entry in entries if entry.strip()]
-    if (
-        match is None
-        or not re.fullmatch(r"[\s0-9,]*", match[1])
-        or not mesh
-        or 0 in mesh
-        or not all(_MAPPED.fullmatch(entry) for entry in entries)
-    ):
+    if match is None:
         raise ValueError(f"{text!r} is no layout: write device_matrix (2,4), tensor_map (1,-1)")
+    mesh = tuple(map(int, re.findall(r"[0-9]+", match[1])))
+    numbers = [
+        [int(each) for each in re.findall(r"-?[0-9]+", entry)]
+        for entry in re.findall(_MAPPED, match[2])
+    ]
     last = len(mesh) - 1
-    numbers = [[int(each) for each in re.findall(r"-?[0-9]+", entry)] for entry in entries]
     for mapped in numbers:
         if any(each > last or each < -1 for each in mapped):
             raise ValueError(

@@ -30,7 +30,7 @@ def redistribute(tensor: MeshTensor, source: Placements, target: Placements) -> 
     """
     check_placements(tensor.shape, tensor.mesh, source)
     check_placements(tensor.shape, tensor.mesh, target)
-    choices = (_choices(len(tensor.shape), source, target),) * len(tensor.mesh)
+    choices = _choices(len(tensor.shape), source, target)
     order = count()  # paths of the same length: the one that was found first
     waiting: list[tuple[_Length, int, Placements, tuple[Step, ...]]]
     waiting = [(_length(()), next(order), source, ())]
@@ -68,7 +68,8 @@ def _choices(dims: int, source: Placements, target: Placements) -> tuple[Placeme
 
     Partial helps even between ends that are not: (Replicate, Shard(0)) becomes (Shard(0), Shard(0))
     at half the bytes of an all-gather if what axis 1 does not hold is padded with zeros, axis 0
-    slices that, and a reduce-scatter adds it up.
+    slices that, and a reduce-scatter adds it up. (Adding zeros changes no number, but makes a
+    negative zero a positive one.)
     """
     chunked = {
         placement: None

@@ -21,7 +21,7 @@ counts k - 1 times, and twice that for an all-reduce.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -141,11 +141,11 @@ def make_step(
 
 
 def steps_from(
-    tensor: MeshTensor, source: Placements, choices: tuple[tuple[Placement, ...], ...]
+    tensor: MeshTensor, source: Placements, choices: Sequence[Placement]
 ) -> Iterator[Step]:
-    """All steps from `source` to one of the `choices` of an axis, in their order."""
-    for axis, placements in enumerate(choices):
-        for placement in placements:
+    """All steps from `source` to one of the `choices` on an axis: the first axis first."""
+    for axis in range(len(source)):
+        for placement in choices:
             step = make_step(tensor, source, axis, placement)
             if step is not None:
                 yield step

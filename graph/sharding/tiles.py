@@ -66,10 +66,9 @@ def match_tiles(
 ) -> TileTransfers:
     """What is sent so that the target devices hold the tensor; the same in every process.
 
-    Of several devices that could send a region, the one that sends least so far does, the largest
-    regions first. Neither side may be partial: sums are made within the stage first
-    (`redistribution`), since every term sent would be as large as the sum. Raises ValueError if the
-    tensor cannot be placed so.
+    Of several devices that could send a region, the one that sends least so far does. Neither side
+    may be partial: sums are made within the stage first (`redistribution`), since every term sent
+    would be as large as the sum. Raises ValueError if the tensor cannot be placed so.
     """
     for mesh, placements in (source, target):
         check_placements(shape, mesh, placements)
@@ -110,18 +109,15 @@ def _balanced(
     tiles: dict[Region, list[int]], shares: list[tuple[int, Region]]
 ) -> tuple[Transfer, ...]:
     """Each share as transfers from the tiles that it lies in."""
-    pieces = [
-        (intersection(tile, share), device, holders)
-        for device, share in shares
-        for tile, holders in tiles.items()
-    ]
     load: dict[int, int] = defaultdict(int)
     sends = []
-    for region, device, holders in sorted(pieces, key=lambda piece: -piece[0].size):
-        if region.size:
-            sender = min(holders, key=lambda holder: (load[holder], holder))
-            load[sender] += region.size
-            sends.append(Transfer(sender, device, region))
+    for device, share in shares:
+        for tile, holders in tiles.items():
+            region = intersection(tile, share)
+            if region.size:
+                sender = min(holders, key=lambda holder: (load[holder], holder))
+                load[sender] += region.size
+                sends.append(Transfer(sender, device, region))
     return tuple(sends)
 
 

@@ -121,8 +121,10 @@ def _redistribute(groups: list[Any], rng: random.Random) -> tuple[Array, list[in
         return None
     held, sizes = torch.from_numpy(case.held[own.device].copy()), []
     for step in case.steps:
+        before, copy = held, held.clone()
         with counted() as (sent, received):
             held = own.redistribute(held, case.array.shape, [step])
+        assert torch.equal(before, copy), step
         sizes.append(max(sum(sent), sum(received)))
     return held.numpy(), sizes
 

@@ -91,7 +91,7 @@ def _difference(
 ) -> str:
     operator = case.operator
     held = [
-        _held(tensor, placement, devices)
+        held(tensor, placement, devices)
         for tensor, placement in zip(case.inputs, strategy.inputs, strict=True)
     ]
     results = []
@@ -140,7 +140,7 @@ def _close(one: Tensor, other: Tensor, close: float) -> bool:
     return torch.allclose(one, other, rtol=0, atol=close * max(1.0, scale), equal_nan=True)
 
 
-def _held(tensor: Tensor, placement: Placement, devices: int) -> list[Tensor]:
+def held(tensor: Tensor, placement: Placement, devices: int) -> list[Tensor]:
     """What each device has; of a partial tensor random terms."""
     if isinstance(placement, Shard):
         return _cut(tensor, placement, devices)

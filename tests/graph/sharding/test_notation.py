@@ -67,6 +67,12 @@ def test_spaces_and_parentheses_do_not_matter(text: str, placements: Placements)
     assert parse_placements(text) == placements
 
 
+def test_layouts_as_they_are_printed_elsewhere() -> None:
+    text = "device_matrix = ( 2, 4 ,), tensor_map = ((1, 0), -1,)"
+    assert parse_mindspore(text) == ((2, 4), (Shard(0), Shard(0)))
+    assert parse_mindspore("device_matrix (2), tensor_map ()") == ((2,), (Replicate(),))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -108,6 +114,8 @@ def test_wrong_sharding_specs_are_named(text: str, message: str) -> None:
         ("device_matrix (), tensor_map (1,-1)", "is no layout"),
         ("device_matrix (2,0), tensor_map (1,-1)", "is no layout"),
         ("device_matrix (2,4), tensor_map (x)", "is no layout"),
+        ("device_matrix (2 4), tensor_map (1)", "is no layout"),
+        ("device_matrix (2,4), tensor_map ((1,-1))", "is no layout"),
         ("device_matrix (2,4), tensor_map (2,-1)", "the device matrix has axes 0 to 1, counted"),
         ("device_matrix (2,4), tensor_map (-2,-1)", "write -1 for a dimension that is not"),
         ("device_matrix (2,4), tensor_map (1,1)", "mesh axis 0 is named twice"),
