@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.capture.programs.draws import note_seed
-from pipedream.capture.programs.program import Program
+from pipedream.capture.programs.program import traced_program
 
 
 class Seed(nn.Module):
@@ -89,7 +89,7 @@ def written(one: Seed, other: Seed, x: Tensor) -> Tensor:
 def test_draws(draw: Callable[[Seed, Seed, Tensor], Tensor], before: int) -> None:
     """`before`: how many values are drawn before the forward pass; all are the module's own."""
     module, given = Drawing(draw), torch.randn(4, 6)
-    program = Program(module, dict(module.named_parameters()), [given], [True])  # type: ignore[arg-type]
+    program = traced_program(module, dict(module.named_parameters()), [given], [True])  # type: ignore[arg-type]
     weight, own = module.weight, given.clone().requires_grad_()
     (expected,) = module(own)
     for _ in range(2):
