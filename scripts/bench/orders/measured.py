@@ -7,8 +7,8 @@ ScheduleInterleaved1F1B and ScheduleZBVZeroBubble on the same stages, with the s
 and optimizer, all in float32. Columns:
 
 - ms: of a round, from the end of one to the end of the next, on the rank where that takes longer
-- simulated: the same for the seconds that each pass and update of these rounds took, and what
-  messages take from the end of a pass until who waits for them has them, if nothing else takes
+- simulated: the same for the seconds that each pass, send and update of these rounds took, and
+  what messages take from the end of a pass until who waits for them has them, if nothing else takes
   time; `auto` is found for the times of zb-h1 and of zb-v
 - of 1f1b: both in parts of those of 1f1b on two stages
 - gained: the speed-up over 1f1b, in parts of the simulated one

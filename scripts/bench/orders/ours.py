@@ -42,7 +42,9 @@ from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 
 Did = tuple[int, int, Kind, int]
-"""(turn, stage, kind, minibatch): a pass, or an update and the first minibatch of its round."""
+"""(turn, stage, kind, minibatch): a pass, the sends after it, or an update and the first minibatch
+of its round.
+"""
 
 Message = tuple[int, int, int, bool, int]
 """(turn, source stage, target stage, whether it is a gradient, minibatch)."""
@@ -50,7 +52,7 @@ Message = tuple[int, int, int, bool, int]
 
 @dataclass
 class Clocked:
-    """What a rank has done in the turns of an order. `spans`: seconds of passes and updates;
+    """What a rank has done in the turns of an order. `spans`: seconds of passes, sends and updates;
     `made`: when the pass of each message ended; `awaited`: when the stage that receives it began
     and ended to wait for it.
     """
@@ -79,6 +81,8 @@ class Clocked:
                 else:
                     message = self.turn, source, target, is_gradient, minibatch
                     self.made[message] = ends[stage, is_gradient, minibatch]
+                    sends = self.turn, stage, kind, minibatch
+                    self.spans[sends] = self.spans.get(sends, 0.0) + end - begin
 
     def join(self, other: Clocked) -> None:
         """Adds what another rank has done in the same turns."""
@@ -105,6 +109,11 @@ class Clocked:
         return float(np.quantile(delays, share)) if delays else 0.0
 
 
+SENDS_AFTER = {
+    Kind.FORWARD: Kind.SEND_ACTIVATION,
+    Kind.BACKWARD: Kind.SEND_GRADIENT,
+    Kind.BACKWARD_INPUT: Kind.SEND_GRADIENT,
+}
 _OF_GRADIENTS = (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
 
 
@@ -202,8 +211,8 @@ def pass_times(clocked: Clocked, spec: PipelineSpec, share: float = 0.5) -> Pass
 
 def played(clocked: Clocked, spec: PipelineSpec, turn: int, rounds: int) -> list[float]:
     """Seconds from the end of each round of a turn to that of the next, on the place where that is
-    longest, if each pass and update takes as long as it took then, each message what those of its
-    link take by the median, and nothing else takes time.
+    longest, if each pass, send and update takes as long as it took then, each message what those of
+    its link take by the median, and nothing else takes time.
     """
     timed, m = replace(spec, times=pass_times(clocked, spec)), spec.microbatches
     left = {place: deque(_of_rounds(spec, own, rounds)) for place, own in enumerate(_round(spec))}
@@ -219,6 +228,9 @@ def played(clocked: Clocked, spec: PipelineSpec, turn: int, rounds: int) -> list
                         break
                     now[place] = max([now[place], *ready])
                 over[each] = now[place] = now[place] + clocked.spans[turn, stage, kind, number]
+                if kind in SENDS_AFTER:
+                    sends = turn, stage, SENDS_AFTER[kind], number
+                    now[place] += clocked.spans.get(sends, 0.0)
                 if kind is Kind.BACKWARD:
                     over[each._replace(kind=Kind.BACKWARD_INPUT)] = over[each]
                 own.popleft()
