@@ -17,7 +17,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -72,8 +73,10 @@ _NOTHING = _Tensor((1,), torch.uint8)
 
 @dataclass(frozen=True)
 class _Arriving:
+    """`works`: there once the receive has begun, or PeerLost."""
+
     buffers: Message
-    works: list[Any]
+    works: Future[list[Any]]
     empty: bool
 
 
@@ -99,7 +102,7 @@ class Transport:
         self.arriving: dict[Channel, deque[_Arriving]] = {}
         self.handed: dict[Channel, deque[Message]] = {}
         self.spare: dict[tuple[Channel, _Kind], list[Message]] = {}
-        self.sends = _SendQueue(self.groups, self.staged, aside=backend != "nccl")
+        self.messages = _Messages(self.groups, self.staged, aside=backend != "nccl")
 
     def send(self, channel: Channel, tensors: Iterable[torch.Tensor]) -> None:
         """Sends and returns at once. Raises PeerLost if an earlier message could not be sent."""
@@ -108,19 +111,17 @@ class Transport:
             self.handed.setdefault(channel, deque()).append(message)
         else:
             message = [t.detach().to(self.staged).contiguous() for t in tensors]
-            self.sends.put(channel, message or [self._buffer(_NOTHING).zero_()])
+            self.messages.send(channel, message or [self._buffer(_NOTHING).zero_()])
 
     def post(self, channel: Channel, values: Sequence[TensorSpec]) -> None:
-        """Posts a receive of the next message on the channel, which has these values."""
+        """Posts a receive of the next message on the channel, which has these values. Raises
+        PeerLost if an earlier message could not be sent or received.
+        """
         if channel.is_local:
             return
         spare = self.spare.get((channel, _kind(values)))
         buffers = spare.pop() if spare else [self._buffer(value) for value in values or [_NOTHING]]
-        group = self.groups.get(channel.rank_link)
-        try:
-            works = [dist.irecv(b, channel.source, group, channel.tag) for b in buffers]
-        except RuntimeError as error:
-            raise PeerLost(f"cannot receive from rank {channel.source}", channel.source) from error
+        works = self.messages.receive(channel, buffers)
         self.arriving.setdefault(channel, deque()).append(
             _Arriving(buffers, works, empty=not values)
         )
@@ -141,8 +142,10 @@ class Transport:
             return self.handed[channel].popleft()
         message = self.arriving[channel].popleft()
         try:
-            for work in message.works:
+            for work in message.works.result():
                 work.wait()
+        except PeerLost:
+            raise
         except RuntimeError as error:
             raise PeerLost(f"no message from rank {channel.source}", channel.source) from error
         if message.empty:
@@ -193,7 +196,7 @@ class Transport:
 
     def drain(self) -> None:
         """Waits until every send has arrived. Raises PeerLost."""
-        self.sends.drain()
+        self.messages.drain()
 
 
 @dataclass(frozen=True)
@@ -214,12 +217,13 @@ class Sum:
             self.flat.copy_(self.staged)
 
 
-class _SendQueue:
-    """Sends in the order given, and keeps the tensors until they are sent.
+class _Messages:
+    """Begins sends and receives in the order given, and keeps the tensors until they are sent.
 
-    With `aside` a thread sends: gloo copies a message to the network in the call that sends it.
-    NCCL only enqueues the call, and needs all of them from one thread. Its sends are waited for on
-    a stream of their own, so that the computation need not wait for them.
+    With `aside` a thread begins them: gloo copies a message to the network in the call that sends
+    it, and both calls wait where it is busy with another message of the same peer. NCCL only
+    enqueues them, and needs all of them from one thread. Its sends are waited for on a stream of
+    their own, so that the computation need not wait for them.
     """
 
     def __init__(
@@ -232,21 +236,30 @@ class _SendQueue:
         self._start()
 
     def _start(self) -> None:
-        self.waiting: queue.SimpleQueue[tuple[Channel, Message] | None] = queue.SimpleQueue()
+        self.waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.outgoing: queue.SimpleQueue[tuple[list[Any], Message] | None] = queue.SimpleQueue()
         self.threads = [threading.Thread(target=self._reap, name="sent", daemon=True)]
         if self.aside:
-            self.threads.append(threading.Thread(target=self._send_all, name="sends", daemon=True))
+            self.threads.append(threading.Thread(target=self._begin, name="messages", daemon=True))
         for thread in self.threads:
             thread.start()
 
-    def put(self, channel: Channel, message: Message) -> None:
+    def send(self, channel: Channel, message: Message) -> None:
+        self._do(lambda: self._send(channel, message))
+
+    def receive(self, channel: Channel, buffers: Message) -> Future[list[Any]]:
+        """Returns the works to wait for."""
+        works: Future[list[Any]] = Future()
+        self._do(lambda: self._receive(channel, buffers, works))
+        return works
+
+    def _do(self, begin: Callable[[], None]) -> None:
         if self.failure is not None:
             raise self.failure
         if self.aside:
-            self.waiting.put((channel, message))
+            self.waiting.put(begin)
         else:
-            self._send(channel, message)
+            begin()
 
     def drain(self) -> None:
         (self.waiting if self.aside else self.outgoing).put(None)
@@ -256,22 +269,37 @@ class _SendQueue:
             raise self.failure
         self._start()
 
-    def _send_all(self) -> None:
-        while (waiting := self.waiting.get()) is not None:
+    def _begin(self) -> None:
+        """To the end: who waits for a receive that comes after a failure is told of it."""
+        while (begin := self.waiting.get()) is not None:
             try:
-                self._send(*waiting)
+                begin()
             except PeerLost as error:
                 self.failure = error
-                break
         self.outgoing.put(None)
 
     def _send(self, channel: Channel, message: Message) -> None:
+        if self.failure is not None:
+            return
         group = self.groups.get(channel.rank_link)
         try:
             works = [dist.isend(t, channel.target, group, channel.tag) for t in message]
         except RuntimeError as error:
             raise PeerLost(f"cannot send to rank {channel.target}", channel.target) from error
         self.outgoing.put((works, message))
+
+    def _receive(self, channel: Channel, buffers: Message, works: Future[list[Any]]) -> None:
+        if self.failure is not None:
+            works.set_exception(self.failure)
+            return
+        group = self.groups.get(channel.rank_link)
+        try:
+            works.set_result([dist.irecv(b, channel.source, group, channel.tag) for b in buffers])
+        except RuntimeError as error:
+            lost = PeerLost(f"cannot receive from rank {channel.source}", channel.source)
+            lost.__cause__ = error
+            works.set_exception(lost)
+            raise lost from error
 
     def _wait(self, works: Sequence[Any]) -> None:
         with nullcontext() if self.stream is None else torch.cuda.stream(self.stream):

@@ -5,6 +5,7 @@ A folder may hold profiles of one model at several batch sizes, in `batch-1`, `b
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -218,6 +219,8 @@ class Profile(ArtifactModel):
     loss: ProfiledLoss | None = None
     updates: dict[str, ProfiledUpdate] = Field(default_factory=dict)
     """By optimizer."""
+    gradient_sum_bytes_per_second: _Positive | None = None
+    """Bytes of gradients that are added to those of earlier minibatches of a round."""
     pass_seconds: tuple[_Positive, ...] = ()
     """What each repeat of a pass of the whole model took, forward and backward, in order."""
     reading_seconds: _NonNegative | None = None
@@ -270,6 +273,7 @@ class Profile(ArtifactModel):
             self.backward.call_seconds if self.backward else 0.0,
             self.reading_seconds or 0.0,
             self.pass_variation,
+            self.gradient_sum_bytes_per_second or math.inf,
         )
 
     @property
@@ -302,8 +306,10 @@ class TrainingOverheads:
 
     `update_rates`: bytes of parameters per second of a step, by optimizer. `call_forward`,
     `call_backward`: seconds of each pass of a stage, whatever its nodes. `reading`: seconds that
+    `call_backward`: seconds of each pass of a stage, whatever its nodes. `reading`: seconds that
     reading a minibatch takes from the passes of a stage that reads data. `spread`: passes of the
-    whole model as multiples of their median.
+    whole model as multiples of their median. `gradient_sum_rate`: bytes of gradients per second
+    that are added to those of earlier minibatches of a round.
     """
 
     update_rates: Mapping[str, float]
@@ -311,6 +317,7 @@ class TrainingOverheads:
     call_backward: float = 0.0
     reading: float = 0.0
     spread: Sequence[float] = ()
+    gradient_sum_rate: float = math.inf
 
     def of_stage(self, stage: int, stages: int) -> tuple[float, float]:
         """Seconds of a stage's forward and backward pass beyond those of its nodes.
@@ -319,6 +326,12 @@ class TrainingOverheads:
         """
         reads = stage in (0, stages - 1)
         return self.call_forward + (self.reading if reads else 0.0), self.call_backward
+
+    def sum_seconds(self, minibatches: float) -> float:
+        """Seconds per byte of parameters, on the average of so many minibatches of a round on a
+        worker: of all but the first the gradients are added to those before them.
+        """
+        return (1 - 1 / max(1.0, minibatches)) / self.gradient_sum_rate
 
 
 def read_profile_of(path: Path, graph: Graph) -> Profile:

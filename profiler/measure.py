@@ -46,7 +46,12 @@ from pipedream.profiler.timing.per_node_fake import (
 )
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.profiler.timing.times import Times
-from pipedream.profiler.timing.training_overheads import UpdateCost, reading_seconds, updates
+from pipedream.profiler.timing.training_overheads import (
+    UpdateCost,
+    gradient_sum_rate,
+    reading_seconds,
+    updates,
+)
 
 _MODEL_LIBRARIES = ("torchvision", "transformers", "timm")
 
@@ -78,6 +83,7 @@ class _Measurements:
     kept: Mapping[str, Footprint]
     splits: Mapping[str, BackwardSplit]
     updates: Mapping[str, UpdateCost]
+    gradient_sum_rate: float | None = None
     reading: float | None = None
 
 
@@ -109,12 +115,13 @@ def measure(
                 times = _time(captured, inputs, loaded, kept, settings, progress)
                 splits = split(captured, inputs, settings.stopping_rule, settings.device)
                 updated = updates(captured, settings.device)
+                summed = gradient_sum_rate(captured, settings.device)
                 read = reading_seconds(loaded, settings.batch_size, settings.device)
     except (IndexError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
         raise _cannot_run(settings.model, error) from error
-    measured = _Measurements(captured, times, kept, splits, updated, read)
+    measured = _Measurements(captured, times, kept, splits, updated, summed, read)
     graph = _timed(captured, times)
     return graph, _profile(measured, graph, settings)
 
@@ -214,6 +221,7 @@ def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profi
             name: ProfiledUpdate(bytes_per_second=update.bytes_per_second)
             for name, update in measured.updates.items()
         },
+        gradient_sum_bytes_per_second=measured.gradient_sum_rate,
         nodes=tuple(
             _node(measured, name, leaving[name], owned)
             for name, owned in _owned(graph, measured.captured)

@@ -83,7 +83,8 @@ class Request:
         settings = self.settings
         per_update = settings.microbatches if uniform_updates(settings.schedule) else 1
         calls = overheads.call_forward + overheads.call_backward
-        return 1 / self.update_rate / per_update, calls, overheads.reading
+        update = 1 / self.update_rate / per_update + overheads.sum_seconds(per_update)
+        return update, calls, overheads.reading
 
     def changed(self, **changes: Any) -> Request:
         """The request with these fields changed. What it has worked out of its graph is kept where

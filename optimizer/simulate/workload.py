@@ -103,11 +103,14 @@ class Workload:
             forward_seconds = _total(overhead[0], arrays.forward[nodes])
             again = forward_seconds if stage.recompute else 0.0
             backward_seconds = _total(overhead[1], arrays.backward[nodes]) + again
+            parameters = _total(0.0, arrays.parameters[nodes])
+            if overheads is not None:
+                round_size = policy.round_size(stage.stage) / len(stage.ranks)
+                backward_seconds += parameters * overheads.sum_seconds(round_size)
             of_inputs, kept = again, math.nan  # the first half of a stage that sends no gradients
             if any(back for (_, target), back in backward.items() if target == stage.stage):
                 of_inputs += _total(overhead[1], arrays.backward_input[nodes])
                 kept = _total(0.0, arrays.kept[nodes])
-            parameters = _total(0.0, arrays.parameters[nodes])
             work = StageWork(
                 forward_seconds=forward_seconds,
                 backward_seconds=backward_seconds,

@@ -45,17 +45,51 @@ class UpdateCost:
 
 def updates(captured: Captured, device: torch.device) -> dict[str, UpdateCost]:
     """The cost of each of `OPTIMIZERS`; empty for a model without trainable parameters."""
-    trainable = {
+    trainable = _trainable(captured)
+    timed, watch = _timed(trainable), stopwatch(device)
+    return {kind: _update(kind, timed, trainable, watch, device) for kind in OPTIMIZERS if timed}
+
+
+def gradient_sum_rate(captured: Captured, device: torch.device) -> float | None:
+    """Bytes of gradients per second that are added to those of the minibatches before them in a
+    round; None for a model without trainable parameters.
+
+    A gradient has just been computed; the sum was last used a whole minibatch before.
+    """
+    timed, watch = _timed(_trainable(captured)).values(), stopwatch(device)
+    if not timed:
+        return None
+    values = [torch.full_like(value, 1e-3, requires_grad=False) for value in timed]
+    sums, computed = ([torch.zeros_like(value) for value in values] for _ in range(2))
+    other = torch.ones(_OTHER_BYTES // 4, device=device)
+    seconds = []
+    for _ in range(_REPEATS):
+        other.zero_()
+        seconds.append(0.0)
+        for whole, gradient, value in zip(sums, computed, values, strict=True):
+            gradient.copy_(value)
+            watch.clear()
+            start = watch.mark()
+            whole.add_(gradient)
+            seconds[-1] += watch.seconds(start, watch.mark())
+    return _bytes(values) / statistics.median(seconds)
+
+
+def _trainable(captured: Captured) -> dict[str, Tensor]:
+    return {
         name: parameter
         for name, parameter in captured.module.named_parameters()
         if parameter.requires_grad and parameter.is_floating_point()
     }
+
+
+def _timed(trainable: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The first of them, as many as are timed."""
     timed: dict[str, Tensor] = {}
     for name, parameter in trainable.items():
         if not timed or _bytes([*timed.values(), parameter]) <= _MOST_BYTES:
             timed[name] = parameter
-    watch = stopwatch(device)
-    return {kind: _update(kind, timed, trainable, watch, device) for kind in OPTIMIZERS if timed}
+    return timed
 
 
 def _update(

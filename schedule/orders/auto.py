@@ -2,8 +2,8 @@
 
 Candidates are the orders of the literature that have room, the same with the gradients of weights
 put where these times leave gaps (`deferred.py`), and those of a list scheduler under several rules
-(`greedy.py`). The best of them are improved pass by pass (`improved.py`). All of it is a function
-of the spec: every rank comes to the same order.
+(`greedy.py`). The best of them are improved pass by pass (`improved.py`), the very best is shaken
+and improved again. All of it is a function of the spec: every rank comes to the same order.
 """
 
 from __future__ import annotations
@@ -11,21 +11,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice, product
 from math import inf
+from random import Random
 
 from pipedream.schedule.action import Kind
 from pipedream.schedule.orders.deferred import deferred
 from pipedream.schedule.orders.greedy import Rule, greedy
-from pipedream.schedule.orders.improved import improved
+from pipedream.schedule.orders.improved import improved, shaken
 from pipedream.schedule.orders.literature import literature
 from pipedream.schedule.orders.passes import Round
 from pipedream.schedule.orders.timing import Numbers, Timing, halved
 from pipedream.schedule.spec import PipelineSpec
 
-EFFORT = 600_000
+EFFORT = 1_200_000
 """Passes that are timed: about a second."""
 
 _IMPROVED = 4
 """Candidates that share the effort; more where they need less."""
+
+_SHAKEN = 8
+"""Times that the best order is shaken and improved again, where effort is left."""
 
 _PATIENCE = (0.5, 0.0, 1.0)
 _EAGER = (inf, 2.0, 1.5, 1.0)
@@ -34,7 +38,7 @@ _PER_RULE = 40
 
 
 def auto(spec: PipelineSpec, microbatches: int) -> Round:
-    """Returns the best order that is found. There has to be room for one: see `has_room`."""
+    """Returns the best order found. There has to be room for one: see `has_room`."""
     timing = Timing.of_halves(spec, microbatches)
     candidates = [
         (timing.seconds_of_round(order)[0], order) for order in _candidates(timing, microbatches)
@@ -46,6 +50,11 @@ def auto(spec: PipelineSpec, microbatches: int) -> Round:
         best, left = min(best, (seconds, better), key=lambda each: each[0]), left - spent
         if left <= 0:
             break
+    chance = Random(0)
+    for _ in range(_SHAKEN if left > 0 else 0):
+        order = shaken(timing, best[1], chance)
+        seconds, better, spent = improved(timing, order, left)
+        best, left = min(best, (seconds, better), key=lambda each: each[0]), left - spent
     return timing.round(best[1])
 
 

@@ -1,24 +1,43 @@
 """Makes an order better, pass by pass: tabu search over the passes that a round waits for.
 
-Moves as in the job shop: two passes of a place, one right after the other on a longest path, change
-places (van Laarhoven, Aarts, Lenstra, "Job Shop Scheduling by Simulated Annealing", Operations
-Research 40, 1992, where it is proved that such a move never makes a cycle, and that some sequence
-of them leads to an optimum). The best one that is not tabu is taken, even if it makes the order
+Moves as in the job shop, among passes of a place that follow one another on a longest path without
+a gap: two neighbours change places (van Laarhoven, Aarts, Lenstra, "Job Shop Scheduling by
+Simulated Annealing", Operations Research 40, 1992), or a pass goes to the beginning or the end of
+them (Balas, Vazacopoulos, "Guided Local Search with Shifting Bottleneck for Job Shop Scheduling",
+Management Science 44, 1998). The best one that is not tabu is taken, even if it makes the order
 worse for now (Taillard, "Parallel Taboo Search Techniques for the Job Shop Scheduling Problem",
 1994).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import NamedTuple
 
 from pipedream.schedule.orders.timing import DeadlockError, Numbers, Times, Timing
 
-_PATIENCE = 60
+_PATIENCE = 25
 """Turns without a better order after which there is none to be expected."""
 
 _TABU = 8
 """Turns for which two passes that have changed places do not change back."""
+
+_EXCESS = 3.0
+"""An order may lead through others that have no room: each is taken to last as much longer, in
+parts of itself, as this times what its places hold too much, in parts of what they may hold.
+"""
+
+_SHAKEN = 8
+"""Passes that go elsewhere at random."""
+
+
+class _Move(NamedTuple):
+    """The pass at position `at` of a place goes to position `to`."""
+
+    place: int
+    at: int
+    to: int
 
 
 def improved(timing: Timing, order: Numbers, effort: int) -> tuple[float, Numbers, int]:
@@ -31,64 +50,148 @@ def improved(timing: Timing, order: Numbers, effort: int) -> tuple[float, Number
     best, left = (seconds, order), effort
     tabu: dict[tuple[int, int], int] = {}
     turn, stale = 0, 0
-    size = max(1, 3 * len(timing.passes))
+    plays = 1 if timing.spec.joint_norm else 3
     while left > 0 and stale < _PATIENCE:
         turn, stale = turn + 1, stale + 1
         tried = []
-        for place, at in sorted(set(_swaps(timing, order, begin, end))):
+        for move in sorted(set(_moves(timing, order, begin, end))):
             if left <= 0:
                 break
-            swapped = _swapped(order, place, at)
-            left -= size
-            if not timing.fits(swapped[place]):
-                continue
-            try:
-                outcome = timing.seconds_of_round(swapped)
-            except DeadlockError:
-                continue
-            pair = order[place][at], order[place][at + 1]
-            if tabu.get(pair, 0) < turn or outcome[0] < best[0]:
-                tried.append((outcome[0], pair, outcome, swapped))
+            left -= plays * len(timing.passes)
+            each = _tried(timing, order, move)
+            pairs = _reversed_pairs(order[move.place], move)
+            allowed = all(tabu.get(pair, 0) < turn for pair in pairs)
+            if each is not None and (allowed or each.is_better(best[0])):
+                tried.append(each)
         if not tried:
             break
-        seconds, pair, (_, begin, end), order = min(tried, key=lambda each: each[:2])
-        tabu[pair[::-1]] = turn + _TABU
-        if seconds < best[0] * (1 - 1e-9):
-            best, stale = (seconds, order), 0
+        taken = min(tried, key=lambda each: (each.cost, each.move))
+        for one, other in _reversed_pairs(order[taken.move.place], taken.move):
+            tabu[other, one] = turn + _TABU
+        order, begin, end = taken.order, taken.begin, taken.end
+        if taken.is_better(best[0]):
+            best, stale = (taken.seconds, order), 0
     return *best, effort - left
 
 
-def _swapped(order: Numbers, place: int, at: int) -> Numbers:
-    own = list(order[place])
-    own[at], own[at + 1] = own[at + 1], own[at]
-    return [own if number == place else each for number, each in enumerate(order)]
+class _Tried(NamedTuple):
+    """An order a move away. `excess`: of what its places hold, in parts of what they may."""
+
+    move: _Move
+    order: Numbers
+    seconds: float
+    begin: Times
+    end: Times
+    excess: float
+
+    @property
+    def cost(self) -> float:
+        return self.seconds * (1 + _EXCESS * self.excess)
+
+    def is_better(self, seconds: float) -> bool:
+        return not self.excess and self.seconds < seconds * (1 - 1e-9)
 
 
-def _swaps(timing: Timing, order: Numbers, begin: Times, end: Times) -> Iterator[tuple[int, int]]:
-    """Yields (place, position) of passes on a longest path whose next one, right after them on
-    their place, is on it too and does not need them.
+def _tried(timing: Timing, order: Numbers, move: _Move) -> _Tried | None:
+    """None if the places would wait for one another."""
+    moved = _moved(order, move)
+    try:
+        seconds, begin, end = timing.seconds_of_round(moved)
+    except DeadlockError:
+        return None
+    return _Tried(move, moved, seconds, begin, end, sum(map(timing.excess, moved)))
+
+
+def shaken(timing: Timing, order: Numbers, chance: Random) -> Numbers:
+    """Returns an order that some random moves lead to, in which all has room."""
+    for _ in range(_SHAKEN):
+        place = chance.randrange(len(order))
+        own = order[place]
+        at, to = chance.randrange(len(own)), chance.randrange(len(own))
+        each = _tried(timing, order, _Move(place, at, _furthest(timing, own, at, to)))
+        if each is not None and not each.excess:
+            order = each.order
+    return order
+
+
+def _moved(order: Numbers, move: _Move) -> Numbers:
+    own = list(order[move.place])
+    own.insert(move.to, own.pop(move.at))
+    return [own if number == move.place else each for number, each in enumerate(order)]
+
+
+def _reversed_pairs(own: Sequence[int], move: _Move) -> list[tuple[int, int]]:
+    """Pairs of passes, the earlier one first, that a move puts the other way round."""
+    number = own[move.at]
+    if move.at < move.to:
+        return [(number, other) for other in own[move.at + 1 : move.to + 1]]
+    return [(other, number) for other in own[move.to : move.at]]
+
+
+def _moves(timing: Timing, order: Numbers, begin: Times, end: Times) -> Iterator[_Move]:
+    """Yields the moves within each run of passes that a longest path goes through without a gap."""
+    for place, first, last in _blocks(timing, order, begin, end):
+        own = order[place]
+        for at in range(first, last):
+            if not _stays(timing, own[at], own[at + 1]):
+                yield _Move(place, at, at + 1)
+        for at in range(first, last + 1):
+            for to in (_furthest(timing, own, at, first), _furthest(timing, own, at, last)):
+                if abs(to - at) > 1:
+                    yield _Move(place, at, to)
+
+
+def _furthest(timing: Timing, own: Sequence[int], at: int, to: int) -> int:
+    """Returns the position next to `to` to which the pass at `at` can go."""
+    step = 1 if to > at else -1
+    for position in range(at + step, to + step, step):
+        one, other = (at, position) if step > 0 else (position, at)
+        if _stays(timing, own[one], own[other]):
+            return position - step
+    return to
+
+
+def _stays(timing: Timing, one: int, other: int) -> bool:
+    """Whether `one` has to come before `other`, which needs it, or is the same pass of another
+    microbatch: these stay in their order.
     """
+    if timing.passes[one][:2] == timing.passes[other][:2]:
+        return True
+    return any(needed == one for needed, _ in timing.needs[other])
+
+
+def _blocks(
+    timing: Timing, order: Numbers, begin: Times, end: Times
+) -> Iterator[tuple[int, int, int]]:
+    """Yields (place, first, last position) of the longest runs of passes on longest paths that
+    follow one another on a place without a gap.
+    """
+    critical = _critical(timing, order, begin, end)
+    for place, own in enumerate(order):
+        first = 0
+        for at in range(1, len(own) + 1):
+            if at < len(own) and (own[at - 1], own[at]) in critical:
+                continue
+            if at - 1 > first:
+                yield place, first, at - 1
+            first = at
+
+
+def _critical(timing: Timing, order: Numbers, begin: Times, end: Times) -> set[tuple[int, int]]:
+    """Returns the pairs of passes of a place, one right after the other, on longest paths."""
     position = {number: at for own in order for at, number in enumerate(own)}
     last = max((own for own in order if own), key=lambda own: end[own[-1]])[-1]
-    left, seen = [last], {last}
+    left, seen, pairs = [last], {last}, set()
     while left:
         number = left.pop()
         place, at = timing.place[number], position[number]
-        start, sources = begin[number], []
-        needed = {other for other, _ in timing.needs[number]}
-        for other, delay in timing.needs[number]:
-            if end[other] + delay >= start - 1e-12:
-                sources.append(other)
-        if at and end[before := order[place][at - 1]] >= start - 1e-12:
+        start = begin[number] - 1e-12
+        sources = [other for other, delay in timing.needs[number] if end[other] + delay >= start]
+        if at and end[before := order[place][at - 1]] >= start:
             sources.append(before)
-            if before not in needed and not _same_queue(timing, before, number):
-                yield place, at - 1
+            pairs.add((before, number))
         for other in sources:
             if other not in seen:
                 seen.add(other)
                 left.append(other)
-
-
-def _same_queue(timing: Timing, one: int, other: int) -> bool:
-    """Whether both are the same pass of two microbatches: these stay in their order."""
-    return timing.passes[one][:2] == timing.passes[other][:2]
+    return pairs

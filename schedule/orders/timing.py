@@ -84,14 +84,17 @@ class Timing:
 
     def fits(self, own: Sequence[int]) -> bool:
         """Whether a place holds no more than it may, with its passes in this order."""
-        if not own:
-            return True
-        held, limit = 0.0, self.limit[self.place[own[0]]] + self.slack
+        return self.excess(own) == 0
+
+    def excess(self, own: Sequence[int]) -> float:
+        """By how much a place would hold more than it may, in parts of that; 0 if it does not."""
+        if not own or self.limit[self.place[own[0]]] == inf:
+            return 0.0
+        held, most, limit = 0.0, 0.0, self.limit[self.place[own[0]]]
         for number in own:
             held += self.holds[number]
-            if held > limit:
-                return False
-        return True
+            most = max(most, held)
+        return (most - limit) / limit if most > limit + self.slack else 0.0
 
     def play(self, order: Numbers, begins: Sequence[float]) -> tuple[Times, Times]:
         """When each pass begins and ends, as early as it can; `begins`: of the places. Raises

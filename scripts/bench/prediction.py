@@ -19,6 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,10 @@ def main() -> None:
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     os.environ["OMP_NUM_THREADS"] = "1"
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    rows = [row for name in sys.argv[1:] or MODELS for row in compare(name, folder / name)]
+    report([row for name in sys.argv[1:] or MODELS for row in compare(name, folder / name)])
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> None:
     frame = pd.DataFrame(rows)
     print(frame.to_string(index=False, float_format="%.4f"))
     for column in ("error", "between"):
@@ -75,39 +79,49 @@ def main() -> None:
 
 def compare(name: str, folder: Path) -> list[dict[str, Any]]:
     """A row for each plan."""
+    measure_network(name, folder)
+    rows = []
+    before = profiled(name, folder / "first", folder)
+    for which, division in divisions(before).items():
+        row, before = trained(name, which, planned(before, division), before, folder)
+        rows.append(row)
+    return rows
+
+
+def measure_network(name: str, folder: Path) -> None:
+    """Writes cluster.yaml into the folder, which it makes."""
     folder.mkdir()
     config = prepare(name, folder / "network.yaml", 16)
     network = ["pd-profile", config, "--network", "-o", folder]
     torchrun = [program("torchrun"), "--nproc-per-node", "2", "--no-python"]
     subprocess.run([*torchrun, *network], check=True, stdout=subprocess.DEVNULL)
-    rows = []
-    before = profiled(name, folder / "first", folder)
-    for which, division in divisions(before).items():
-        plan, first = planned(before, division)
-        (folder / which).mkdir()
-        write_plan(plan, folder / which / "plan.json")
-        config = prepare(name, folder / which / "run.yaml", int(SECONDS / first))
-        words = ["--config", config, "-o", folder / which / "run", "--no-evaluate"]
-        call("pd-train", folder / which / "plan.json", *words)
-        summary = json.loads((folder / which / "run" / "summary.json").read_text())
-        took = summary["seconds_per_minibatch"]
-        after = profiled(name, folder / which / "profile", folder)
-        again = expected(plan, after)
-        assert again is not None
-        row = {
-            "model": name,
-            "plan": which,
-            "replicas": plan.replicas,
-            "expected": first,
-            "measured": took,
-            "error": first / took - 1,
-            "drift": passes(after) / passes(before) - 1,
-            "between": (first + again.seconds) / 2 / took - 1,
-        }
-        rows.append(row)
-        print(row, flush=True)
-        before = after
-    return rows
+
+
+def trained(
+    name: str, which: str, plan: Plan, before: Request, folder: Path
+) -> tuple[dict[str, Any], Request]:
+    """A row, which is printed, and the request for a profile made after the run."""
+    (folder / which).mkdir()
+    write_plan(plan, folder / which / "plan.json")
+    first = seconds_in_a_run(plan, before)
+    config = prepare(name, folder / which / "run.yaml", int(SECONDS / first))
+    words = ["--config", config, "-o", folder / which / "run", "--no-evaluate"]
+    call("pd-train", folder / which / "plan.json", *words)
+    summary = json.loads((folder / which / "run" / "summary.json").read_text())
+    took = summary["seconds_per_minibatch"]
+    after = profiled(name, folder / which / "profile", folder)
+    row = {
+        "model": name,
+        "plan": which,
+        "replicas": plan.replicas,
+        "expected": first,
+        "measured": took,
+        "error": first / took - 1,
+        "drift": passes(after) / passes(before) - 1,
+        "between": (first + seconds_in_a_run(plan, after)) / 2 / took - 1,
+    }
+    print(row, flush=True)
+    return row, after
 
 
 def profiled(name: str, folder: Path, network: Path) -> Request:
@@ -161,13 +175,17 @@ def divisions(asked: Request) -> dict[str, Division]:
     return made
 
 
-def planned(asked: Request, division: Division) -> tuple[Plan, float]:
-    """The plan, and the seconds per minibatch to be expected of it."""
+def planned(asked: Request, division: Division) -> Plan:
     trial = Trials(asked).settle(division)
     assert trial is not None
-    in_a_run = expected(trial.plan, asked)
+    return trial.plan
+
+
+def seconds_in_a_run(plan: Plan, asked: Request) -> float:
+    """Seconds per minibatch to be expected of it."""
+    in_a_run = expected(plan, asked)
     assert in_a_run is not None
-    return trial.plan, in_a_run.seconds
+    return in_a_run.seconds
 
 
 def program(name: str) -> Path:

@@ -4,17 +4,20 @@ For each model (mlp, gpt: divided.py), on two processes of one thread each, with
 microbatches: pd-train's engine with 1f1b, zb-h1 and auto on two stages, with interleaved on four in
 a loop, with zb-v and auto on four in a V; torch.distributed.pipelining's own Schedule1F1B,
 ScheduleInterleaved1F1B and ScheduleZBVZeroBubble on the same stages, with the same minibatch, loss
-and optimizer, all in float32. Two tables: medians, and what a tenth of the rounds and passes do not
-exceed, which others on the machine have slowed least. Columns:
+and optimizer, all in float32. Columns:
 
 - ms: of a round, from the end of one to the end of the next, on the rank where that takes longer
-- expected: the same with the seconds that the passes and updates of this contender took, if
-  nothing else takes time; `auto` is found for the times of zb-h1 and of zb-v
+- simulated: the same for the seconds that each pass, send and update of these rounds took, and
+  what messages take from the end of a pass until who waits for them has them, if nothing else takes
+  time; `auto` is found for the times of zb-h1 and of zb-v
 - of 1f1b: both in parts of those of 1f1b on two stages
-- torch: ms of its own schedule of this name, and ours in parts of it
+- gained: the speed-up over 1f1b, in parts of the simulated one
+- torch: ms of its own schedule of this name, ours in parts of it, and the same of what a tenth of
+  the rounds do not exceed, which others on the machine have slowed least
 
-The same two processes do all of it in turns of a few rounds, over and over: what slows the machine
-for a while slows all of it. The first round of a turn does not count. Two minutes for each model.
+The same two processes do all of it in turns of a few rounds, over and over, those of the same M one
+after the other: what slows the machine for a while slows all of it. The first round of a turn does
+not count. Medians; parts are those of turns that were near each other. Three minutes for a model.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,23 +38,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from divided import MODELS, captured_model, planned
-from ours import Durations, Ours, pass_times, update_seconds
+from ours import Clocked, Ours, pass_times, played
 from theirs import SCHEDULES, Theirs
 
 from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.graph.choices import DEFAULT_ORDER
-from pipedream.schedule.orders.interleaved import interleaved
-from pipedream.schedule.orders.named import round_of
-from pipedream.schedule.orders.timing import period
 from pipedream.schedule.rank_maps import loop, vee
 from pipedream.schedule.spec import PassTimes, PipelineSpec
 
 MICROBATCHES = (2, 4, 8)
 ROUNDS = 3
 """Of a turn."""
-SECONDS = 50.0
+SECONDS = 150.0
 """Of all turns of a model."""
-SHARES = {"medians": 0.5, "a tenth": 0.1}
 SAME_LOSS = 1e-4
 """In parts of it."""
 
@@ -83,11 +82,9 @@ def main() -> None:
     for name in sys.argv[1:] or MODELS:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             mp.spawn(work, (name, folder), nprocs=2)
-            tables = json.loads((Path(folder) / "tables.json").read_text())
-        for what, rows in tables.items():
-            print(f"{name}, {what}")
-            table = pd.DataFrame(rows)
-            print(table.to_string(index=False, float_format="%.3f", na_rep=""), flush=True)
+            table = pd.DataFrame(json.loads((Path(folder) / "rows.json").read_text()))
+        print(name)
+        print(table.to_string(index=False, float_format="%.3f", na_rep=""), flush=True)
 
 
 def work(rank: int, name: str, folder: str) -> None:
@@ -98,14 +95,20 @@ def work(rank: int, name: str, folder: str) -> None:
     bench = Bench(name, rank, Path(folder))
     bench.warm_up()
     bench.measure()
-    tables = {what: bench.rows(share) for what, share in SHARES.items()}
+    rows = bench.rows()
     if rank == 0:
-        (Path(folder) / "tables.json").write_text(json.dumps(tables))
+        (Path(folder) / "rows.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
+Turn = tuple[str, int]
+"""A contender, or the name of one of torch's, and M."""
+
+
 class Bench:
-    """One of the two processes. `turns`: by contender, or the name of one of torch's, and M."""
+    """One of the two processes. `rounds`: the seconds of those of each turn, and `numbers` of
+    turns, as `Clocked` counts them.
+    """
 
     def __init__(self, name: str, rank: int, folder: Path) -> None:
         captured = captured_model(name)
@@ -130,8 +133,9 @@ class Bench:
             if each.order in SCHEDULES
         }
         self.times: dict[str, PassTimes] = {}
-        self.turns: dict[tuple[str, int], Callable[[int], list[float]]] = {}
-        self.rounds: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self.turns: dict[Turn, Callable[[int], list[float]]] = {}
+        self.rounds: dict[Turn, list[list[float]]] = defaultdict(list)
+        self.numbers: dict[Turn, list[int]] = defaultdict(list)
 
     def warm_up(self) -> None:
         """A turn of each; that of auto once the passes of the others are timed."""
@@ -147,14 +151,14 @@ class Bench:
             turn(1)
         self._check_losses()
         for ours in self.ours.values():
-            ours.durations.clear()
+            ours.clocked.clear()
 
     def _time_for_auto(self) -> None:
         for stages, order in MEASURED_FOR_AUTO.items():
             ours, spec = self.ours[stages], self._spec(Contender(order, stages), 4)
             for _ in range(4):
                 ours.rounds(spec, ROUNDS)
-            self.times[stages] = pass_times(ours.all_durations(order), spec, SHARES["a tenth"])
+            self.times[stages] = pass_times(ours.of_all_stages(order), spec)
 
     def _spec(self, each: Contender, microbatches: int) -> PipelineSpec:
         times = self.times.get(each.stages) if each.order == "auto" else None
@@ -182,11 +186,17 @@ class Bench:
     def measure(self) -> None:
         """Turns until the time is up; the first process says when."""
         end = time.monotonic() + SECONDS
+        turns = sorted(self.turns.items(), key=lambda item: item[0][1])
+        contenders = {str(each): each for each in OURS}
         while self._agreed(time.monotonic() < end):
-            for key, turn in self.turns.items():
+            for key, turn in turns:
                 own, both = turn(ROUNDS), [[0.0], [0.0]]
                 dist.all_gather_object(both, own)
-                self.rounds[key] += [max(pair) for pair in zip(*both, strict=True)]
+                self.rounds[key].append([max(pair) for pair in zip(*both, strict=True)])
+                if key[0] in contenders:
+                    each = contenders[key[0]]
+                    number = self.ours[each.stages].clocked[each.order].turn
+                    self.numbers[key].append(number)
 
     @staticmethod
     def _agreed(goes_on: bool) -> bool:
@@ -194,39 +204,47 @@ class Bench:
         dist.broadcast_object_list(answers)
         return answers[0]
 
-    def rows(self, share: float) -> list[dict[str, Any]]:
-        """Of a table. Every rank calls it."""
-        found = {each: self.ours[each.stages].all_durations(each.order) for each in OURS}
-        return [self._row(each, m, found, share) for m in MICROBATCHES for each in OURS]
+    def rows(self) -> list[dict[str, Any]]:
+        """Of the table. Every rank calls it."""
+        found = {each: self.ours[each.stages].of_all_stages(each.order) for each in OURS}
+        rows = []
+        for m in MICROBATCHES:
+            first = self._simulated(FIRST, m, found[FIRST])
+            rows += [self._row(e, m, self._simulated(e, m, found[e]), first) for e in OURS]
+        return rows
+
+    def _simulated(self, each: Contender, m: int, clocked: Clocked) -> list[list[float]]:
+        spec = self._spec(each, m)
+        return [played(clocked, spec, number, ROUNDS) for number in self.numbers[str(each), m]]
 
     def _row(
-        self, each: Contender, m: int, durations: Mapping[Contender, Durations], share: float
+        self, each: Contender, m: int, simulated: list[list[float]], first: list[list[float]]
     ) -> dict[str, Any]:
-        rounds = {name: spans for (name, count), spans in self.rounds.items() if count == m}
-        took = {name: float(np.quantile(spans, share)) for name, spans in rounds.items()}
-        own, first = took[str(each)], took[str(FIRST)]
-        expected, of_first = (
-            self._expected(which, m, durations[which], share) for which in (each, FIRST)
-        )
-        torchs = took.get(f"torch {each.order}")
+        own, theirs = self.rounds[str(each), m], self.rounds.get((f"torch {each.order}", m))
+        gained, expected = _parts(own, self.rounds[str(FIRST), m]), _parts(simulated, first)
         return {
             "M": m,
             "order": each.order,
             "stages": each.stages,
-            "ms": 1e3 * own,
-            "expected": 1e3 * expected,
-            "of 1f1b": own / first,
-            "expected of 1f1b": expected / of_first,
-            "torch": None if torchs is None else 1e3 * torchs,
-            "of torch": None if torchs is None else own / torchs,
+            "ms": 1e3 * float(np.median(own)),
+            "simulated": 1e3 * float(np.median(simulated)),
+            "of 1f1b": gained,
+            "simulated of 1f1b": expected,
+            "gained": expected / gained,
+            "torch": None if theirs is None else 1e3 * float(np.median(theirs)),
+            "of torch": None if theirs is None else _parts(own, theirs),
+            "fast": None if theirs is None else _fast(own) / _fast(theirs),
         }
 
-    def _expected(self, each: Contender, m: int, durations: Durations, share: float) -> float:
-        """The order that was run, with the times that its passes have had."""
-        spec = self._spec(each, m)
-        order = interleaved(spec, m) if each == FIRST else round_of(spec, m)
-        timed = self.ours[each.stages].spec(each.order, m, pass_times(durations, spec, share))
-        return period(timed, order) + update_seconds(durations, spec.places, share)
+
+def _parts(turns: list[list[float]], of: list[list[float]]) -> float:
+    """The median over pairs of turns that were near each other."""
+    pairs = zip(turns, of, strict=True)
+    return float(np.median([np.mean(one) / np.mean(other) for one, other in pairs]))
+
+
+def _fast(turns: list[list[float]]) -> float:
+    return float(np.quantile(turns, 0.1))
 
 
 if __name__ == "__main__":

@@ -46,12 +46,12 @@ def work(rank: int, microbatches: int, folder: str) -> None:
     untimed = ours.spec(FOUND, microbatches)
     for _ in range(4):
         ours.rounds(untimed, ROUNDS)
-    times = pass_times(ours.all_durations(FOUND), untimed)
+    times = pass_times(ours.of_all_stages(FOUND), untimed)
     specs = {
         NAMED: ours.spec(NAMED, microbatches),
         FOUND: ours.spec(FOUND, microbatches, times),
     }
-    ours.durations.clear()
+    ours.clocked.clear()
     spans: dict[str, list[float]] = {order: [] for order in specs}
     end, goes_on = time.monotonic() + SECONDS, [True]
     while goes_on[0]:
@@ -62,12 +62,12 @@ def work(rank: int, microbatches: int, folder: str) -> None:
         goes_on = [time.monotonic() < end]
         dist.broadcast_object_list(goes_on)
     measured = {order: float(np.median(each)) for order, each in spans.items()}
-    durations = {order: ours.all_durations(order) for order in specs}
+    clocked = {order: ours.of_all_stages(order) for order in specs}
     if rank == 0:
         for order, spec in specs.items():
-            timed = ours.spec(order, microbatches, pass_times(durations[order], spec))
+            timed = ours.spec(order, microbatches, pass_times(clocked[order], spec))
             expected = period(timed, round_of(spec, microbatches))
-            expected += update_seconds(durations[order], spec.places)
+            expected += update_seconds(clocked[order], spec.places)
             print(f"{order:12} {1e3 * measured[order]:7.1f} ms, expected {1e3 * expected:7.1f} ms")
         print(f"{NAMED} over {FOUND}: {measured[NAMED] / measured[FOUND]:.3f}")
     dist.destroy_process_group()

@@ -27,6 +27,12 @@ from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec, in_order_of
 
 
+@pytest.fixture(autouse=True)
+def little_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each order that is found: hundreds are."""
+    monkeypatch.setattr("pipedream.schedule.orders.auto.EFFORT", 20_000)
+
+
 def chain(nodes: int, seed: int = 0, activation: float = 1e3, parameters: float = 1e3) -> Graph:
     """Nodes one after the other, of which the slowest takes up to five times the fastest."""
     chance = random.Random(seed)

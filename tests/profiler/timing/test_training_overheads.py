@@ -12,7 +12,12 @@ from torch import nn
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import Loaded
 from pipedream.profiler.timing import training_overheads
-from pipedream.profiler.timing.training_overheads import OPTIMIZERS, reading_seconds, updates
+from pipedream.profiler.timing.training_overheads import (
+    OPTIMIZERS,
+    gradient_sum_rate,
+    reading_seconds,
+    updates,
+)
 
 CPU = torch.device("cpu")
 
@@ -39,7 +44,9 @@ def test_weights_and_gradients_are_left_as_they_were() -> None:
 
 
 def test_with_nothing_to_learn_there_are_none() -> None:
-    assert updates(capture(nn.ReLU(), (torch.ones(1, 3),)), CPU) == {}
+    nothing = capture(nn.ReLU(), (torch.ones(1, 3),))
+    assert updates(nothing, CPU) == {}
+    assert gradient_sum_rate(nothing, CPU) is None
 
 
 def test_the_copy_of_old_weights_reads_memory_that_was_written() -> None:
@@ -84,3 +91,11 @@ def test_reading_that_waits_takes_nothing_from_the_passes() -> None:
 def test_nothing_where_there_are_no_data_or_another_device_does_the_passes() -> None:
     assert reading_seconds(Loaded(nn.Identity(), ()), 4, CPU) is None
     assert reading_seconds(with_data([], 0.01), 4, torch.device("cuda")) is None
+
+
+def test_gradients_are_added_more_slowly_than_caches_are_read() -> None:
+    """And faster than an update, which reads and writes more."""
+    learned = capture(nn.Linear(2048, 2048), (torch.ones(1, 2048),))
+    rate = gradient_sum_rate(learned, CPU)
+    assert rate is not None
+    assert updates(learned, CPU)["adam"].bytes_per_second < rate < 1e12

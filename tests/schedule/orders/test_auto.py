@@ -60,7 +60,11 @@ def whole_seconds(spec: PipelineSpec, microbatches: int) -> float:
     return period(spec, order)
 
 
-def test_never_slower_than_an_order_of_the_literature_that_has_room() -> None:
+def test_never_slower_than_an_order_of_the_literature_that_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However little effort there is to improve what is found."""
+    monkeypatch.setattr("pipedream.schedule.orders.auto.EFFORT", 20_000)
     compared = 0
     for seed in range(200):
         places, stages_each = 2 + seed % 2, 1 + seed // 2 % 2
@@ -97,6 +101,16 @@ def test_near_the_best_there_is(
     best = shortest_round(spec, microbatches, most=seconds)
     assert best <= seconds + 1e-9
     assert seconds <= 1.02 * best
+
+
+@pytest.mark.parametrize("seed", [5, 11, 30])
+def test_moves_of_one_pass_past_several_lead_to_the_best(seed: int) -> None:
+    """Neighbours that change places alone ended 3.9 and 3.2 % over it, and 5.9 % over where no
+    order on the way might hold more than there is room for.
+    """
+    spec = replace(random_pipeline(seed, 2, loop(2, 2), 3), joint_norm=True)
+    seconds = whole_seconds(spec, 3)
+    assert seconds <= 1.005 * shortest_round(spec, 3, most=seconds)
 
 
 def test_the_best_there_is_is_that_of_a_paper() -> None:
