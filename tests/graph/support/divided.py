@@ -90,14 +90,14 @@ def _difference(
     expected: Sequence[Tensor | None],
 ) -> str:
     operator = case.operator
-    held = [
+    by_device = [
         held(tensor, placement, devices)
         for tensor, placement in zip(case.inputs, strategy.inputs, strict=True)
     ]
     results = []
     for index in range(devices):
         local = local_by(rule, operator, strategy, devices, index)
-        inputs = [each[index] for each in held]
+        inputs = [each[index] for each in by_device]
         if _shapes(local.inputs) != [x.shape for x in inputs]:
             return f"device {index} is to have {_shapes(local.inputs)}"
         try:
