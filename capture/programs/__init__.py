@@ -1,5 +1,6 @@
 """A stage as programs: its forward pass, the gradients of its inputs, those of its weights.
 
 `joint.py` traces the passes as one graph, `draws.py` takes random numbers off it, `cut.py` divides
-it, `program.py` runs the parts; `memory.py` says whose memory a gradient has.
+it, `program.py` runs the parts; `memory.py` says whose memory a gradient has. `description.py`
+tells planners of its operators, `localize.py` makes the graph of one device of a mesh out of it.
 """
