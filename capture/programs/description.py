@@ -14,9 +14,9 @@ from torch import Tensor, fx
 from pipedream.capture.programs.joint import Joint
 from pipedream.graph.sharding.operators import (
     Argument,
-    Call,
     Input,
     Operator,
+    OperatorCall,
     OperatorGraph,
     Scalar,
     Special,
@@ -101,7 +101,7 @@ def describe_operator(
     return described, sources
 
 
-def _call(node: fx.Node) -> Call:
+def _call(node: fx.Node) -> OperatorCall:
     assert isinstance(node.target, torch._ops.OpOverload), node.target
     value = node.meta["val"]
     described, sources = describe_operator(node.target, node.args, node.kwargs, value)
@@ -109,7 +109,7 @@ def _call(node: fx.Node) -> Call:
     if isinstance(value, tuple | list):
         read = {user.args[1] for user in node.users if user.target is operator.getitem}
         results = [f"{node.name}.{k}" if k in read else None for k in range(len(value))]
-    return Call(
+    return OperatorCall(
         name=node.name,
         operator=described,
         reads=tuple(map(value_name, sources)),

@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 from pipedream.graph.sharding.assignment import LinkedMesh, steps_between
 from pipedream.graph.sharding.operators import (
-    Call,
     Operator,
+    OperatorCall,
     OperatorGraph,
     StageInput,
     StageOutput,
@@ -28,7 +28,7 @@ from pipedream.graph.sharding.regions import check_placements, local_sizes
 from pipedream.graph.sharding.rules import local_operator, strategies
 from pipedream.graph.sharding.rules.strategy import Strategy
 
-AxisNode: TypeAlias = Call | StageInput
+AxisNode: TypeAlias = OperatorCall | StageInput
 _MOST_CHUNKS = 4
 """Numbers of chunks that are tried everywhere; those of requests come in addition."""
 
@@ -188,11 +188,11 @@ class AxisProblem:
 
 
 def reads(node: AxisNode) -> tuple[str, ...]:
-    return node.reads if isinstance(node, Call) else ()
+    return node.reads if isinstance(node, OperatorCall) else ()
 
 
 def results(node: AxisNode) -> tuple[str | None, ...]:
-    return node.results if isinstance(node, Call) else (node.value,)
+    return node.results if isinstance(node, OperatorCall) else (node.value,)
 
 
 def local_operators(

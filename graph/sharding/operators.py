@@ -96,7 +96,7 @@ class Operator(ArtifactModel):
         return self.model_copy(update={"arguments": tuple(arguments)})
 
 
-class Call(ArtifactModel):
+class OperatorCall(ArtifactModel):
     """An operator of a graph, the values that it reads and those that it computes."""
 
     name: str
@@ -131,7 +131,7 @@ class OperatorGraph(ArtifactModel):
     """The operators of a stage's passes, each after those whose values it reads."""
 
     inputs: tuple[StageInput, ...]
-    calls: tuple[Call, ...]
+    calls: tuple[OperatorCall, ...]
     outputs: tuple[StageOutput, ...] = Field(default=())
 
     def types(self) -> dict[str, TensorType]:
@@ -141,7 +141,7 @@ class OperatorGraph(ArtifactModel):
         return types
 
 
-def _results(calls: tuple[Call, ...]) -> Iterator[tuple[str, TensorType]]:
+def _results(calls: tuple[OperatorCall, ...]) -> Iterator[tuple[str, TensorType]]:
     for call in calls:
         for value, type_ in zip(call.results, call.operator.outputs, strict=True):
             if value is not None:

@@ -27,7 +27,7 @@ from pipedream.graph.sharding.rules import (
     views,
 )
 from pipedream.graph.sharding.rules.strategy import (
-    Rule,
+    DivisionRule,
     Strategy,
     fits,
     in_chunks,
@@ -39,7 +39,9 @@ _PARTS = (
     *(convolutions, creation, images, lookups, normalizations),
     *(pieces, pointwise, products, reductions, views),
 )
-RULES: dict[str, Rule] = {name: rule for part in _PARTS for name, rule in part.rules().items()}
+RULES: dict[str, DivisionRule] = {
+    name: rule for part in _PARTS for name, rule in part.rules().items()
+}
 """By family: the name of an operator without its overload."""
 assert len(RULES) == sum(len(part.rules()) for part in _PARTS), "two rules for an operator"
 
@@ -56,7 +58,7 @@ def strategies(
 
 
 def divided_by(
-    rule: Rule | None, operator: Operator, devices: int, chunks: tuple[int, ...] = ()
+    rule: DivisionRule | None, operator: Operator, devices: int, chunks: tuple[int, ...] = ()
 ) -> tuple[Strategy, ...]:
     """The same by a rule that need not be in the table."""
     found = [replicated(operator)]
@@ -76,7 +78,7 @@ def local_operator(operator: Operator, strategy: Strategy, devices: int, index: 
 
 
 def local_by(
-    rule: Rule | None, operator: Operator, strategy: Strategy, devices: int, index: int
+    rule: DivisionRule | None, operator: Operator, strategy: Strategy, devices: int, index: int
 ) -> Operator:
     """The same by a rule that need not be in the table."""
     inputs = tuple(

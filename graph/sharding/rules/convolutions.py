@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from functools import partial
 
 from pipedream.graph.sharding.operators import Argument, Operator
-from pipedream.graph.sharding.rules.indices import Sum, divisions
-from pipedream.graph.sharding.rules.strategy import Arguments, Rule, Strategy, no_chunks
+from pipedream.graph.sharding.rules.indices import TermSum, divisions
+from pipedream.graph.sharding.rules.strategy import Arguments, DivisionRule, Strategy, no_chunks
 
 _GROUPS = 8
 """The argument of a convolution, after input, weight, bias, stride, padding, dilation, transposed
@@ -20,10 +20,12 @@ and output padding; one later in the backward pass, which has the gradient befor
 """
 
 
-def rules() -> dict[str, Rule]:
+def rules() -> dict[str, DivisionRule]:
     return {
-        "aten.convolution": Rule(_convolution, _local_groups, partial(_allows, _GROUPS)),
-        "aten.convolution_backward": Rule(_backward, _local_sizes, partial(_allows, _GROUPS + 1)),
+        "aten.convolution": DivisionRule(_convolution, _local_groups, partial(_allows, _GROUPS)),
+        "aten.convolution_backward": DivisionRule(
+            _backward, _local_sizes, partial(_allows, _GROUPS + 1)
+        ),
     }
 
 
@@ -52,7 +54,7 @@ def _convolution(operator: Operator, devices: int) -> Iterator[Strategy]:
     inputs, terms = [data, weight], [[0, 1]]
     if len(operator.inputs) == 3:
         inputs, terms = [*inputs, bias], [[0, 1], [2]]
-    yield from divisions(inputs, [Sum(result, terms)], range(len(inputs)))
+    yield from divisions(inputs, [TermSum(result, terms)], range(len(inputs)))
 
 
 def _backward(operator: Operator, devices: int) -> Iterator[Strategy]:
@@ -60,7 +62,7 @@ def _backward(operator: Operator, devices: int) -> Iterator[Strategy]:
     if len(operator.inputs[1].shape) != dims:
         return
     data, weight, bias, result = _letters(operator, _GROUPS + 1, devices, dims)
-    outputs = [Sum(data, [[0, 2]]), Sum(weight, [[0, 1]]), Sum(bias, [[0]])]
+    outputs = [TermSum(data, [[0, 2]]), TermSum(weight, [[0, 1]]), TermSum(bias, [[0]])]
     yield from divisions([result, data, weight], outputs, range(3))
 
 

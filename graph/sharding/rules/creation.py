@@ -7,15 +7,15 @@ from functools import partial
 
 from pipedream.graph.sharding.operators import Operator
 from pipedream.graph.sharding.placement import Shard
-from pipedream.graph.sharding.rules.strategy import Arguments, R, Rule, Strategy
+from pipedream.graph.sharding.rules.strategy import Arguments, DivisionRule, R, Strategy
 
 
-def rules() -> dict[str, Rule]:
+def rules() -> dict[str, DivisionRule]:
     """The number is that of the argument that is the shape."""
     table = dict.fromkeys(("empty", "full", "ones", "zeros"), 0)
     table |= dict.fromkeys(("new_empty", "new_full", "new_ones", "new_zeros"), 1)
     return {
-        f"aten.{name}": Rule(_shape, partial(_local_shape, position))
+        f"aten.{name}": DivisionRule(_shape, partial(_local_shape, position))
         for name, position in table.items()
     }
 

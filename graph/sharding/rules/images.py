@@ -6,10 +6,11 @@ from collections.abc import Collection, Iterator
 from functools import partial
 
 from pipedream.graph.sharding.operators import Operator
-from pipedream.graph.sharding.rules.indices import Sum, divisions, letters_of
-from pipedream.graph.sharding.rules.strategy import Arguments, Rule, Strategy
+from pipedream.graph.sharding.rules.indices import TermSum, divisions, letters_of
+from pipedream.graph.sharding.rules.strategy import Arguments, DivisionRule, Strategy
 
-_LINEAR = ("avg_pool", "_adaptive_avg_pool")
+_PADS = ("reflection_pad", "replication_pad")
+_POOLS = ("avg_pool", "_adaptive_avg_pool")
 _MAXIMA = ("max_pool{}d_with_indices", "adaptive_max_pool{}d")
 _RESIZED = {
     "upsample_nearest1d": 1,
@@ -23,22 +24,20 @@ _RESIZED = {
 }
 
 
-def rules() -> dict[str, Rule]:
+def rules() -> dict[str, DivisionRule]:
     """The backward passes are linear in the gradient, which comes first."""
-    table = {"constant_pad_nd": Rule(_padding)}
+    table = {"constant_pad_nd": DivisionRule(_padding)}
     for dims in (1, 2, 3):
-        for name in _LINEAR:
-            table[f"{name}{dims}d"] = Rule(partial(_planes, dims, [0]))
-            table[f"{name}{dims}d_backward"] = Rule(partial(_planes, dims, [0]))
-        for name in _MAXIMA:
-            table[name.format(dims)] = Rule(partial(_planes, dims, []))
-            table[f"{name.format(dims)}_backward"] = Rule(partial(_planes, dims, [0]))
-        for name in ("reflection_pad", "replication_pad"):
-            table[f"{name}{dims}d"] = Rule(partial(_planes, dims, [0]))
-            table[f"{name}{dims}d_backward"] = Rule(partial(_planes, dims, [0]))
+        linear = _PADS if dims == 1 else (*_PADS, *_POOLS)  # pools of one dimension are of two
+        for name in linear:
+            table[f"{name}{dims}d"] = DivisionRule(partial(_planes, dims, [0]))
+            table[f"{name}{dims}d_backward"] = DivisionRule(partial(_planes, dims, [0]))
+        for name in _MAXIMA if dims > 1 else ():
+            table[name.format(dims)] = DivisionRule(partial(_planes, dims, []))
+            table[f"{name.format(dims)}_backward"] = DivisionRule(partial(_planes, dims, [0]))
     for name, dims in _RESIZED.items():
-        table[name] = Rule(partial(_planes, dims, [0]))
-        table[f"{name}_backward"] = Rule(partial(_planes, dims, [0]), _resized_sizes)
+        table[name] = DivisionRule(partial(_planes, dims, [0]))
+        table[f"{name}_backward"] = DivisionRule(partial(_planes, dims, [0]), _resized_sizes)
     return {f"aten.{name}": rule for name, rule in table.items()}
 
 
@@ -50,7 +49,7 @@ def _planes(
     letters = letters_of(shape[: len(shape) - dims]) + "." * dims
     count = len(operator.inputs)
     yield from divisions(
-        [letters] * count, [Sum(letters, [range(count)])] * len(operator.outputs), linear
+        [letters] * count, [TermSum(letters, [range(count)])] * len(operator.outputs), linear
     )
 
 
@@ -71,4 +70,4 @@ def _padding(operator: Operator, devices: int) -> Iterator[Strategy]:
             letters[-number] = "."
     text = "".join(letters)
     zero = operator.argument(2, 0) == 0
-    yield from divisions([text], [Sum(text, [[0]])], [0] if zero else [])
+    yield from divisions([text], [TermSum(text, [[0]])], [0] if zero else [])

@@ -24,7 +24,7 @@ from pipedream.graph.sharding.rules.strategy import P, R, Strategy
 
 
 @dataclass(frozen=True)
-class Sum:
+class TermSum:
     """An output: the letters of its dimensions, and the numbers of the inputs in each term."""
 
     letters: str
@@ -35,7 +35,7 @@ class Sum:
 
 
 def divisions(
-    inputs: Sequence[str], outputs: Sequence[Sum], linear: Collection[int] = ()
+    inputs: Sequence[str], outputs: Sequence[TermSum], linear: Collection[int] = ()
 ) -> Iterator[Strategy]:
     """One strategy for each index, and one for each way in which partial inputs pass through.
 
@@ -70,7 +70,7 @@ def broadcast(shape: Sequence[int], to: Sequence[int], letters: str) -> str:
 
 
 def _divided(
-    letter: str, inputs: Sequence[str], outputs: Sequence[Sum], linear: Collection[int]
+    letter: str, inputs: Sequence[str], outputs: Sequence[TermSum], linear: Collection[int]
 ) -> Strategy | None:
     """Sums over the index are partial, and so must be what is added to them."""
     placed: list[Placement] = [_shard(letter, each) for each in inputs]
@@ -90,7 +90,7 @@ def _divided(
     return Strategy(tuple(placed), tuple(results))
 
 
-def _partial(partial: set[int], inputs: int, outputs: Sequence[Sum]) -> Strategy | None:
+def _partial(partial: set[int], inputs: int, outputs: Sequence[TermSum]) -> Strategy | None:
     results: list[Placement] = []
     for output in outputs:
         counts = {len(partial.intersection(term)) for term in output.terms}

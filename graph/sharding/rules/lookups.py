@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipedream.graph.sharding.operators import Operator
-from pipedream.graph.sharding.rules.indices import Sum, divisions, letters_of
-from pipedream.graph.sharding.rules.strategy import Rule, Strategy
+from pipedream.graph.sharding.rules.indices import TermSum, divisions, letters_of
+from pipedream.graph.sharding.rules.strategy import DivisionRule, Strategy
 
 _SUM = 2
 """torch's number for the reduction of a loss: 0 for none, 1 for the mean."""
 
 
-def rules() -> dict[str, Rule]:
+def rules() -> dict[str, DivisionRule]:
     table = {
-        "embedding": Rule(_embedding),
-        "embedding_dense_backward": Rule(_embedding_backward),
-        "nll_loss_forward": Rule(_class_loss),
-        "nll_loss2d_forward": Rule(_class_loss),
-        "nll_loss_backward": Rule(_class_loss_backward),
-        "nll_loss2d_backward": Rule(_class_loss_backward),
-        "gather": Rule(_gather),
-        "index_select": Rule(_index_select),
+        "embedding": DivisionRule(_embedding),
+        "embedding_dense_backward": DivisionRule(_embedding_backward),
+        "nll_loss_forward": DivisionRule(_class_loss),
+        "nll_loss2d_forward": DivisionRule(_class_loss),
+        "nll_loss_backward": DivisionRule(_class_loss_backward),
+        "nll_loss2d_backward": DivisionRule(_class_loss_backward),
+        "gather": DivisionRule(_gather),
+        "index_select": DivisionRule(_index_select),
     }
     return {f"aten.{name}": rule for name, rule in table.items()}
 
@@ -29,7 +29,7 @@ def rules() -> dict[str, Rule]:
 def _embedding(operator: Operator, devices: int) -> Iterator[Strategy]:
     """A weight of words and their vectors, and numbers of words; the vocabulary is not divided."""
     numbers = letters_of(operator.inputs[1].shape)
-    output = Sum(f"{numbers}z", [[0, 1]])
+    output = TermSum(f"{numbers}z", [[0, 1]])
     yield from divisions([".z", numbers], [output], [0])
 
 
@@ -37,7 +37,7 @@ def _embedding_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
     """If gradients are divided by how often a word occurs, all occurrences must be there."""
     shape = operator.inputs[1].shape
     numbers = "." * len(shape) if operator.argument(4, False) else letters_of(shape)
-    yield from divisions([f"{numbers}z", numbers], [Sum(".z", [[0, 1]])], [0])
+    yield from divisions([f"{numbers}z", numbers], [TermSum(".z", [[0, 1]])], [0])
 
 
 def _class_loss(operator: Operator, devices: int) -> Iterator[Strategy]:
@@ -50,8 +50,8 @@ def _class_loss(operator: Operator, devices: int) -> Iterator[Strategy]:
     data, target = _class_letters(operator, 0)
     inputs = [data, target, *("." for _ in operator.inputs[2:])]
     numbers = [range(len(inputs))]
-    loss = Sum("" if reduction == _SUM else target, numbers)
-    yield from divisions(inputs, [loss, Sum("", numbers)])
+    loss = TermSum("" if reduction == _SUM else target, numbers)
+    yield from divisions(inputs, [loss, TermSum("", numbers)])
 
 
 def _class_loss_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
@@ -64,7 +64,7 @@ def _class_loss_backward(operator: Operator, devices: int) -> Iterator[Strategy]
     gradient = "" if operator.integer(4) else target
     rest = ["." * len(each.shape) for each in operator.inputs[3:]]
     inputs = [gradient, data, target, *rest]
-    yield from divisions(inputs, [Sum(data, [range(len(inputs))])], [0])
+    yield from divisions(inputs, [TermSum(data, [range(len(inputs))])], [0])
 
 
 def _class_letters(operator: Operator, data_at: int) -> tuple[str, str]:
@@ -84,7 +84,7 @@ def _gather(operator: Operator, devices: int) -> Iterator[Strategy]:
         for d, letter in enumerate(letters_of(source))
     )
     own = letters[:dim] + letters_of([indices[dim]], len(source)) + letters[dim + 1 :]
-    yield from divisions([letters, own], [Sum(own, [[0, 1]])], [0])
+    yield from divisions([letters, own], [TermSum(own, [[0, 1]])], [0])
 
 
 def _index_select(operator: Operator, devices: int) -> Iterator[Strategy]:
@@ -96,4 +96,4 @@ def _index_select(operator: Operator, devices: int) -> Iterator[Strategy]:
     before, after = letters[:dim], letters[dim + 1 :]
     own = letters_of(indices, len(source))
     inputs = [f"{before}.{after}", own]
-    yield from divisions(inputs, [Sum(f"{before}{own}{after}", [[0, 1]])], [0])
+    yield from divisions(inputs, [TermSum(f"{before}{own}{after}", [[0, 1]])], [0])

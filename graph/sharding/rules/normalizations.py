@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pipedream.graph.sharding.operators import Operator, TensorType
-from pipedream.graph.sharding.rules.indices import Sum, divisions, letters_of
-from pipedream.graph.sharding.rules.strategy import Arguments, Rule, Strategy, no_chunks
+from pipedream.graph.sharding.rules.indices import TermSum, divisions, letters_of
+from pipedream.graph.sharding.rules.strategy import Arguments, DivisionRule, Strategy, no_chunks
 
 _BATCH_NORMS = {
     "native_batch_norm": 5,
@@ -26,16 +26,16 @@ before it. (`_native_batch_norm_legit.no_stats` has none, so it always does.)
 """
 
 
-def rules() -> dict[str, Rule]:
+def rules() -> dict[str, DivisionRule]:
     table = {
-        "native_layer_norm": Rule(_layer_norm),
-        "native_layer_norm_backward": Rule(_layer_norm_backward),
-        "native_group_norm": Rule(_group_norm, _group_norm_sizes, no_chunks),
-        "native_group_norm_backward": Rule(
+        "native_layer_norm": DivisionRule(_layer_norm),
+        "native_layer_norm_backward": DivisionRule(_layer_norm_backward),
+        "native_group_norm": DivisionRule(_group_norm, _group_norm_sizes, no_chunks),
+        "native_group_norm_backward": DivisionRule(
             _group_norm_backward, _group_norm_backward_sizes, no_chunks
         ),
     }
-    table |= {name: Rule(_batch_norm) for name in _BATCH_NORMS}
+    table |= {name: DivisionRule(_batch_norm) for name in _BATCH_NORMS}
     return {f"aten.{name}": rule for name, rule in table.items()}
 
 
@@ -45,8 +45,8 @@ def _layer_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
     inputs = [data] + [weight] * (len(operator.inputs) - 1)
     bias = operator.input_at(3)
     of_data = [number for number in range(len(inputs)) if number != bias]
-    output = Sum(data, [of_data] if bias is None else [of_data, [bias]])
-    yield from divisions(inputs, [output, *(Sum(statistics, [[0]]) for _ in range(2))])
+    output = TermSum(data, [of_data] if bias is None else [of_data, [bias]])
+    yield from divisions(inputs, [output, *(TermSum(statistics, [[0]]) for _ in range(2))])
 
 
 def _layer_norm_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
@@ -55,7 +55,7 @@ def _layer_norm_backward(operator: Operator, devices: int) -> Iterator[Strategy]
     inputs = [data, data, statistics, statistics] + [weight] * (len(operator.inputs) - 4)
     factor = operator.input_at(5)
     of_data = [0, 1, 2, 3] if factor is None else [0, 1, 2, 3, factor]
-    outputs = [Sum(data, [of_data]), Sum(weight, [[0, 1, 2, 3]]), Sum(weight, [[0]])]
+    outputs = [TermSum(data, [of_data]), TermSum(weight, [[0, 1, 2, 3]]), TermSum(weight, [[0]])]
     yield from divisions(inputs, outputs, [0])
 
 
@@ -71,7 +71,7 @@ def _group_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
     """Input, then perhaps weight and bias; output, mean and deviation for each group."""
     data, statistics, weight = _group_letters(operator, 0, operator.integer(6), devices)
     inputs = [data] + [weight] * (len(operator.inputs) - 1)
-    outputs = [Sum(data, [range(len(inputs))]), *(Sum(statistics, [[0]]) for _ in range(2))]
+    outputs = [TermSum(data, [range(len(inputs))]), *(TermSum(statistics, [[0]]) for _ in range(2))]
     yield from divisions(inputs, outputs)
 
 
@@ -79,8 +79,8 @@ def _group_norm_backward(operator: Operator, devices: int) -> Iterator[Strategy]
     """Gradient, input, mean, deviation, weight; gradients of input, weight and bias."""
     data, statistics, weight = _group_letters(operator, 1, operator.integer(8), devices)
     inputs = [data, data, statistics, statistics] + [weight] * (len(operator.inputs) - 4)
-    of_weight = [Sum(weight, [[0, 1, 2, 3]]), Sum(weight, [[0]])]
-    yield from divisions(inputs, [Sum(data, [range(len(inputs))]), *of_weight], [0])
+    of_weight = [TermSum(weight, [[0, 1, 2, 3]]), TermSum(weight, [[0]])]
+    yield from divisions(inputs, [TermSum(data, [range(len(inputs))]), *of_weight], [0])
 
 
 def _group_letters(
@@ -119,11 +119,11 @@ def _batch_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
     inputs = [_channel_letters(each, data) for each in operator.inputs]
     numbers = range(len(inputs))
     outputs = [
-        Sum(_channel_letters(each, data), [numbers if backward or not number else [0]])
+        TermSum(_channel_letters(each, data), [numbers if backward or not number else [0]])
         for number, each in enumerate(operator.outputs)
     ]
     if not training and not backward:  # the statistics that it gives are empty
-        outputs[1:] = [Sum(each.letters, []) for each in outputs[1:]]
+        outputs[1:] = [TermSum(each.letters, []) for each in outputs[1:]]
     yield from divisions(inputs, outputs, [0] if backward else ())
 
 

@@ -11,23 +11,23 @@ from functools import partial
 
 from pipedream.graph.sharding.operators import Operator, TensorType
 from pipedream.graph.sharding.placement import Shard
-from pipedream.graph.sharding.rules.indices import Sum, divisions, letters_of
-from pipedream.graph.sharding.rules.strategy import Arguments, P, Rule, Strategy
+from pipedream.graph.sharding.rules.indices import TermSum, divisions, letters_of
+from pipedream.graph.sharding.rules.strategy import Arguments, DivisionRule, P, Strategy
 from pipedream.graph.sharding.rules.views import output_shape
 
 
-def rules() -> dict[str, Rule]:
+def rules() -> dict[str, DivisionRule]:
     """The number is that of the argument that names the dimension."""
     table = {
-        "split": Rule(partial(_cut, 2), _split_sizes),
-        "split_with_sizes": Rule(partial(_cut, 2), _split_sizes),
-        "slice": Rule(partial(_cut, 1), _slice_ends),
-        "slice_backward": Rule(partial(_joined, 2), _slice_backward_sizes),
-        "cat": Rule(partial(_joined, 1)),
-        "select": Rule(partial(_cut, 1)),
-        "select_backward": Rule(partial(_joined, 2), output_shape),
-        "unbind": Rule(partial(_cut, 1)),
-        "stack": Rule(partial(_joined, 1)),
+        "split": DivisionRule(partial(_cut, 2), _split_sizes),
+        "split_with_sizes": DivisionRule(partial(_cut, 2), _split_sizes),
+        "slice": DivisionRule(partial(_cut, 1), _slice_ends),
+        "slice_backward": DivisionRule(partial(_joined, 2), _slice_backward_sizes),
+        "cat": DivisionRule(partial(_joined, 1)),
+        "select": DivisionRule(partial(_cut, 1)),
+        "select_backward": DivisionRule(partial(_joined, 2), output_shape),
+        "unbind": DivisionRule(partial(_cut, 1)),
+        "stack": DivisionRule(partial(_joined, 1)),
     }
     return {f"aten.{name}": rule for name, rule in table.items()}
 
@@ -40,7 +40,7 @@ def _cut(dim_at: int, operator: Operator, devices: int) -> Iterator[Strategy]:
         return
     dim = operator.integer(dim_at) % len(whole.shape)
     own, of_piece = _letters(whole, pieces[0], dim)
-    yield from divisions([own], [Sum(of_piece, [[0]])] * len(pieces), [0])
+    yield from divisions([own], [TermSum(of_piece, [[0]])] * len(pieces), [0])
     parts = _equal_parts(operator, whole, pieces, dim)
     if parts:
         yield Strategy((Shard(dim, parts),), (Shard(dim),) * len(pieces))
@@ -55,7 +55,7 @@ def _joined(dim_at: int, operator: Operator, devices: int) -> Iterator[Strategy]
     dim = operator.integer(dim_at) % len(whole.shape)
     own, of_piece = _letters(whole, pieces[0], dim)
     yield Strategy((P,) * len(pieces), (P,))
-    yield from divisions([of_piece] * len(pieces), [Sum(own, [range(len(pieces))])])
+    yield from divisions([of_piece] * len(pieces), [TermSum(own, [range(len(pieces))])])
     parts = _equal_parts(operator, whole, pieces, dim)
     if parts:
         yield Strategy((Shard(dim),) * len(pieces), (Shard(dim, parts),))

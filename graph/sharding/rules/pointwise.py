@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pipedream.graph.sharding.operators import Input, Operator
-from pipedream.graph.sharding.rules.indices import Sum, broadcast, divisions, letters_of
-from pipedream.graph.sharding.rules.strategy import Rule, Strategy
+from pipedream.graph.sharding.rules.indices import TermSum, broadcast, divisions, letters_of
+from pipedream.graph.sharding.rules.strategy import DivisionRule, Strategy
 
 _NONLINEAR = """
     abs acos acosh addcdiv addcmul asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or
-    bitwise_xor ceil celu clamp clamp_max clamp_min copysign cos cosh digamma elu empty_like eq erf
-    erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac full_like ge gelu gt
+    bitwise_xor ceil celu clamp clamp_max clamp_min copysign cos cosh digamma elu eq erf
+    erfc erfinv exp exp2 expm1 fill floor floor_divide fmax fmin fmod frac ge gelu gt
     hardshrink hardsigmoid hardswish hardtanh hypot isinf isfinite isnan le leaky_relu lerp lgamma
     log log10 log1p log2 log_sigmoid_forward logaddexp logical_and logical_not logical_or
-    logical_xor logit lt maximum minimum mish nan_to_num ne nextafter ones_like polar pow
+    logical_xor logit lt maximum minimum mish nan_to_num ne nextafter polar pow
     _prelu_kernel reciprocal relu relu6 remainder round rsqrt sgn sigmoid sign signbit silu sin sinc
-    sinh softplus softshrink sqrt square tan tanh threshold trunc xlogy zeros_like
+    sinh softplus softshrink sqrt square tan tanh threshold trunc xlogy
 """
-_LINEAR = "alias clone contiguous detach lift_fresh lift_fresh_copy neg positive"
+_LIKE = "empty_like full_like ones_like zeros_like"
+_NOT_IN_PLACE = """
+    _prelu_kernel fmax fmin isfinite isinf isnan log_sigmoid_forward logaddexp maximum minimum polar
+    rsub signbit softplus softshrink hardshrink
+"""
+_LINEAR = "alias clone contiguous detach lift_fresh lift_fresh_copy positive"
 """In their only tensor."""
 _BACKWARD = """
     elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward
@@ -29,16 +34,18 @@ _BACKWARD = """
 """Linear in the gradient, their first tensor."""
 
 
-def rules() -> dict[str, Rule]:
+def rules() -> dict[str, DivisionRule]:
     """By family; those that write the result into their first input are the same."""
-    table = {name: Rule(_nonlinear) for name in _NONLINEAR.split()}
-    table |= {name: Rule(_linear_in_first) for name in (_LINEAR + _BACKWARD).split()}
-    table |= {"add": Rule(_sum), "sub": Rule(_sum), "rsub": Rule(_sum)}
-    table |= {"mul": Rule(_product), "div": Rule(_quotient), "true_divide": Rule(_quotient)}
-    table |= {"where": Rule(_where), "masked_fill": Rule(_masked_fill)}
-    table |= {"copy": Rule(_copy), "_to_copy": Rule(_converted)}
-    both = table | {f"{name}_": rule for name, rule in table.items()}
-    return {f"aten.{name}": rule for name, rule in both.items()}
+    table = {name: DivisionRule(_nonlinear) for name in _NONLINEAR.split()}
+    table |= dict.fromkeys(("add", "sub", "rsub"), DivisionRule(_sum))
+    table |= {"mul": DivisionRule(_product), "div": DivisionRule(_quotient)}
+    table |= {"neg": DivisionRule(_linear_in_first), "masked_fill": DivisionRule(_masked_fill)}
+    table |= {"copy": DivisionRule(_copy)}
+    table |= {f"{name}_": rule for name, rule in table.items() if name not in _NOT_IN_PLACE.split()}
+    table |= {name: DivisionRule(_nonlinear) for name in _LIKE.split()}
+    table |= {name: DivisionRule(_linear_in_first) for name in (_LINEAR + _BACKWARD).split()}
+    table |= {"where": DivisionRule(_where), "_to_copy": DivisionRule(_converted)}
+    return {f"aten.{name}": rule for name, rule in table.items()}
 
 
 def _elementwise(
@@ -49,7 +56,7 @@ def _elementwise(
         return
     letters = letters_of(shapes[0])
     inputs = [broadcast(type_.shape, shapes[0], letters) for type_ in operator.inputs]
-    outputs = [Sum(letters, terms)] * len(operator.outputs)
+    outputs = [TermSum(letters, terms)] * len(operator.outputs)
     yield from divisions(inputs, outputs, linear)
 
 

@@ -6,29 +6,29 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from pipedream.graph.sharding.operators import Operator
-from pipedream.graph.sharding.rules.indices import Sum, broadcast, divisions
-from pipedream.graph.sharding.rules.strategy import Rule, Strategy
+from pipedream.graph.sharding.rules.indices import TermSum, broadcast, divisions
+from pipedream.graph.sharding.rules.strategy import DivisionRule, Strategy
 
 CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 
-def rules() -> dict[str, Rule]:
+def rules() -> dict[str, DivisionRule]:
     return {
-        "aten.mm": Rule(_times("mk", "kn", "mn")),
-        "aten.bmm": Rule(_times("bmk", "bkn", "bmn")),
-        "aten.mv": Rule(_times("mk", "k", "m")),
-        "aten.dot": Rule(_times("k", "k", "")),
-        "aten.addmm": Rule(_plus_times("mk", "kn", "mn")),
-        "aten.baddbmm": Rule(_plus_times("bmk", "bkn", "bmn")),
-        "aten.addmv": Rule(_plus_times("mk", "k", "m")),
-        "aten.linear": Rule(_linear),
-        CPU_ATTENTION: Rule(_attention),
-        f"{CPU_ATTENTION}_backward": Rule(_attention_backward),
+        "aten.mm": DivisionRule(_times("mk", "kn", "mn")),
+        "aten.bmm": DivisionRule(_times("bmk", "bkn", "bmn")),
+        "aten.mv": DivisionRule(_times("mk", "k", "m")),
+        "aten.dot": DivisionRule(_times("k", "k", "")),
+        "aten.addmm": DivisionRule(_plus_times("mk", "kn", "mn")),
+        "aten.baddbmm": DivisionRule(_plus_times("bmk", "bkn", "bmn")),
+        "aten.addmv": DivisionRule(_plus_times("mk", "k", "m")),
+        "aten.linear": DivisionRule(_linear),
+        CPU_ATTENTION: DivisionRule(_attention),
+        f"{CPU_ATTENTION}_backward": DivisionRule(_attention_backward),
     }
 
 
 def _times(first: str, second: str, result: str) -> Callable[[Operator, int], Iterator[Strategy]]:
-    return lambda operator, devices: divisions([first, second], [Sum(result, [[0, 1]])], [0, 1])
+    return lambda operator, devices: divisions([first, second], [TermSum(result, [[0, 1]])], [0, 1])
 
 
 def _plus_times(
@@ -43,7 +43,7 @@ def _added(
     (output,) = operator.outputs
     assert output is not None
     bias = broadcast(operator.inputs[0].shape, output.shape, result)
-    return divisions([bias, first, second], [Sum(result, [[0], [1, 2]])], [0, 1, 2])
+    return divisions([bias, first, second], [TermSum(result, [[0], [1, 2]])], [0, 1, 2])
 
 
 def _linear(operator: Operator, devices: int) -> Iterator[Strategy]:
@@ -52,7 +52,7 @@ def _linear(operator: Operator, devices: int) -> Iterator[Strategy]:
     inputs, terms = [f"{batch}k", "nk"], [[0, 1]]
     if len(operator.inputs) == 3:
         inputs, terms = [*inputs, "n"], [[0, 1], [2]]
-    return divisions(inputs, [Sum(f"{batch}n", terms)], range(len(inputs)))
+    return divisions(inputs, [TermSum(f"{batch}n", terms)], range(len(inputs)))
 
 
 def _attention(operator: Operator, devices: int) -> Iterator[Strategy]:
@@ -63,7 +63,7 @@ def _attention(operator: Operator, devices: int) -> Iterator[Strategy]:
         return
     inputs = _attention_letters(operator, 0, causal_at=4)
     query, all_but_values = inputs[0], [0, 1, *range(3, len(inputs))]
-    outputs = [Sum(query, [range(len(inputs))]), Sum(query[:3], [all_but_values])]
+    outputs = [TermSum(query, [range(len(inputs))]), TermSum(query[:3], [all_but_values])]
     yield from divisions(inputs, outputs, [2])
 
 
@@ -74,7 +74,7 @@ def _attention_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
     query, key, value, *mask = _attention_letters(operator, 1, causal_at=7)
     inputs = [query, query, key, value, query, query[:3], *mask]
     terms = [range(len(inputs))]
-    yield from divisions(inputs, [Sum(each, terms) for each in (query, key, value)], [0])
+    yield from divisions(inputs, [TermSum(each, terms) for each in (query, key, value)], [0])
 
 
 def _attention_letters(operator: Operator, first: int, causal_at: int) -> list[str]:

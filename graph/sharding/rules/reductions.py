@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator
 from functools import partial
 
 from pipedream.graph.sharding.operators import Operator
-from pipedream.graph.sharding.rules.indices import Sum, broadcast, divisions, letters_of
-from pipedream.graph.sharding.rules.strategy import Rule, Strategy
+from pipedream.graph.sharding.rules.indices import TermSum, broadcast, divisions, letters_of
+from pipedream.graph.sharding.rules.strategy import DivisionRule, Strategy
 
 _SUM = 2
 """torch's number for the reduction of a loss: 0 for none, 1 for the mean."""
@@ -28,26 +28,27 @@ _LOSSES = {
 """Losses of each element, and which of their arguments is the reduction."""
 
 
-def rules() -> dict[str, Rule]:
+def rules() -> dict[str, DivisionRule]:
     table = {
-        "sum": Rule(partial(_reduction, summed=True)),
-        "mean": Rule(partial(_reduction, linear=[0])),
-        "linalg_vector_norm": Rule(partial(_reduction, dims_at=2)),
-        "cumsum": Rule(partial(_along, linear=[0])),
-        "flip": Rule(partial(_along, linear=[0])),
-        "sort": Rule(_along),
-        "argsort": Rule(_along),
-        "topk": Rule(partial(_along, dim_at=2)),
-        "_softmax": Rule(_along),
-        "_log_softmax": Rule(_along),
-        "_softmax_backward_data": Rule(partial(_along, dim_at=2, linear=[0])),
-        "_log_softmax_backward_data": Rule(partial(_along, dim_at=2, linear=[0])),
+        "sum": DivisionRule(partial(_reduction, summed=True)),
+        "mean": DivisionRule(partial(_reduction, linear=[0])),
+        "linalg_vector_norm": DivisionRule(partial(_reduction, dims_at=2)),
+        "cumsum": DivisionRule(partial(_along, linear=[0])),
+        "flip": DivisionRule(partial(_along, linear=[0])),
+        "sort": DivisionRule(_along),
+        "argsort": DivisionRule(_along),
+        "topk": DivisionRule(partial(_along, dim_at=2)),
+        "_softmax": DivisionRule(_along),
+        "_log_softmax": DivisionRule(_along),
+        "_softmax_backward_data": DivisionRule(partial(_along, dim_at=2, linear=[0])),
+        "_log_softmax_backward_data": DivisionRule(partial(_along, dim_at=2, linear=[0])),
     }
-    table |= {name: Rule(_reduction) for name in _REDUCTIONS.split()}
-    table |= {name: Rule(partial(_loss, position)) for name, position in _LOSSES.items()}
+    table |= {name: DivisionRule(_reduction) for name in _REDUCTIONS.split()}
+    table |= {name: DivisionRule(partial(_loss, position)) for name, position in _LOSSES.items()}
     table |= {
-        f"{name}_backward": Rule(partial(_loss_backward, position + 1))
+        f"{name}_backward": DivisionRule(partial(_loss_backward, position + 1))
         for name, position in _LOSSES.items()
+        if name != "binary_cross_entropy_with_logits"  # whose backward pass is of other operators
     }
     return {f"aten.{name}": rule for name, rule in table.items()}
 
@@ -80,7 +81,7 @@ def _reduction(
         rank = -1 if type_ is None else len(type_.shape)
         if rank not in (len(kept), len(left)):
             return
-        outputs.append(Sum(kept if rank == len(kept) else left, [[0]]))
+        outputs.append(TermSum(kept if rank == len(kept) else left, [[0]]))
     yield from divisions([letters if summed else kept], outputs, [0] if summed else linear)
 
 
@@ -93,7 +94,7 @@ def _along(
     letters = "".join("." if d in dims else each for d, each in enumerate(letters_of(shape)))
     numbers = range(len(operator.inputs))
     inputs = [letters] * len(operator.inputs)
-    yield from divisions(inputs, [Sum(letters, [numbers])] * len(operator.outputs), linear)
+    yield from divisions(inputs, [TermSum(letters, [numbers])] * len(operator.outputs), linear)
 
 
 def _loss(position: int, operator: Operator, devices: int) -> Iterator[Strategy]:
@@ -103,7 +104,7 @@ def _loss(position: int, operator: Operator, devices: int) -> Iterator[Strategy]
         shape = operator.inputs[0].shape
         letters = letters_of(shape)
         inputs = [broadcast(each.shape, shape, letters) for each in operator.inputs]
-        output = Sum("" if reduction else letters, [range(len(inputs))])
+        output = TermSum("" if reduction else letters, [range(len(inputs))])
         yield from divisions(inputs, [output])
 
 
@@ -113,4 +114,4 @@ def _loss_backward(position: int, operator: Operator, devices: int) -> Iterator[
     shape = operator.inputs[1].shape
     letters = letters_of(shape) if reduction in (0, _SUM) else "." * len(shape)
     inputs = [broadcast(each.shape, shape, letters) for each in operator.inputs]
-    yield from divisions(inputs, [Sum(letters, [range(len(inputs))])], [0])
+    yield from divisions(inputs, [TermSum(letters, [range(len(inputs))])], [0])

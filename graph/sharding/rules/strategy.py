@@ -30,7 +30,7 @@ Arguments: TypeAlias = Mapping[int, Argument]
 
 
 @dataclass(frozen=True)
-class Rule:
+class DivisionRule:
     """For one family of operators."""
 
     divisions: Callable[[Operator, int], Iterable[Strategy]]
@@ -69,7 +69,14 @@ def in_chunks(strategies: Iterable[Strategy], chunks: Iterable[int]) -> Iterator
 
 
 def fits(operator: Operator, strategy: Strategy, devices: int) -> bool:
-    """Whether all tensors can be placed so, with some elements of each on every device."""
+    """Whether all tensors can be placed so, with some elements of each on every device.
+
+    What is written in place (the name of the operator ends with _) is the output.
+    """
+    if operator.family.endswith("_") and operator.writes:
+        (written, *_), (result, *_) = operator.writes, strategy.outputs
+        if strategy.inputs[written] != result:
+            return False
     pairs = [*zip(operator.inputs, strategy.inputs, strict=True)]
     pairs += [
         (type_, placement)

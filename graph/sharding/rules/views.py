@@ -19,17 +19,19 @@ from itertools import product
 
 from pipedream.graph.sharding.operators import Operator
 from pipedream.graph.sharding.placement import Shard
-from pipedream.graph.sharding.rules.indices import Sum, broadcast, divisions, letters_of
-from pipedream.graph.sharding.rules.strategy import Arguments, P, Rule, Strategy
+from pipedream.graph.sharding.rules.indices import TermSum, broadcast, divisions, letters_of
+from pipedream.graph.sharding.rules.strategy import Arguments, DivisionRule, P, Strategy
 
 _SIZED = ("view", "_unsafe_view", "reshape")
 
 
-def rules() -> dict[str, Rule]:
-    table = {name: Rule(_view, output_shape, _allows) for name in _SIZED}
-    table |= {name: Rule(_view, allows=_allows) for name in ("squeeze", "unsqueeze")}
-    table |= {name: Rule(partial(_permutation, name)) for name in ("t", "transpose", "permute")}
-    table |= {"expand": Rule(_expand, output_shape)}
+def rules() -> dict[str, DivisionRule]:
+    table = {name: DivisionRule(_view, output_shape, _allows) for name in _SIZED}
+    table |= {name: DivisionRule(_view, allows=_allows) for name in ("squeeze", "unsqueeze")}
+    table |= {
+        name: DivisionRule(partial(_permutation, name)) for name in ("t", "transpose", "permute")
+    }
+    table |= {"expand": DivisionRule(_expand, output_shape)}
     return {f"aten.{name}": rule for name, rule in table.items()}
 
 
@@ -87,7 +89,7 @@ def _permutation(name: str, operator: Operator, devices: int) -> Iterator[Strate
         if name == "transpose":
             one, other = (operator.integer(k) % rank for k in (one, other))
         order[one], order[other] = order[other], order[one]
-    yield from divisions([letters], [Sum("".join(letters[d] for d in order), [[0]])], [0])
+    yield from divisions([letters], [TermSum("".join(letters[d] for d in order), [[0]])], [0])
 
 
 def _expand(operator: Operator, devices: int) -> Iterator[Strategy]:
@@ -96,4 +98,4 @@ def _expand(operator: Operator, devices: int) -> Iterator[Strategy]:
     assert output is not None
     letters = letters_of(output.shape)
     own = broadcast(operator.inputs[0].shape, output.shape, letters)
-    yield from divisions([own], [Sum(letters, [[0]])], [0])
+    yield from divisions([own], [TermSum(letters, [[0]])], [0])

@@ -28,9 +28,9 @@ from pipedream.graph.sharding.assignment import (
 from pipedream.graph.sharding.notation import parse_placements, show_placements
 from pipedream.graph.sharding.operators import (
     Argument,
-    Call,
     Input,
     Operator,
+    OperatorCall,
     OperatorGraph,
     StageInput,
     StageOutput,
@@ -264,7 +264,7 @@ def check(assignment: Assignment, asked: Requests) -> None:
         assert each.steps[-1].target == each.target
 
 
-def _outputs(assignment: Assignment, call: Call) -> list[tuple[object, ...]]:
+def _outputs(assignment: Assignment, call: OperatorCall) -> list[tuple[object, ...]]:
     return list(zip(*(each.outputs for each in assignment.strategies[call.name]), strict=True))
 
 
@@ -299,7 +299,9 @@ def random_graph(rng: random.Random) -> OperatorGraph:
             outputs=(_float(8, 12),),
         )
         calls.append(
-            Call(name=f"v{number}", operator=operator, reads=tuple(reads), results=(f"v{number}",))
+            OperatorCall(
+                name=f"v{number}", operator=operator, reads=tuple(reads), results=(f"v{number}",)
+            )
         )
         values.append(f"v{number}")
     outputs = (StageOutput(value=values[-1], role="output", name="0"),)

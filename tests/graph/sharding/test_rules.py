@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from divided import executed_by, executed_in, wrong_strategies
+from divided import Executed, executed_by, executed_in, wrong_strategies
 from joint_models import MODELS, traced_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipedream.capture.programs.description import describe
+from pipedream.capture.programs.description import describe, describe_operator
 from pipedream.graph.sharding.notation import show_placements
 from pipedream.graph.sharding.operators import Operator, OperatorGraph
 from pipedream.graph.sharding.placement import Partial, Replicate, Shard
-from pipedream.graph.sharding.rules import RULES, local_operator, strategies, views
-from pipedream.graph.sharding.rules.strategy import Rule, Strategy
+from pipedream.graph.sharding.rules import RULES, local_operator, pointwise, strategies, views
+from pipedream.graph.sharding.rules.strategy import DivisionRule, Strategy
 
 R, P = Replicate(), Partial()
 
@@ -152,6 +152,23 @@ CASES: dict[str, Callable[[], Callable[[], Any]]] = {
             F.interpolate(x, (4, 5), mode="bicubic"),
         ),
         _picture(),
+    ),
+    "volumes": lambda: _trained(
+        lambda x: (
+            *(F.max_pool3d(x, 2), F.avg_pool3d(x, 2), F.adaptive_avg_pool3d(x, 3)),
+            *(F.adaptive_max_pool3d(x, 3), F.interpolate(x, (5, 3, 4), mode="trilinear")),
+            *(F.interpolate(x, scale_factor=2), F.pad(x, (1,) * 6, mode="replicate")),
+            *(F.pad(x, (1,) * 6, mode="reflect"),),
+        ),
+        _learned(3, 4, 4, 4, 4),
+    ),
+    "sequences": lambda: _trained(
+        lambda x: (
+            *(F.max_pool1d(x, 2), F.avg_pool1d(x, 2), F.adaptive_avg_pool1d(x, 3)),
+            *(F.interpolate(x, 5, mode="linear"), F.interpolate(x, scale_factor=2)),
+            *(F.pad(x, (1, 1), mode="replicate"), F.pad(x, (1, 1), mode="reflect")),
+        ),
+        _learned(3, 4, 6),
     ),
     "padded": lambda: _trained(
         lambda x: (
@@ -341,14 +358,14 @@ def _wrong_order(operator: Operator, devices: int) -> Iterator[Strategy]:
 @pytest.mark.parametrize(
     ("call", "rule"),
     [
-        (lambda: _random(4, 6).mean(0), Rule(_mean_as_a_sum)),
-        (lambda: _random(4, 6).softmax(1), Rule(_softmax_everywhere)),
-        (lambda: _random(4, 6).relu(), Rule(_partial_bend)),
-        (lambda: _random(2, 6).view(3, 4), Rule(_wrong_order, views.output_shape)),
-        (lambda: _random(2, 6).view(2, 3, 2), Rule(_wrong_order)),
+        (lambda: _random(4, 6).mean(0), DivisionRule(_mean_as_a_sum)),
+        (lambda: _random(4, 6).softmax(1), DivisionRule(_softmax_everywhere)),
+        (lambda: _random(4, 6).relu(), DivisionRule(_partial_bend)),
+        (lambda: _random(2, 6).view(3, 4), DivisionRule(_wrong_order, views.output_shape)),
+        (lambda: _random(2, 6).view(2, 3, 2), DivisionRule(_wrong_order)),
     ],
 )
-def test_a_wrong_rule_is_noticed(call: Callable[[], Any], rule: Rule) -> None:
+def test_a_wrong_rule_is_noticed(call: Callable[[], Any], rule: DivisionRule) -> None:
     case = executed_by(call)[-1]
     assert list(wrong_strategies(case, 2)) == []
     assert list(wrong_strategies(case, 2, rule=rule)) != []
@@ -440,3 +457,38 @@ def test_all_operators_of_the_models_have_rules() -> None:
 def test_a_description_survives_as_json() -> None:
     graph = describe(traced_model("transformer, separate").joint)
     assert OperatorGraph.model_validate_json(graph.model_dump_json()) == graph
+
+
+def test_the_families_are_operators_of_torch() -> None:
+    missing = {family for family in RULES if not hasattr(torch.ops.aten, family.split(".")[1])}
+    assert missing == set()
+
+
+@pytest.mark.parametrize("family", sorted(pointwise.rules()))
+def test_pointwise_operators_by_their_schemas(family: str) -> None:
+    """Every overload that can be called with numbers between 0 and 1, broadcast."""
+    torch.manual_seed(0)
+    packet = getattr(torch.ops.aten, family.split(".")[1])
+    for name in packet.overloads():
+        try:
+            case = _by_schema(getattr(packet, name))
+        except (RuntimeError, TypeError, KeyError):
+            continue
+        for devices in (2, 3):
+            assert list(wrong_strategies(case, devices)) == [], case.operator
+
+
+def _by_schema(operator: Any) -> Executed:
+    """The second tensor is broadcast, but not that of a backward pass."""
+    arguments: list[Any] = []
+    for each in operator._schema.arguments:
+        if each.kwarg_only or each.default_value is not None:
+            break
+        if str(each.type) == "Tensor":
+            broadcast = len(arguments) == 1 and "backward" not in str(operator)
+            arguments.append(_random(1 if broadcast else 4, 6).sigmoid())
+        else:
+            arguments.append({"number": 0.5, "float": 0.5, "bool": True}[str(each.type)])
+    result = operator(*(x.clone() if isinstance(x, Tensor) else x for x in arguments))
+    described, inputs = describe_operator(operator, arguments, {}, result)
+    return Executed(described, tuple(inputs))

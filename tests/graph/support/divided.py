@@ -26,7 +26,7 @@ from pipedream.graph.sharding.placement import (
 )
 from pipedream.graph.sharding.regions import Region, blocks, held_region
 from pipedream.graph.sharding.rules import RULES, divided_by, local_by, local_operator
-from pipedream.graph.sharding.rules.strategy import Rule, Strategy
+from pipedream.graph.sharding.rules.strategy import DivisionRule, Strategy
 
 DRAWS = ("aten.bernoulli", "aten.rand", "aten.empty", "aten.new_empty", "aten.dropout")
 """What these compute cannot be repeated, or is nothing."""
@@ -58,7 +58,7 @@ def executed_in(traced: Traced) -> list[Executed]:
 
 
 def wrong_strategies(
-    case: Executed, devices: int, chunks: tuple[int, ...] = (2, 3), rule: Rule | None = None
+    case: Executed, devices: int, chunks: tuple[int, ...] = (2, 3), rule: DivisionRule | None = None
 ) -> Iterator[tuple[Strategy, str]]:
     """The strategies that do not compute what the operator does, and why.
 
@@ -86,7 +86,7 @@ def _difference(
     case: Executed,
     strategy: Strategy,
     devices: int,
-    rule: Rule | None,
+    rule: DivisionRule | None,
     expected: Sequence[Tensor | None],
 ) -> str:
     operator = case.operator
