@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from pipedream.capture.programs.description import read_arguments, value_name
 from pipedream.capture.programs.joint import Joint
 from pipedream.graph.sharding.assignment import Assignment, output_target, steps_between
-from pipedream.graph.sharding.operators import Call, Operator
+from pipedream.graph.sharding.operators import Operator, OperatorCall
 from pipedream.graph.sharding.placement import Placements, Replicate, coordinates
 from pipedream.graph.sharding.regions import held_region
 from pipedream.graph.sharding.rules import local_operator
@@ -113,7 +113,7 @@ class _Localizer:
             return copy
         return self._call(node, self.calls[node.name])
 
-    def _call(self, node: fx.Node, call: Call) -> fx.Node:
+    def _call(self, node: fx.Node, call: OperatorCall) -> fx.Node:
         targets = self.assignment.targets(call.name)
         reads = [self._at(v, target) for v, target in zip(call.reads, targets, strict=True)]
         args, kwargs = read_arguments(self._local_operator(call), reads)
@@ -126,7 +126,7 @@ class _Localizer:
             copy.meta["val"] = target(*fake_args, **fake_kwargs)
         return copy
 
-    def _local_operator(self, call: Call) -> Operator:
+    def _local_operator(self, call: OperatorCall) -> Operator:
         sizes, local = self.assignment.mesh.sizes, call.operator
         places = coordinates(sizes, self.device)
         strategies = self.assignment.strategies[call.name]

@@ -63,17 +63,14 @@ def _length(path: tuple[Step, ...]) -> _Length:
 
 
 def _choices(dims: int, source: Placements, target: Placements) -> tuple[Placement, ...]:
-    """What an axis may be on the way: replicated, partial, or sharded along any dimension, in
-    chunks as at either end.
+    """What an axis may be on the way: replicated, partial, or sharded along any dimension, in as
+    many chunks as at either end or in one.
 
     Partial helps even between ends that are not: (Replicate, Shard(0)) becomes (Shard(0), Shard(0))
     at half the bytes of an all-gather if what axis 1 does not hold is padded with zeros, axis 0
     slices that, and a reduce-scatter adds it up. (Adding zeros changes no number, but makes a
     negative zero a positive one.)
     """
-    chunked = {
-        placement: None
-        for placement in (*source, *target)
-        if isinstance(placement, Shard) and placement.chunks > 1
-    }
-    return (Replicate(), Partial(), *map(Shard, range(dims)), *chunked)
+    chunks = {each.chunks for each in (*source, *target) if isinstance(each, Shard)} | {1}
+    shards = (Shard(dim, number) for number in sorted(chunks) for dim in range(dims))
+    return (Replicate(), Partial(), *shards)

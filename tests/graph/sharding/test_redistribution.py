@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sharded import (
     agree,
@@ -190,6 +190,9 @@ def test_no_step_is_forgotten(mesh: Mesh, placements: Placements) -> None:
 
 
 @settings(max_examples=150, deadline=None)
+@example(  # chunks of the one dimension on the way along the other
+    ((2, 2), (1, 4), ((Shard(0), Shard(0, 2)), (Replicate(), Shard(0)))), True
+)
 @given(placed(((2,), (4,), (2, 2), (1, 4), (2, 3), (3, 2)), ways=2), st.booleans())
 def test_no_sequence_is_cheaper(
     case: tuple[tuple[int, ...], Mesh, tuple[Placements, ...]], slow: bool
