@@ -57,16 +57,21 @@ def value_name(node: fx.Node) -> str:
 
 
 def execute(described: Operator, inputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-    """Computes the operator, on tensors of the types of its inputs; all its outputs.
-
-    They may lie in memory in another way than where it was traced, so a view is a reshape.
-    """
-    target = torch.ops
-    for part in described.target.replace("aten.view.", "aten.reshape.").split("."):
-        target = getattr(target, part)
+    """Computes the operator, on tensors of the types of its inputs; all its outputs."""
     arguments, keywords = read_arguments(described, inputs)
-    result = target(*arguments, **keywords)  # type: ignore[operator]
+    result = executable(described)(*arguments, **keywords)
     return tuple(result) if isinstance(result, tuple | list) else (result,)
+
+
+def executable(described: Operator) -> torch._ops.OpOverload:
+    """What computes it. Tensors may lie in memory in another way than where it was traced, so a
+    view is a reshape.
+    """
+    target: Any = torch.ops
+    for part in described.target.replace("aten.view.default", "aten.reshape.default").split("."):
+        target = getattr(target, part)
+    assert isinstance(target, torch._ops.OpOverload), described.target
+    return target
 
 
 def read_arguments(

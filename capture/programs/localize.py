@@ -7,7 +7,7 @@ the same order, each on its part, so that the devices of an axis come to the sam
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from pipedream.capture.programs.description import read_arguments, value_name
+from pipedream.capture.programs.description import executable, read_arguments, value_name
 from pipedream.capture.programs.joint import Joint
 from pipedream.graph.sharding.assignment import Assignment, output_target, steps_between
 from pipedream.graph.sharding.operators import Operator, OperatorCall
@@ -38,10 +38,6 @@ def localize(joint: Joint, assignment: Assignment, device: int, move: Move) -> J
     `output_target` says.
     """
     return _Localizer(joint, assignment, device, move).run()
-
-
-_RESHAPES = {torch.ops.aten.view.default: torch.ops.aten.reshape.default}
-"""A view of local tensors may be one of tensors that lie in memory in pieces."""
 
 
 class _Redistribution:
@@ -116,9 +112,9 @@ class _Localizer:
     def _call(self, node: fx.Node, call: OperatorCall) -> fx.Node:
         targets = self.assignment.targets(call.name)
         reads = [self._at(v, target) for v, target in zip(call.reads, targets, strict=True)]
-        args, kwargs = read_arguments(self._local_operator(call), reads)
-        assert isinstance(node.target, torch._ops.OpOverload)
-        target = _RESHAPES.get(node.target, node.target)
+        local = self._local_operator(call)
+        args, kwargs = read_arguments(local, reads)
+        target = executable(local)
         copy = self.graph.call_function(target, args, kwargs)
         copy.meta = dict(node.meta)
         with self.mode, torch.no_grad():
@@ -159,12 +155,9 @@ class _Localizer:
             return None
         value = value_name(node)
         own = next(e for e in self.assignment.graph.outputs if (e.role, e.value) == (role, value))
-        return self._at(value, output_target(own, self._given(value), self._placed_inputs))
-
-    @property
-    def _placed_inputs(self) -> Mapping[tuple[str, str], Placements]:
-        inputs = self.assignment.graph.inputs
-        return {(each.role, each.name): self.assignment.placed[each.value] for each in inputs}
+        return self._at(
+            value, output_target(own, self._given(value), self.assignment.placed_inputs)
+        )
 
     def _local(self, like: Tensor, value: str, placements: Placements) -> Tensor:
         """What the device holds of a value, without its contents; in memory in the same order."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt
@@ -55,6 +55,11 @@ class Assignment:
         """How the operator wants each of the values that it reads."""
         by_axis = (strategy.inputs for strategy in self.strategies[call])
         return tuple(zip(*by_axis, strict=True))
+
+    @cached_property
+    def placed_inputs(self) -> Mapping[tuple[str, str], Placements]:
+        """Of what the graph is given, by role and name."""
+        return {(each.role, each.name): self.placed[each.value] for each in self.graph.inputs}
 
 
 @dataclass(frozen=True)
@@ -171,9 +176,7 @@ def _wanted(
     for call in assignment.graph.calls:
         for value, target in zip(call.reads, assignment.targets(call.name), strict=True):
             yield value, target, "minibatch"
-    inputs: dict[tuple[str, str], Placements] = {
-        (each.role, each.name): assignment.placed[each.value] for each in assignment.graph.inputs
-    }
+    inputs = assignment.placed_inputs
     outputs = assignment.graph.outputs
     for output in outputs:
         placed = assignment.placed[output.value]

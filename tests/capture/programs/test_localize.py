@@ -70,10 +70,7 @@ class OnMesh:
         self.assignment, self.groups, self.device = assignment, groups, groups.device
         joint, values = traced.joint, traced.values
         self.program = Program(localize(joint, assignment, self.device, groups.redistribute))
-        self.placed = {
-            (each.role, each.name): assignment.placed[each.value]
-            for each in assignment.graph.inputs
-        }
+        self.placed = assignment.placed_inputs
         self.weights = {
             name: self._local(values[node], assignment.placed[node.name])
             for name, node in joint.weights.items()
