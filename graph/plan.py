@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import reduce
+from math import prod
 from operator import add
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from pipedream.graph.choices import (
     DEFAULT_ORDER,
@@ -22,12 +23,15 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
 from pipedream.graph.model import Graph
+from pipedream.graph.sharding.requests import PlacementTexts
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class WorkerGroup(NamedTuple):
-    """The ranks that together run one replica of a stage: one rank, until stages are sharded."""
+    """The ranks that together run one replica of a stage: `ranks[d]` is device d of its mesh. They
+    all perform the same list of actions.
+    """
 
     ranks: tuple[int, ...]
 
@@ -35,6 +39,10 @@ class WorkerGroup(NamedTuple):
     def leader(self) -> int:
         """The rank that speaks for the group."""
         return self.ranks[0]
+
+    def sender_to(self, device: int) -> int:
+        """The rank of this group from which a device of another receives what all of these have."""
+        return self.ranks[device % len(self.ranks)]
 
 
 RankAssignment: TypeAlias = Sequence[Sequence[WorkerGroup]]
@@ -127,7 +135,13 @@ class Stage(ArtifactModel):
     nodes: tuple[str, ...] = Field(min_length=1)
     """In topological order."""
     ranks: tuple[int, ...] = Field(min_length=1)
-    """Places in the cluster (`Cluster.rank`); of r ranks `ranks[b % r]` runs minibatch b."""
+    """Places in the cluster (`Cluster.rank`), replica by replica, and of each replica those of its
+    mesh row by row; of r replicas number b % r runs minibatch b.
+    """
+    mesh: tuple[PositiveInt, ...] | None = None
+    """The sizes of its axes, if the devices of a mesh share the operators of each replica."""
+    placements: PlacementTexts | None = None
+    """How they do: of these parameters and values; the rest follows (`sharding.propagate`)."""
     compute_seconds: Amount
     """Forward plus backward of a minibatch on the slowest worker, recomputation included."""
     parameter_bytes: Amount
@@ -143,8 +157,32 @@ class Stage(ArtifactModel):
     """
 
     @property
+    def devices(self) -> int:
+        """Of one replica."""
+        return prod(self.mesh or ())
+
+    @property
     def replicas(self) -> int:
-        return len(self.ranks)
+        return len(self.ranks) // self.devices
+
+    @property
+    def teams(self) -> tuple[WorkerGroup, ...]:
+        """The places of each replica in the cluster."""
+        begins = range(0, len(self.ranks), self.devices)
+        return tuple(WorkerGroup(self.ranks[at : at + self.devices]) for at in begins)
+
+    @model_validator(mode="after")
+    def _check_mesh(self) -> Stage:
+        if len(self.ranks) % self.devices:
+            raise ValueError(
+                f"stage {self.stage} has {len(self.ranks)} ranks, which is no multiple of the "
+                f"{self.devices} devices of its mesh {self.mesh}"
+            )
+        if self.placements is not None:
+            if self.mesh is None:
+                raise ValueError(f"stage {self.stage} has placements and no mesh")
+            self.placements.requests(len(self.mesh))
+        return self
 
 
 class Simulated(ArtifactModel):
@@ -356,7 +394,8 @@ class Plan(ArtifactModel):
         used = sorted({rank for stage in self.stages for rank in stage.ranks})
         process = {rank: index for index, rank in enumerate(used)}
         return tuple(
-            tuple(WorkerGroup((process[rank],)) for rank in stage.ranks) for stage in self.stages
+            tuple(WorkerGroup(tuple(process[rank] for rank in team.ranks)) for team in stage.teams)
+            for stage in self.stages
         )
 
     @property

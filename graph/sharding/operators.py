@@ -13,11 +13,13 @@ a transposed weight:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, TypeAlias
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from pipedream.graph.errors import ArtifactModel
+from pipedream.graph.command import write_whole
+from pipedream.graph.errors import ArtifactModel, read_artifact
 
 
 class TensorType(ArtifactModel):
@@ -147,3 +149,35 @@ def _results(calls: tuple[OperatorCall, ...]) -> Iterator[tuple[str, TensorType]
             if value is not None:
                 assert type_ is not None, call
                 yield value, type_
+
+
+class OperatorProfile(ArtifactModel):
+    """operators.json: the operators of a whole model's passes, and of which node each is."""
+
+    format: Literal["pipedream-operators/1"] = "pipedream-operators/1"
+    fingerprint: str
+    """Of the model graph: `Graph.fingerprint`."""
+    batch_size: PositiveInt | None = None
+    graph: OperatorGraph
+    """Of one minibatch, as if the model were one stage."""
+    nodes: dict[str, str]
+    """By the name of a call the node of graph.txt that it belongs to, backward pass included."""
+    seconds: dict[str, NonNegativeFloat] = Field(default={})
+    """By the name of a call, on one device; those of a node add up to its passes."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OperatorProfile:
+        calls = {call.name for call in self.graph.calls}
+        for what, known in (("nodes", self.nodes), ("seconds", self.seconds)):
+            if unknown := next((name for name in known if name not in calls), None):
+                raise ValueError(f"{what}: there is no operator {unknown}")
+        return self
+
+
+def read_operators(path: Path) -> OperatorProfile:
+    """Reads operators.json. Raises UserError `FILE: where: what is wrong`."""
+    return read_artifact(path, OperatorProfile)
+
+
+def write_operators(profile: OperatorProfile, path: Path) -> None:
+    write_whole(path, profile.model_dump_json() + "\n")

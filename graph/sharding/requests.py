@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from pipedream.graph.errors import UserError
-from pipedream.graph.sharding.notation import show_placements
+from pydantic import Field
+
+from pipedream.graph.errors import ArtifactModel, UserError
+from pipedream.graph.sharding.notation import parse_placements, show_placements
 from pipedream.graph.sharding.operators import OperatorGraph, StageInput
 from pipedream.graph.sharding.placement import Mesh, Partial, Placements
 from pipedream.graph.sharding.regions import check_placements
@@ -26,6 +28,35 @@ class Requests:
     """By the name of the value, or `input 0` for the first input of the stage."""
     operators: Mapping[str, tuple[Placements, ...]] = field(default_factory=dict)
     """By the name of the call: how it wants each tensor that it reads."""
+
+
+class PlacementTexts(ArtifactModel):
+    """Requests as plan.json has them, in DTensor's notation: `S(0),R`."""
+
+    parameters: dict[str, str] = Field(default={})
+    """As `Requests.parameters`."""
+    values: dict[str, str] = Field(default={})
+    """As `Requests.values`."""
+
+    def requests(self, axes: int) -> Requests:
+        """For a mesh of so many axes. Raises ValueError that names the placement which is wrong."""
+        parameters, values = (
+            {name: _read(name, text, axes) for name, text in texts.items()}
+            for texts in (self.parameters, self.values)
+        )
+        return Requests(parameters, values)
+
+
+def _read(name: str, text: str, axes: int) -> Placements:
+    try:
+        placements = parse_placements(text)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if len(placements) != axes:
+        raise ValueError(f"{name}: {text} has {len(placements)} placements for {axes} mesh axes")
+    if Partial() in placements:
+        raise ValueError(f"{name}: {text} is a sum, which only operators can give: write R or S(0)")
+    return placements
 
 
 def requested_values(graph: OperatorGraph, mesh: Mesh, requests: Requests) -> dict[str, Placements]:
