@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedream.comm.teams import TeamGroups, make_team_groups
 from pipedream.comm.tied_sums import TiedSums
 from pipedream.comm.transport import Sum, Transport, connect_group
 from pipedream.graph.plan import RankAssignment
+from pipedream.graph.sharding.placement import Mesh
 from pipedream.schedule.overlap import BUCKET_BYTES
+
+_NO_MESHES: Mapping[int, Mesh] = MappingProxyType({})
 
 
 @dataclass
@@ -157,20 +162,33 @@ def _flat(parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 @dataclass(frozen=True)
 class StageGroups:
     """Who adds up gradients: the replicas of a stage, if several; of the parameters that are `tied`
-    to those of other stages, which `sums` has, all that hold them.
+    to those of other stages, which `sums` has, all that hold them. `team`: if the stage has a mesh;
+    then the `replicas` are those of this rank's device.
     """
 
     replicas: dist.ProcessGroup | None
     tied: frozenset[str] = frozenset()
     sums: TiedSums | None = None
+    team: TeamGroups | None = None
+
+    def adding_up(self, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Of a gradient that is partial on these axes of the mesh; None for this rank alone."""
+        return self.replicas if self.team is None else self.team.sums[axes]
 
 
 def make_groups(
-    assignment: RankAssignment, tied: Mapping[str, Sequence[int]]
+    assignment: RankAssignment,
+    tied: Mapping[str, Sequence[int]],
+    meshes: Mapping[int, Mesh] = _NO_MESHES,
 ) -> tuple[StageGroups, ...]:
-    """The groups of each stage. Every rank has to make them, in the same order; raises PeerLost."""
+    """The groups of each stage; `meshes` are those of stages that have one, by number, which hold
+    no tied parameters. Every rank has to make them, in the same order; raises PeerLost.
+    """
     ranks = [[group.leader for group in groups] for groups in assignment]
-    replicas = [connect_group(members) if len(members) > 1 else None for members in ranks]
+    teams = {stage: make_team_groups(mesh, assignment[stage]) for stage, mesh in meshes.items()}
+    replicas = [
+        _replicas(members) if stage not in teams else None for stage, members in enumerate(ranks)
+    ]
     here, holders, groups = dist.get_rank(), {}, {}
     for name, stages in tied.items():
         held_by = {rank for stage in stages for rank in ranks[stage]}
@@ -181,6 +199,14 @@ def make_groups(
     sums = TiedSums(holders, groups) if holders else None
     names = [frozenset(name for name in tied if stage in tied[name]) for stage in range(len(ranks))]
     return tuple(
-        StageGroups(own, of_stage, sums if of_stage else None)
-        for own, of_stage in zip(replicas, names, strict=True)
+        _with_team(StageGroups(own, of_stage, sums if of_stage else None), teams.get(stage))
+        for stage, (own, of_stage) in enumerate(zip(replicas, names, strict=True))
     )
+
+
+def _replicas(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    return connect_group(ranks) if len(ranks) > 1 else None
+
+
+def _with_team(groups: StageGroups, team: TeamGroups | None) -> StageGroups:
+    return groups if team is None else replace(groups, replicas=team.sums[()], team=team)

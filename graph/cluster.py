@@ -243,6 +243,18 @@ class Cluster(_ClusterPart):
             rank = rank * count + index
         return rank
 
+    def level(self, one: int, other: int) -> int:
+        """The innermost level (1 innermost) of which one component holds both ranks' devices; the
+        link between them is that level's.
+        """
+        level = 1
+        for count in self.machines[:-1]:
+            one, other = one // count, other // count
+            if one == other:
+                break
+            level += 1
+        return level
+
     def places(self) -> Iterator[tuple[int, ...]]:
         """The place of every device, in the order of the ranks."""
         outermost_first = product(*(range(count) for count in reversed(self.machines)))

@@ -40,10 +40,6 @@ class WorkerGroup(NamedTuple):
         """The rank that speaks for the group."""
         return self.ranks[0]
 
-    def sender_to(self, device: int) -> int:
-        """The rank of this group from which a device of another receives what all of these have."""
-        return self.ranks[device % len(self.ranks)]
-
 
 RankAssignment: TypeAlias = Sequence[Sequence[WorkerGroup]]
 """`assignment[stage][replica]` is the group of ranks of that worker."""

@@ -186,6 +186,7 @@ class _Training:
             rng=local.rng,
             per_update=job.config.microbatches if together else job.config.accumulate,
             recompute=job.plan.stages[stage.stage].recompute,
+            sharding=stage.sharding,
         )
 
     def _delays(self, segment: TrainingSegment) -> dict[int, int]:

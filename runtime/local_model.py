@@ -16,7 +16,7 @@ from pipedream.runtime.order_check import check_stages
 from pipedream.runtime.stages.by_kind import StageForms
 from pipedream.runtime.stages.captures import Captures, capture_all
 from pipedream.runtime.stages.partition import interfaces, links, tied
-from pipedream.schedule.action import Action
+from pipedream.schedule.action import Action, Worker
 from pipedream.schedule.schedule import Schedule
 
 
@@ -40,14 +40,30 @@ class LocalModel:
         forms = self._forms(captures)
         self.stages = tuple(
             LocalStage(
-                job, worker, captures, self.interfaces[worker[0]], self.rng, forms, self.tied
+                job,
+                worker,
+                captures,
+                self.interfaces[worker[0]],
+                self.rng,
+                forms,
+                self.tied,
+                self._mesh_device(worker),
             )
             for worker in self.workers
         )
         if self.rank_info.rank == 0:
             self._forget_other_stages()
         self.evaluation = captures.evaluation
+        for stage in self.stages:
+            if stage.sharding is not None and self.evaluation is not None:
+                self.evaluation.divide(stage.stage, stage.sharding, stage.module)
         self.loss = load_loss(job.config.loss, job.directory)
+
+    def _mesh_device(self, worker: Worker) -> int:
+        """Which device of the stage's mesh this rank is."""
+        stage, replica = worker
+        team = self.job.plan.rank_assignment[stage][replica]
+        return team.ranks.index(self.rank_info.rank)
 
     def _forms(self, captures: Captures) -> StageForms | None:
         """The stages of this rank in other forms, if minibatches vary in shape."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -10,6 +10,8 @@ from torch.nn import Parameter
 
 from pipedream.capture.export import Captured
 from pipedream.graph.command import write_whole
+from pipedream.graph.sharding.regions import Region
+from pipedream.runtime.checkpoint.saver import Part
 from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.job import Job
 from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
@@ -24,6 +26,7 @@ from pipedream.runtime.stages.stage_module import (
     StageModules,
     seeded_module,
 )
+from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Worker
 
 
@@ -31,7 +34,8 @@ class LocalStage:
     """One replica of one stage: its modules, parameters and optimizer.
 
     `stage_modules` compute it, out of `forms` where minibatches vary in shape; `parameters` and
-    `buffers` are its part of a checkpoint. Random operators draw from `rng`.
+    `buffers` are its part of a checkpoint, of which `sharding` has divided some if the stage has a
+    mesh. Random operators draw from `rng`.
     """
 
     def __init__(
@@ -43,56 +47,125 @@ class LocalStage:
         rng: MinibatchRng,
         forms: StageForms | None = None,
         tied: Collection[str] = (),
+        mesh_device: int = 0,
     ) -> None:
-        """Of the parameters that are `tied` to those of other stages it has copies."""
+        """Of the parameters that are `tied` to those of other stages it has copies. `mesh_device`:
+        which device of the stage's mesh this is. Raises UserError for placements that cannot be.
+        """
         self.job, self.interface, self.rng = job, interface, rng
         self.stage, self.replica = worker
-        if self.replica == 0:
+        if self.replica == 0 and mesh_device == 0:
             self._write_source(captures.whole)
         whole, rest = self._stage_module(captures.whole), None
+        self.module = whole.piece.module
+        self.sharding = self._divide(whole, captures.whole, mesh_device)
         if captures.rest is not None:
             rest = self._stage_module(captures.rest)
+            if self.sharding is not None:
+                rest.program.sharding = self.sharding
+                self.sharding.follow(rest.piece.module, self.module)
             rest.share(whole, captures.buffers)
         self.stage_modules: ModuleChoice = StageModules(whole, rest, captures.last)
         if forms is not None:
             forms.originals[self.stage] = whole
             self.stage_modules = ByData(self.stage, forms)
-        self.module = whole.piece.module
         _copy_parameters(self.module, tied)
         self.parameters: dict[str, Parameter] = dict(self.module.named_parameters())
         buffers = self.module.named_buffers()
         self.buffers = {name: buffer for name, buffer in buffers if name in captures.persistent}
-        self.optimizer = make_optimizer(job.optimizer, self.parameters, captures.parameters)
+        self.optimizer = make_optimizer(
+            job.optimizer, self.parameters, captures.parameters, self._is_divided
+        )
 
     def _stage_module(self, captured: Captured) -> StageModule:
         plan, config = self.job.plan, self.job.config
         return seeded_module(captured, plan, self.stage, self.rng, config.autocast, config.compile)
+
+    def _divide(
+        self, whole: StageModule, captured: Captured, mesh_device: int
+    ) -> StageSharding | None:
+        """Leaves this device's parts of parameters and buffers in the module of the stage."""
+        if self.job.plan.stages[self.stage].mesh is None:
+            return None
+        sharding = whole.program.sharding = StageSharding(self.job.plan, self.stage, mesh_device)
+        values = [captured.values[name] for name in whole.piece.inputs]
+        inputs = tuple(
+            torch.empty(value.shape, dtype=value.dtype, device=self.rng.device).requires_grad_(
+                value.requires_grad
+            )
+            for value in values
+        )
+        whole.program.on_mesh(dict(self.module.named_parameters()), inputs)
+        sharding.divide(self.module)
+        return sharding
+
+    def _is_divided(self, name: str) -> bool:
+        return self.sharding is not None and self.sharding.is_divided(name)
 
     def _write_source(self, captured: Captured) -> None:
         self.job.run.mkdir(parents=True, exist_ok=True)
         text = source_text(captured, self.job.plan, self.interface, self.interface.build(captured))
         write_whole(self.job.run / f"stage{self.stage}.py", text)
 
-    def make_stepping(self, tied: Mapping[str, Sequence[int]]) -> StageStepping:
+    def make_stepping(
+        self, tied: Mapping[str, Sequence[int]], team_sum: Callable[[torch.Tensor], None]
+    ) -> StageStepping:
         """The steps of its optimizer.
 
         In a norm over all ranks, a parameter counts once: in the first replica, and where several
-        stages hold it (`tied`), in the first of them.
+        stages hold it (`tied`), in the first of them. Of the devices of a mesh each counts its
+        part, the first of those that hold the same.
         """
         together = self.job.policy.uniform_updates
-        counted = [name for name in self.parameters if holds_first(name, self.stage, tied)]
+        counted = [
+            name
+            for name in self.parameters
+            if holds_first(name, self.stage, tied)
+            and (self.sharding is None or self.sharding.counts(name))
+        ]
         return StageStepping(
             self.optimizer,
             self.parameters,
             self.job.config,
             LearningRate(self.job.config.scheduler, self.optimizer, self.job.directory),
             counted if self.replica == 0 or not together else (),
+            team_sum,
         )
 
     @property
     def saved(self) -> dict[str, torch.Tensor]:
         """Its parameters and buffers, by their names in the model."""
         return {**self.parameters, **self.buffers}
+
+    def part_of_checkpoint(self) -> Part | None:
+        """Whole parameters and buffers, and what the optimizer remembers of them, if this rank
+        writes them. Called by all devices of a mesh at the same time.
+        """
+        if self.replica != 0:
+            return None
+        state = state_tensors(self.optimizer, self.parameters)
+        sharding = self.sharding
+        if sharding is None:
+            return self.saved, state
+        model = {
+            n: each for n, t in self.saved.items() if (each := sharding.gathered(n, t)) is not None
+        }
+        optimizer = {
+            key: each
+            for key, t in state.items()
+            if (each := sharding.gathered(key.rpartition("/")[0], t)) is not None
+        }
+        return (model, optimizer) if sharding.device == 0 else None
+
+    def region(self, name: str, shape: tuple[int, ...]) -> Region | None:
+        """What this rank holds of a tensor that goes with a parameter or a buffer; None for all."""
+        return None if self.sharding is None else self.sharding.region(name, shape)
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Of a parameter or a buffer."""
+        if self.sharding is not None and name in self.sharding.shapes:
+            return self.sharding.shapes[name]
+        return tuple(self.saved[name].shape)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """What it holds between epochs."""

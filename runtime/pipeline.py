@@ -77,7 +77,8 @@ class Pipeline:
         minibatch is cut. `device`: cpu or cuda, by default cuda if there is one. `seed`: of
         dropout. `timeout`: seconds after which a silent rank is taken for lost.
 
-        Raises UserError if the plan is for another number of ranks, or has several stages on one.
+        Raises UserError if the plan is for another number of ranks, has several stages on one, or
+        a mesh.
         """
         self.model, self.microbatches, self.schedule = model, microbatches, schedule
         self.plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
@@ -85,6 +86,11 @@ class Pipeline:
             raise UserError(
                 f"the plan has several stages on a rank (order {self.plan.order}), which pd-train "
                 "trains; Pipeline runs one on each: make a plan of order 1f1b"
+            )
+        if any(stage.mesh is not None for stage in self.plan.stages):
+            raise UserError(
+                "the plan has stages on a mesh of devices, which pd-train trains: make a plan "
+                "without --mesh"
             )
         self.loss: Loss = (
             load_loss(loss, Path())

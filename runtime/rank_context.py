@@ -21,7 +21,6 @@ from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.local_model import LocalModel
 from pipedream.runtime.local_stage import LocalStage
 from pipedream.runtime.optim.late_gradients import rate_factor, scale_rate
-from pipedream.runtime.optim.optimizers import state_tensors
 from pipedream.runtime.optim.rates import LossSum
 from pipedream.runtime.optim.stepping import Stepping
 from pipedream.runtime.report.clock import Clock
@@ -61,7 +60,9 @@ class RankContext:
         self.clock.read()
         self.recorder = Recorder(self.clock, job.trace, whole_updates(1, job.policy))
         self.assignment = job.plan.rank_assignment
-        self.groups = make_groups(self.assignment, local.tied)
+        meshes = {each.stage: each.mesh for each in job.plan.stages if each.mesh is not None}
+        self.groups = make_groups(self.assignment, local.tied, meshes)
+        self._meet_teams()
         self.transport = Transport(
             local.device, local.backend, rank_links(self.assignment, links(local.interfaces))
         )
@@ -92,12 +93,19 @@ class RankContext:
             group = self.groups[stage.stage].replicas
             self.transport.average(list(stage.buffers.values()), group)
         parts = {
-            stage.stage: (stage.saved, state_tensors(stage.optimizer, stage.parameters))
+            stage.stage: part
             for stage in self.local.stages
-            if stage.replica == 0
+            if (part := stage.part_of_checkpoint()) is not None
         }
         self.saver.begin(position, parts, self.stepping.state())
         broadcast(self.store, self.local.rank_info, f"at/{position}", True)
+
+    def _meet_teams(self) -> None:
+        """Devices of a mesh may exchange tensors from now on."""
+        for stage in self.local.stages:
+            team = self.groups[stage.stage].team
+            if stage.sharding is not None and team is not None:
+                stage.sharding.groups = team.mesh
 
     def _begin(self) -> Position:
         """Gives the stages what they begin with; the position where they are then."""
@@ -142,11 +150,22 @@ class RankContext:
     def _stepping(self) -> Stepping:
         local, job = self.local, self.local.job
         return Stepping(
-            {stage.stage: stage.make_stepping(local.tied) for stage in local.stages},
+            {
+                stage.stage: stage.make_stepping(local.tied, self._team_sum(stage))
+                for stage in local.stages
+            },
             job.config,
             LossSum(self._add_up, local.device),
             self._add_up,
         )
+
+    def _team_sum(self, stage: LocalStage) -> Callable[[torch.Tensor], None]:
+        """Adds a tensor up over the devices of the stage's mesh, in place."""
+        team = self.groups[stage.stage].team
+        group = None if team is None else team.whole
+        if group is None:
+            return lambda tensor: None
+        return lambda tensor: self.transport.begin_sum(tensor, group).wait()
 
     def _weights(self, stage: LocalStage) -> Weights:
         """The weights at `first`, with what the config asks for against stale gradients.

@@ -2,24 +2,25 @@
 
 A value is redistributed once for each way in which operators read it, however many do. At the end
 outputs are replicated, and gradients of inputs are placed as the inputs are. A gradient of a
-parameter is placed as the parameter, or stays partial on an axis: then it is summed only once for
-all the minibatches of an update.
+parameter is placed as the parameter, or stays partial on an axis on which the parameter is whole:
+then it is summed only once for all the minibatches of an update.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
-from pipedream.graph.cluster import Link
+from pipedream.graph.cluster import Cluster, Link
 from pipedream.graph.errors import ArtifactModel
 from pipedream.graph.sharding.notation import show_placements
 from pipedream.graph.sharding.operators import OperatorGraph, StageOutput, TensorType
-from pipedream.graph.sharding.placement import Mesh, Partial, Placements, Replicate
+from pipedream.graph.sharding.placement import Mesh, Partial, Placements, Replicate, axis_groups
 from pipedream.graph.sharding.redistribution import redistribute
 from pipedream.graph.sharding.rules.strategy import Strategy
 from pipedream.graph.sharding.steps import MeshTensor, Step
@@ -34,6 +35,22 @@ class LinkedMesh:
 
     def __post_init__(self) -> None:
         assert len(self.links) == len(self.sizes), self
+
+    @staticmethod
+    def of(mesh: Mesh, ranks: Sequence[int], cluster: Cluster) -> LinkedMesh:
+        """Of the devices at these places of a cluster: for each axis its slowest link."""
+        levels = (
+            max(
+                (
+                    cluster.level(ranks[a], ranks[b])
+                    for g in axis_groups(mesh, axis)
+                    for a, b in pairwise(g)
+                ),
+                default=1,
+            )
+            for axis in range(len(mesh))
+        )
+        return LinkedMesh(mesh, tuple(cluster.link(level) for level in levels))
 
     def first(self, axes: int) -> LinkedMesh:
         """Of its first axes alone."""
@@ -165,9 +182,10 @@ def output_target(
 
 
 def _gradient_target(placed: Placements, parameter: Placements) -> Placements:
-    """Partial where it is, else as the parameter."""
+    """Partial where it is and the parameter is whole, else as the parameter."""
     pairs = zip(placed, parameter, strict=True)
-    return tuple(own if own == Partial() else its for own, its in pairs)
+    partial, whole = Partial(), Replicate()
+    return tuple(own if (own, its) == (partial, whole) else its for own, its in pairs)
 
 
 def _wanted(

@@ -20,10 +20,10 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pipedream.graph.errors import UserError, read_artifact
+from pipedream.graph.sharding.regions import Region, blocks, whole
 from pipedream.runtime.engine.training_segment import Position
 
 _INDEX = "model.safetensors.index.json"
@@ -193,21 +194,52 @@ def read_state(path: Path) -> State:
     return read_artifact(path / "state.json", State)
 
 
-def load_model(path: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Fills the tensors, each by its name; shapes and types have to be the same.
+RegionOf: TypeAlias = Callable[[str, tuple[int, ...]], Region | None]
+"""Of the name of a parameter or buffer, and the shape of a tensor that goes with it: the elements
+that are wanted of it; None for all."""
+
+
+def _all(_name: str, _shape: tuple[int, ...]) -> None:
+    return None
+
+
+def load_model(
+    path: Path,
+    into: Mapping[str, torch.Tensor],
+    region_of: RegionOf = _all,
+    whole_shape: Callable[[str], tuple[int, ...]] | None = None,
+) -> None:
+    """Fills the tensors, each by its name; shapes and types have to be the same. Tensors that are
+    parts are read by slices: `whole_shape` has the shapes of the whole ones.
 
     Raises UserError of one line that names the file, and the tensor that is missing or differs.
     """
-    part = _CheckpointPart(path)
+    part, rest = _CheckpointPart(path), dict(into)
     for name, tensor in into.items():
-        part.check(name, tensor)
-    part.load(into)
+        shape = tuple(tensor.shape) if whole_shape is None else whole_shape(name)
+        part.check(name, shape, tensor.dtype)
+        if (region := region_of(name, shape)) is not None:
+            del rest[name]
+            part.load_region(name, region, tensor)
+    part.load(rest)
 
 
-def load_optimizer(path: Path, parameters: Iterable[str]) -> dict[str, torch.Tensor]:
-    """What the optimizer knew of these parameters, as `PARAMETER/STATE`. Raises UserError."""
+def load_optimizer(
+    path: Path, parameters: Iterable[str], region_of: RegionOf = _all
+) -> dict[str, torch.Tensor]:
+    """What the optimizer knew of these parameters, as `PARAMETER/STATE`, in parts where they are.
+    Raises UserError.
+    """
     names, part = set(parameters), _CheckpointPart(path / "optimizer")
-    return part.loaded(key for key in part.files if key.rpartition("/")[0] in names)
+    keys = [key for key in part.files if key.rpartition("/")[0] in names]
+    found: dict[str, torch.Tensor] = {}
+    for key in keys:
+        known = part.known[key]
+        region = region_of(key.rpartition("/")[0], tuple(known.size))
+        if region is not None:
+            found[key] = torch.empty(region.shape, dtype=known.properties.dtype)
+            part.load_region(key, region, found[key])
+    return {**part.loaded(key for key in keys if key not in found), **found}
 
 
 def load_all(path: Path) -> dict[str, torch.Tensor]:
@@ -244,11 +276,11 @@ class _CheckpointPart:
             if any(any(chunk.offsets) for chunk in known.chunks):
                 raise UserError(f"{path}: {name} is a part of a tensor, and a stage saves it whole")
 
-    def check(self, name: str, tensor: torch.Tensor) -> None:
+    def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         if name not in self.files:
             raise UserError(f"{self.index}: there is no {name} in it; is it of another model?")
         description = _describe(self.known[name].size, self.known[name].properties.dtype)
-        wanted = _describe(tensor.shape, tensor.dtype)
+        wanted = _describe(shape, dtype)
         if description != wanted:
             file = self.path / self.files[name]
             raise UserError(f"{file}: {name} is {description}, in the model it is {wanted}")
@@ -257,6 +289,14 @@ class _CheckpointPart:
         if into:
             with torch_reads(self.path):
                 load(dict(into), storage_reader=self.reader, no_dist=True)
+
+    def load_region(self, name: str, region: Region, into: torch.Tensor) -> None:
+        """Fills `into` with these elements of a tensor, of which no others are read."""
+        everything = whole(tuple(self.known[name].size))
+        with _reading(self.path / self.files[name]) as tensors:
+            stored = tensors.get_slice(name)
+            for there, here in blocks(region, everything):
+                into[here] = stored[there]
 
     def loaded(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         tensors = {
@@ -360,7 +400,7 @@ def writing(what: Path | str) -> Iterator[None]:
         raise UserError(f"{what}: cannot be written: {reason}") from error
 
 
-def _describe(shape: torch.Size, dtype: torch.dtype) -> str:
+def _describe(shape: Sequence[int], dtype: torch.dtype) -> str:
     sizes = " x ".join(map(str, shape)) or "one number"
     return f"{sizes} of {str(dtype).removeprefix('torch.')}"
 

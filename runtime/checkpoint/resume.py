@@ -32,8 +32,8 @@ def resume(local: LocalModel, stepping: Stepping) -> Position:
     _check_position(local, path, saved)
     for stage in local.stages:
         with torch.no_grad():
-            checkpoint.load_model(path, stage.saved)
-        known = checkpoint.load_optimizer(path, stage.parameters)
+            checkpoint.load_model(path, stage.saved, stage.region, stage.whole_shape)
+        known = checkpoint.load_optimizer(path, stage.parameters, stage.region)
         restore_state(stage.optimizer, stage.parameters, known)
     stepping.restore(progress_of(path, saved))
     return saved.position
@@ -59,12 +59,29 @@ def begin(path: Path, stages: Sequence[LocalStage], with_optimizer: bool) -> str
     folder, restored = Folder(path), False
     for stage in stages:
         with torch.no_grad():
-            folder.load_model(stage.saved)
+            _load_weights(folder, stage)
         if with_optimizer and (known := folder.load_optimizer(stage.parameters)):
+            known = {key: _held(stage, key.rpartition("/")[0], t) for key, t in known.items()}
             _check_state(path, stage, known)
             restore_state(stage.optimizer, stage.parameters, known)
             restored = True
     return f"the weights{' and the state of the optimizer' * restored} in {path}"
+
+
+def _load_weights(folder: Folder, stage: LocalStage) -> None:
+    """Of what is divided this rank keeps its part."""
+    divided = {
+        name: torch.empty(stage.whole_shape(name), dtype=tensor.dtype)
+        for name, tensor in stage.saved.items()
+        if tuple(tensor.shape) != stage.whole_shape(name)
+    }
+    folder.load_model({**stage.saved, **divided})
+    for name, tensor in divided.items():
+        stage.saved[name].copy_(_held(stage, name, tensor))
+
+
+def _held(stage: LocalStage, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if stage.sharding is None else stage.sharding.cut(name, tensor)
 
 
 def _check_state(path: Path, stage: LocalStage, known: Collection[str]) -> None:

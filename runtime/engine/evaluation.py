@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipedream.capture.export import Captured
 from pipedream.capture.loss import Loss, accuracy
@@ -28,6 +28,7 @@ from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.engine.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
+from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Action, Worker
 from pipedream.schedule.schedule import forwards
 
@@ -151,6 +152,14 @@ class Evaluation:
         actions = forwards(plan.replicas, every, len(sizes), workers)
         return Evaluation(stage_modules, sizes, actions, plan.rank_assignment)
 
+    def divide(self, stage: int, sharding: StageSharding, divided: nn.Module) -> None:
+        """Makes this rank evaluate its device's part of a stage: that of the `divided` module."""
+        forms = self.stage_modules[stage]
+        for form in (forms.whole, forms.rest):
+            if form is not None:
+                form.program.sharding = sharding
+                sharding.follow(form.piece.module, divided)
+
     def run(
         self,
         held_out: Epoch,
@@ -165,7 +174,14 @@ class Evaluation:
         totals = EvaluationTotals()
         executors = {
             stage: EvaluationExecutor(
-                stage_modules, transport, self.assignment, loss, tensors[stage], self.sizes, totals
+                stage_modules,
+                transport,
+                self.assignment,
+                loss,
+                {name: tensor.detach() for name, tensor in tensors[stage].items()},
+                self.sizes,
+                totals,
+                sharding=stage_modules.whole.program.sharding,
             )
             for stage, stage_modules in self.stage_modules.items()
         }

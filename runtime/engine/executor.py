@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from pipedream.capture.programs.program import Program
 from pipedream.capture.segment import Segment
 from pipedream.comm.buckets import Buckets, StageGroups
 from pipedream.graph.errors import UserError
@@ -109,7 +110,10 @@ class Executor(ForwardExecutor):
         tensors: Mapping[str, Tensor],
         inputs: tuple[Tensor, ...],
     ) -> Any:
-        program = stage_module.program.of(tensors, inputs) if self.in_halves else None
+        if self.sharding is not None:
+            program: Program | None = stage_module.program.on_mesh(tensors, inputs)
+        else:
+            program = stage_module.program.of(tensors, inputs) if self.in_halves else None
         if program is None:
             return stage_module.compute(tensors, inputs)
         state.passes = ProgramPasses(stage_module, program)
@@ -121,7 +125,8 @@ class Executor(ForwardExecutor):
         except UserError as error:
             told = f"{error.format_message()}, in minibatch {action.minibatch}"
             raise UserError(told) from error
-        self.on_loss(action.minibatch, loss.detach())
+        if self.mesh_device == 0:  # the others have computed the same
+            self.on_loss(action.minibatch, loss.detach())
         scale = self.stepping.scale.value
         state.loss = loss if scale == 1.0 else loss * scale
 
@@ -204,8 +209,9 @@ class Executor(ForwardExecutor):
         """Adds to the gradients of the round; those of a `closing` pass are complete after that."""
         for name, gradient, own in gradients:
             self.weights.add(name, gradient, own)
-            if closing and self.buckets is not None:
-                self.buckets.arrived(name, self.weights.gradients.get)
+            if closing:
+                for buckets in self.buckets:
+                    buckets.arrived(name, self.weights.gradients.get)
 
     def _turn(self, action: Action) -> MinibatchState:
         """Returns the state of a minibatch, with its graph and the roots of its backward pass.
@@ -236,11 +242,11 @@ class Executor(ForwardExecutor):
     def _learning(self, action: Action, state: MinibatchState) -> Iterator[list[Tensor]]:
         """Yields the parameters; gradients computed inside are added to those of the round."""
         version = state.version
-        summing: AbstractContextManager[None] = nullcontext()
         assert version is not None
-        if self.buckets is not None and action.minibatch in self.closing:
-            summing = self.buckets.filling(version.tensors)  # over the replicas, meanwhile
-        with computing(action), self.weights.accumulating(version), summing:
+        with ExitStack() as summing, computing(action), self.weights.accumulating(version):
+            if action.minibatch in self.closing:
+                for buckets in self.buckets:  # over the replicas, meanwhile
+                    summing.enter_context(buckets.filling(version.tensors))
             yield [tensor for tensor in version.tensors.values() if tensor.requires_grad]
 
     def _let_go(self, minibatch: int, state: MinibatchState) -> None:
@@ -262,7 +268,7 @@ class Executor(ForwardExecutor):
         receives = self.stage_modules.of(action.minibatch).interface.receives
         values = receives[action.peer[0]]
         message = [state.gradients.pop(value.name) for value in values if value.requires_grad]
-        self.transport.send(self._channel(action), message)
+        self._send(action, message)
         if action.peer[0] == max(receives):
             state.sent = True
             if state.version is None:
@@ -271,23 +277,26 @@ class Executor(ForwardExecutor):
     def _all_reduce(self, action: Action) -> None:
         """Adds up the gradients of the round over the replicas, or all holders of tied weights."""
         gradients = self.weights.gradients
-        if self.buckets is not None:
-            self.buckets.finish(gradients)
+        for buckets in self.buckets:
+            buckets.finish(gradients)
         if self.groups.sums is not None:
             parameters = self.weights.parameters
             self.groups.sums.add_up(action.stage, gradients, parameters, self.transport)
 
     @cached_property
-    def buckets(self) -> Buckets | None:
-        """None for a stage of one replica, or with nothing to learn."""
-        own = {
-            name: parameter
-            for name, parameter in self.weights.parameters.items()
-            if parameter.requires_grad and name not in self.groups.tied
-        }
-        if self.groups.replicas is None or not own:
-            return None
-        return Buckets(own, self.transport, self.groups.replicas)
+    def buckets(self) -> tuple[Buckets, ...]:
+        """For each group of ranks that add up gradients, of those it adds up."""
+        partial = {} if self.sharding is None else self.sharding.partial
+        by_axes: dict[tuple[int, ...], dict[str, Tensor]] = {}
+        for name, parameter in self.weights.parameters.items():
+            if parameter.requires_grad and name not in self.groups.tied:
+                by_axes.setdefault(partial.get(name, ()), {})[name] = parameter
+        groups = {axes: self.groups.adding_up(axes) for axes in by_axes}
+        return tuple(
+            Buckets(by_axes[axes], self.transport, group)
+            for axes, group in groups.items()
+            if group is not None
+        )
 
     def _norm(self, action: Action) -> None:
         """Hands the gradients of the round in; the last stage of the rank waits for all ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.runtime.stages.stage_module import ModuleChoice, StageModule
+from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Action, Kind, Worker
 from pipedream.schedule.channel import Channel
 
@@ -58,20 +59,22 @@ class ForwardExecutor(ABC):
     """One replica of one stage: the base of those that the engine drives.
 
     `stage_modules` has the stage for each minibatch; `loss(output, target)`, of what the
-    model returns, is for the last stage.
+    model returns, is for the last stage. `sharding`: if this is one device of a mesh; all of them
+    perform the same actions.
     """
 
     stage_modules: ModuleChoice
     transport: Transport
     assignment: RankAssignment
     loss: Loss
+    sharding: StageSharding | None = field(default=None, kw_only=True)
 
     def begin(self, data: Minibatches) -> None:
         """Prepares for a segment, with nothing in flight."""
         self.data = data
         self.stage_modules.begin(data)
         self.states: dict[int, MinibatchState] = {}
-        self.channels: dict[tuple[Kind, Worker | None], Channel] = {}
+        self.channels: dict[tuple[Kind, Worker | None], tuple[Channel, ...]] = {}
 
     def follow(self, actions: Sequence[Action], delays: Mapping[int, int]) -> None:
         """Called with all actions of this stage in the segment, those already done included.
@@ -103,12 +106,27 @@ class ForwardExecutor(ABC):
             values = tuple(value for value in sent if value.requires_grad)
         self.transport.post(self._channel(action), values)
 
-    def _channel(self, action: Action) -> Channel:
+    @property
+    def mesh_device(self) -> int:
+        """Which one of the stage's mesh this is."""
+        return 0 if self.sharding is None else self.sharding.device
+
+    def _channels(self, action: Action) -> tuple[Channel, ...]:
         key = action.kind, action.peer
-        channel = self.channels.get(key)
-        if channel is None:
-            channel = self.channels[key] = Channel.of(action, self.assignment)
+        channels = self.channels.get(key)
+        if channels is None:
+            channels = Channel.of(action, self.assignment, self.mesh_device)
+            self.channels[key] = channels
+        return channels
+
+    def _channel(self, action: Action) -> Channel:
+        """Of a receive."""
+        (channel,) = self._channels(action)
         return channel
+
+    def _send(self, action: Action, message: Sequence[Tensor]) -> None:
+        for channel in self._channels(action):
+            self.transport.send(channel, message)
 
     def _receive_activation(self, action: Action) -> None:
         assert action.peer is not None
@@ -151,7 +169,12 @@ class ForwardExecutor(ABC):
         inputs: tuple[Tensor, ...],
     ) -> Any:
         """Returns the outputs of the stage."""
-        return stage_module.compute(tensors, inputs)
+        if self.sharding is None:
+            return stage_module.compute(tensors, inputs)
+        program = stage_module.program.on_mesh(tensors, inputs)
+        known = stage_module.program.state(tensors)
+        results, _ = program.forward(known, inputs, program.draw())
+        return results
 
     @abstractmethod
     def _take_output(self, action: Action, state: MinibatchState, output: Any, target: Any) -> None:
@@ -172,7 +195,7 @@ class ForwardExecutor(ABC):
         state = self.states[action.minibatch]
         sends = self.stage_modules.of(action.minibatch).interface.sends
         message = [state.leaving[value.name] for value in sends[action.peer[0]]]
-        self.transport.send(self._channel(action), message)
+        self._send(action, message)
         if action.peer[0] == max(sends):
             self._activations_sent(action.minibatch, state)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -27,6 +27,9 @@ _UNFIT = {
         "too: write Adam"
     ),
 }
+
+_NOT_ELEMENTWISE = ("Adafactor", "Muon")
+"""What these do to an element of a parameter depends on the others."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +71,31 @@ def make_optimizer(
     config: OptimizerConfig,
     parameters: Mapping[str, nn.Parameter],
     names: Iterable[str] | None = None,
+    is_divided: Callable[[str], bool] = lambda name: False,
 ) -> Optimizer:
     """Returns the torch.optim optimizer of these parameters: all, or a stage's share of `names`.
 
     Each group is an optimizer by itself, which checks its arguments; a group may be empty. Raises
-    UserError for a wrong name or option.
+    UserError for a wrong name or option, and for an optimizer that has to see the whole of a
+    parameter which is divided among devices.
     """
     parameter_groups = groups(config, parameters if names is None else names)
     parts = [
         _make(group, {name: p for name, p in parameters.items() if name in group.members})
         for group in parameter_groups
     ]
+    for group in parameter_groups:
+        _check_divided(group, [name for name in parameters if is_divided(name)])
     return parts[0] if len(parts) == 1 else Together(parts)
+
+
+def _check_divided(group: ParameterGroup, divided: Iterable[str]) -> None:
+    own = next((name for name in divided if name in group.members), None)
+    if own is not None and group.optimizer.name in _NOT_ELEMENTWISE:
+        raise UserError(
+            f"{group.option}: {group.optimizer.name} has to see the whole of {own}, which the plan "
+            f"divides among devices: write AdamW for it, or place it R in the plan"
+        )
 
 
 def _make(group: ParameterGroup, parameters: Mapping[str, nn.Parameter]) -> Optimizer:

@@ -4,7 +4,8 @@ Where all stages update at the same minibatches (`Policy.uniform_updates`) they 
 norm is that of the whole model's gradient, which the ranks find in an action of its own
 (`PipelineSpec.joint_norm`), and an update is left out by all or by none. Where each stage learns by
 itself the norm is that of the stage, because the others' gradients of these minibatches are not
-there yet. Replicas have the same sums, so they decide alike without asking.
+there yet. Replicas have the same sums, so they decide alike without asking; the devices of a mesh
+add up their parts.
 """
 
 from __future__ import annotations
@@ -77,7 +78,8 @@ class StageStepping:
     """The steps of one stage's optimizer.
 
     `rate` moves its learning rate. `counted` names the parameters whose gradients this stage adds
-    to the norm. `skipped`: how many updates were left out.
+    to the norm; `team_sum` adds a number up over the devices of the stage's mesh, in place.
+    `skipped`: how many updates were left out.
     """
 
     def __init__(
@@ -87,10 +89,11 @@ class StageStepping:
         config: RunConfig,
         rate: LearningRate,
         counted: Collection[str],
+        team_sum: Callable[[Tensor], None] = lambda _: None,
     ) -> None:
         self.optimizer, self.parameters, self.config = optimizer, parameters, config
         self.rate, self.counted = rate, frozenset(counted)
-        self.skipped = 0
+        self.team_sum, self.skipped = team_sum, 0
 
     def add_squares(self, gradients: Mapping[str, Tensor], total: Tensor) -> None:
         """Adds the squares of the gradients that count to `total`, in place."""
@@ -179,7 +182,7 @@ class Stepping:
         stepping, gradients, norm = self.stages[stage], self.agreed.pop(stage, None), self.norm
         if gradients is None:
             gradients = self._mean_gradients(weights, divisor)
-            norm = self._norm(self._squares({stage: gradients})) if self.watches else 0.0
+            norm = self._norm_of_stage(stage, gradients) if self.watches else 0.0
         weights.update(gradients, lambda: stepping.step(gradients, norm, updates), number)
 
     def _mean_gradients(self, weights: Weights, divisor: int) -> Mapping[str, Tensor]:
@@ -195,6 +198,11 @@ class Stepping:
         for stage, each in gradients.items():
             self.stages[stage].add_squares(each, squares)
         return squares
+
+    def _norm_of_stage(self, stage: int, gradients: Mapping[str, Tensor]) -> float:
+        squares = self._squares({stage: gradients})
+        self.stages[stage].team_sum(squares)
+        return self._norm(squares)
 
     def _norm(self, squares: Tensor) -> float:
         """Their root, of which the loss scale takes note."""

@@ -121,6 +121,10 @@ class StageForms:
     def _form(self, captured: Captured, stage: int) -> StageModule:
         form = seeded_module(captured, self.plan, stage, self.rng, self.autocast, self.backend)
         original = self.originals.setdefault(stage, form)
+        sharding = original.program.sharding
+        if sharding is not None:
+            form.program.sharding = sharding
+            sharding.follow(form.piece.module, original.piece.module)
         form.share(original, [name for name, _ in self.model.named_buffers()])
         return form
 

@@ -1,0 +1,65 @@
+"""The process groups of a stage whose replicas are teams of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, combinations
+
+import torch.distributed as dist
+
+from pipedream.comm.redistribute import MeshGroups
+from pipedream.comm.transport import connect_group
+from pipedream.graph.plan import WorkerGroup
+from pipedream.graph.sharding.placement import Mesh, coordinates, device_count
+
+
+@dataclass(frozen=True)
+class TeamGroups:
+    """Those of one rank.
+
+    `mesh`: to redistribute within the team. `whole`: the team. `sums`: for a gradient that is
+    partial on these axes, all replicas of the devices that hold terms of it; None for this rank
+    alone.
+    """
+
+    mesh: MeshGroups
+    whole: dist.ProcessGroup | None
+    sums: Mapping[tuple[int, ...], dist.ProcessGroup | None]
+
+
+def make_team_groups(mesh: Mesh, teams: Sequence[WorkerGroup]) -> TeamGroups | None:
+    """The groups of this rank; None if it is in no team. `teams`: of each replica of the stage.
+
+    Every rank of the run has to make them, in the same order; raises PeerLost.
+    """
+    here = dist.get_rank()
+    own = next((team for team in teams if here in team.ranks), None)
+    meshes = {team: MeshGroups(mesh, team.ranks) for team in teams}
+    wholes = {team: _connected(team.ranks) for team in teams}
+    sums: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    for axes in _subsets(range(len(mesh))):
+        for devices in devices_along(mesh, axes):
+            ranks = [team.ranks[device] for team in teams for device in devices]
+            group = _connected(ranks)
+            if here in ranks:
+                sums[axes] = group
+    return None if own is None else TeamGroups(meshes[own], wholes[own], sums)
+
+
+def devices_along(mesh: Mesh, axes: Sequence[int]) -> list[tuple[int, ...]]:
+    """The groups of devices that differ in their positions on these axes alone."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for device in range(device_count(mesh)):
+        at = coordinates(mesh, device)
+        others = tuple(place for axis, place in enumerate(at) if axis not in axes)
+        groups.setdefault(others, []).append(device)
+    return [tuple(group) for group in groups.values()]
+
+
+def _subsets(axes: Sequence[int]) -> chain[tuple[int, ...]]:
+    return chain.from_iterable(combinations(axes, count) for count in range(len(axes) + 1))
+
+
+def _connected(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    return connect_group(ranks) if len(ranks) > 1 else None

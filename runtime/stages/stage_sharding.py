@@ -1,0 +1,178 @@
+"""One device's part of a stage whose operators the devices of a mesh share.
+
+The plan places some parameters; the operators of the stage's own passes say what follows for the
+rest. Every form of the stage (a smaller last minibatch, evaluation) has operators of its own, and
+the same parameters in the same placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from pipedream.capture.programs.description import describe
+from pipedream.capture.programs.joint import Joint
+from pipedream.capture.programs.localize import localize
+from pipedream.capture.programs.means import sum_means
+from pipedream.comm.redistribute import MeshGroups, cut
+from pipedream.graph.errors import UserError
+from pipedream.graph.plan import Plan
+from pipedream.graph.sharding.assignment import Assignment, LinkedMesh, output_target, steps_between
+from pipedream.graph.sharding.operators import TensorType
+from pipedream.graph.sharding.placement import Partial, Placements, Replicate, coordinates
+from pipedream.graph.sharding.propagate import propagate
+from pipedream.graph.sharding.regions import Region, held_region, whole
+from pipedream.graph.sharding.requests import Requests
+from pipedream.graph.sharding.steps import Step
+
+
+class StageSharding:
+    """`placed`: how the mesh holds each parameter and buffer of the model that the stage has, and
+    `shapes` of the whole ones, known once the stage's passes are `described`. `partial`: by name of
+    a parameter the axes over which its gradient is to be added up. `groups`: once the ranks have
+    met.
+    """
+
+    def __init__(self, plan: Plan, stage: int, device: int) -> None:
+        planned = plan.stages[stage]
+        assert planned.mesh is not None
+        self.stage, self.device = stage, device
+        self.mesh = LinkedMesh.of(planned.mesh, planned.teams[0].ranks, plan.cluster)
+        texts = planned.placements
+        self.requests = Requests() if texts is None else texts.requests(len(planned.mesh))
+        self.placed: dict[str, Placements] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.partial: dict[str, tuple[int, ...]] = {}
+        self.groups: MeshGroups | None = None
+
+    def localized(self, joint: Joint) -> tuple[Joint, Assignment]:
+        """The passes of this device. Raises UserError for placements that cannot be met."""
+        summed = sum_means(joint)
+        graph = describe(summed)
+        try:
+            assignment = propagate(graph, self.mesh, self._requests())
+        except UserError as error:
+            raise UserError(f"stage {self.stage}: placements.{error.format_message()}") from error
+        return localize(summed, assignment, self.device, self._move), assignment
+
+    def _requests(self) -> Requests:
+        """Once some passes have been described, parameters stay where they are."""
+        if not self.placed:
+            return self.requests
+        return Requests(self.placed, self.requests.values)
+
+    def adopt(self, assignment: Assignment, shared: Mapping[str, Tensor]) -> None:
+        """Places the parameters and buffers `shared`, whole ones, as these first passes do."""
+        for (role, name), placements in assignment.placed_inputs.items():
+            if role in ("parameter", "buffer") and name in shared:
+                self.placed[name] = placements
+                self.shapes[name] = tuple(shared[name].shape)
+        for output in assignment.graph.outputs:
+            if output.role == "parameter gradient":
+                given = assignment.placed[output.value]
+                target = output_target(output, given, assignment.placed_inputs)
+                axes = (axis for axis, each in enumerate(target) if each == Partial())
+                self.partial[output.name] = tuple(axes)
+
+    def cut(self, name: str, tensor: Tensor) -> Tensor:
+        """This device's part of a parameter, a buffer, or what an optimizer remembers of one, in
+        memory of its own.
+        """
+        shape = tuple(tensor.shape)
+        held = self.region(name, shape)
+        return tensor if held is None else cut(tensor, whole(shape), held).clone()
+
+    def joined(self, name: str, tensor: Tensor) -> Tensor:
+        """The whole of it. Called by all devices of the mesh, for the same tensors."""
+        if not self.is_divided(name) or tensor.shape != self._local_shape(name):
+            return tensor
+        type_ = TensorType(
+            shape=self.shapes[name],
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            element_bytes=tensor.element_size(),
+        )
+        everywhere = (Replicate(),) * len(self.mesh.sizes)
+        steps = steps_between(type_, self.mesh, self.placed[name], everywhere)
+        return self._move(tensor.detach(), self.shapes[name], steps)
+
+    def gathered(self, name: str, tensor: Tensor) -> Tensor | None:
+        """As `joined`, on the first device alone: the others keep nothing."""
+        joined = self.joined(name, tensor)
+        return joined if self.device == 0 else None
+
+    def is_divided(self, name: str) -> bool:
+        return any(each != Replicate() for each in self.placed.get(name, ()))
+
+    def counts(self, name: str) -> bool:
+        """Whether this device adds its part of a gradient to a norm: of equal ones the first."""
+        at = coordinates(self.mesh.sizes, self.device)
+        pairs = zip(at, self.placed[name], strict=True)
+        return all(place == 0 or each != Replicate() for place, each in pairs)
+
+    def whole_like(self, name: str, tensor: Tensor) -> Tensor:
+        """A tensor of the whole's shape with any values, to trace with."""
+        if not self.is_divided(name):
+            return tensor
+        like = torch.empty(self.shapes[name], dtype=tensor.dtype, device=tensor.device)
+        return like.requires_grad_(tensor.requires_grad)
+
+    def divide(self, module: nn.Module) -> None:
+        """Replaces what is divided of a module's parameters and buffers by this device's parts."""
+        local = {
+            name: Parameter(self.cut(name, tensor.detach()), tensor.requires_grad)
+            if isinstance(tensor, Parameter)
+            else self.cut(name, tensor)
+            for name, tensor in _tensors(module)
+            if self.is_divided(name)
+        }
+        _replace(module, local)
+
+    def follow(self, module: nn.Module, divided: nn.Module) -> None:
+        """Gives another form of the stage the parts of one that is divided."""
+        _replace(module, {n: each for n, each in _tensors(divided) if self.is_divided(n)})
+
+    def constants(self, assignment: Assignment, module: nn.Module) -> dict[str, Tensor]:
+        """This device's parts of the buffers of a module that the model does not have."""
+        own = {name: b for name, b in module.named_buffers() if name not in self.placed}
+        found = {}
+        for name, buffer in own.items():
+            shape, placements = tuple(buffer.shape), assignment.placed_inputs["buffer", name]
+            held = held_region(shape, self.mesh.sizes, placements, self.device)
+            if held != whole(shape):
+                found[name] = cut(buffer, whole(shape), held).clone()
+        return found
+
+    def region(self, name: str, shape: tuple[int, ...]) -> Region | None:
+        """What this device holds of a tensor that goes with a parameter, if not all of it."""
+        if not self.is_divided(name) or shape != self.shapes[name]:
+            return None
+        return held_region(shape, self.mesh.sizes, self.placed[name], self.device)
+
+    def _local_shape(self, name: str) -> tuple[int, ...]:
+        placements, shape = self.placed[name], self.shapes[name]
+        return held_region(shape, self.mesh.sizes, placements, self.device).shape
+
+    def _move(self, local: Tensor, shape: tuple[int, ...], steps: Sequence[Step]) -> Tensor:
+        assert self.groups is not None, "the ranks have not met"
+        return self.groups.redistribute(local, shape, steps)
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _replace(module: nn.Module, local: Mapping[str, Tensor]) -> None:
+    """Under each of their names."""
+    by_id = {id(old): local[name] for name, old in _tensors(module) if name in local}
+    for part in module.modules():
+        own = (
+            *part.named_parameters(recurse=False, remove_duplicate=False),
+            *part.named_buffers(recurse=False, remove_duplicate=False),
+        )
+        for name, tensor in own:
+            if id(tensor) in by_id:
+                setattr(part, name, by_id[id(tensor)])
