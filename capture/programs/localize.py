@@ -7,7 +7,7 @@ the same order, each on its part, so that the devices of an axis come to the sam
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -28,16 +28,20 @@ from pipedream.graph.sharding.steps import Step
 Move: TypeAlias = Callable[[Tensor, tuple[int, ...], Sequence[Step]], Tensor]
 """Of a local tensor, the shape of the whole one and steps: what the device holds after them."""
 
-_GIVEN_WHOLE = ("draw", "constant")
+_GIVEN_WHOLE = frozenset(("draw", "constant"))
 """Roles of what every device is given whole: random numbers are drawn as without a mesh."""
+_ENDS = frozenset(("input", "tangent"))
 
 
-def localize(joint: Joint, assignment: Assignment, device: int, move: Move) -> Joint:
+def localize(
+    joint: Joint, assignment: Assignment, device: int, move: Move, whole_ends: bool = False
+) -> Joint:
     """Returns the graph that `device` executes. Parameters, inputs and tangents are local, placed
     as the assignment says; random numbers are whole; outputs and gradients are placed as
-    `output_target` says.
+    `output_target` says. With `whole_ends` inputs, their gradients, and tangents are whole.
     """
-    return _Localizer(joint, assignment, device, move).run()
+    given_whole = _GIVEN_WHOLE | _ENDS if whole_ends else _GIVEN_WHOLE
+    return _Localizer(joint, assignment, device, move, given_whole).run()
 
 
 class _Redistribution:
@@ -56,8 +60,17 @@ class _Localizer:
     placements.
     """
 
-    def __init__(self, joint: Joint, assignment: Assignment, device: int, move: Move) -> None:
+    def __init__(
+        self,
+        joint: Joint,
+        assignment: Assignment,
+        device: int,
+        move: Move,
+        given_whole: Set[str],
+    ) -> None:
         self.joint, self.assignment, self.device, self.move = joint, assignment, device, move
+        self.given_whole = given_whole
+        self.everywhere = (Replicate(),) * len(assignment.mesh.sizes)
         self.calls = {call.name: call for call in assignment.graph.calls}
         self.types = assignment.graph.types()
         self.roles = {each.value: each.role for each in assignment.graph.inputs}
@@ -132,8 +145,8 @@ class _Localizer:
 
     def _given(self, value: str) -> Placements:
         """How the device has a value before any redistribution."""
-        if self.roles.get(value) in _GIVEN_WHOLE:
-            return (Replicate(),) * len(self.assignment.mesh.sizes)
+        if self.roles.get(value) in self.given_whole:
+            return self.everywhere
         return self.assignment.placed[value]
 
     def _at(self, value: str, target: Placements) -> fx.Node:
@@ -154,6 +167,8 @@ class _Localizer:
         if node is None:
             return None
         value = value_name(node)
+        if role == "input gradient" and "input" in self.given_whole:
+            return self._at(value, self.everywhere)
         own = next(e for e in self.assignment.graph.outputs if (e.role, e.value) == (role, value))
         return self._at(
             value, output_target(own, self._given(value), self.assignment.placed_inputs)

@@ -21,7 +21,7 @@ from pipedream.comm.redistribute import MeshGroups, cut
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.graph.sharding.assignment import Assignment, LinkedMesh, output_target, steps_between
-from pipedream.graph.sharding.operators import TensorType
+from pipedream.graph.sharding.operators import OperatorGraph, TensorType
 from pipedream.graph.sharding.placement import Partial, Placements, Replicate, coordinates
 from pipedream.graph.sharding.propagate import propagate
 from pipedream.graph.sharding.regions import Region, held_region, whole
@@ -53,16 +53,23 @@ class StageSharding:
         summed = sum_means(joint)
         graph = describe(summed)
         try:
-            assignment = propagate(graph, self.mesh, self._requests())
+            assignment = propagate(graph, self.mesh, self._requests(graph))
         except UserError as error:
             raise UserError(f"stage {self.stage}: placements.{error.format_message()}") from error
-        return localize(summed, assignment, self.device, self._move), assignment
+        local = localize(summed, assignment, self.device, self._move, whole_ends=True)
+        return local, assignment
 
-    def _requests(self) -> Requests:
-        """Once some passes have been described, parameters stay where they are."""
+    def _requests(self, graph: OperatorGraph) -> Requests:
+        """What comes and goes is whole, if the plan says nothing else. Once some passes have been
+        described, parameters stay where they are.
+        """
+        everywhere = (Replicate(),) * len(self.mesh.sizes)
+        ends = [f"{e.role} {e.name}" for e in graph.inputs if e.role in ("input", "tangent")]
+        values = dict.fromkeys(ends, everywhere) | dict(self.requests.values)
         if not self.placed:
-            return self.requests
-        return Requests(self.placed, self.requests.values)
+            return Requests(self.requests.parameters, values)
+        known = {*ends, *graph.types()}  # other forms may have other values inside
+        return Requests(self.placed, {name: p for name, p in values.items() if name in known})
 
     def adopt(self, assignment: Assignment, shared: Mapping[str, Tensor]) -> None:
         """Places the parameters and buffers `shared`, whole ones, as these first passes do."""
