@@ -58,7 +58,7 @@ class LocalStage:
             self._write_source(captures.whole)
         whole, rest = self._stage_module(captures.whole), None
         self.module = whole.piece.module
-        self.sharding = self._divide(whole, captures.whole, mesh_device)
+        self.sharding = self._divide(whole, captures, mesh_device)
         if captures.rest is not None:
             rest = self._stage_module(captures.rest)
             if self.sharding is not None:
@@ -82,13 +82,14 @@ class LocalStage:
         return seeded_module(captured, plan, self.stage, self.rng, config.autocast, config.compile)
 
     def _divide(
-        self, whole: StageModule, captured: Captured, mesh_device: int
+        self, whole: StageModule, captures: Captures, mesh_device: int
     ) -> StageSharding | None:
         """Leaves this device's parts of parameters and buffers in the module of the stage."""
         if self.job.plan.stages[self.stage].mesh is None:
             return None
-        sharding = whole.program.sharding = StageSharding(self.job.plan, self.stage, mesh_device)
-        values = [captured.values[name] for name in whole.piece.inputs]
+        plan, buffers = self.job.plan, captures.buffers
+        sharding = whole.program.sharding = StageSharding(plan, self.stage, mesh_device, buffers)
+        values = [captures.whole.values[name] for name in whole.piece.inputs]
         inputs = tuple(
             torch.empty(value.shape, dtype=value.dtype, device=self.rng.device).requires_grad_(
                 value.requires_grad

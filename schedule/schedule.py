@@ -207,7 +207,7 @@ def write_actions(schedule: Schedule, workers: Collection[Worker], passes: Passe
 
     Receives stand right before the pass that needs them, unless the passes say where, and sends
     right after the pass that makes them. After a worker's last backward pass of a round come
-    ALL_REDUCE (only where the stage has several replicas or is tied; see `sums_together`), NORM
+    ALL_REDUCE (only where `PipelineSpec.reduces`; see `sums_together`), NORM
     (only with a `joint_norm`; see `updates_together`) and UPDATE. A replica with no minibatch
     in a round takes part in these all the same. Of a backward pass in two halves the first is what
     receives and sends, the second what closes a round.

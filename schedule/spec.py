@@ -68,7 +68,8 @@ class PipelineSpec:
     `order`: in which order a rank does its passes, by its name in `schedule.ORDERS`. `rank_map`:
     the place of each stage, see `place_of`. `times`: for orders that are found for them.
     `joint_norm`: before each update all workers of all stages agree on the norm of the whole
-    model's gradient; only with schedules that update all stages at the same minibatches.
+    model's gradient; only with schedules that update all stages at the same minibatches. `teams`:
+    the stages whose workers are teams of ranks; each adds up its parts of the gradients.
     """
 
     name: ScheduleName
@@ -82,6 +83,7 @@ class PipelineSpec:
     rank_map: tuple[int, ...] = ()
     times: PassTimes | None = None
     joint_norm: bool = False
+    teams: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.replicas)
@@ -155,8 +157,8 @@ class PipelineSpec:
         return {link: number for number, link in enumerate(self.links)}
 
     def reduces(self, stage: int) -> bool:
-        """Returns whether its gradients are added up with those of other workers."""
-        return self.replicas[stage] > 1 or stage in self.tied
+        """Returns whether its gradients are added up, over several workers or within a team."""
+        return self.replicas[stage] > 1 or stage in self.tied or stage in self.teams
 
 
 def in_order_of(plan: Plan, spec: PipelineSpec) -> PipelineSpec:
@@ -164,4 +166,5 @@ def in_order_of(plan: Plan, spec: PipelineSpec) -> PipelineSpec:
     places, planned = plan.rank_map, plan.order_times
     times = None if planned is None else PassTimes.of(planned, spec.links, max(places) + 1)
     order = plan.order or DEFAULT_ORDER
-    return replace(spec, order=order, rank_map=places, times=times)
+    teams = tuple(stage.stage for stage in plan.stages if stage.devices > 1)
+    return replace(spec, order=order, rank_map=places, times=times, teams=teams)

@@ -70,7 +70,7 @@ class StageProgram:
             return traced
         localized, assignment = sharding.localized(traced)
         if not sharding.placed:
-            sharding.adopt(assignment, tensors)
+            sharding.adopt(assignment)
         self.constants = sharding.constants(assignment, self.piece.module)
         return localized
 

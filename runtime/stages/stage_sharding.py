@@ -7,7 +7,7 @@ the same parameters in the same placements.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,13 @@ class StageSharding:
     """`placed`: how the mesh holds each parameter and buffer of the model that the stage has, and
     `shapes` of the whole ones, known once the stage's passes are `described`. `partial`: by name of
     a parameter the axes over which its gradient is to be added up. `groups`: once the ranks have
-    met.
+    met. `buffers`: the names of those of the model; other buffers of a form are constants.
     """
 
-    def __init__(self, plan: Plan, stage: int, device: int) -> None:
+    def __init__(self, plan: Plan, stage: int, device: int, buffers: Set[str]) -> None:
         planned = plan.stages[stage]
         assert planned.mesh is not None
-        self.stage, self.device = stage, device
+        self.stage, self.device, self.buffers = stage, device, buffers
         self.mesh = LinkedMesh.of(planned.mesh, planned.teams[0].ranks, plan.cluster)
         texts = planned.placements
         self.requests = Requests() if texts is None else texts.requests(len(planned.mesh))
@@ -71,12 +71,12 @@ class StageSharding:
         known = {*ends, *graph.types()}  # other forms may have other values inside
         return Requests(self.placed, {name: p for name, p in values.items() if name in known})
 
-    def adopt(self, assignment: Assignment, shared: Mapping[str, Tensor]) -> None:
-        """Places the parameters and buffers `shared`, whole ones, as these first passes do."""
-        for (role, name), placements in assignment.placed_inputs.items():
-            if role in ("parameter", "buffer") and name in shared:
-                self.placed[name] = placements
-                self.shapes[name] = tuple(shared[name].shape)
+    def adopt(self, assignment: Assignment) -> None:
+        """Places parameters and buffers of the model as these first passes do."""
+        for each in assignment.graph.inputs:
+            if each.role == "parameter" or (each.role == "buffer" and each.name in self.buffers):
+                self.placed[each.name] = assignment.placed[each.value]
+                self.shapes[each.name] = each.type.shape
         for output in assignment.graph.outputs:
             if output.role == "parameter gradient":
                 given = assignment.placed[output.value]

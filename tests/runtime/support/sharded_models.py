@@ -1,0 +1,79 @@
+"""Small models with data, for runs whose stages are on meshes; run configs name what is here."""
+
+from __future__ import annotations
+
+import torch
+from joint_models import (
+    LENGTH,
+    WORDS,
+    FusedAttention,
+    SeparateAttention,
+    TinyVGG,
+    Transformer,
+    narrow_resnet,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+
+class Perceptron(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3)
+        )
+
+
+class _Language(Transformer):
+    """Gives the logits; the loss is in the run config."""
+
+    def forward(self, tokens: Tensor) -> Tensor:  # type: ignore[override]
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        return logits
+
+
+class Fused(_Language):
+    def __init__(self) -> None:
+        super().__init__(FusedAttention)
+
+
+class Separate(_Language):
+    def __init__(self) -> None:
+        super().__init__(SeparateAttention)
+
+
+class VGG(TinyVGG):
+    """As it is, with dropout."""
+
+
+def resnet18() -> nn.Module:
+    return narrow_resnet()
+
+
+def next_words(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def sentences(examples: int = 42) -> tuple[TensorDataset, TensorDataset]:
+    x = torch.randint(0, WORDS, (examples, LENGTH + 1), generator=_generator())
+    return _halves(x[:, :-1], x[:, 1:])
+
+
+def images(size: int, examples: int = 42) -> tuple[TensorDataset, TensorDataset]:
+    x = torch.randn(examples, 3, size, size, generator=_generator())
+    return _halves(x, torch.randint(0, 10, (examples,), generator=_generator()))
+
+
+def points(examples: int = 42) -> tuple[TensorDataset, TensorDataset]:
+    x = torch.randn(examples, 6, generator=_generator())
+    return _halves(x, x[:, :3].argmax(1))
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def _halves(x: Tensor, y: Tensor) -> tuple[TensorDataset, TensorDataset]:
+    """Six are held out."""
+    return TensorDataset(x[:-6], y[:-6]), TensorDataset(x[-6:], y[-6:])

@@ -1,0 +1,129 @@
+"""Runs of plans whose stages are on meshes of devices, and the same stages each on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sharded_models
+import torch
+import yaml
+from order_runs import pieces
+from plans import make_plan
+from training import run_jobs
+
+from pipedream.capture.export import capture
+from pipedream.graph.model import Graph
+from pipedream.graph.plan import Plan
+from pipedream.graph.run_config import RunConfig, read_config
+from pipedream.graph.sharding.placement import Mesh, device_count
+from pipedream.runtime.job import Job
+
+MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
+    "Perceptron": ((6,), {"source": "sharded_models:points"}),
+    "Fused": ((6,), {"source": "sharded_models:sentences"}),
+    "Separate": ((6,), {"source": "sharded_models:sentences"}),
+    "VGG": ((3, 16, 16), {"source": "sharded_models:images", "args": {"size": 16}}),
+    "resnet18": ((3, 32, 32), {"source": "sharded_models:images", "args": {"size": 32}}),
+}
+"""The shape of an example, and the data."""
+SHARDS: Mapping[str, Mapping[str, str]] = {
+    "Perceptron": {"0.weight": "S(0)", "2.weight": "S(1)"},
+    "Fused": {"*qkv.weight": "S(0, chunks=3)", "*up.weight": "S(0)"},
+    "Separate": {"*.[qkv].weight": "S(0)", "*up.weight": "S(0)"},
+    "VGG": {"features.0.weight": "S(0)", "classifier.0.weight": "S(0)"},
+    "resnet18": {"*conv1.weight": "S(0)"},
+}
+"""Along the last axis of a mesh."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: by stage the replicas and the mesh."""
+
+    name: str
+    replicas: Sequence[int] = (1,)
+    meshes: Sequence[Mesh | None] = ((2,),)
+    schedule: str = "flush"
+    recompute: Collection[int] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Placements of values, in every stage."""
+
+
+def write_config(folder: Path, model: str, **changes: Any) -> RunConfig:
+    text = {
+        "format": "pipedream-run/1",
+        "model": {"source": f"sharded_models:{model}"},
+        "data": MODELS[model][1],
+        "batch_size": 4,
+        "drop_last": True,
+        "microbatches": 4,
+        "epochs": 1,
+        "seed": 3,
+        "dtype": "float64",
+        "optimizer": {"name": "SGD", "args": {"lr": 0.05, "momentum": 0.9}},
+        "evaluate_every": 1,
+    }
+    if model in ("Fused", "Separate"):
+        text["loss"] = "sharded_models:next_words"
+    (folder / "run.yaml").write_text(yaml.safe_dump(text | changes))
+    return read_config(folder / "run.yaml")
+
+
+def graph_of(model: str) -> Graph:
+    shape, _ = MODELS[model]
+    words = model in ("Fused", "Separate")
+    x = torch.randint(0, sharded_models.WORDS, (4, *shape)) if words else torch.randn(4, *shape)
+    return capture(getattr(sharded_models, model)(), (x,)).graph
+
+
+def sharded_plan(model: str, case: Case, graph: Graph) -> Plan:
+    """The stages have about as many nodes each. Ranks in order."""
+    stages = len(case.replicas)
+    made = make_plan(graph, pieces(graph, stages), case.replicas, case.schedule, case.recompute)
+    sizes = [device_count(mesh or ()) for mesh in case.meshes]
+    counts = [count * size for count, size in zip(case.replicas, sizes, strict=True)]
+    data = made.model_dump(exclude_none=True)
+    data["cluster"]["machines"] = (sum(counts),)
+    for stage, (planned, mesh) in enumerate(zip(data["stages"], case.meshes, strict=True)):
+        first = sum(counts[:stage])
+        planned["ranks"] = tuple(range(first, first + counts[stage]))
+        if case.schedule == "flush":
+            planned["in_flight"] = 4
+        if mesh is not None:
+            planned["mesh"] = mesh
+            planned["placements"] = {
+                "parameters": _placements(model, graph, planned["nodes"], mesh),
+                "values": dict(case.values),
+            }
+    return Plan.model_validate(data)
+
+
+def _placements(model: str, graph: Graph, nodes: Sequence[str], mesh: Mesh) -> dict[str, str]:
+    """Of the parameters that the stage has."""
+    outer = "R," * (len(mesh) - 1)
+    return {name: outer + text for name, text in SHARDS[model].items()}
+
+
+def alone(case: Case) -> Case:
+    """The same stages and replicas, each on one device."""
+    none = [None] * len(case.replicas)
+    return Case("alone", case.replicas, none, case.schedule, case.recompute, case.changes)
+
+
+def job_of(folder: Path, model: str, case: Case, graph: Graph, **options: Any) -> Job:
+    config = write_config(folder, model, **case.changes)
+    plan = sharded_plan(model, case, graph)
+    given = {"schedule": case.schedule, "epochs": config.epochs} | options
+    job = Job(plan, config, folder, folder / case.name, **given)
+    job.check()
+    return job
+
+
+def train_cases(folder: Path, model: str, cases: Sequence[Case]) -> None:
+    """Each in a folder by its name, in the same processes."""
+    graph = graph_of(model)
+    run_jobs([job_of(folder, model, case, graph) for case in cases])
