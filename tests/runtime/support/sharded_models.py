@@ -35,12 +35,12 @@ class _Language(Transformer):
 
 class Fused(_Language):
     def __init__(self) -> None:
-        super().__init__(FusedAttention)
+        super().__init__(FusedAttention, layers=1)
 
 
 class Separate(_Language):
     def __init__(self) -> None:
-        super().__init__(SeparateAttention)
+        super().__init__(SeparateAttention, layers=1)
 
 
 class VGG(TinyVGG):

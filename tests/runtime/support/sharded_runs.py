@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from order_runs import pieces
 from plans import make_plan
 from training import run_jobs
 
-from pipedream.capture.export import capture
-from pipedream.graph.model import Graph
+from pipedream.capture.export import Captured, capture
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import RunConfig, read_config
 from pipedream.graph.sharding.placement import Mesh, device_count
@@ -73,16 +73,16 @@ def write_config(folder: Path, model: str, **changes: Any) -> RunConfig:
     return read_config(folder / "run.yaml")
 
 
-def graph_of(model: str) -> Graph:
+def captured(model: str) -> Captured:
     shape, _ = MODELS[model]
     words = model in ("Fused", "Separate")
     x = torch.randint(0, sharded_models.WORDS, (4, *shape)) if words else torch.randn(4, *shape)
-    return capture(getattr(sharded_models, model)(), (x,)).graph
+    return capture(getattr(sharded_models, model)(), (x,))
 
 
-def sharded_plan(model: str, case: Case, graph: Graph) -> Plan:
+def sharded_plan(model: str, case: Case, whole: Captured) -> Plan:
     """The stages have about as many nodes each. Ranks in order."""
-    stages = len(case.replicas)
+    graph, stages = whole.graph, len(case.replicas)
     made = make_plan(graph, pieces(graph, stages), case.replicas, case.schedule, case.recompute)
     sizes = [device_count(mesh or ()) for mesh in case.meshes]
     counts = [count * size for count, size in zip(case.replicas, sizes, strict=True)]
@@ -96,16 +96,21 @@ def sharded_plan(model: str, case: Case, graph: Graph) -> Plan:
         if mesh is not None:
             planned["mesh"] = mesh
             planned["placements"] = {
-                "parameters": _placements(model, graph, planned["nodes"], mesh),
+                "parameters": _placements(model, whole, planned["nodes"], mesh),
                 "values": dict(case.values),
             }
     return Plan.model_validate(data)
 
 
-def _placements(model: str, graph: Graph, nodes: Sequence[str], mesh: Mesh) -> dict[str, str]:
-    """Of the parameters that the stage has."""
+def _placements(model: str, whole: Captured, nodes: Sequence[str], mesh: Mesh) -> dict[str, str]:
+    """By pattern, of the parameters that the stage has."""
+    names = [name for node in nodes for name in whole.parameters[node]]
     outer = "R," * (len(mesh) - 1)
-    return {name: outer + text for name, text in SHARDS[model].items()}
+    return {
+        pattern: outer + text
+        for pattern, text in SHARDS[model].items()
+        if any(fnmatchcase(name, pattern) for name in names)
+    }
 
 
 def alone(case: Case) -> Case:
@@ -114,9 +119,9 @@ def alone(case: Case) -> Case:
     return Case("alone", case.replicas, none, case.schedule, case.recompute, case.changes)
 
 
-def job_of(folder: Path, model: str, case: Case, graph: Graph, **options: Any) -> Job:
+def job_of(folder: Path, model: str, case: Case, whole: Captured, **options: Any) -> Job:
     config = write_config(folder, model, **case.changes)
-    plan = sharded_plan(model, case, graph)
+    plan = sharded_plan(model, case, whole)
     given = {"schedule": case.schedule, "epochs": config.epochs} | options
     job = Job(plan, config, folder, folder / case.name, **given)
     job.check()
@@ -125,5 +130,5 @@ def job_of(folder: Path, model: str, case: Case, graph: Graph, **options: Any) -
 
 def train_cases(folder: Path, model: str, cases: Sequence[Case]) -> None:
     """Each in a folder by its name, in the same processes."""
-    graph = graph_of(model)
-    run_jobs([job_of(folder, model, case, graph) for case in cases])
+    whole = captured(model)
+    run_jobs([job_of(folder, model, case, whole) for case in cases])

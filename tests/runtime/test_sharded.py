@@ -1,0 +1,114 @@
+"""pd-train on plans whose stages are on meshes of devices learns what it does without meshes.
+
+The reference has the same stages and replicas, each on one device; that it learns what the plain
+model does is shown elsewhere. All runs of a test are in the same processes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from sharded_runs import Case, alone, train_cases
+from torch import Tensor
+
+from pipedream.graph.sharding.placement import Mesh
+from pipedream.runtime.checkpoint.files import load_all
+
+ADAM = {"name": "AdamW", "args": {"lr": 0.01, "eps": 1e-4}}
+"""The loss does not depend on the bias of the keys: with the usual eps Adam would make steps of the
+rounding errors that are its gradient.
+"""
+SLOW = {"name": "SGD", "args": {"lr": 0.001, "momentum": 0.9}}
+"""With larger steps a narrow ResNet is chaotic: differences in the last digit grow."""
+
+
+def assert_alike(folder: Path, model: str, cases: list[Case], tolerance: float = 1e-12) -> None:
+    """All cases, which differ in their meshes alone, learn what the first does without."""
+    reference = alone(cases[0])
+    train_cases(folder, model, [reference, *cases])
+    expected = checkpoint(folder, reference)
+    for case in cases:
+        learnt = checkpoint(folder, case)
+        assert learnt.keys() == expected.keys()
+        for name, tensor in expected.items():
+            largest = max(1.0, float(tensor.double().abs().max()))
+            torch.testing.assert_close(
+                learnt[name] / largest, tensor / largest, rtol=tolerance, atol=tolerance
+            )
+        assert metrics(folder, case) == pytest.approx(metrics(folder, reference), rel=tolerance)
+        assert held_out(folder, case) == pytest.approx(held_out(folder, reference), rel=tolerance)
+
+
+def checkpoint(folder: Path, case: Case) -> dict[str, Tensor]:
+    return load_all(folder / case.name / "checkpoints/latest")
+
+
+def metrics(folder: Path, case: Case) -> list[float]:
+    return _column(folder / case.name / "metrics.jsonl", "loss")
+
+
+def held_out(folder: Path, case: Case) -> list[float]:
+    path = folder / case.name / "held_out.jsonl"
+    return _column(path, "held_out_loss") if path.exists() else []
+
+
+def _column(path: Path, name: str) -> list[float]:
+    return [float(json.loads(line)[name]) for line in path.read_text().splitlines()]
+
+
+MESHES = {
+    "two": Case("two"),
+    "four": Case("four", meshes=((4,),)),
+    "one by four": Case("one by four", meshes=((1, 4),)),
+    "two by two": Case("two by two", meshes=((2, 2),), values={"input 0": "S(0),R"}),
+}
+"""In the last one minibatches are divided along the first axis."""
+
+
+@pytest.mark.parametrize(
+    ("model", "meshes"),
+    [
+        ("Perceptron", list(MESHES)),
+        ("VGG", list(MESHES)),
+        ("Fused", ["four", "two by two"]),
+        ("Separate", ["two by two"]),
+        ("resnet18", ["two", "two by two"]),
+    ],
+)
+def test_meshes(tmp_path: Path, model: str, meshes: list[str]) -> None:
+    """Dropout and batch norm are as on one device."""
+    optimizer = SLOW if model == "resnet18" else ADAM
+    changes = {"microbatches": 2, "clip_norm": 0.5, "optimizer": optimizer, "evaluate_every": None}
+    assert_alike(tmp_path, model, [replace(MESHES[name], changes=changes) for name in meshes])
+
+
+PAIR: tuple[Mesh, ...] = ((2,), (2,))
+SHAPES = {
+    "mesh and one": Case("mesh and one", (1, 1), ((2,), None)),
+    "one and mesh": Case("one and mesh", (1, 1), (None, (2,))),
+    "two meshes": Case("two meshes", (1, 1), PAIR),
+    "replicas of meshes": Case("replicas of meshes", (2, 1), ((2,), None)),
+    "meshes of other sizes": Case("meshes of other sizes", (1, 1), ((3,), (2,))),
+    "one and replicas of meshes": Case("one and replicas of meshes", (1, 2), (None, (2,))),
+}
+
+
+@pytest.mark.parametrize("schedule", ["flush", "weight-stashing", "2bw"])
+def test_pipelines_of_meshes(tmp_path: Path, schedule: str) -> None:
+    """Stages on meshes beside stages on one device, with replicas, 2 x 2 and uneven; clipped, and
+    with a smaller last minibatch and evaluation.
+    """
+    data = {"source": "sharded_models:points", "args": {"examples": 33}}
+    changes = {"optimizer": ADAM, "clip_norm": 0.3, "data": data, "drop_last": False}
+    by_replicas: dict[tuple[int, ...], list[Case]] = {}
+    for case in SHAPES.values():
+        changed = replace(case, schedule=schedule, changes=changes)
+        by_replicas.setdefault(tuple(case.replicas), []).append(changed)
+    for number, cases in enumerate(by_replicas.values()):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        assert_alike(folder, "Perceptron", cases)
