@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from sharded_runs import Case, alone, train_cases
+from sharded_runs import Case, alone, captured, job_of, train_cases
 from torch import Tensor
+from training import run_jobs
 
 from pipedream.graph.sharding.placement import Mesh
 from pipedream.runtime.checkpoint.files import load_all
@@ -112,3 +113,62 @@ def test_pipelines_of_meshes(tmp_path: Path, schedule: str) -> None:
         folder = tmp_path / str(number)
         folder.mkdir()
         assert_alike(folder, "Perceptron", cases)
+
+
+def test_a_run_goes_on_with_other_meshes(tmp_path: Path) -> None:
+    """From two devices to four to none, Adam's state with it: each reads its slices of whole
+    tensors.
+    """
+    changes = {"optimizer": ADAM, "evaluate_every": None}
+    order = [Case("run"), Case("run", meshes=((4,),)), Case("run", meshes=(None,))]
+    whole, kept = captured("Perceptron"), [replace(case, changes=changes) for case in order]
+    jobs = [
+        job_of(tmp_path, "Perceptron", case, whole, epochs=epochs, resume=epochs > 1)
+        for epochs, case in enumerate(kept, start=1)
+    ]
+    straight = replace(alone(kept[0]), changes=changes | {"epochs": 3})
+    run_jobs([*jobs, job_of(tmp_path, "Perceptron", straight, whole)])
+    expected = checkpoint(tmp_path, straight)
+    torch.testing.assert_close(checkpoint(tmp_path, kept[0]), expected, rtol=1e-12, atol=1e-12)
+    assert metrics(tmp_path, kept[0]) == pytest.approx(metrics(tmp_path, straight), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("VGG", {"optimizer": ADAM}),
+        ("Perceptron", {"optimizer": {"name": "RMSprop", "args": {"lr": 0.01}}, "accumulate": 2}),
+    ],
+)
+def test_recomputation(tmp_path: Path, model: str, changes: dict[str, object]) -> None:
+    """The first of two stages, which has dropout in one model."""
+    case = Case("recomputing", (1, 1), PAIR, recompute=(0,), changes=changes)
+    if "accumulate" in changes:
+        case = replace(case, schedule="weight-stashing")
+    assert_alike(tmp_path, model, [case])
+
+
+def test_autocast(tmp_path: Path) -> None:
+    """bfloat16 has eight bits: sums in another order differ by some thousandths."""
+    changes = {"dtype": "float32", "autocast": "bfloat16", "evaluate_every": None}
+    assert_alike(tmp_path, "Perceptron", [Case("lowered", changes=changes)], tolerance=0.01)
+
+
+SGD = {"name": "SGD", "args": {"lr": 0.1}}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "told"),
+    [
+        ({"name": "Adafactor"}, "optimizer: Adafactor has to see the whole of 0.weight"),
+        (
+            SGD | {"groups": [{"match": ["2.weight"], "name": "Muon"}]},
+            "optimizer.groups.0: Muon has to see the whole of 2.weight",
+        ),
+    ],
+)
+def test_optimizers_that_look_at_all_of_a_parameter(
+    tmp_path: Path, optimizer: dict[str, object], told: str
+) -> None:
+    with pytest.raises(AssertionError, match=told):
+        train_cases(tmp_path, "Perceptron", [Case("run", changes={"optimizer": optimizer})])
