@@ -7,15 +7,19 @@ model does is shown elsewhere. All runs of a test are in the same processes.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from commands import typed
+from order_runs import MOMENTUM, plan_of, prepare, train
 from sharded_runs import Case, alone, captured, job_of, train_cases
 from torch import Tensor
 from training import run_jobs
 
+from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.sharding.placement import Mesh
 from pipedream.runtime.checkpoint.files import load_all
 
@@ -172,3 +176,79 @@ def test_optimizers_that_look_at_all_of_a_parameter(
 ) -> None:
     with pytest.raises(AssertionError, match=told):
         train_cases(tmp_path, "Perceptron", [Case("run", changes={"optimizer": optimizer})])
+
+
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_killed_device_is_named_and_the_run_goes_on(tmp_path: Path, killed: int) -> None:
+    """One of a team, or the stage after it: the run ends with one line, or goes on from its
+    checkpoint to the very same end.
+    """
+    changes = {"optimizer": MOMENTUM, "epochs": 3, "clip_norm": 0.05}
+    plan = on_mesh(plan_of("Chain", None, [[0], [1]], 4))
+    data: dict[str, object] = {"args": {}, "source": "small_models:classes"}
+    prepare(tmp_path, "Chain", "1f1b", [[0], [1]], data=data, **changes)
+    write_plan(plan, tmp_path / "plan.json")
+    train(tmp_path, run="whole")
+    data = {"args": {"rank": killed}, "source": "small_models:deadly"}
+    prepare(tmp_path, "Chain", "1f1b", [[0], [1]], data=data, **changes)
+    write_plan(plan, tmp_path / "plan.json")
+    words = ["pd-train", "plan.json", "--config", "run.yaml", "--save-every", "4", "-o"]
+    done = typed(tmp_path, [*words, "lost"])
+    line = rf"pd-train: rank {killed} was killed by SIGKILL in epoch [12] at \S+, minibatch \d+; "
+    (said,) = (each for each in done.error.splitlines() if each.startswith("pd-train: "))
+    assert re.fullmatch(line + "all workers stopped", said)
+    assert done.code == 1
+    done = typed(tmp_path, [*words, "again", "--max-restarts", "1"])
+    assert done.code == 0, done.error
+    one, other = (load_all(tmp_path / run / "checkpoints/latest") for run in ("whole", "again"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def on_mesh(plan: Plan) -> Plan:
+    """The first of two stages on two devices."""
+    data = plan.model_dump(exclude_none=True)
+    data["cluster"]["machines"] = (3,)
+    first, last = data["stages"]
+    first |= {"ranks": (0, 1), "mesh": (2,), "placements": {"parameters": {"*weight": "S(0)"}}}
+    last["ranks"] = (2,)
+    return Plan.model_validate(data)
+
+
+def _placed(parameters: dict[str, str]) -> dict[str, object]:
+    return {"placements": {"parameters": parameters}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"mesh": [3]}, "stage 0 has 2 ranks, which is no multiple of the 3 devices of its mesh"),
+        ({"mesh": [0]}, "mesh.0: 0 is too small: give more than 0"),
+        ({"mesh": [2, 1]}, r"\*weight: S\(0\) has 1 placements for 2 mesh axes"),
+        ({"mesh": None}, "stage 0 has placements and no mesh"),
+        (_placed({"*weight": "P"}), "is a sum, which only operators can give"),
+        (_placed({"*weight": "S(x)"}), r"'S\(x\)'"),
+        (
+            _placed({"*weight": "S(2)"}),
+            r"a.linear.weight of shape \(6, 6\) cannot be placed S\(2\)",
+        ),
+        (_placed({"*weight": "S(0, chunks=5)"}), "cannot be placed"),
+        (_placed({"a.weight": "S(0)"}), "a.weight: no parameter has this name; did you mean"),
+        ({"placements": {"values": {"input 3": "S(0)"}}}, "input 3: no value has this name"),
+        ({"placements": {"values": {"input 0": "S(5)"}}}, r"cannot be placed S\(5\)"),
+        ({"placements": {"parameter": {}}}, "placements.parameter"),
+    ],
+)
+def test_wrong_placements_are_told_in_one_line(
+    tmp_path: Path, changes: dict[str, object], told: str
+) -> None:
+    prepare(tmp_path, "Chain", "1f1b", [[0], [1]])
+    plan = on_mesh(plan_of("Chain", None, [[0], [1]], 4)).model_dump(exclude_none=True)
+    plan["stages"] = [plan["stages"][0] | changes, plan["stages"][1]]
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    done = typed(tmp_path, ["pd-train", "plan.json", "--config", "run.yaml", "-o", "run"])
+    assert done.code == 2
+    (said,) = (each for each in done.error.splitlines() if each.startswith("pd-train: "))
+    assert re.search(told, said), said
+    assert "Traceback" not in done.error

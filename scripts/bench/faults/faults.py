@@ -1,6 +1,6 @@
 """Kills the processes of trainings, and shows that nothing of it is left in the result.
 
-    python scripts/bench/faults/faults.py [--kills 200] [--seed 0] [-o runs/faults]
+    python scripts/bench/faults/faults.py [--kills 200] [--teams] [--seed 0] [-o runs/faults]
 
 Trains a small network (dropout, batch norm, momentum; an epoch ends with a smaller minibatch) on
 two to four workers under every schedule, from a dataset or a stream: once undisturbed, and then
@@ -58,6 +58,11 @@ CASES = tuple(
     for schedule in SCHEDULES
     for replicas in PLANS
 )
+TEAM_CASES = tuple(
+    Case(replicas, schedule, "examples", devices=2)
+    for schedule in SCHEDULES
+    for replicas in ((1,), (1, 1), (2, 1))
+)
 KILLS_PER_TRAINING: dict[How, int] = {"--max-restarts": 10, "--resume": 8, "--replan": 1}
 FULL_DISKS_PER_TRAINING = 2
 WAYS: tuple[How, ...] = ("--max-restarts", "--resume", "--replan", "--resume")
@@ -95,7 +100,7 @@ class Outcome:
 
     def _add(self, each: dict[str, Any]) -> None:
         of_case = each["case"]
-        case = Case(tuple(of_case["replicas"]), of_case["schedule"], of_case["data"])
+        case = Case(**of_case | {"replicas": tuple(of_case["replicas"])})
         for kill in each["kills"]:
             self.kills.append((case, Kill(**kill | {"signal": signal.Signals(kill["signal"])})))
         self.full_disks += each["full_disks"]
@@ -212,22 +217,26 @@ def report(outcome: Outcome) -> str:
 
 @click.command()
 @click.option("--kills", default=200, show_default=True, type=click.IntRange(min=1))
+@click.option("--teams", is_flag=True, help="Stages on meshes of two devices, without --replan.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("-o", "--output", default="runs/faults", type=click.Path(path_type=Path))
-def main(kills: int, seed: int, output: Path) -> None:
+def main(kills: int, teams: bool, seed: int, output: Path) -> None:
+    cases = TEAM_CASES if teams else CASES
+    ways = [how for how in WAYS if how != "--replan" or not teams]
     torch.set_num_threads(1)
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     outcome = Outcome.read(output / "trainings.jsonl")
     begun, begin = outcome.trainings, time.monotonic()
     numbers = random.Random(f"{seed}, {begun}")
-    warm_planner(output)
+    if not teams:
+        warm_planner(output)
     for number in itertools.count(begun):
         left = kills - len(outcome.kills)
         if left <= 0:
             break
-        case = random.Random(seed).sample(CASES, len(CASES))[number % len(CASES)]
-        how = WAYS[(number + number // len(CASES)) % len(WAYS)]
+        case = random.Random(seed).sample(cases, len(cases))[number % len(cases)]
+        how = ways[(number + number // len(cases)) % len(ways)]
         run = Run.made(case, output)
         killer, disk, wrong = one_training(number, run, how, numbers, left)
         filled = 0 if disk is None else disk.filled

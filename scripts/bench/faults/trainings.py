@@ -27,7 +27,7 @@ import pipedream.runtime.trainer  # noqa: F401 - what a worker would import
 from pipedream.capture.export import capture
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.model import Graph, format_graph
-from pipedream.graph.plan import PlanningOptions, write_plan
+from pipedream.graph.plan import Plan, PlanningOptions, write_plan
 from pipedream.runtime.cli import main
 from pipedream.runtime.supervise.forked import Forked
 from pipedream.runtime.supervise.heartbeat import Heartbeats
@@ -53,14 +53,19 @@ epochs: {trained.EPOCHS}
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: stages with these numbers of workers; `data`: examples or stream."""
+    """What is trained: stages with these numbers of workers; `data`: examples or stream. With
+    `devices` each worker of the first stage is a team of so many ranks.
+    """
 
     replicas: tuple[int, ...]
     schedule: ScheduleName
     data: str
+    devices: int = 1
 
     def __str__(self) -> str:
-        return f"{' + '.join(map(str, self.replicas))}, {self.schedule}, {self.data}"
+        team = f"x{self.devices}" if self.devices > 1 else ""
+        first, *others = map(str, self.replicas)
+        return f"{' + '.join([first + team, *others])}, {self.schedule}, {self.data}"
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,8 @@ class Run:
         timed = {name: replace(node, forward_seconds=1e-3) for name, node in captured.nodes.items()}
         graph = Graph(timed, captured.edges)
         plan = make_plan(graph, cut(graph, len(case.replicas)), case.replicas, case.schedule)
+        if case.devices > 1:
+            plan = _with_teams(plan, case.devices)
         shutil.rmtree(folder, ignore_errors=True)
         self.temporary.mkdir(parents=True)
         # Pipelines without replicas, of which there always is one for fewer workers.
@@ -95,7 +102,7 @@ class Run:
 
     @property
     def workers(self) -> int:
-        return sum(self.case.replicas)
+        return sum(self.case.replicas) + (self.case.devices - 1) * self.case.replicas[0]
 
     @property
     def temporary(self) -> Path:
@@ -201,3 +208,16 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def _with_teams(plan: Plan, devices: int) -> Plan:
+    """The plan with meshes of so many devices in its first stage."""
+    data = plan.model_dump(exclude_none=True)
+    first, *others = data["stages"]
+    more = (devices - 1) * len(first["ranks"])
+    first |= {"ranks": tuple(range(devices * len(first["ranks"]))), "mesh": (devices,)}
+    first["placements"] = {"parameters": {"*a.weight": "S(0)"}}
+    for stage in others:
+        stage["ranks"] = tuple(rank + more for rank in stage["ranks"])
+    data["cluster"]["machines"] = (plan.workers + more,)
+    return Plan.model_validate(data)
