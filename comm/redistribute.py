@@ -1,8 +1,9 @@
 """Redistribution of tensors among the ranks of a mesh, and transfers from one mesh to another.
 
 Executes what `graph/sharding` has planned. All that is gathered, scattered or exchanged within an
-axis goes through `all_to_all_single`: it takes parts of any sizes, empty ones too, with gloo and
-with NCCL, and a reduce-scatter made of it adds up in the same order everywhere.
+axis goes from rank to rank in one batch of messages, with gloo and with NCCL: parts may be of any
+sizes, empty ones too, none is copied together with others first, and a sum is added up in the same
+order everywhere. With gloo sums are made so, too: its own all-reduce takes longer.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ class MeshGroups:
                 zeros = local.new_zeros(after[here].shape)
                 return _paste(zeros, after[here], [(before[here], local)])
             case Collective.ALL_REDUCE:
-                return _summed(local, axis.group)
+                return _summed(local, axis.group, here)
         outgoing = [cut(local, before[here], intersection(before[here], new)) for new in after]
         incoming = [intersection(old, after[here]) for old in before]
-        parts = _exchange(outgoing, incoming, axis.group)
+        parts = _exchange(outgoing, [region.shape for region in incoming], axis.group, here)
         if step.collective is Collective.REDUCE_SCATTER:
             return reduce(torch.add, parts)
         result = local.new_empty(after[here].shape)
@@ -153,25 +154,49 @@ def _paste(local: Tensor, region: Region, parts: Iterable[tuple[Region, Tensor]]
 
 
 def _exchange(
-    outgoing: Sequence[Tensor], incoming: Sequence[Region], group: dist.ProcessGroup
+    outgoing: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    group: dist.ProcessGroup,
+    here: int,
 ) -> list[Tensor]:
-    """Sends one tensor to each rank of the group, and receives one for each region."""
-    device, sizes = outgoing[0].device, [region.size for region in incoming]
-    flat = torch.cat([piece.reshape(-1) for piece in outgoing]).to(_staged(device, group))
-    received = flat.new_empty(sum(sizes))
+    """Sends one tensor to each rank of the group, in which this one is number `here`, and receives
+    one of these shapes from each.
+    """
+    device = outgoing[0].device
+    staged = _staged(device, group)
+    parts = list(outgoing)  # that of this rank stays
+    operations = []
+    for number, (piece, shape) in enumerate(zip(outgoing, shapes, strict=True)):
+        if number == here:
+            continue
+        if piece.numel():
+            message = piece.to(staged).contiguous()
+            operations.append(dist.P2POp(dist.isend, message, group=group, group_peer=number))
+        parts[number] = torch.empty(shape, dtype=piece.dtype, device=staged)
+        if parts[number].numel():
+            received = parts[number]
+            operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=number))
     with _peers():
-        dist.all_to_all_single(
-            received, flat, sizes, [piece.numel() for piece in outgoing], group=group
-        )
-    parts = torch.split(received.to(device), sizes)
-    return [part.view(region.shape) for part, region in zip(parts, incoming, strict=True)]
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+    return [part.to(device) for part in parts]
 
 
-def _summed(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = local.to(_staged(local.device, group), copy=True).contiguous()
-    with _peers():
-        dist.all_reduce(total, group=group)
-    return total.to(local.device)
+def _summed(local: Tensor, group: dist.ProcessGroup, here: int) -> Tensor:
+    """The sum over the group: of all devices if they are few, else of parts that are gathered."""
+    if dist.get_backend(group) == "nccl":
+        total = local.clone(memory_format=torch.contiguous_format)
+        with _peers():
+            dist.all_reduce(total, group=group)
+        return total
+    count = dist.get_world_size(group)
+    if count == 2:
+        return reduce(torch.add, _exchange([local] * 2, [tuple(local.shape)] * 2, group, here))
+    pieces = list(torch.tensor_split(local.reshape(-1), count))
+    own = [tuple(pieces[here].shape)] * count
+    total = reduce(torch.add, _exchange(pieces, own, group, here))
+    shapes = [tuple(piece.shape) for piece in pieces]
+    return torch.cat(_exchange([total] * count, shapes, group, here)).view(local.shape)
 
 
 def _deliver(
