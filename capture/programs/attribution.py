@@ -122,9 +122,7 @@ class _Labels:
                 reached += [source for source, _ in function.next_functions]
 
 
-def _labelling(
-    module: fx.GraphModule, owner: Mapping[str, str], labels: _Labels
-) -> fx.GraphModule:
+def _labelling(module: fx.GraphModule, owner: Mapping[str, str], labels: _Labels) -> fx.GraphModule:
     """The same module, which calls `labels.ran` after each operator."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
