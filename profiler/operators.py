@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pipedream.capture.export import Captured
-from pipedream.capture.node_modules import preserve_model_state
 from pipedream.capture.programs.attribution import attribute
 from pipedream.capture.programs.joint import CannotDivide
 from pipedream.graph.sharding.operators import OperatorProfile
@@ -37,9 +36,8 @@ def profile_operators(
     """
     # Whatever torch raises: operators are of use to some plans, the rest of the profile to all.
     try:
-        with preserve_model_state(captured):
-            found = attribute(captured, inputs, device, precision)
-            seconds = operator_seconds(found, nodes, device)
+        found = attribute(captured, inputs, device, precision)
+        seconds = operator_seconds(found, nodes, device)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CannotDivide(lines[0][:_LONGEST]) from error

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node as AutogradNode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.export import Captured
+from pipedream.capture.node_modules import preserve_model_state
 from pipedream.capture.programs.description import describe
-from pipedream.capture.programs.joint import joint
+from pipedream.capture.programs.joint import CannotDivide, joint
 from pipedream.capture.programs.means import sum_means
-from pipedream.capture.segment import freeze_constants, segment
+from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.graph.sharding.operators import OperatorGraph
 
 _LABEL = "graph_node"
@@ -49,22 +51,20 @@ def attribute(
     device: torch.device,
     precision: AbstractContextManager[Any],
 ) -> Attributed:
-    """Traces the model on inputs such as these (in the order of `captured.inputs`); nothing is
-    computed but constants. `precision`: the context of the forward pass, which is entered twice.
-
-    Moves the model to the device. Raises CannotDivide.
+    """Traces the model on the device, on inputs such as these (in the order of `captured.inputs`).
+    Nothing is computed but constants. `precision`: the context of the forward pass, which is
+    entered twice. Raises CannotDivide.
     """
-    whole = segment(captured, captured.working, keep=captured.outputs).to(device)
-    freeze_constants(whole, captured.owner)
-    given = dict(zip(captured.inputs, inputs, strict=True))
-    labels = _Labels()
-    traced = joint(
-        _labelling(whole.module, captured.owner, labels),
-        dict(_state(whole.module)),
-        [given[name].to(device) for name in whole.inputs],
-        [captured.values[name].requires_grad for name in whole.inputs],
-        precision,
-    )
+    with _model_on(captured, device) as whole:
+        given = dict(zip(captured.inputs, inputs, strict=True))
+        labels = _Labels()
+        traced = joint(
+            _labelling(whole.module, captured.owner, labels),
+            dict(_state(whole.module)),
+            [given[name].to(device) for name in whole.inputs],
+            [captured.values[name].requires_grad for name in whole.inputs],
+            precision,
+        )
     labels.write(traced.module.graph)
     summed = sum_means(traced)
     graph, made = describe(summed), {node.name: node for node in summed.module.graph.nodes}
@@ -74,6 +74,22 @@ def attribute(
         {name: node for name, (node, _) in written.items()},
         frozenset(name for name, (_, backward) in written.items() if backward),
     )
+
+
+@contextmanager
+def _model_on(captured: Captured, device: torch.device) -> Iterator[Segment]:
+    """All nodes as one segment on the device; a fake model stays on the CPU, where it claims to be.
+    On exit the model is back where it was.
+    """
+    whole = segment(captured, captured.working, keep=captured.outputs)
+    tensors = (*captured.module.parameters(), *captured.module.buffers())
+    if any(isinstance(each, FakeTensor) for each in tensors):
+        if device.type != "cpu":
+            raise CannotDivide("a model without memory can be traced on the CPU alone")
+        yield freeze_constants(whole, captured.owner)
+    else:
+        with preserve_model_state(captured):
+            yield freeze_constants(whole.to(device), captured.owner)
 
 
 class _Labels:
