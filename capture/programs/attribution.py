@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node as AutogradNode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from pipedream.capture.export import Captured
 from pipedream.capture.node_modules import preserve_model_state
 from pipedream.capture.programs.description import describe
+from pipedream.capture.programs.draws import is_draw, note_seed
 from pipedream.capture.programs.joint import CannotDivide, joint
 from pipedream.capture.programs.means import sum_means
 from pipedream.capture.segment import Segment, freeze_constants, segment
@@ -103,6 +104,10 @@ class _Labels:
         self.created: dict[AutogradNode, None] = {}
         """Those that exist stay alive, as another might get the identity of one that does not."""
 
+    def seed(self) -> None:
+        """As in a run, where each draw has a seed of its own: so each is an input of the passes."""
+        note_seed(nn.Identity())
+
     def ran(self, node: str, result: Any) -> None:
         """Called in the forward pass after an operator of `node`."""
         mode = get_proxy_mode()
@@ -139,10 +144,14 @@ class _Labels:
 
 
 def _labelling(module: fx.GraphModule, owner: Mapping[str, str], labels: _Labels) -> fx.GraphModule:
-    """The same module, which calls `labels.ran` after each operator."""
+    """The same module, which calls `labels.ran` after each operator, and `labels.seed` before one
+    that draws random numbers.
+    """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
+        if is_draw(node):
+            graph.call_function(labels.seed, ())
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op == "call_function":
             graph.call_function(labels.ran, (owner[node.name], copies[node]))
