@@ -25,7 +25,7 @@ from pipedream.profiler.timing.times import Timing
 
 _REPEATS = 5
 _SECONDS = 2.0
-"""After so many, shared equally, an operator is not repeated."""
+"""After so many, shared equally, an operator is not repeated further."""
 _OPAQUE = ("workspace", "reserve")
 """How arguments are called whose contents, and true size, only the forward operator knows."""
 
@@ -71,8 +71,8 @@ def seconds_alone(operators: Iterable[Operator], device: torch.device) -> dict[O
 def _time(
     operator: Operator, enough: float, watch: Stopwatch, random: _RandomValues
 ) -> float | None:
-    """The median of repeats, without the first if there are others; `enough`: after so many seconds
-    no further one begins. None if the operator cannot be run by itself.
+    """The median of repeats, of which there is one at least, after one that does not count;
+    `enough`: after so many seconds no further one begins. None if it cannot be run by itself.
     """
     repeats: list[float] = []
     # Whatever torch raises: some operators need certain values, and memory may be short.
@@ -81,14 +81,14 @@ def _time(
             return None
         inputs = [random.like(type_) for type_ in operator.inputs]
         end = time.monotonic() + enough
-        while len(repeats) <= _REPEATS and (not repeats or time.monotonic() < end):
+        while len(repeats) <= _REPEATS and (len(repeats) < 2 or time.monotonic() < end):
             watch.clear()
             start = watch.mark()
             execute(operator, inputs)
             repeats.append(watch.seconds(start, watch.mark()))
     except Exception:
         return None
-    return statistics.median(repeats[1:] or repeats)
+    return statistics.median(repeats[1:])
 
 
 def _needs_forward(operator: Operator) -> bool:
