@@ -12,21 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.graph.errors import UserError
-from pipedream.graph.model import Graph
-from pipedream.graph.profile import Profile
 from pipedream.graph.units import show_seconds
 from pipedream.profiler.cli import write_files
+from pipedream.profiler.measure import Measured
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
 @dataclass(frozen=True, repr=False)
-class Profiled:
+class Profiled(Measured):
     """A model with the times and sizes of its layers."""
-
-    graph: Graph
-    profile: Profile
 
     @property
     def layers(self) -> pd.DataFrame:
@@ -36,10 +32,10 @@ class Profiled:
         return layers_frame(self.profile)
 
     def write(self, folder: str | Path) -> Path:
-        """Writes graph.txt, profile.json and their pictures, as pd-profile does; returns the
-        folder. Raises UserError if it cannot be written.
+        """Writes graph.txt, profile.json, operators.json and pictures, as pd-profile does; returns
+        the folder. Raises UserError if it cannot be written.
         """
-        write_files(self.graph, self.profile, Path(folder))
+        write_files(self, Path(folder))
         return Path(folder)
 
     def __repr__(self) -> str:
@@ -95,7 +91,7 @@ def profile(
     )
     before = torch.get_num_threads()
     try:
-        return Profiled(*measure(loaded, settings))
+        return Profiled(**vars(measure(loaded, settings)))
     finally:
         torch.set_num_threads(before)
 

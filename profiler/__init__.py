@@ -1,6 +1,7 @@
 """pd-profile: measures the time and memory of each layer of a model, and the network.
 
 `cli` is the command, `measure` the path from a loaded model to its profile. `timing/` measures
-times, `memory` the bytes saved for backward passes, `network/` messages and all-reduces between
-ranks. `report/` prints, draws and compares profiles. Begin with `measure`.
+times, `operators` those of single operators, `memory` the bytes saved for backward passes,
+`network/` messages and all-reduces between ranks. `report/` prints, draws and compares profiles.
+Begin with `measure`.
 """

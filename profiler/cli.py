@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from pipedream.capture.sources.load import Loaded
-    from pipedream.graph.model import Graph
-    from pipedream.graph.profile import Profile
+    from pipedream.profiler.measure import Measured
 
 _BATCH_SIZE = 32
 _CORES = click.IntRange(min=1, max=os.cpu_count())
@@ -110,8 +109,9 @@ def main(**parameters: Any) -> int:
     """Measure the time and memory of each layer of MODEL: torchvision:NAME, timm:NAME,
     transformers:NAME, package.module:factory, or the path of a run config.
 
-    Writes graph.txt, which pd-optimize reads, profile.json with all measurements, layers.csv with
-    one row per layer, and the pictures layers.png and graph.svg.
+    Writes graph.txt, which pd-optimize reads, profile.json with all measurements, operators.json
+    with the operators of each layer, layers.csv with one row per layer, and the pictures layers.png
+    and graph.svg.
 
     With --network it measures the network between ranks instead, sums of gradients beside passes of
     MODEL if one is named.
@@ -149,9 +149,9 @@ def _profile_model(options: Mapping[str, Any]) -> None:
         check_folder(output, sizes)
         profile_sizes(sizes, output, _measurement(options, args), write_files)
     else:
-        graph, profile = _measurement(options, args)(options["batch_size"])
-        written = write_files(graph, profile, output)
-        print_report(profile, options["sort"], options["top"])
+        measured = _measurement(options, args)(options["batch_size"])
+        written = write_files(measured, output)
+        print_report(measured.profile, options["sort"], options["top"])
         click.echo(f"Written: {written}")
     planned = output if sizes is not None else output / "graph.txt"
     click.echo(f"Next: pd-optimize {planned} --machines 2 --bandwidth 1GB")
@@ -159,7 +159,7 @@ def _profile_model(options: Mapping[str, Any]) -> None:
 
 def _measurement(
     options: Mapping[str, Any], args: Mapping[str, Any]
-) -> Callable[[int | None], tuple[Graph, Profile]]:
+) -> Callable[[int | None], Measured]:
     """What measures the model at a batch size, or at the model's own for None."""
     import torch
 
@@ -169,7 +169,7 @@ def _measurement(
     model, meta, device = options["model"], options["meta"], _device(options["device"])
     rule = StoppingRule(options["warmup"], options["repeats"], options["seconds"])
 
-    def measure_at(batch_size: int | None) -> tuple[Graph, Profile]:
+    def measure_at(batch_size: int | None) -> Measured:
         torch.manual_seed(0)
         with _enough_memory(options["device"]), progress() as step:
             step("loading", 0.0, 0.0)
@@ -303,24 +303,33 @@ def _enough_memory(device: str, option: str = "--batch-size") -> Iterator[None]:
         raise UserError(f"out of memory on {device}: choose a smaller {option}") from error
 
 
-def write_files(graph: Graph, profile: Profile, output: Path) -> str:
+def write_files(measured: Measured, output: Path) -> str:
     """Writes all files of a profile; returns a line that names them."""
     from pipedream.graph.draw import draw, why_text
     from pipedream.graph.model import format_graph
     from pipedream.graph.profile import write_profile
+    from pipedream.graph.sharding.operators import write_operators
     from pipedream.profiler.report.layers import layers_frame
     from pipedream.profiler.report.layers_picture import draw_layers
 
+    graph, profile, operators = measured.graph, measured.profile, measured.operators
     with writing(output):
         output.mkdir(exist_ok=True)
         write_whole(output / "graph.txt", format_graph(graph))
         write_profile(profile, output / "profile.json")
+        if operators is None:
+            (output / "operators.json").unlink(missing_ok=True)  # of an earlier run
+        else:
+            write_operators(operators, output / "operators.json")
         write_whole(output / "layers.csv", layers_frame(profile).to_csv(index=False))
         draw_layers(profile, output / "layers.png")
         picture = draw(graph, output / "graph", profile.title, profile.modules)
     why = why_text(graph, picture)
-    files = f"{output}/graph.txt, profile.json, layers.csv, layers.png, {picture.name}"
-    return files + (f" ({why})" if why else "")
+    names = ["profile.json", "operators.json", "layers.csv", "layers.png", picture.name]
+    if operators is None:
+        names.remove("operators.json")
+    files = ", ".join([f"{output}/graph.txt", *names]) + (f" ({why})" if why else "")
+    return files if operators else f"{files}; no operators.json: {measured.no_operators}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measures a loaded model: its graph with times, and its profile."""
+"""Measures a loaded model: its graph with times, its profile, and its operators."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from pipedream.capture.compute_settings import keep_freed_memory, lowered
 from pipedream.capture.export import Captured, Value, capture, flatten_inputs, rebuild
 from pipedream.capture.fake_tensors import capture_fake
+from pipedream.capture.programs.joint import CannotDivide
 from pipedream.capture.sources.load import Loaded
 from pipedream.comm.memory import free_memory
 from pipedream.graph.errors import UserError
@@ -29,8 +30,10 @@ from pipedream.graph.profile import (
     ProfiledUpdate,
     Totals,
 )
+from pipedream.graph.sharding.operators import OperatorProfile
 from pipedream.profiler.device import device_name, is_out_of_memory
 from pipedream.profiler.memory import footprints
+from pipedream.profiler.operators import profile_operators
 from pipedream.profiler.timing.backward_split import BackwardSplit, backward_splits
 from pipedream.profiler.timing.contention import (
     contention,
@@ -75,6 +78,16 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What pd-profile writes of a model. Without `operators`, `no_operators` says why."""
+
+    graph: Graph
+    profile: Profile
+    operators: OperatorProfile | None = None
+    no_operators: str = ""
+
+
+@dataclass(frozen=True)
 class _Measurements:
     """All measurements of a model."""
 
@@ -89,7 +102,7 @@ class _Measurements:
 
 def measure(
     loaded: Loaded, settings: Settings, progress: Callable[[float], None] = lambda part: None
-) -> tuple[Graph, Profile]:
+) -> Measured:
     """Captures and measures the model; `progress` is called with the fraction done, from 0 to 1.
 
     Raises UserError if the model cannot be captured or cannot run on its inputs, and RuntimeError
@@ -123,7 +136,15 @@ def measure(
         raise _cannot_run(settings.model, error) from error
     measured = _Measurements(captured, times, kept, splits, updated, summed, read)
     graph = _timed(captured, times)
-    return graph, _profile(measured, graph, settings)
+    profile = _profile(measured, graph, settings)
+    precision, size = lowered(loaded.autocast, settings.device), settings.batch_size
+    try:
+        operators = profile_operators(
+            captured, inputs, size, settings.device, precision, times.nodes
+        )
+    except CannotDivide as error:
+        return Measured(graph, profile, no_operators=str(error))
+    return Measured(graph, profile, operators)
 
 
 def _cannot_run(model: str, error: Exception) -> UserError:

@@ -17,7 +17,7 @@ measure() { # NAME, batch on a CPU, batch on a GPU, MODEL and options
     PYTHONPATH=configs ${PYTHON:-python3} -m pipedream.profiler.cli "$@" --device "$device" \
         --batch-size "$batch" -o "$out/$name"
     # What pd-optimize and pd-profile --show, --diff read; the pictures can be had again.
-    rm -f "$out/$name"/{layers.png,layers.csv,graph.svg,graph.gv}
+    rm -f "$out/$name"/{operators.json,layers.png,layers.csv,graph.svg,graph.gv}
 }
 
 wanted=("$@")

@@ -86,7 +86,9 @@ def test_a_yaml_bomb_is_refused(name: str, bomb: str) -> None:
     assert read_mutated(READERS[name], BOMBS[bomb].encode(), Path("read"))
 
 
-@pytest.mark.parametrize("name", ["plan.json", "profile.json", "measured.json", "state.json"])
+@pytest.mark.parametrize(
+    "name", ["plan.json", "profile.json", "operators.json", "measured.json", "state.json"]
+)
 def test_json_that_is_deep_long_or_no_text_is_refused(name: str) -> None:
     Path("read").mkdir()
     whole = whole_file(name)
@@ -133,6 +135,8 @@ def test_a_name_in_every_place_of_a_file(name: str) -> None:
     for kind, old in (
         ("plan.json", b'"a"'),
         ("plan.json", b'"weight-stashing"'),
+        ("operators.json", b'"aten.mm.default"'),
+        ("operators.json", b'"mm_1"'),
         ("measured.json", b'"cpu"'),
         ("state.json", b'"optimizer"'),
         ("timeline.csv", b"0F0"),

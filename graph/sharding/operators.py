@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, read_artifact
@@ -162,16 +162,62 @@ class OperatorProfile(ArtifactModel):
     """Of one minibatch, as if the model were one stage."""
     nodes: dict[str, str]
     """By the name of a call the node of graph.txt that it belongs to, backward pass included."""
-    seconds: dict[str, NonNegativeFloat] = Field(default={})
-    """By the name of a call, on one device; those of a node add up to its passes."""
+    seconds: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default={})
+    """By the name of a call, on one device; those of a node add up to its passes, without the loss
+    of a run config."""
 
     @model_validator(mode="after")
     def _check(self) -> OperatorProfile:
+        _check_values(self.graph)
         calls = {call.name for call in self.graph.calls}
         for what, known in (("nodes", self.nodes), ("seconds", self.seconds)):
             if unknown := next((name for name in known if name not in calls), None):
                 raise ValueError(f"{what}: there is no operator {unknown}")
+        if missing := next((name for name in calls if name not in self.nodes), None):
+            raise ValueError(f"nodes: {missing} belongs to none")
         return self
+
+
+def _check_values(graph: OperatorGraph) -> None:
+    """Raises ValueError unless each value is computed once and before it is read."""
+    known, names = set[str](), set[str]()
+    for each in graph.inputs:
+        _add(each.value, known)
+    for call in graph.calls:
+        _add(call.name, names)
+        _check_call(call, known)
+        for value in call.results:
+            if value is not None:
+                _add(value, known)
+    if unknown := next((each.value for each in graph.outputs if each.value not in known), None):
+        raise ValueError(f"outputs: there is no value {unknown}")
+
+
+def _add(name: str, names: set[str]) -> None:
+    if name in names:
+        raise ValueError(f"{name} is there twice")
+    names.add(name)
+
+
+def _check_call(call: OperatorCall, known: set[str]) -> None:
+    """Raises ValueError unless the call fits its operator and reads `known` values."""
+    operator, arguments = call.operator, [*call.operator.arguments]
+    arguments += [value for _, value in operator.keywords]
+    scalars = [each for value in arguments for each in _scalars(value)]
+    numbers = [each.input for each in scalars if isinstance(each, Input)] + [*operator.writes]
+    if any(number >= len(operator.inputs) for number in numbers):
+        raise ValueError(f"{call.name}: an argument is none of the operator's inputs")
+    if len(call.reads) != len(operator.inputs) or len(call.results) != len(operator.outputs):
+        raise ValueError(f"{call.name}: reads and results are not as many as the operator has")
+    if unknown := next((value for value in call.reads if value not in known), None):
+        raise ValueError(f"{call.name}: there is no value {unknown} before it")
+    for value, type_ in zip(call.results, operator.outputs, strict=True):
+        if value is not None and type_ is None:
+            raise ValueError(f"{call.name}: {value} is not computed")
+
+
+def _scalars(argument: Argument) -> tuple[Scalar, ...]:
+    return argument if isinstance(argument, tuple) else (argument,)
 
 
 def read_operators(path: Path) -> OperatorProfile:

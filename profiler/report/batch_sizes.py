@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-    from pipedream.graph.model import Graph
     from pipedream.graph.profile import Profile
+    from pipedream.profiler.measure import Measured
 
 PICTURE = "batch_sizes.png"
 _OPTION = "--batch-sizes"
@@ -57,23 +57,23 @@ def check_folder(folder: Path, sizes: Sequence[int]) -> None:
 def profile_sizes(
     sizes: Sequence[int],
     folder: Path,
-    measured: Callable[[int], tuple[Graph, Profile]],
-    write: Callable[[Graph, Profile, Path], str],
+    measure: Callable[[int], Measured],
+    write: Callable[[Measured, Path], str],
 ) -> None:
     """Writes a profile for each size into a folder of its own, then a comparison, and prints it.
 
-    `measured` returns the profile at a size; `write` writes one and returns the names of its files.
+    `measure` returns the profile at a size; `write` writes one and returns the names of its files.
     Raises UserError if the model cannot be profiled at a size or has another structure there.
     """
-    results: list[tuple[Graph, Profile]] = []
+    results: list[Measured] = []
     for size in sizes:
         try:
-            results.append(measured(size))
+            results.append(measure(size))
         except UserError as error:
             raise UserError(f"at batch size {size}: {error.format_message()}") from error
         _check_alike(results)
-        click.echo(f"Written: {write(*results[-1], folder_of(folder, size))}")
-    profiles = [profile for _, profile in results]
+        click.echo(f"Written: {write(results[-1], folder_of(folder, size))}")
+    profiles = [each.profile for each in results]
     frame = batch_sizes_frame(profiles)
     title = f"{profiles[0].model} at {len(sizes)} batch sizes"
     with writing(folder):
@@ -86,10 +86,10 @@ def profile_sizes(
     click.echo(f"Written: {folder}/{BATCH_SIZES_TABLE}, {PICTURE}")
 
 
-def _check_alike(results: Sequence[tuple[Graph, Profile]]) -> None:
+def _check_alike(results: Sequence[Measured]) -> None:
     """Raises UserError unless the last differs from the first only in the number of examples."""
-    (first, least), (graph, last) = results[0], results[-1]
-    change = difference(first, least.batch_size, graph, last.batch_size)
+    least, last = results[0].profile, results[-1].profile
+    change = difference(results[0].graph, least.batch_size, results[-1].graph, last.batch_size)
     if change is not None:
         raise UserError(
             f"{_OPTION}: the model has another structure at batch size {last.batch_size}: {change};"

@@ -26,15 +26,13 @@ from pipedream.capture.compute_settings import keep_freed_memory
 from pipedream.capture.export import capture, flatten_inputs
 from pipedream.capture.sources.load import Loaded, load, load_config
 from pipedream.graph.cluster import Cluster
-from pipedream.graph.model import Graph
-from pipedream.graph.profile import Profile
 from pipedream.graph.run_config import read_config
 from pipedream.optimizer.cost.models import MeasuredCost
 from pipedream.optimizer.cost.price_plan import price_plan
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.stages import Rules
-from pipedream.profiler.measure import Settings, measure
+from pipedream.profiler.measure import Measured, Settings, measure
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 
@@ -102,7 +100,7 @@ def step(loaded: Loaded) -> float:
 def compare(name: str, loaded: Loaded, seconds: float) -> float:
     steps: list[float] = []
     start = time.perf_counter()
-    _, profile = profiled(name, loaded, seconds, lambda part: steps.append(step(loaded)))
+    profile = profiled(name, loaded, seconds, lambda part: steps.append(step(loaded))).profile
     taken = time.perf_counter() - start - sum(steps)
     whole = statistics.median(steps)
     summed = profile.totals.forward_seconds + profile.totals.backward_seconds
@@ -124,7 +122,7 @@ def profiled(
     loaded: Loaded,
     seconds: float,
     after_each: Callable[[float], None] = lambda part: None,
-) -> tuple[Graph, Profile]:
+) -> Measured:
     settings = Settings(name, {}, 1, CPU, StoppingRule(seconds=seconds), threads=1)
     return measure(loaded, settings, after_each)
 
@@ -132,7 +130,7 @@ def profiled(
 def again(name: str, seconds: float) -> float:
     """How much slower the plan of one profile is than the best, under the other; the worse way."""
     cluster = Cluster(machines=(4,), bandwidth=(1e9,), latency=(1e-4,))
-    graphs = [profiled(name, MODELS[name](), seconds)[0] for _ in range(2)]
+    graphs = [profiled(name, MODELS[name](), seconds).graph for _ in range(2)]
     asked = [
         Request(graph, cluster, MeasuredCost(), rules=Rules(straight=True)) for graph in graphs
     ]

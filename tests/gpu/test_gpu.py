@@ -16,6 +16,7 @@ from training import losses, run_jobs, weights
 from pipedream.capture.export import capture
 from pipedream.graph.model import read_graph
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
+from pipedream.graph.sharding.operators import read_operators
 from pipedream.profiler.cli import main as pd_profile
 from pipedream.runtime.job import Job
 
@@ -93,3 +94,6 @@ def test_a_model_is_profiled_with_cuda_events(tmp_path: Path) -> None:
     assert sum(node.compute_seconds for node in graph.nodes.values()) > 0
     profile = json.loads((tmp_path / "profile.json").read_text())
     assert torch.cuda.get_device_name() in json.dumps(profile)
+    operators = read_operators(tmp_path / "operators.json")
+    seconds = sum(profile["totals"][f"{each}_seconds"] for each in ("forward", "backward"))
+    assert sum(operators.seconds.values()) == pytest.approx(seconds, rel=0.05)

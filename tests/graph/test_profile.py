@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from pipedream.capture.sources.load import Loaded
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
-from pipedream.graph.profile import Profile, read_profile, write_profile
-from pipedream.profiler.measure import Settings, measure
+from pipedream.graph.profile import read_profile, write_profile
+from pipedream.profiler.measure import Measured, Settings, measure
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 
 
@@ -31,14 +31,14 @@ class Tied(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def measured() -> tuple[Graph, Profile]:
+def measured() -> Measured:
     threads = torch.get_num_threads()
     settings = Settings("tied", {"a": [1]}, 2, torch.device("cpu"), StoppingRule(1, 3), threads)
     return measure(Loaded(Tied(), (torch.tensor([[1, 2, 3], [0, 0, 5]]),)), settings)
 
 
-def test_profile_has_what_graph_txt_has_no_room_for(measured: tuple[Graph, Profile]) -> None:
-    graph, profile = measured
+def test_profile_has_what_graph_txt_has_no_room_for(measured: Measured) -> None:
+    graph, profile = measured.graph, measured.profile
     assert [node.id for node in profile.nodes] == list(graph.nodes)
     by_op = {node.op: node for node in profile.nodes}
     words, norm = by_op["Embedding"], by_op["LayerNorm"]
@@ -55,8 +55,8 @@ def test_profile_has_what_graph_txt_has_no_room_for(measured: tuple[Graph, Profi
     assert sum("words.weight" in node.parameters for node in profile.nodes) == 2
 
 
-def test_profile_agrees_with_the_graph(measured: tuple[Graph, Profile]) -> None:
-    graph, profile = measured
+def test_profile_agrees_with_the_graph(measured: Measured) -> None:
+    graph, profile = measured.graph, measured.profile
     assert profile.graph_fingerprint == graph.fingerprint
     for node in profile.nodes:
         assert graph.nodes[node.id].forward_seconds == node.forward_seconds.median
@@ -71,8 +71,8 @@ def test_profile_agrees_with_the_graph(measured: tuple[Graph, Profile]) -> None:
     assert totals.backward_seconds > 0
 
 
-def test_profile_says_where_it_was_measured(measured: tuple[Graph, Profile]) -> None:
-    profile = measured[1]
+def test_profile_says_where_it_was_measured(measured: Measured) -> None:
+    profile = measured.profile
     assert (profile.model, profile.args, profile.batch_size) == ("tied", {"a": [1]}, 2)
     assert (profile.warmup, profile.repeats) == (1, 3)
     machine = profile.machine
@@ -81,9 +81,9 @@ def test_profile_says_where_it_was_measured(measured: tuple[Graph, Profile]) -> 
     assert machine.device_name
 
 
-def test_profile_reads_back_as_written(measured: tuple[Graph, Profile], tmp_path: Path) -> None:
-    write_profile(measured[1], tmp_path / "profile.json")
-    assert read_profile(tmp_path / "profile.json") == measured[1]
+def test_profile_reads_back_as_written(measured: Measured, tmp_path: Path) -> None:
+    write_profile(measured.profile, tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json") == measured.profile
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_profile_reads_back_as_written(measured: tuple[Graph, Profile], tmp_path
     ],
 )
 def test_a_wrong_file_is_one_line(
-    measured: tuple[Graph, Profile], tmp_path: Path, change: dict[str, Any], told: str
+    measured: Measured, tmp_path: Path, change: dict[str, Any], told: str
 ) -> None:
     path = tmp_path / "profile.json"
-    path.write_text(json.dumps({**json.loads(measured[1].model_dump_json()), **change}))
+    path.write_text(json.dumps({**json.loads(measured.profile.model_dump_json()), **change}))
     with pytest.raises(UserError) as caught:
         read_profile(path)
     assert str(path) in caught.value.message
@@ -110,7 +110,7 @@ def test_a_lower_precision_is_profiled_as_it_will_be_trained() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     threads = torch.get_num_threads()
     settings = Settings("low", {}, 8, torch.device("cpu"), StoppingRule(1, 1), threads)
-    _, profile = measure(Loaded(model, (torch.randn(8, 4),), autocast="bfloat16"), settings)
+    profile = measure(Loaded(model, (torch.randn(8, 4),), autocast="bfloat16"), settings).profile
     linear = [node for node in profile.nodes if node.op == "Linear"]
     assert [node.outputs[0].dtype for node in linear] == ["bfloat16", "bfloat16"]
     assert linear[0].outputs[0].bytes == 8 * 4 * 2
@@ -134,10 +134,8 @@ def test_how_backward_passes_divide_is_added_to_the_graph() -> None:
     assert of_inputs == pytest.approx(3e-3)
 
 
-def test_an_older_profile_says_nothing_of_halves(
-    measured: tuple[Graph, Profile], tmp_path: Path
-) -> None:
-    graph, profile = measured
+def test_an_older_profile_says_nothing_of_halves(measured: Measured, tmp_path: Path) -> None:
+    graph, profile = measured.graph, measured.profile
     older = json.loads(profile.model_dump_json())
     for node in older["nodes"]:
         for name in ("backward_input_seconds", "backward_weight_seconds", "kept_bytes"):

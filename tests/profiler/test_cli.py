@@ -14,6 +14,7 @@ from commands import Done, typed
 
 from pipedream.graph.model import read_graph
 from pipedream.graph.profile import read_profile
+from pipedream.graph.sharding.operators import read_operators, write_operators
 from pipedream.profiler.cli import main
 
 Run = Callable[..., tuple[int, str, str]]
@@ -39,6 +40,20 @@ class Choosy(nn.Module):
 
 def choosy():
     return Choosy()
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+class Doubling(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 3)
+    def forward(self, x):
+        return Doubled.apply(super().forward(x))
 """
 CONFIG = """
 format: pipedream-run/1
@@ -90,7 +105,10 @@ def test_writes_graph_profile_and_picture_and_says_so(run: Run, tmp_path: Path) 
     assert profile.repeats >= 4
     picture = "graph.svg" if (tmp_path / "a/b/graph.svg").exists() else "graph.gv"
     assert (tmp_path / "a/b" / picture).exists()
-    assert f"Written: a/b/graph.txt, profile.json, layers.csv, layers.png, {picture}" in out
+    assert (
+        f"Written: a/b/graph.txt, profile.json, operators.json, layers.csv, layers.png, {picture}"
+        in out
+    )
     assert (tmp_path / "a/b/layers.png").read_bytes().startswith(b"\x89PNG")
     rows = (tmp_path / "a/b/layers.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows[1:]] == list(graph.nodes)
@@ -108,6 +126,35 @@ def test_graph_txt_has_the_measured_milliseconds(run: Run, tmp_path: Path) -> No
         written = read_graph(tmp_path / "out/graph.txt").nodes[node.id]
         assert written.forward_seconds == pytest.approx(node.forward_seconds.median, abs=6e-7)
         assert written.backward_seconds == pytest.approx(node.backward_seconds.median, abs=6e-7)
+
+
+def test_operators_take_what_their_layers_take(run: Run, tmp_path: Path) -> None:
+    args = ("users_net:net", "-o", "out", "--input", "3", "--batch-size", "4", "--repeats", "2")
+    assert run(*args)[0] == 0
+    profile = read_profile(tmp_path / "out/profile.json")
+    operators = read_operators(tmp_path / "out/operators.json")
+    assert operators.fingerprint == profile.graph_fingerprint
+    assert operators.batch_size == 4
+    assert operators.nodes.keys() == operators.seconds.keys()
+    sums = dict.fromkeys(profile.node, 0.0)
+    for name, node in operators.nodes.items():
+        sums[node] += operators.seconds[name]
+    for node in profile.nodes:
+        both = node.forward_seconds.median + node.backward_seconds.median
+        assert sums[node.id] == pytest.approx(both), node
+    write_operators(operators, tmp_path / "again.json")
+    assert read_operators(tmp_path / "again.json") == operators
+
+
+def test_without_operators_it_says_why_and_leaves_no_old_ones(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/operators.json").write_text("of an earlier run")
+    code, out, err = run("users_net:Doubling", "-o", "out", "--input", "3", "--repeats", "1")
+    assert (code, err) == (0, "")
+    (written,) = [line for line in out.splitlines() if line.startswith("Written: ")]
+    assert re.search(r"; no operators\.json: .* is code of the user's$", written)
+    assert not (tmp_path / "out/operators.json").exists()
+    assert (tmp_path / "out/profile.json").exists()
 
 
 def test_run_config_says_batch_size_and_arguments(run: Run, tmp_path: Path) -> None:

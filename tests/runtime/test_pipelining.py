@@ -53,7 +53,8 @@ class Transformer(nn.Module):
 def profiled(model: nn.Module, example: Tensor, folder: Path, pieces=None, replicas=(1, 1)) -> Path:
     """export-torch.json for these stages (default: halves of the nodes in order)."""
     settings = Settings("a model", {}, len(example), torch.device("cpu"), StoppingRule(1, 1), 1)
-    graph, profile = measure(Loaded(copy.deepcopy(model), (example,)), settings)
+    measured = measure(Loaded(copy.deepcopy(model), (example,)), settings)
+    graph, profile = measured.graph, measured.profile
     write_profile(profile, folder / "profile.json")
     plan = make_plan(graph, pieces(graph) if pieces else cut(graph, 2), replicas)
     path = folder / "export-torch.json"

@@ -149,7 +149,8 @@ def test_torch_runs_the_orders_to_the_gradients_of_the_plain_model(tmp_path: Pat
 def test_the_files_of_an_export_are_all_that_torch_needs(tmp_path: Path) -> None:
     part = minibatch()[0].chunk(MICROBATCHES)[0]
     settings = Settings("a model", {}, len(part), CPU, StoppingRule(1, 1), 1)
-    graph, profile = measure(Loaded(made_model(), (part,)), settings)
+    measured = measure(Loaded(made_model(), (part,)), settings)
+    graph, profile = measured.graph, measured.profile
     write_profile(profile, tmp_path / "profile.json")
     made = export(
         "torch",

@@ -198,7 +198,7 @@ def test_without_memory_nodes_keep_the_same() -> None:
 
 def test_a_profile_has_halves_that_add_up() -> None:
     loaded = Loaded(Attention(), (torch.randn(2, 5, 8),))
-    _, profile = measure(loaded, Settings("attention", {}, 2, CPU, StoppingRule(1, 2), 1))
+    profile = measure(loaded, Settings("attention", {}, 2, CPU, StoppingRule(1, 2), 1)).profile
     for node in profile.nodes:
         halves = node.backward_input_seconds, node.backward_weight_seconds
         assert None not in (*halves, node.kept_bytes)

@@ -47,7 +47,7 @@ def test_every_node_is_timed() -> None:
     loaded = load("torchvision:resnet18", {}, 2, ("3x32x32",), meta=True)
     settings = Settings("net", {}, 2, CPU, StoppingRule(1, 3), 1, meta=True)
     seen: list[float] = []
-    _, profile = measure(loaded, settings, seen.append)
+    profile = measure(loaded, settings, seen.append).profile
     assert (profile.repeats, profile.warmup, seen[-1]) == (3, 1, 1.0)
     for node in profile.nodes[1:]:
         assert node.forward_seconds.median > 0, node
@@ -61,7 +61,7 @@ def test_equal_layers_take_equal_time() -> None:
     """Those of a Llama, measured minutes apart, differed by a factor of nine."""
     loaded = load("torchvision:resnet18", {}, 2, ("3x32x32",), meta=True)
     settings = Settings("net", {}, 2, CPU, StoppingRule(1, 3), 1, meta=True)
-    _, profile = measure(loaded, settings, lambda _part: None)
+    profile = measure(loaded, settings, lambda _part: None).profile
     alike: dict[str, list[Any]] = {}
     for node in profile.nodes:
         if node.module.startswith("layer1") and node.description.startswith("Conv2d"):

@@ -23,6 +23,7 @@ from pipedream.graph.model import read_graph
 from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import read_profile
 from pipedream.graph.run_config import read_config
+from pipedream.graph.sharding.operators import read_operators
 from pipedream.runtime.checkpoint.dcp import Folder
 from pipedream.runtime.checkpoint.files import load_all, read_state
 from pipedream.runtime.engine.training_segment import Position
@@ -148,6 +149,7 @@ def _has_summary(path: Path) -> None:
 READERS = {
     "graph.txt": Reader("graph.txt", read_graph),
     "profile.json": Reader("profile.json", read_profile),
+    "operators.json": Reader("operators.json", read_operators),
     "plan.json": Reader("plan.json", read_plan),
     "measured.json": Reader("measured.json", read_measured),
     "cluster.yaml": Reader("cluster.yaml", read_cluster),

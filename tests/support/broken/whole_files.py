@@ -114,6 +114,48 @@ def _profile_json() -> dict[str, Any]:
     return whole | {"nodes": whole["nodes"][:4]}
 
 
+def _operators_json() -> dict[str, Any]:
+    """A layer of four to two, forward and backward, where the input wants no gradient."""
+
+    def tensor(*shape: int) -> dict[str, Any]:
+        return {"shape": shape, "dtype": "float32", "element_bytes": 4}
+
+    def call(
+        name: str, target: str, reads: list[str], inputs: list[Any], output: Any, *more: Any
+    ) -> dict[str, Any]:
+        arguments = [*({"input": number} for number in range(len(reads))), *more]
+        operator = {"target": target, "arguments": arguments, "inputs": inputs, "outputs": [output]}
+        return {"name": name, "operator": operator, "reads": reads, "results": [name]}
+
+    x, weight, output = tensor(8, 4), tensor(4, 2), tensor(8, 2)
+    turned, scale = tensor(4, 8), {"kind": "float", "name": "inf"}
+    given = {"w": ("parameter", weight), "x": ("input", x), "dy": ("tangent", output)}
+    calls = [
+        call("mm", "aten.mm.default", ["x", "w"], [x, weight], output),
+        call("clamp", "aten.clamp.default", ["mm"], [output], output, -1.5, scale),
+        call("t", "aten.t.default", ["x"], [x], turned),
+        call("mm_1", "aten.mm.default", ["t", "dy"], [turned, output], weight),
+    ]
+    return {
+        "format": "pipedream-operators/1",
+        "fingerprint": "f00d",
+        "batch_size": 8,
+        "graph": {
+            "inputs": [
+                {"value": value, "role": role, "name": value, "type": type_}
+                for value, (role, type_) in given.items()
+            ],
+            "calls": calls,
+            "outputs": [
+                {"value": "clamp", "role": "output", "name": "0"},
+                {"value": "mm_1", "role": "parameter gradient", "name": "w"},
+            ],
+        },
+        "nodes": {each["name"]: "node2" for each in calls},
+        "seconds": {"mm": 0.25, "clamp": 0.125, "t": 0.0, "mm_1": 0.5},
+    }
+
+
 def _lines(rows: list[dict[str, Any]]) -> bytes:
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
@@ -209,6 +251,7 @@ def _timeline() -> bytes:
 _CONTENT: dict[str, Callable[[], bytes]] = {
     "graph.txt": (_ROOT / "profiles/vgg16/graph.txt").read_bytes,
     "profile.json": _json(_profile_json),
+    "operators.json": _json(_operators_json),
     "plan.json": _json(plan_json),
     "measured.json": _json(_measured_json),
     "cluster.yaml": (_ROOT / "configs/clusters/two_kinds.yaml").read_bytes,

@@ -1,0 +1,166 @@
+"""The operators of a whole model's passes, and the graph node that each belongs to.
+
+The passes are traced as one joint graph in which every operator is labelled when it is recorded:
+in the forward pass with the node whose code runs, in the backward pass with the node that created
+the autograd function that runs. Autograd adds up the gradients of a value that several functions
+read after each of these functions but the first: such a sum belongs to the node of the function
+before it, whose pass is also timed with it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import Node as AutogradNode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import _pytree as pytree
+
+from pipedream.capture.export import Captured
+from pipedream.capture.node_modules import preserve_model_state
+from pipedream.capture.programs.description import describe
+from pipedream.capture.programs.draws import is_draw, note_seed
+from pipedream.capture.programs.joint import CannotDivide, joint
+from pipedream.capture.programs.means import sum_means
+from pipedream.capture.segment import Segment, freeze_constants, segment
+from pipedream.graph.sharding.operators import OperatorGraph
+
+_LABEL = "graph_node"
+"""Where the meta of an operator has the node that it belongs to, and whether it is backward."""
+
+
+@dataclass(frozen=True)
+class Attributed:
+    """`graph` has the passes of a whole model, means as sums. `nodes`: by the name of each call the
+    id of its node in graph.txt; `backward`: the names of the calls of the backward pass.
+    """
+
+    graph: OperatorGraph
+    nodes: Mapping[str, str]
+    backward: Set[str]
+
+
+def attribute(
+    captured: Captured,
+    inputs: Sequence[Tensor],
+    device: torch.device,
+    precision: AbstractContextManager[Any],
+) -> Attributed:
+    """Traces the model on the device, on inputs such as these (in the order of `captured.inputs`).
+    Nothing is computed but constants. `precision`: the context of the forward pass, which is
+    entered twice. Raises CannotDivide.
+    """
+    with _model_on(captured, device) as whole:
+        given = dict(zip(captured.inputs, inputs, strict=True))
+        labels = _Labels()
+        traced = joint(
+            _labelling(whole.module, captured.owner, labels),
+            dict(_state(whole.module)),
+            [given[name].to(device) for name in whole.inputs],
+            [captured.values[name].requires_grad for name in whole.inputs],
+            precision,
+        )
+    labels.write(traced.module.graph)
+    summed = sum_means(traced)
+    graph, made = describe(summed), {node.name: node for node in summed.module.graph.nodes}
+    written = {call.name: made[call.name].meta[_LABEL] for call in graph.calls}
+    return Attributed(
+        graph,
+        {name: node for name, (node, _) in written.items()},
+        frozenset(name for name, (_, backward) in written.items() if backward),
+    )
+
+
+@contextmanager
+def _model_on(captured: Captured, device: torch.device) -> Iterator[Segment]:
+    """All nodes as one segment on the device; a fake model stays on the CPU, where it claims to be.
+    On exit the model is back where it was.
+    """
+    whole = segment(captured, captured.working, keep=captured.outputs)
+    tensors = (*captured.module.parameters(), *captured.module.buffers())
+    if any(isinstance(each, FakeTensor) for each in tensors):
+        if device.type != "cpu":
+            raise CannotDivide("a model without memory can be traced on the CPU alone")
+        yield freeze_constants(whole, captured.owner)
+    else:
+        with preserve_model_state(captured):
+            yield freeze_constants(whole.to(device), captured.owner)
+
+
+class _Labels:
+    """Labels operators as they are recorded: each with whose they are from then on back to the last
+    that has a label.
+    """
+
+    def __init__(self) -> None:
+        self.running = ("", False)
+        self.graph: fx.Graph | None = None
+        self.created: dict[AutogradNode, None] = {}
+        """Those that exist stay alive, as another might get the identity of one that does not."""
+
+    def seed(self) -> None:
+        """As in a run, where each draw has a seed of its own: so each is an input of the passes."""
+        note_seed(nn.Identity())
+
+    def ran(self, node: str, result: Any) -> None:
+        """Called in the forward pass after an operator of `node`."""
+        mode = get_proxy_mode()
+        if mode is None:
+            return
+        self.graph = mode.tracer.graph
+        self.running = (node, False)
+        self.write(self.graph)
+        for function in self._new(result):
+            function.register_prehook(lambda _gradients: self._begin_backward(node))
+
+    def write(self, graph: fx.Graph) -> None:
+        """Labels what was recorded since the last call."""
+        for each in reversed(graph.nodes):
+            if _LABEL in each.meta:
+                break
+            each.meta[_LABEL] = self.running
+
+    def _begin_backward(self, node: str) -> None:
+        assert self.graph is not None
+        self.write(self.graph)
+        self.running = (node, True)
+
+    def _new(self, result: Any) -> Iterator[AutogradNode]:
+        """The autograd functions that were created for this result since the last call."""
+        leaves = pytree.tree_leaves(result)
+        reached = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
+        while reached:
+            function = reached.pop()
+            if function is not None and function not in self.created:
+                self.created[function] = None
+                yield function
+                reached += [source for source, _ in function.next_functions]
+
+
+def _labelling(module: fx.GraphModule, owner: Mapping[str, str], labels: _Labels) -> fx.GraphModule:
+    """The same module, which calls `labels.ran` after each operator, and `labels.seed` before one
+    that draws random numbers.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        if is_draw(node):
+            graph.call_function(labels.seed, ())
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        if node.op == "call_function":
+            graph.call_function(labels.ran, (owner[node.name], copies[node]))
+    return fx.GraphModule(module, graph)
+
+
+def _state(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers that the module reads, by name."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = operator.attrgetter(str(node.target))(module)
+        if isinstance(value, Tensor):
+            yield str(node.target), value

@@ -1,0 +1,125 @@
+"""How the measured seconds of a node divide among its operators.
+
+Each distinct operator is timed alone, on random inputs that lie in memory one after the other. That
+is not what it takes in training, but how operators of one node compare. So the times of a node's
+forward operators are scaled to its measured forward pass, those of the others to the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from pipedream.capture.programs.attribution import Attributed
+from pipedream.capture.programs.description import executable, execute
+from pipedream.graph.sharding.operators import Operator, TensorType
+from pipedream.profiler.timing.stopping_rule import no_garbage_collection
+from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
+from pipedream.profiler.timing.times import Timing
+
+_REPEATS = 5
+_SECONDS = 2.0
+"""After so many, shared equally, an operator is not repeated further."""
+_OPAQUE = ("workspace", "reserve")
+"""How arguments are called whose contents, and true size, only the forward operator knows."""
+
+
+def operator_seconds(
+    attributed: Attributed, nodes: Mapping[str, Timing], device: torch.device
+) -> dict[str, float]:
+    """Seconds of each call by name. Those of the forward calls of a node add up to its forward
+    pass, those of the backward calls to its backward pass; a pass without any call is left out.
+    """
+    operators = {call.name: call.operator for call in attributed.graph.calls}
+    alone = seconds_alone(dict.fromkeys(operators.values()), device)
+    passes: dict[tuple[str, bool], list[str]] = defaultdict(list)
+    for name, node in attributed.nodes.items():
+        passes[node, name in attributed.backward].append(name)
+    seconds = {}
+    for (node, backward), calls in passes.items():
+        timing = nodes[node].backward if backward else nodes[node].forward
+        total = sum(alone[operators[name]] for name in calls)
+        for name in calls:
+            share = alone[operators[name]] / total if total else 1 / len(calls)
+            seconds[name] = timing.median * share
+    return {name: seconds[name] for name in operators}
+
+
+def seconds_alone(operators: Iterable[Operator], device: torch.device) -> dict[Operator, float]:
+    """Of each operator by itself. One that cannot be run so takes as long for each byte of its
+    inputs and outputs as is usual among the others.
+    """
+    largest_first = sorted(operators, key=_bytes, reverse=True)
+    watch, random = stopwatch(device), _RandomValues(device)
+    enough = _SECONDS / max(1, len(largest_first))
+    with no_garbage_collection():
+        timed = {each: _time(each, enough, watch, random) for each in largest_first}
+    known = [seconds / _bytes(each) for each, seconds in timed.items() if seconds is not None]
+    usual = statistics.median(known) if known else 1.0
+    return {
+        each: usual * _bytes(each) if seconds is None else seconds
+        for each, seconds in timed.items()
+    }
+
+
+def _time(
+    operator: Operator, enough: float, watch: Stopwatch, random: _RandomValues
+) -> float | None:
+    """The median of repeats, of which there is one at least, after one that does not count;
+    `enough`: after so many seconds no further one begins. None if it cannot be run by itself.
+    """
+    repeats: list[float] = []
+    # Whatever torch raises: some operators need certain values, and memory may be short.
+    try:
+        if _needs_forward(operator):
+            return None
+        inputs = [random.like(type_) for type_ in operator.inputs]
+        end = time.monotonic() + enough
+        while len(repeats) <= _REPEATS and (len(repeats) < 2 or time.monotonic() < end):
+            watch.clear()
+            start = watch.mark()
+            execute(operator, inputs)
+            repeats.append(watch.seconds(start, watch.mark()))
+    except Exception:
+        return None
+    return statistics.median(repeats[1:])
+
+
+def _needs_forward(operator: Operator) -> bool:
+    """Whether it reads memory that is only right as the forward operator left it."""
+    schema = executable(operator)._schema.arguments
+    return any(
+        argument.name.startswith(_OPAQUE) and operator.input_at(position) is not None
+        for position, argument in enumerate(schema)
+    )
+
+
+class _RandomValues:
+    """Inputs of operators: numbers from 0 to 1, which are probabilities too; zeros for integers,
+    which are valid indices. Drawn once, because drawing may take longer than an operator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.drawn: dict[torch.dtype, Tensor] = defaultdict(lambda: torch.empty(0))
+
+    def like(self, type_: TensorType) -> Tensor:
+        dtype, shape = getattr(torch, type_.dtype), type_.shape
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        count = math.prod(shape)
+        if self.drawn[dtype].numel() < count:
+            self.drawn[dtype] = torch.rand(count, dtype=dtype, device=self.device)
+        return self.drawn[dtype][:count].view(shape).clone()
+
+
+def _bytes(operator: Operator) -> int:
+    """Of its inputs and outputs; at least one."""
+    types = (*operator.inputs, *(type_ for type_ in operator.outputs if type_ is not None))
+    return sum(math.prod(type_.shape) * type_.element_bytes for type_ in types) or 1

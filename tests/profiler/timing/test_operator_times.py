@@ -1,0 +1,103 @@
+"""The seconds of operators: timed alone, once each, and scaled to what their node takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+
+import pytest
+import torch
+from joint_models import MODELS
+from torch import nn
+
+from pipedream.capture.export import capture
+from pipedream.capture.programs.attribution import Attributed, attribute
+from pipedream.graph.profile import Quartiles
+from pipedream.graph.sharding.operators import Input, Operator, TensorType
+from pipedream.profiler.timing import operator_times
+from pipedream.profiler.timing.operator_times import operator_seconds, seconds_alone
+from pipedream.profiler.timing.times import Timing
+
+CPU = torch.device("cpu")
+
+
+def passes(model: nn.Module, *inputs: torch.Tensor) -> Attributed:
+    return attribute(capture(model, inputs), inputs, CPU, nullcontext())
+
+
+def timings(nodes: set[str]) -> dict[str, Timing]:
+    """A second for each node's number forward, and ten times as much backward."""
+    seconds = {node: float(node.removeprefix("node")) for node in nodes}
+    return {n: Timing(Quartiles.of([s]), Quartiles.of([10 * s])) for n, s in seconds.items()}
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet18", "transformer, fused"])
+def test_those_of_a_pass_add_up_to_it(name: str) -> None:
+    make, inputs = MODELS[name]
+    whole = passes(make(), *inputs())
+    nodes = timings(set(whole.nodes.values()))
+    seconds = operator_seconds(whole, nodes, CPU)
+    assert list(seconds) == [call.name for call in whole.graph.calls]
+    sums: Counter[tuple[str, bool]] = Counter()
+    for call, each in seconds.items():
+        sums[whole.nodes[call], call in whole.backward] += each
+    for (node, backward), total in sums.items():
+        timing = nodes[node].backward if backward else nodes[node].forward
+        assert total == pytest.approx(timing.median), node
+
+
+def test_the_larger_product_takes_longer() -> None:
+    large = called("aten.mm.default", (256, 256), (256, 256))
+    small = called("aten.mm.default", (256, 256), (256, 2))
+    seconds = seconds_alone([small, large], CPU)
+    assert seconds[large] > 2 * seconds[small]
+
+
+def test_equal_operators_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: Counter[Operator] = Counter()
+
+    def time(operator: Operator, *_rest: object) -> float:
+        timed[operator] += 1
+        return 1.0
+
+    monkeypatch.setattr(operator_times, "_time", time)
+    whole = passes(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.randn(2, 4))
+    seconds = operator_seconds(whole, timings(set(whole.nodes.values())), CPU)
+    assert set(timed.values()) == {1}
+    assert sum(timed.values()) < len(seconds)
+
+
+def called(target: str, *shapes: tuple[int, ...]) -> Operator:
+    types = tuple(TensorType(shape=shape, dtype="float32", element_bytes=4) for shape in shapes)
+    arguments = tuple(Input(input=number) for number in range(len(shapes)))
+    return Operator(target=target, arguments=arguments, inputs=types, outputs=types[:1])
+
+
+def test_one_that_cannot_be_run_takes_as_long_as_its_bytes_do() -> None:
+    runs = called("aten.add.Tensor", (64, 64), (64, 64))
+    fails = called("aten.add.Tensor", (64, 64), (128, 63))
+    seconds = seconds_alone([runs, fails], CPU)
+    size = 4 * (2 * 64 * 64 + 128 * 63)
+    assert seconds[fails] == pytest.approx(seconds[runs] * size / (4 * 3 * 64 * 64))
+    assert seconds_alone([fails], CPU)[fails] > 0
+
+
+def test_what_only_the_forward_operator_knows_is_not_made_up() -> None:
+    """With another workspace than that of the forward pass, oneDNN reads beyond its end."""
+    whole = passes(LSTM(), torch.randn(3, 5, 8))
+    backward = [
+        call.operator
+        for call in whole.graph.calls
+        if call.operator.target == "aten.mkldnn_rnn_layer_backward.default"
+    ]
+    assert backward or not torch.backends.mkldnn.is_available()
+    assert all(operator_times._needs_forward(each) for each in backward)
+
+
+class LSTM(nn.LSTM):
+    def __init__(self) -> None:
+        super().__init__(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        result: torch.Tensor = super().forward(x)[0]
+        return result
