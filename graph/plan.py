@@ -288,6 +288,8 @@ class PlanningOptions(ArtifactModel):
     layers: int | None = None
     update_rate: str | None = None
     in_flight: InFlight = "useful"
+    mesh: str | None = None
+    shard: tuple[str, ...] | None = None
     profile: str | None = None
     """Path of profile.json from the plan's folder."""
 

@@ -202,6 +202,20 @@ GROUPS = {
             default="useful",
         ),
     ),
+    "Stages on several devices": (
+        option(
+            "--mesh N,N,...",
+            "Make each worker a team of N x N x ... devices that share the operators of its stage,"
+            " as --shard says. Needs operators.json beside GRAPH.  [default: one device]",
+        ),
+        option(
+            "--shard PATTERN=PLACEMENTS",
+            "With --mesh: place the parameters of this name (* stands for any letters), one"
+            " placement for each axis: S(0) shards dimension 0, S(0, chunks=3) each third of it, R"
+            " replicates. The rest follows. Repeat for more.  [default: all R]",
+            multiple=True,
+        ),
+    ),
     "Output": (
         option(
             "-o --output",

@@ -48,6 +48,7 @@ def main(**values: Any) -> None:
     else:
         task = make_task(options)
         outcome, simulation = _plan(task, options)
+    outcome = replace(outcome, plan=task.expanded(outcome.plan))
 
     from pipedream.optimizer.cli import output
     from pipedream.optimizer.report import print_report
@@ -57,6 +58,8 @@ def main(**values: Any) -> None:
     folder = options.folder
     written = output.write_plan_files(outcome.plan, task.request, folder, simulation, modules)
     print_report(outcome, task.request.graph, profile=task.profile)
+    if task.division is not None:
+        output.print_sharding(outcome.plan, task.division)
     if task.runs:
         output.judge(task, outcome.plan)
     click.echo(written)

@@ -23,7 +23,8 @@ _AS_TYPED = set(PlanningOptions.model_fields) - {"profile"}
 
 def recorded_options(options: Options, profile_used: bool) -> PlanningOptions:
     """The options for plan.json to record; the profile, if used, relative to the plan's folder."""
-    typed = {name: getattr(options, name) for name in _AS_TYPED}
+    typed: dict[str, Any] = {name: getattr(options, name) for name in _AS_TYPED}
+    typed["shard"] = options.shard or None
     profile = os.path.relpath(options.profile_path.resolve(), options.folder.resolve())
     return PlanningOptions(**typed, profile=profile if profile_used else None)
 

@@ -47,6 +47,9 @@ class Options:
     recompute: Recompute
     in_flight: InFlight
 
+    mesh: str | None
+    shard: tuple[str, ...]
+
     output: Path | None
     exports: tuple[str, ...]
     timeline: bool

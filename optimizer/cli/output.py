@@ -27,6 +27,8 @@ from pipedream.optimizer.compare.sweep import draw_sweep, sweep, sweep_frame, sw
 from pipedream.optimizer.cost.price_plan import price_plan
 from pipedream.optimizer.export.frameworks import export, write_export
 from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.sharding.division import Division
+from pipedream.optimizer.sharding.table import sharding_table, traffic_table
 from pipedream.optimizer.simulate.simulation import Simulation
 
 
@@ -52,6 +54,13 @@ def write_plan_files(
     why = why_text(staged, picture)
     files = f"{folder}/plan.json, graph.txt, {picture.name}"
     return f"Written: {files}" + (f" ({why})" if why else "") + drawn
+
+
+def print_sharding(plan: Plan, division: Division) -> None:
+    """Prints how the parameters of each stage are placed, and what its devices exchange."""
+    console = make_console()
+    print_table(console, sharding_table(plan, division))
+    print_table(console, traffic_table(plan, division))
 
 
 def _draw(simulation: Simulation, plan: Plan, folder: Path, memory: float | None) -> str:

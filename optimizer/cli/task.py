@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
     from pipedream.graph.cluster import Cluster
     from pipedream.graph.model import Graph
+    from pipedream.graph.plan import Plan
     from pipedream.graph.profile import Profile
     from pipedream.optimizer.calibrate.runs import CalibrationRun
     from pipedream.optimizer.cli.options import Options
     from pipedream.optimizer.search.latency import Latency
     from pipedream.optimizer.search.request import Request
+    from pipedream.optimizer.sharding.division import Division
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Task:
 
     `numbers`: of workers to sweep over; `profile`: of the graph, if there is one; `runs`: by which
     the graph was calibrated, newest last; `profiled`: the graph before that, and its `batch_size`,
-    None if no profile says it.
+    None if no profile says it; `division`: of the operators, with --mesh; then the graph, the
+    footprints and the cluster of the request are those of a team.
     """
 
     request: Request
@@ -37,6 +40,16 @@ class Task:
     runs: Sequence[CalibrationRun]
     profiled: Graph
     batch_size: int | None
+    division: Division | None = None
+
+    def expanded(self, plan: Plan) -> Plan:
+        """The plan with the devices of its teams, if it is for teams."""
+        if self.division is None:
+            return plan
+        from pipedream.optimizer.sharding.expand import expand
+
+        assert self.profile is not None
+        return expand(plan, self.division, self.profile)
 
 
 def make_task(options: Options) -> Task:
@@ -81,6 +94,12 @@ def make_task(options: Options) -> Task:
             "--activation-compression is for formulas, and pd-train sends activations as they are:"
             " add --cost-model paper, released or measured, or leave it out"
         )
+    division = _division(options, graph, profile, cluster)
+    if division is not None and profile is not None:
+        from pipedream.optimizer.sharding.team_graph import team_footprints, team_graph
+
+        graph, cluster = team_graph(graph, profile, division), division.teams
+        footprints = None if footprints is None else team_footprints(footprints, division)
     request = Request(
         graph=graph,
         cluster=cluster,
@@ -102,7 +121,51 @@ def make_task(options: Options) -> Task:
         stages_each=options.stages_per_rank,
     )
     size = None if profile is None else profile.batch_size
-    return Task(request, numbers, profile, runs, profiled, size)
+    return Task(request, numbers, profile, runs, profiled, size, division)
+
+
+def _division(
+    options: Options, graph: Graph, profile: Profile | None, cluster: Cluster
+) -> Division | None:
+    """How --mesh and --shard divide the operators; None without. Raises UserError."""
+    if options.mesh is None:
+        if options.shard:
+            raise UserError("--shard needs --mesh: add --mesh 2, or leave it out")
+        return None
+    others = {
+        "--compare": options.compare,
+        "--sweep": options.sweep,
+        "--calibrate": options.calibrate,
+        f"--export {' '.join(options.exports)}": options.exports,
+        "--timeline": options.timeline,
+    }
+    for other, given in others.items():
+        if given:
+            raise UserError(f"{other} does not know teams of devices: leave it or --mesh out")
+    from pipedream.graph.sharding.operators import read_operators
+    from pipedream.optimizer.sharding.division import Division
+
+    mesh = _mesh(options.mesh)
+    path = options.graph.with_name("operators.json")
+    if not path.exists() or profile is None:
+        raise UserError(
+            f"--mesh: there is no {path if profile else options.profile_path}: pd-profile writes it"
+            " with graph.txt"
+        )
+    operators = read_operators(path)
+    if operators.fingerprint != graph.fingerprint:
+        raise UserError(f"{path}: the operators of another graph: run pd-profile again")
+    return Division.of(mesh, options.shard, operators, cluster)
+
+
+def _mesh(text: str) -> tuple[int, ...]:
+    try:
+        sizes = tuple(int(each) for each in text.split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise UserError(f"--mesh {text}: write the size of each axis, such as 2 or 2,4")
+    return sizes
 
 
 def _with_schedule(options: Options) -> Options:

@@ -1,0 +1,148 @@
+"""How the operators of a whole model are divided on the mesh that each worker is to be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.errors import UserError
+from pipedream.graph.sharding.assignment import Assignment, LinkedMesh
+from pipedream.graph.sharding.notation import parse_placements
+from pipedream.graph.sharding.operators import OperatorCall, OperatorProfile, TensorType
+from pipedream.graph.sharding.placement import (
+    Mesh,
+    Partial,
+    Placements,
+    Replicate,
+    Shard,
+    device_count,
+)
+from pipedream.graph.sharding.propagate import propagate
+from pipedream.graph.sharding.regions import held_region
+from pipedream.graph.sharding.requests import Requests
+
+
+@dataclass(frozen=True)
+class Division:
+    """`cluster`: of all devices; `profile`: of the operators before they were divided."""
+
+    cluster: Cluster
+    profile: OperatorProfile
+    assignment: Assignment
+
+    @staticmethod
+    def of(
+        mesh: Mesh, shards: Sequence[str], profile: OperatorProfile, cluster: Cluster
+    ) -> Division:
+        """`shards`: as typed, `PATTERN=PLACEMENTS`. Raises UserError."""
+        devices = device_count(mesh)
+        if cluster.machines[0] % devices:
+            raise UserError(
+                f"--mesh: teams of {devices} devices do not divide the {cluster.machines[0]} of the"
+                " innermost level: give --machines with a multiple of it"
+            )
+        requests = Requests(_parameters(shards, len(mesh), profile), _ends(profile, len(mesh)))
+        linked = LinkedMesh.of(mesh, range(devices), cluster)
+        try:
+            assignment = propagate(profile.graph, linked, requests, profile.seconds)
+        except UserError as error:
+            raise UserError(f"--shard: {error.format_message()}") from error
+        return Division(cluster, profile, assignment)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.assignment.mesh.sizes
+
+    @property
+    def devices(self) -> int:
+        return device_count(self.mesh)
+
+    @cached_property
+    def teams(self) -> Cluster:
+        """The cluster of which each device is a team: neighbours of the innermost level."""
+        first, *others = self.cluster.machines
+        machines = (first // self.devices, *others)
+        fields: dict[str, object] = {"machines": machines}
+        if self.cluster.all_reduce:  # they were measured over all devices of a level
+            fields["all_reduce"] = (None, *self.cluster.all_reduce[1:])
+        return self.cluster.model_copy(update=fields)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Placements]:
+        """By name, of buffers too."""
+        placed = self.assignment.placed_inputs.items()
+        return {name: its for (role, name), its in placed if role in ("parameter", "buffer")}
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Of the whole parameters and buffers."""
+        inputs = self.assignment.graph.inputs
+        return {e.name: e.type.shape for e in inputs if e.role in ("parameter", "buffer")}
+
+    @cached_property
+    def backward(self) -> frozenset[str]:
+        """The calls of the backward pass: what is computed from the gradients of outputs."""
+        graph = self.assignment.graph
+        known = {each.value for each in graph.inputs if each.role == "tangent"}
+        calls = set()
+        for call in graph.calls:
+            if not known.isdisjoint(call.reads):
+                calls.add(call.name)
+                known.update(value for value in call.results if value is not None)
+        return frozenset(calls)
+
+    def share(self, value: str) -> float:
+        """The part of a value that the first device holds."""
+        shape = self._types[value].shape
+        held = held_region(shape, self.mesh, self.assignment.placed[value], 0)
+        return held.size / max(1, math.prod(shape))
+
+    def work_share(self, call: OperatorCall) -> float:
+        """The part of an operator's work that a device does."""
+        share = 1.0
+        for size, strategy in zip(self.mesh, self.assignment.strategies[call.name], strict=True):
+            ends = (*strategy.inputs, *strategy.outputs)
+            if any(isinstance(each, Shard | Partial) for each in ends):
+                share /= size
+        return share
+
+    @cached_property
+    def _types(self) -> Mapping[str, TensorType]:
+        return self.assignment.graph.types()
+
+
+def _parameters(
+    shards: Sequence[str], axes: int, profile: OperatorProfile
+) -> dict[str, Placements]:
+    """By pattern. A pattern of modules stands for their weights. Raises UserError."""
+    names = [e.name for e in profile.graph.inputs if e.role in ("parameter", "buffer")]
+    found: dict[str, Placements] = {}
+    for text in shards:
+        pattern, sign, written = text.partition("=")
+        if not sign or not pattern.strip():
+            raise UserError(f"--shard {text}: write PATTERN=PLACEMENTS, such as *.up.weight=S(0)")
+        try:
+            placements = parse_placements(written)
+        except ValueError as error:
+            raise UserError(f"--shard {text}: {error}") from error
+        if len(placements) != axes:
+            raise UserError(
+                f"--shard {text}: {len(placements)} placements for a mesh of {axes} axes: write one"
+                " for each, such as " + ",".join(["S(0)", *["R"] * (axes - 1)])
+            )
+        pattern = pattern.strip()
+        if not any(fnmatchcase(name, pattern) for name in names):
+            weights = f"{pattern}.weight"
+            pattern = weights if any(fnmatchcase(n, weights) for n in names) else pattern
+        found[pattern] = placements
+    return found
+
+
+def _ends(profile: OperatorProfile, axes: int) -> dict[str, Placements]:
+    """What comes to the model, and gradients of what leaves it, are whole."""
+    ends = (e for e in profile.graph.inputs if e.role in ("input", "tangent"))
+    return {f"{each.role} {each.name}": (Replicate(),) * axes for each in ends}

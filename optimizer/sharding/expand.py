@@ -1,0 +1,28 @@
+"""A plan for teams, with the devices of each team written into it."""
+
+from __future__ import annotations
+
+from pipedream.graph.plan import Plan
+from pipedream.graph.profile import Profile
+from pipedream.graph.sharding.notation import show_placements
+from pipedream.graph.sharding.requests import PlacementTexts
+from pipedream.optimizer.sharding.division import Division
+
+
+def expand(plan: Plan, division: Division, profile: Profile) -> Plan:
+    """Of a plan whose ranks are teams: the ranks of their devices, and placements of parameters."""
+    count = division.devices
+    stages = []
+    for stage in plan.stages:
+        names = {name for node in stage.nodes for name in profile.node[node].parameters}
+        parameters = {
+            name: show_placements(placements)
+            for name, placements in division.parameters.items()
+            if name in names
+        }
+        ranks = tuple(count * team + device for team in stage.ranks for device in range(count))
+        texts = PlacementTexts(parameters=parameters)
+        changed = {"ranks": ranks, "mesh": division.mesh, "placements": texts}
+        stages.append(stage.model_copy(update=changed))
+    fields = {"cluster": division.cluster, "stages": tuple(stages)}
+    return Plan.model_validate(plan.model_copy(update=fields).model_dump())
