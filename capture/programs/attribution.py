@@ -66,7 +66,7 @@ def attribute(
             [captured.values[name].requires_grad for name in whole.inputs],
             precision,
         )
-    labels.write(traced.module.graph)
+    labels.finish(traced.module.graph)
     summed = sum_means(traced)
     graph, made = describe(summed), {node.name: node for node in summed.module.graph.nodes}
     written = {call.name: made[call.name].meta[_LABEL] for call in graph.calls}
@@ -118,6 +118,11 @@ class _Labels:
         self.write(self.graph)
         for function in self._new(result):
             function.register_prehook(lambda _gradients: self._begin_backward(node))
+
+    def finish(self, graph: fx.Graph) -> None:
+        """Labels the rest of the backward pass, and lets go of what autograd holds."""
+        self.write(graph)
+        self.created.clear()
 
     def write(self, graph: fx.Graph) -> None:
         """Labels what was recorded since the last call."""

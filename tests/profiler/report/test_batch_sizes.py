@@ -101,7 +101,7 @@ def test_a_profile_for_each_size_and_how_they_compare(
     saved = [float(row["saved_bytes"]) for row in rows]
     assert saved == pytest.approx([saved[0], 2 * saved[0], 4 * saved[0]])
     assert (tmp_path / "out/batch_sizes.png").read_bytes().startswith(b"\x89PNG")
-    assert "Written: out/batch-1/graph.txt, profile.json, layers.csv, layers.png" in out
+    assert "Written: out/batch-1/graph.txt, profile.json, operators.json, layers.csv" in out
     assert "speed-up" in out
     assert "Next: pd-optimize out --machines 2" in out
 
