@@ -94,7 +94,7 @@ def say_next(plan: Plan, folder: Path, profiled: str = "") -> None:
 
     `profiled`: the model as pd-profile was given it; a run config, if it is one that is there.
     """
-    if len(plan.stages) == 1 and plan.workers > 1:
+    if len(plan.stages) == 1 and plan.stages[0].replicas > 1:
         click.echo(
             "1 stage: this is data parallelism; add --straight for a pipeline without replicas"
         )

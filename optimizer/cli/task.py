@@ -49,7 +49,7 @@ class Task:
         from pipedream.optimizer.sharding.expand import expand
 
         assert self.profile is not None
-        return expand(plan, self.division, self.profile)
+        return expand(plan, self.division, self.profile, self.profiled)
 
 
 def make_task(options: Options) -> Task:

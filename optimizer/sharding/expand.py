@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
 from pipedream.graph.sharding.notation import show_placements
@@ -9,8 +10,10 @@ from pipedream.graph.sharding.requests import PlacementTexts
 from pipedream.optimizer.sharding.division import Division
 
 
-def expand(plan: Plan, division: Division, profile: Profile) -> Plan:
-    """Of a plan whose ranks are teams: the ranks of their devices, and placements of parameters."""
+def expand(plan: Plan, division: Division, profile: Profile, whole: Graph) -> Plan:
+    """Of a plan whose ranks are teams: the ranks of their devices, and placements of parameters.
+    `whole`: the graph before it was divided, which says what one worker takes.
+    """
     count = division.devices
     stages = []
     for stage in plan.stages:
@@ -24,5 +27,7 @@ def expand(plan: Plan, division: Division, profile: Profile) -> Plan:
         texts = PlacementTexts(parameters=parameters)
         changed = {"ranks": ranks, "mesh": division.mesh, "placements": texts}
         stages.append(stage.model_copy(update=changed))
-    fields = {"cluster": division.cluster, "stages": tuple(stages)}
+    seconds = sum(node.compute_seconds for node in whole.nodes.values())
+    predicted = plan.predicted.model_copy(update={"one_worker_seconds": seconds})
+    fields = {"cluster": division.cluster, "stages": tuple(stages), "predicted": predicted}
     return Plan.model_validate(plan.model_copy(update=fields).model_dump())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
 
 from rich.table import Table
@@ -12,50 +11,68 @@ from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.sharding.assignment import Redistribution, redistributions
 from pipedream.graph.sharding.steps import Collective
 from pipedream.graph.units import show_bytes, show_seconds
+from pipedream.optimizer.report import table_of
 from pipedream.optimizer.sharding.division import Division
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def sharding_table(plan: Plan, division: Division) -> Table:
     """One row for each way in which parameters of a stage are placed."""
-    table = Table(title=f"Placements on a mesh of {' x '.join(map(str, division.mesh))} devices")
-    table.add_column("stage", justify="right")
-    table.add_column("placed")
-    table.add_column("parameters", overflow="fold")
-    for stage in plan.stages:
-        for placed, names in _by_placement(stage).items():
-            table.add_row(str(stage.stage), placed, ", ".join(names))
-    return table
+    rows = [
+        {"stage": str(stage.stage), "placed": placed, "parameters": ", ".join(names)}
+        for stage in plan.stages
+        for placed, names in _by_placement(stage).items()
+    ]
+    mesh = " x ".join(map(str, division.mesh))
+    caption = (
+        "S(d): divided along dimension d; R: whole on each. * stands for the numbers of layers."
+    )
+    title = f"Parameters on the {mesh} devices of a worker"
+    return table_of(title, caption, rows, wrapped=("placed", "parameters"))
 
 
 def traffic_table(plan: Plan, division: Division) -> Table:
-    """What the devices of a team send to each other, by stage and collective."""
-    table = Table(title="Communication within a team")
-    for name in ("stage", "collective", "each", "count", "bytes", "time"):
-        table.add_column(name, justify="left" if name in ("collective", "each") else "right")
-    stage_of = _stages_of_values(plan, division)
-    counts: Counter[tuple[int, str, str]] = Counter()
-    amounts: dict[tuple[int, str, str], tuple[float, float]] = {}
+    """What the devices of a worker send to each other, by stage and collective."""
+    stage_of = dict(_stages_of_values(plan, division))
+    groups: dict[tuple[int, str, str], list[Redistribution]] = {}
     for each in redistributions(division.assignment):
         if each.bytes:
-            key = stage_of.get(each.value, 0), _words(each), str(each.often)
-            counts[key] += 1
-            size, seconds = amounts.get(key, (0.0, 0.0))
-            amounts[key] = size + each.bytes, seconds + each.seconds
-    for key in sorted(counts):
-        stage, collective, often = key
-        size, seconds = amounts[key]
-        row = (str(stage), collective, often, str(counts[key]))
-        table.add_row(*row, show_bytes(size), show_seconds(seconds))
-    return table
+            key = stage_of[each.value], str(each.often), _words(each)
+            groups.setdefault(key, []).append(each)
+    rows = [
+        {
+            "stage": str(stage),
+            "per": often,
+            "collective": collective,
+            "number": str(len(own)),
+            "bytes": show_bytes(sum(each.bytes for each in own)),
+            "time": show_seconds(sum(each.seconds for each in own)),
+        }
+        for (stage, often, collective), own in sorted(groups.items())
+    ]
+    caption = "Bytes that a device sends, and the time that takes on the links of the cluster."
+    title = "Communication between the devices of a worker"
+    return table_of(title, caption, rows, wrapped=("per", "collective"))
 
 
 def _by_placement(stage: Stage) -> dict[str, list[str]]:
-    """The names, numbers of layers as `*`, by placement; those that are whole last."""
-    found: dict[str, dict[str, None]] = {}
+    """The names by placement, as patterns where layers are alike; those that are whole last."""
     texts = stage.placements.parameters if stage.placements is not None else {}
+    placed: dict[str, set[str]] = {}
+    for name, text in texts.items():
+        for pattern in _patterns(name):
+            placed.setdefault(pattern, set()).add(text)
+    found: dict[str, dict[str, None]] = {}
     for name, text in sorted(texts.items(), key=lambda each: "S" not in each[1]):
-        found.setdefault(text, {})[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] = None
+        pattern = next(p for p in _patterns(name) if len(placed[p]) == 1)
+        found.setdefault(text, {})[pattern] = None
     return {text: list(names) for text, names in found.items()}
+
+
+def _patterns(name: str) -> tuple[str, str, str]:
+    """With * for all its numbers, for the first alone, and the name itself."""
+    return _NUMBER.sub("*", name), _NUMBER.sub("*", name, count=1), name
 
 
 def _words(redistribution: Redistribution) -> str:
@@ -63,11 +80,8 @@ def _words(redistribution: Redistribution) -> str:
     return ", ".join(dict.fromkeys(step.collective.value for step in moving))
 
 
-def _stages_of_values(plan: Plan, division: Division) -> dict[str, int]:
-    return dict(_pairs(plan, division))
-
-
-def _pairs(plan: Plan, division: Division) -> Iterator[tuple[str, int]]:
+def _stages_of_values(plan: Plan, division: Division) -> Iterator[tuple[str, int]]:
+    """The stage that first reads each value, or computes it."""
     stages, nodes = plan.stage_of, division.profile.nodes
     for call in reversed(division.assignment.graph.calls):
         yield from ((value, stages[nodes[call.name]]) for value in call.reads)
