@@ -1,0 +1,190 @@
+"""pd-optimize --mesh: what one device of a team does, holds and sends, and the plan for teams."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from commands import typed
+from sharded_runs import write_config
+
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.model import Graph, read_graph
+from pipedream.graph.plan import Plan, read_plan
+from pipedream.graph.profile import Profile, read_profile
+from pipedream.graph.sharding.assignment import redistributions
+from pipedream.graph.sharding.operators import OperatorProfile, read_operators
+from pipedream.graph.sharding.placement import Mesh
+from pipedream.graph.sharding.regions import held_region
+from pipedream.optimizer.sharding.division import Division
+from pipedream.optimizer.sharding.team_graph import team_footprints, team_graph
+
+FOUR = Cluster(machines=(4,), bandwidth=(1e9,))
+SHARDS = ("*qkv=S(0, chunks=3)", "*up=S(0)")
+OPTIONS = ("--machines", "4", "--bandwidth", "1GB", "--schedule", "flush", "--microbatches", "4")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A profile of a small transformer, with its operators and their run config."""
+    folder = tmp_path_factory.mktemp("profiled")
+    write_config(folder, "Fused", dtype="float32", evaluate_every=None)
+    done = typed(folder, ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"])
+    assert done.code == 0, done.error
+    return folder
+
+
+@pytest.fixture(scope="module")
+def profiled(folder: Path) -> tuple[Graph, Profile, OperatorProfile]:
+    profile = read_profile(folder / "profile.json")
+    graph, operators = read_graph(folder / "graph.txt"), read_operators(folder / "operators.json")
+    return profile.divide_backward(graph), profile, operators
+
+
+def divided(
+    profiled: tuple[Graph, Profile, OperatorProfile], mesh: Mesh, shards: Sequence[str] = SHARDS
+) -> Division:
+    return Division.of(mesh, shards, profiled[2], FOUR)
+
+
+def optimize(folder: Path, *options: str) -> Plan:
+    done = typed(folder, ["pd-optimize", "graph.txt", *OPTIONS, "-o", "plan", *options])
+    assert done.code == 0, done.error
+    return read_plan(folder / "plan/plan.json")
+
+
+def test_one_device_is_what_it_was(profiled: tuple[Graph, Profile, OperatorProfile]) -> None:
+    """On a mesh of one device all shards are the whole, and nothing is sent."""
+    graph, profile, _ = profiled
+    division = divided(profiled, (1,))
+    assert team_graph(graph, profile, division).nodes == graph.nodes
+    assert profile.footprints is not None
+    assert team_footprints(profile.footprints, division) == profile.footprints
+    assert division.teams == FOUR
+
+
+@pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
+def test_a_device_has_the_regions_of_its_parameters(
+    profiled: tuple[Graph, Profile, OperatorProfile], mesh: Mesh
+) -> None:
+    graph, profile, _ = profiled
+    shards = [f"{text},R" if len(mesh) == 2 else text for text in SHARDS]
+    division = divided(profiled, mesh, shards)
+    held = sum(
+        4 * held_region(shape, mesh, division.parameters[name], 0).size
+        for name, shape in division.shapes.items()
+        if any(name in node.parameters for node in profile.nodes)
+    )
+    team = team_graph(graph, profile, division)
+    assert sum(node.parameter_bytes for node in team.nodes.values()) == pytest.approx(held)
+    assert held < 0.6 * sum(node.parameter_bytes for node in graph.nodes.values())
+
+
+def test_work_and_messages_are_those_of_the_operators(
+    profiled: tuple[Graph, Profile, OperatorProfile],
+) -> None:
+    """Every operator of this model can be divided: a device does half of the work. All that it
+    sends is at some node.
+    """
+    graph, profile, _ = profiled
+    division = divided(profiled, (2,))
+    assert {division.work_share(call) for call in division.assignment.graph.calls} == {0.5}
+    sent = sum(each.seconds for each in redistributions(division.assignment))
+    before, after = (
+        sum(node.compute_seconds for node in each.nodes.values())
+        for each in (graph, team_graph(graph, profile, division))
+    )
+    assert after == pytest.approx(before / 2 + sent, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "replicas", "ranks"),
+    [
+        (("--mesh", "4"), (1,), [(0, 1, 2, 3)]),
+        (("--mesh", "2", "--straight"), (1, 1), [(0, 1), (2, 3)]),
+        (("--mesh", "2,2"), (1,), [(0, 1, 2, 3)]),
+    ],
+)
+def test_plans_for_teams(
+    folder: Path, options: tuple[str, ...], replicas: tuple[int, ...], ranks: list[tuple[int, ...]]
+) -> None:
+    axes = 1 + options[1].count(",")
+    shards = [f"{text}{',R' * (axes - 1)}" for text in SHARDS]
+    words = [word for text in shards for word in ("--shard", text)]
+    plan = optimize(folder, *options, *words)
+    assert plan.replicas == replicas
+    assert [stage.ranks for stage in plan.stages] == ranks
+    assert plan.cluster == FOUR
+    assert {stage.mesh for stage in plan.stages} == {tuple(map(int, options[1].split(",")))}
+    placed = {
+        name: text
+        for stage in plan.stages
+        if stage.placements is not None
+        for name, text in stage.placements.parameters.items()
+    }
+    assert placed["blocks.0.attention.qkv.weight"] == "S(0, chunks=3)" + ",R" * (axes - 1)
+    assert plan.asked is not None
+    assert plan.asked.shard == tuple(shards)
+    alone = sum(node.compute_seconds for node in read_graph(folder / "graph.txt").nodes.values())
+    assert plan.predicted.one_worker_seconds == pytest.approx(alone)
+
+
+def test_a_plan_for_teams_trains(folder: Path) -> None:
+    """From the profile to a trained model, with no more than the commands."""
+    optimize(folder, "--mesh", "2", "--straight", "--shard", SHARDS[0], "--shard", SHARDS[1])
+    done = typed(folder, ["pd-train", "plan/plan.json", "--config", "run.yaml", "-o", "run"])
+    assert done.code == 0, done.error
+    losses = [json.loads(line)["loss"] for line in (folder / "run/metrics.jsonl").open()]
+    assert all(map(math.isfinite, losses))
+
+
+def test_the_report_says_what_is_placed_how(folder: Path) -> None:
+    words = ["--mesh", "2", "--shard", SHARDS[0], "--shard", SHARDS[1]]
+    done = typed(folder, ["pd-optimize", "graph.txt", *OPTIONS, "-o", "plan", *words])
+    (fused,) = (line for line in done.out.splitlines() if " S(0, chunks=3) " in line)
+    assert "blocks.*.attention.qkv.weight" in fused
+    assert "Communication between the devices of a worker" in done.out
+    assert "reduce-scatter" in done.out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--mesh", "0"], "--mesh 0: write the size of each axis, such as 2 or 2,4"),
+        (["--mesh", "two"], "--mesh two: write the size of each axis"),
+        (["--mesh", "3"], "--mesh: teams of 3 devices do not divide the 4 of the innermost level"),
+        (["--mesh", "8"], "--mesh: teams of 8 devices do not divide the 4 of the innermost level"),
+        (["--shard", "*up=S(0)"], "--shard needs --mesh: add --mesh 2, or leave it out"),
+        (["--mesh", "2", "--shard", "up"], "--shard up: write PATTERN=PLACEMENTS"),
+        (["--mesh", "2", "--shard", "=S(0)"], "--shard =S(0): write PATTERN=PLACEMENTS"),
+        (["--mesh", "2", "--shard", "*upp=S(0)"], "parameters.*upp: no parameter has this name"),
+        (["--mesh", "2", "--shard", "*up=S(0),R"], "2 placements for a mesh of 1 axes"),
+        (["--mesh", "2", "--shard", "*up=Q"], "'Q' is no placement"),
+        (["--mesh", "2", "--shard", "*up=P"], "P is a sum, which only operators can give"),
+        (["--mesh", "2", "--shard", "*up=S(7)"], "cannot be placed S(7)"),
+        (["--mesh", "2", "--shard", "*up=S(0, chunks=7)"], "are not 7 equal chunks"),
+        (["--mesh", "2", "--compare"], "--compare does not know teams of devices"),
+        (["--mesh", "2", "--sweep", "1..4"], "--sweep does not know teams of devices"),
+        (["--mesh", "2", "--export", "torch"], "--export torch does not know teams of devices"),
+        (["--mesh", "2", "--profile", "none.json"], "none.json"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(folder: Path, options: list[str], told: str) -> None:
+    done = typed(folder, ["pd-optimize", "graph.txt", *OPTIONS, "-o", "wrong", *options])
+    assert done.code == 2
+    (line,) = done.error.splitlines()
+    assert line.startswith("pd-optimize: ")
+    assert told in line, line
+
+
+def test_operators_are_needed_and_have_to_be_of_the_graph(folder: Path, tmp_path: Path) -> None:
+    for name in ("graph.txt", "profile.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    words = ["pd-optimize", "graph.txt", *OPTIONS, "--mesh", "2"]
+    assert "there is no operators.json: pd-profile writes it" in typed(tmp_path, words).error
+    operators = json.loads((folder / "operators.json").read_text()) | {"fingerprint": "another"}
+    (tmp_path / "operators.json").write_text(json.dumps(operators))
+    assert "the operators of another graph: run pd-profile again" in typed(tmp_path, words).error
