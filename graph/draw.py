@@ -7,6 +7,7 @@ import shutil
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import graphviz
 
@@ -53,21 +54,27 @@ _WIDEST_LABEL = 44
 _MOST_BOXES, _FEW_BOXES = 100, 40
 """A graph of more nodes is drawn in few boxes, each a module, where modules are known."""
 
+_NO_NOTES: Mapping[str, str] = MappingProxyType({})
+
 
 def draw(
-    graph: Graph, path: Path, title: str = "", modules: Mapping[str, str] | None = None
+    graph: Graph,
+    path: Path,
+    title: str = "",
+    modules: Mapping[str, str] | None = None,
+    notes: Mapping[str, str] = _NO_NOTES,
 ) -> Path:
     """Draws `graph` as `path`.svg, or writes `path`.gv if dot is missing or the graph is too large.
 
     `path` has no suffix; returns the file written. If nodes have stages, each stage has a frame and
     a colour. Otherwise nodes are darker the larger their share of the compute time (`HEAT`), with a
     legend below the title. `why_text` explains a .gv to the user. `modules`: the path of the module
-    of each node; a large graph is drawn as `condensed` by them.
+    of each node; a large graph is drawn as `condensed` by them. `notes`: by node, its last line.
     """
     drawn = graph
     if modules is not None and len(graph.nodes) > _MOST_BOXES:
         drawn = condensed(graph, modules)
-    picture = _digraph(drawn, title, graph, {} if modules is None else modules)
+    picture = _digraph(drawn, title, graph, {} if modules is None else modules, notes)
     svg, text = (path.parent / (path.name + suffix) for suffix in (".svg", ".gv"))
     image = _lay_out(picture) if _can_lay_out(drawn) else None
     written, stale = (text, svg) if image is None else (svg, text)
@@ -169,7 +176,11 @@ def _lay_out(picture: graphviz.Digraph) -> bytes | None:
 
 
 def _digraph(
-    graph: Graph, title: str, whole_graph: Graph, modules: Mapping[str, str]
+    graph: Graph,
+    title: str,
+    whole_graph: Graph,
+    modules: Mapping[str, str],
+    notes: Mapping[str, str],
 ) -> graphviz.Digraph:
     """`whole_graph`: of whose nodes the boxes of `graph` are made."""
     picture = graphviz.Digraph("model")
@@ -188,7 +199,7 @@ def _digraph(
         tooltip = graphviz.escape(f"{node.id} {node.description}")
         share = shares.get(node.id)
         colours = {"fillcolor": _stage_colour(node.stage)} if share is None else _heat(share)
-        text = _label(node, share, modules.get(node.id, ""))
+        text = _label(node, share, modules.get(node.id, ""), notes.get(node.id, ""))
         home.node(names[node.id], text, tooltip=tooltip, **colours)
     for stage, frame in sorted(frames.items()):
         frame.name = f"cluster_{stage}"
@@ -243,9 +254,9 @@ def _cell(text: str, colours: Mapping[str, str]) -> str:
     return f'<TD{look}><FONT POINT-SIZE="10" COLOR="{ink}">{text}</FONT></TD>'
 
 
-def _label(node: Node, share: float | None, module: str) -> str:
-    """Up to three lines: id and layer (the module's path and the operator, or the description),
-    times, sizes; zeros are left out.
+def _label(node: Node, share: float | None, module: str, note: str) -> str:
+    """Up to four lines: id and layer (the module's path and the operator, or the description),
+    times, sizes, the note; zeros are left out.
     """
     what = f"{module}: {node.description.partition('(')[0]}" if module else node.description
     if module:
@@ -259,6 +270,7 @@ def _label(node: Node, share: float | None, module: str) -> str:
         lines.append(f"forward {forward}, backward {backward}{part}")
     sizes = [("out", node.output_bytes), ("parameters", node.parameter_bytes)]
     lines.append(", ".join(f"{what} {show_bytes(size)}" for what, size in sizes if size))
+    lines.append(note)
     text = "\\n".join(graphviz.escape(line) for line in lines if line)
     label: str = graphviz.nohtml(text)  # otherwise a label in angle brackets is HTML
     return label

@@ -56,10 +56,12 @@ def main(**values: Any) -> None:
     # First of all: `pd-optimize ... | head` ends with the first line that is too many.
     modules = None if task.profile is None else task.profile.modules
     folder = options.folder
-    written = output.write_plan_files(outcome.plan, task.request, folder, simulation, modules)
+    written = output.write_plan_files(
+        outcome.plan, task.request, folder, simulation, modules, task.placement_notes
+    )
     print_report(outcome, task.request.graph, profile=task.profile)
-    if task.division is not None:
-        output.print_sharding(outcome.plan, task.division)
+    if task.sharding is not None:
+        output.print_sharding(outcome.plan, task.sharding)
     if task.runs:
         output.judge(task, outcome.plan)
     click.echo(written)

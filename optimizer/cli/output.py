@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import click
 
@@ -27,9 +28,11 @@ from pipedream.optimizer.compare.sweep import draw_sweep, sweep, sweep_frame, sw
 from pipedream.optimizer.cost.price_plan import price_plan
 from pipedream.optimizer.export.frameworks import export, write_export
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.sharding.division import Division
+from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.optimizer.sharding.table import sharding_table, traffic_table
 from pipedream.optimizer.simulate.simulation import Simulation
+
+_NO_NOTES: Mapping[str, str] = MappingProxyType({})
 
 
 def write_plan_files(
@@ -38,9 +41,11 @@ def write_plan_files(
     folder: Path,
     simulation: Simulation | None,
     modules: Mapping[str, str] | None = None,
+    notes: Mapping[str, str] = _NO_NOTES,
 ) -> str:
     """Writes plan.json, graph.txt and pictures, of the simulation too if there is one; returns a
-    line that names them. `modules`: the path of the module of each node.
+    line that names them. `modules`: the path of the module of each node; `notes`: what is to be
+    written at nodes in the picture.
 
     Raises UserError if the folder cannot be written.
     """
@@ -49,18 +54,18 @@ def write_plan_files(
         folder.mkdir(parents=True, exist_ok=True)
         write_plan(plan, folder / "plan.json")
         write_whole(folder / "graph.txt", format_graph(staged))
-        picture = draw(staged, folder / "graph", modules=modules)
+        picture = draw(staged, folder / "graph", modules=modules, notes=notes)
         drawn = "" if simulation is None else _draw(simulation, plan, folder, request.memory)
     why = why_text(staged, picture)
     files = f"{folder}/plan.json, graph.txt, {picture.name}"
     return f"Written: {files}" + (f" ({why})" if why else "") + drawn
 
 
-def print_sharding(plan: Plan, division: Division) -> None:
+def print_sharding(plan: Plan, sharding: ModelSharding) -> None:
     """Prints how the parameters of each stage are placed, and what its devices exchange."""
     console = make_console()
-    print_table(console, sharding_table(plan, division))
-    print_table(console, traffic_table(plan, division))
+    print_table(console, sharding_table(plan, sharding))
+    print_table(console, traffic_table(plan, sharding))
 
 
 def _draw(simulation: Simulation, plan: Plan, folder: Path, memory: float | None) -> str:

@@ -11,7 +11,7 @@ from pipedream.graph.errors import UserError
 from pipedream.optimizer.cli.cluster_options import bytes_of, cluster_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from pipedream.graph.cluster import Cluster
     from pipedream.graph.model import Graph
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipedream.optimizer.cli.options import Options
     from pipedream.optimizer.search.latency import Latency
     from pipedream.optimizer.search.request import Request
-    from pipedream.optimizer.sharding.division import Division
+    from pipedream.optimizer.sharding.model_sharding import ModelSharding
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Task:
 
     `numbers`: of workers to sweep over; `profile`: of the graph, if there is one; `runs`: by which
     the graph was calibrated, newest last; `profiled`: the graph before that, and its `batch_size`,
-    None if no profile says it; `division`: of the operators, with --mesh; then the graph, the
+    None if no profile says it; `sharding`: of the operators, with --mesh; then the graph, the
     footprints and the cluster of the request are those of a team.
     """
 
@@ -40,16 +40,25 @@ class Task:
     runs: Sequence[CalibrationRun]
     profiled: Graph
     batch_size: int | None
-    division: Division | None = None
+    sharding: ModelSharding | None = None
 
     def expanded(self, plan: Plan) -> Plan:
         """The plan with the devices of its teams, if it is for teams."""
-        if self.division is None:
+        if self.sharding is None:
             return plan
         from pipedream.optimizer.sharding.expand import expand
 
         assert self.profile is not None
-        return expand(plan, self.division, self.profile, self.profiled)
+        return expand(plan, self.sharding, self.profile, self.profiled)
+
+    @property
+    def placement_notes(self) -> Mapping[str, str]:
+        """By node how its parameters are divided, with --mesh."""
+        if self.sharding is None or self.profile is None:
+            return {}
+        from pipedream.optimizer.sharding.table import notes
+
+        return notes(self.sharding, self.profile)
 
 
 def make_task(options: Options) -> Task:
@@ -94,12 +103,12 @@ def make_task(options: Options) -> Task:
             "--activation-compression is for formulas, and pd-train sends activations as they are:"
             " add --cost-model paper, released or measured, or leave it out"
         )
-    division = _division(options, graph, profile, cluster)
-    if division is not None and profile is not None:
+    sharding = _model_sharding(options, graph, profile, cluster)
+    if sharding is not None and profile is not None:
         from pipedream.optimizer.sharding.team_graph import team_footprints, team_graph
 
-        graph, cluster = team_graph(graph, profile, division), division.teams
-        footprints = None if footprints is None else team_footprints(footprints, division)
+        graph, cluster = team_graph(graph, profile, sharding), sharding.teams
+        footprints = None if footprints is None else team_footprints(footprints, sharding)
     request = Request(
         graph=graph,
         cluster=cluster,
@@ -121,12 +130,12 @@ def make_task(options: Options) -> Task:
         stages_each=options.stages_per_rank,
     )
     size = None if profile is None else profile.batch_size
-    return Task(request, numbers, profile, runs, profiled, size, division)
+    return Task(request, numbers, profile, runs, profiled, size, sharding)
 
 
-def _division(
+def _model_sharding(
     options: Options, graph: Graph, profile: Profile | None, cluster: Cluster
-) -> Division | None:
+) -> ModelSharding | None:
     """How --mesh and --shard divide the operators; None without. Raises UserError."""
     if options.mesh is None:
         if options.shard:
@@ -143,7 +152,7 @@ def _division(
         if given:
             raise UserError(f"{other} does not know teams of devices: leave it or --mesh out")
     from pipedream.graph.sharding.operators import read_operators
-    from pipedream.optimizer.sharding.division import Division
+    from pipedream.optimizer.sharding.model_sharding import ModelSharding
 
     mesh = _mesh(options.mesh)
     path = options.graph.with_name("operators.json")
@@ -155,7 +164,7 @@ def _division(
     operators = read_operators(path)
     if operators.fingerprint != graph.fingerprint:
         raise UserError(f"{path}: the operators of another graph: run pd-profile again")
-    return Division.of(mesh, options.shard, operators, cluster)
+    return ModelSharding.of(mesh, options.shard, operators, cluster)
 
 
 def _mesh(text: str) -> tuple[int, ...]:

@@ -7,27 +7,27 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
 from pipedream.graph.sharding.notation import show_placements
 from pipedream.graph.sharding.requests import PlacementTexts
-from pipedream.optimizer.sharding.division import Division
+from pipedream.optimizer.sharding.model_sharding import ModelSharding
 
 
-def expand(plan: Plan, division: Division, profile: Profile, whole: Graph) -> Plan:
+def expand(plan: Plan, sharding: ModelSharding, profile: Profile, whole: Graph) -> Plan:
     """Of a plan whose ranks are teams: the ranks of their devices, and placements of parameters.
     `whole`: the graph before it was divided, which says what one worker takes.
     """
-    count = division.devices
+    count = sharding.devices
     stages = []
     for stage in plan.stages:
         names = {name for node in stage.nodes for name in profile.node[node].parameters}
         parameters = {
             name: show_placements(placements)
-            for name, placements in division.parameters.items()
+            for name, placements in sharding.parameters.items()
             if name in names
         }
         ranks = tuple(count * team + device for team in stage.ranks for device in range(count))
         texts = PlacementTexts(parameters=parameters)
-        changed = {"ranks": ranks, "mesh": division.mesh, "placements": texts}
+        changed = {"ranks": ranks, "mesh": sharding.mesh, "placements": texts}
         stages.append(stage.model_copy(update=changed))
     seconds = sum(node.compute_seconds for node in whole.nodes.values())
     predicted = plan.predicted.model_copy(update={"one_worker_seconds": seconds})
-    fields = {"cluster": division.cluster, "stages": tuple(stages), "predicted": predicted}
+    fields = {"cluster": sharding.cluster, "stages": tuple(stages), "predicted": predicted}
     return Plan.model_validate(plan.model_copy(update=fields).model_dump())

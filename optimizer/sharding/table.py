@@ -8,23 +8,26 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from pipedream.graph.plan import Plan, Stage
+from pipedream.graph.profile import Profile
 from pipedream.graph.sharding.assignment import Redistribution, redistributions
+from pipedream.graph.sharding.notation import show_placements
+from pipedream.graph.sharding.placement import Replicate
 from pipedream.graph.sharding.steps import Collective
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.report import table_of
-from pipedream.optimizer.sharding.division import Division
+from pipedream.optimizer.sharding.model_sharding import ModelSharding
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-def sharding_table(plan: Plan, division: Division) -> Table:
+def sharding_table(plan: Plan, sharding: ModelSharding) -> Table:
     """One row for each way in which parameters of a stage are placed."""
     rows = [
         {"stage": str(stage.stage), "placed": placed, "parameters": ", ".join(names)}
         for stage in plan.stages
         for placed, names in _by_placement(stage).items()
     ]
-    mesh = " x ".join(map(str, division.mesh))
+    mesh = " x ".join(map(str, sharding.mesh))
     caption = (
         "S(d): divided along dimension d; R: whole on each. * stands for the numbers of layers."
     )
@@ -32,11 +35,11 @@ def sharding_table(plan: Plan, division: Division) -> Table:
     return table_of(title, caption, rows, wrapped=("placed", "parameters"))
 
 
-def traffic_table(plan: Plan, division: Division) -> Table:
+def traffic_table(plan: Plan, sharding: ModelSharding) -> Table:
     """What the devices of a worker send to each other, by stage and collective."""
-    stage_of = dict(_stages_of_values(plan, division))
+    stage_of = dict(_stages_of_values(plan, sharding))
     groups: dict[tuple[int, str, str], list[Redistribution]] = {}
-    for each in redistributions(division.assignment):
+    for each in redistributions(sharding.assignment):
         if each.bytes:
             key = stage_of[each.value], str(each.often), _words(each)
             groups.setdefault(key, []).append(each)
@@ -54,6 +57,20 @@ def traffic_table(plan: Plan, division: Division) -> Table:
     caption = "Bytes that a device sends, and the time that takes on the links of the cluster."
     title = "Communication between the devices of a worker"
     return table_of(title, caption, rows, wrapped=("per", "collective"))
+
+
+def notes(sharding: ModelSharding, profile: Profile) -> dict[str, str]:
+    """By node: `weight S(0), bias S(0)`, of the parameters that are divided."""
+    found = {}
+    for node in profile.nodes:
+        texts = [
+            f"{name.rpartition('.')[2]} {show_placements(sharding.parameters[name])}"
+            for name in node.parameters
+            if any(each != Replicate() for each in sharding.parameters.get(name, ()))
+        ]
+        if texts:
+            found[node.id] = ", ".join(texts)
+    return found
 
 
 def _by_placement(stage: Stage) -> dict[str, list[str]]:
@@ -80,10 +97,10 @@ def _words(redistribution: Redistribution) -> str:
     return ", ".join(dict.fromkeys(step.collective.value for step in moving))
 
 
-def _stages_of_values(plan: Plan, division: Division) -> Iterator[tuple[str, int]]:
+def _stages_of_values(plan: Plan, sharding: ModelSharding) -> Iterator[tuple[str, int]]:
     """The stage that first reads each value, or computes it."""
-    stages, nodes = plan.stage_of, division.profile.nodes
-    for call in reversed(division.assignment.graph.calls):
+    stages, nodes = plan.stage_of, sharding.profile.nodes
+    for call in reversed(sharding.assignment.graph.calls):
         yield from ((value, stages[nodes[call.name]]) for value in call.reads)
-    for call in division.assignment.graph.calls:
+    for call in sharding.assignment.graph.calls:
         yield from ((v, stages[nodes[call.name]]) for v in call.results if v is not None)

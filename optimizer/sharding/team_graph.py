@@ -15,14 +15,14 @@ from pipedream.graph.model import Graph, Node
 from pipedream.graph.profile import Footprint, Profile
 from pipedream.graph.sharding.assignment import redistributions
 from pipedream.graph.sharding.regions import held_region
-from pipedream.optimizer.sharding.division import Division
+from pipedream.optimizer.sharding.model_sharding import ModelSharding
 
 
-def team_graph(graph: Graph, profile: Profile, division: Division) -> Graph:
+def team_graph(graph: Graph, profile: Profile, sharding: ModelSharding) -> Graph:
     """Each node's passes take the part of its operators' time that a device works, and the
     redistributions of what it computes; sums of gradients over the mesh count in each minibatch.
     """
-    work, moved = _work_shares(division), _moved_seconds(division)
+    work, moved = _work_shares(sharding), _moved_seconds(sharding)
     nodes = {
         name: replace(
             node,
@@ -30,7 +30,7 @@ def team_graph(graph: Graph, profile: Profile, division: Division) -> Graph:
             + moved[name, False],
             backward_seconds=node.backward_seconds * work.get((name, True), 1.0)
             + moved[name, True],
-            parameter_bytes=node.parameter_bytes * _parameter_share(node, profile, division),
+            parameter_bytes=node.parameter_bytes * _parameter_share(node, profile, sharding),
         )
         for name, node in graph.nodes.items()
     }
@@ -38,64 +38,64 @@ def team_graph(graph: Graph, profile: Profile, division: Division) -> Graph:
 
 
 def team_footprints(
-    footprints: Mapping[str, Footprint], division: Division
+    footprints: Mapping[str, Footprint], sharding: ModelSharding
 ) -> dict[str, Footprint]:
     """What each node saves for the backward pass, on one device."""
-    shares = _saved_shares(division)
+    shares = _saved_shares(sharding)
     return {
         name: replace(each, saved=each.saved * shares.get(name, 1.0))
         for name, each in footprints.items()
     }
 
 
-def _work_shares(division: Division) -> dict[tuple[str, bool], float]:
+def _work_shares(sharding: ModelSharding) -> dict[tuple[str, bool], float]:
     """By node and whether backward: seconds of one device in parts of those of the whole."""
     whole, own = Counter[tuple[str, bool]](), Counter[tuple[str, bool]]()
-    for call in division.assignment.graph.calls:
-        key = division.profile.nodes[call.name], call.name in division.backward
-        seconds = division.profile.seconds.get(call.name, 0.0)
+    for call in sharding.assignment.graph.calls:
+        key = sharding.profile.nodes[call.name], call.name in sharding.backward
+        seconds = sharding.profile.seconds.get(call.name, 0.0)
         whole[key] += seconds  # type: ignore[assignment]
-        own[key] += seconds * division.work_share(call)  # type: ignore[assignment]
+        own[key] += seconds * sharding.work_share(call)  # type: ignore[assignment]
     return {key: own[key] / seconds for key, seconds in whole.items() if seconds}
 
 
-def _moved_seconds(division: Division) -> Counter[tuple[str, bool]]:
+def _moved_seconds(sharding: ModelSharding) -> Counter[tuple[str, bool]]:
     """Of redistributions, at the node that computes the value, or first reads it."""
     found: Counter[tuple[str, bool]] = Counter()
-    graph = division.assignment.graph
+    graph = sharding.assignment.graph
     makers = {value: call.name for call in graph.calls for value in call.results}
     readers: dict[str, str] = {}
     for call in graph.calls:
         for value in call.reads:
             readers.setdefault(value, call.name)
-    for each in redistributions(division.assignment):
+    for each in redistributions(sharding.assignment):
         name = makers.get(each.value) or readers.get(each.value)
         if name is not None:
-            key = division.profile.nodes[name], name in division.backward
+            key = sharding.profile.nodes[name], name in sharding.backward
             found[key] += each.seconds  # type: ignore[assignment]
     return found
 
 
-def _parameter_share(node: Node, profile: Profile, division: Division) -> float:
-    names = [name for name in profile.node[node.id].parameters if name in division.shapes]
-    whole = sum(math.prod(division.shapes[name]) for name in names)
+def _parameter_share(node: Node, profile: Profile, sharding: ModelSharding) -> float:
+    names = [name for name in profile.node[node.id].parameters if name in sharding.shapes]
+    whole = sum(math.prod(sharding.shapes[name]) for name in names)
     held = sum(
-        held_region(division.shapes[name], division.mesh, division.parameters[name], 0).size
+        held_region(sharding.shapes[name], sharding.mesh, sharding.parameters[name], 0).size
         for name in names
     )
     return held / whole if whole else 1.0
 
 
-def _saved_shares(division: Division) -> dict[str, float]:
+def _saved_shares(sharding: ModelSharding) -> dict[str, float]:
     """By node: the part on one device of the values that it computes and a backward pass reads."""
-    graph, types = division.assignment.graph, division.assignment.graph.types()
-    read = {v for call in graph.calls if call.name in division.backward for v in call.reads}
+    graph, types = sharding.assignment.graph, sharding.assignment.graph.types()
+    read = {v for call in graph.calls if call.name in sharding.backward for v in call.reads}
     whole, own = Counter[str](), Counter[str]()
     for call in graph.calls:
-        if call.name in division.backward:
+        if call.name in sharding.backward:
             continue
         for value in read.intersection(v for v in call.results if v is not None):
             size = math.prod(types[value].shape) * types[value].element_bytes
-            whole[division.profile.nodes[call.name]] += size
-            own[division.profile.nodes[call.name]] += size * division.share(value)  # type: ignore[assignment]
+            whole[sharding.profile.nodes[call.name]] += size
+            own[sharding.profile.nodes[call.name]] += size * sharding.share(value)  # type: ignore[assignment]
     return {node: own[node] / size for node, size in whole.items() if size}

@@ -19,7 +19,7 @@ from pipedream.graph.sharding.assignment import redistributions
 from pipedream.graph.sharding.operators import OperatorProfile, read_operators
 from pipedream.graph.sharding.placement import Mesh
 from pipedream.graph.sharding.regions import held_region
-from pipedream.optimizer.sharding.division import Division
+from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.optimizer.sharding.team_graph import team_footprints, team_graph
 
 FOUR = Cluster(machines=(4,), bandwidth=(1e9,))
@@ -46,8 +46,8 @@ def profiled(folder: Path) -> tuple[Graph, Profile, OperatorProfile]:
 
 def divided(
     profiled: tuple[Graph, Profile, OperatorProfile], mesh: Mesh, shards: Sequence[str] = SHARDS
-) -> Division:
-    return Division.of(mesh, shards, profiled[2], FOUR)
+) -> ModelSharding:
+    return ModelSharding.of(mesh, shards, profiled[2], FOUR)
 
 
 def optimize(folder: Path, *options: str) -> Plan:
@@ -59,11 +59,11 @@ def optimize(folder: Path, *options: str) -> Plan:
 def test_one_device_is_what_it_was(profiled: tuple[Graph, Profile, OperatorProfile]) -> None:
     """On a mesh of one device all shards are the whole, and nothing is sent."""
     graph, profile, _ = profiled
-    division = divided(profiled, (1,))
-    assert team_graph(graph, profile, division).nodes == graph.nodes
+    sharding = divided(profiled, (1,))
+    assert team_graph(graph, profile, sharding).nodes == graph.nodes
     assert profile.footprints is not None
-    assert team_footprints(profile.footprints, division) == profile.footprints
-    assert division.teams == FOUR
+    assert team_footprints(profile.footprints, sharding) == profile.footprints
+    assert sharding.teams == FOUR
 
 
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
@@ -72,13 +72,13 @@ def test_a_device_has_the_regions_of_its_parameters(
 ) -> None:
     graph, profile, _ = profiled
     shards = [f"{text},R" if len(mesh) == 2 else text for text in SHARDS]
-    division = divided(profiled, mesh, shards)
+    sharding = divided(profiled, mesh, shards)
     held = sum(
-        4 * held_region(shape, mesh, division.parameters[name], 0).size
-        for name, shape in division.shapes.items()
+        4 * held_region(shape, mesh, sharding.parameters[name], 0).size
+        for name, shape in sharding.shapes.items()
         if any(name in node.parameters for node in profile.nodes)
     )
-    team = team_graph(graph, profile, division)
+    team = team_graph(graph, profile, sharding)
     assert sum(node.parameter_bytes for node in team.nodes.values()) == pytest.approx(held)
     assert held < 0.6 * sum(node.parameter_bytes for node in graph.nodes.values())
 
@@ -90,12 +90,12 @@ def test_work_and_messages_are_those_of_the_operators(
     sends is at some node.
     """
     graph, profile, _ = profiled
-    division = divided(profiled, (2,))
-    assert {division.work_share(call) for call in division.assignment.graph.calls} == {0.5}
-    sent = sum(each.seconds for each in redistributions(division.assignment))
+    sharding = divided(profiled, (2,))
+    assert {sharding.work_share(call) for call in sharding.assignment.graph.calls} == {0.5}
+    sent = sum(each.seconds for each in redistributions(sharding.assignment))
     before, after = (
         sum(node.compute_seconds for node in each.nodes.values())
-        for each in (graph, team_graph(graph, profile, division))
+        for each in (graph, team_graph(graph, profile, sharding))
     )
     assert after == pytest.approx(before / 2 + sent, rel=0.02)
 
@@ -188,3 +188,9 @@ def test_operators_are_needed_and_have_to_be_of_the_graph(folder: Path, tmp_path
     operators = json.loads((folder / "operators.json").read_text()) | {"fingerprint": "another"}
     (tmp_path / "operators.json").write_text(json.dumps(operators))
     assert "the operators of another graph: run pd-profile again" in typed(tmp_path, words).error
+
+
+def test_the_picture_says_how_parameters_are_divided(folder: Path) -> None:
+    optimize(folder, "--mesh", "2", "--shard", SHARDS[0], "--shard", SHARDS[1])
+    text = next((folder / "plan").glob("graph.[gs]v*")).read_text()
+    assert "weight S(0, chunks=3), bias S(0, chunks=3)" in text

@@ -27,7 +27,7 @@ from pipedream.graph.sharding.requests import Requests
 
 
 @dataclass(frozen=True)
-class Division:
+class ModelSharding:
     """`cluster`: of all devices; `profile`: of the operators before they were divided."""
 
     cluster: Cluster
@@ -37,7 +37,7 @@ class Division:
     @staticmethod
     def of(
         mesh: Mesh, shards: Sequence[str], profile: OperatorProfile, cluster: Cluster
-    ) -> Division:
+    ) -> ModelSharding:
         """`shards`: as typed, `PATTERN=PLACEMENTS`. Raises UserError."""
         devices = device_count(mesh)
         if cluster.machines[0] % devices:
@@ -51,7 +51,7 @@ class Division:
             assignment = propagate(profile.graph, linked, requests, profile.seconds)
         except UserError as error:
             raise UserError(f"--shard: {error.format_message()}") from error
-        return Division(cluster, profile, assignment)
+        return ModelSharding(cluster, profile, assignment)
 
     @property
     def mesh(self) -> Mesh:
