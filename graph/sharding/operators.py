@@ -12,6 +12,7 @@ a transposed weight:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
@@ -149,6 +150,40 @@ def _results(calls: tuple[OperatorCall, ...]) -> Iterator[tuple[str, TensorType]
             if value is not None:
                 assert type_ is not None, call
                 yield value, type_
+
+
+def flops(operator: Operator) -> float:
+    """Multiplications and additions of a matrix product, convolution or attention; 0 for others,
+    whose time is that of their bytes.
+    """
+    shapes = [each.shape for each in operator.inputs]
+    match operator.family:
+        case "aten.mm" | "aten.addmm" | "aten.bmm" | "aten.baddbmm":
+            left, right = shapes[-2:]
+            return 2.0 * math.prod(left) * right[-1]
+        case "aten.convolution" | "aten.convolution_backward":
+            backward = operator.family.endswith("_backward")
+            weight = shapes[2 if backward else 1]
+            result = (
+                shapes[0] if backward or operator.outputs[0] is None else operator.outputs[0].shape
+            )
+            return (4.0 if backward else 2.0) * math.prod(result) * math.prod(weight[1:])
+    if operator.family.startswith("aten._scaled_dot_product"):
+        query, key = shapes[1:3] if operator.family.endswith("_backward") else shapes[:2]
+        factor = 10.0 if operator.family.endswith("_backward") else 4.0
+        return factor * math.prod(query) * key[-2]
+    return 0.0
+
+
+def estimated_seconds(graph: OperatorGraph, flops_per_second: float | None) -> dict[str, float]:
+    """By the name of a call, of those with `flops`; nothing if the rate is unknown.
+
+    Whoever divides the operators of a plan estimates them so, to come to the same result.
+    """
+    if flops_per_second is None:
+        return {}
+    counts = {call.name: flops(call.operator) for call in graph.calls}
+    return {name: count / flops_per_second for name, count in counts.items() if count}
 
 
 class OperatorProfile(ArtifactModel):

@@ -37,6 +37,10 @@ class PlacementTexts(ArtifactModel):
     """As `Requests.parameters`."""
     values: dict[str, str] = Field(default={})
     """As `Requests.values`."""
+    flops_per_second: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Of the device that was profiled, in matrix products and the like. Without, an operator may be
+    computed by all devices to save a message.
+    """
 
     def requests(self, axes: int) -> Requests:
         """For a mesh of so many axes. Raises ValueError that names the placement which is wrong."""

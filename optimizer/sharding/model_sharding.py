@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,7 +11,12 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.sharding.assignment import Assignment, LinkedMesh
 from pipedream.graph.sharding.notation import parse_placements
-from pipedream.graph.sharding.operators import OperatorCall, OperatorProfile, TensorType
+from pipedream.graph.sharding.operators import (
+    OperatorCall,
+    OperatorProfile,
+    estimated_seconds,
+    flops,
+)
 from pipedream.graph.sharding.placement import (
     Mesh,
     Partial,
@@ -22,7 +26,6 @@ from pipedream.graph.sharding.placement import (
     device_count,
 )
 from pipedream.graph.sharding.propagate import propagate
-from pipedream.graph.sharding.regions import held_region
 from pipedream.graph.sharding.requests import Requests
 
 
@@ -48,7 +51,8 @@ class ModelSharding:
         requests = Requests(_parameters(shards, len(mesh), profile), _ends(profile, len(mesh)))
         linked = LinkedMesh.of(mesh, range(devices), cluster)
         try:
-            assignment = propagate(profile.graph, linked, requests, profile.seconds)
+            seconds = estimated_seconds(profile.graph, flops_per_second(profile))
+            assignment = propagate(profile.graph, linked, requests, seconds)
         except UserError as error:
             raise UserError(f"--shard: {error.format_message()}") from error
         return ModelSharding(cluster, profile, assignment)
@@ -95,12 +99,6 @@ class ModelSharding:
                 known.update(value for value in call.results if value is not None)
         return frozenset(calls)
 
-    def share(self, value: str) -> float:
-        """The part of a value that the first device holds."""
-        shape = self._types[value].shape
-        held = held_region(shape, self.mesh, self.assignment.placed[value], 0)
-        return held.size / max(1, math.prod(shape))
-
     def work_share(self, call: OperatorCall) -> float:
         """The part of an operator's work that a device does."""
         share = 1.0
@@ -110,9 +108,12 @@ class ModelSharding:
                 share /= size
         return share
 
-    @cached_property
-    def _types(self) -> Mapping[str, TensorType]:
-        return self.assignment.graph.types()
+
+def flops_per_second(profile: OperatorProfile) -> float | None:
+    """Of the operators that have `flops`, together; None if none was timed."""
+    counts = {call.name: flops(call.operator) for call in profile.graph.calls}
+    seconds = sum(profile.seconds.get(name, 0.0) for name, count in counts.items() if count)
+    return sum(counts.values()) / seconds if seconds else None
 
 
 def _parameters(

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.profile import Footprint, Profile
 from pipedream.graph.sharding.assignment import redistributions
+from pipedream.graph.sharding.placement import Placements
 from pipedream.graph.sharding.regions import held_region
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 
@@ -87,15 +88,41 @@ def _parameter_share(node: Node, profile: Profile, sharding: ModelSharding) -> f
 
 
 def _saved_shares(sharding: ModelSharding) -> dict[str, float]:
-    """By node: the part on one device of the values that it computes and a backward pass reads."""
-    graph, types = sharding.assignment.graph, sharding.assignment.graph.types()
-    read = {v for call in graph.calls if call.name in sharding.backward for v in call.reads}
+    """By node: what a device saves of the values that it computes and a backward pass reads, in
+    parts of the whole values. A value is saved in each placement in which backward operators read
+    it, if forward ones have brought it there, else as it was computed.
+    """
+    assignment, types = sharding.assignment, sharding.assignment.graph.types()
+    makers = _makers(sharding)
+    present = {(value, assignment.placed[value]) for value in makers}
+    present |= {form for name, form in _forms(sharding) if name not in sharding.backward}
+    saved = {
+        (value, target if (value, target) in present else assignment.placed[value])
+        for name, (value, target) in _forms(sharding)
+        if name in sharding.backward and value in makers
+    }
     whole, own = Counter[str](), Counter[str]()
-    for call in graph.calls:
-        if call.name in sharding.backward:
-            continue
-        for value in read.intersection(v for v in call.results if v is not None):
-            size = math.prod(types[value].shape) * types[value].element_bytes
-            whole[sharding.profile.nodes[call.name]] += size
-            own[sharding.profile.nodes[call.name]] += size * sharding.share(value)  # type: ignore[assignment]
+    for value in {value for value, _ in saved}:
+        whole[makers[value]] += math.prod(types[value].shape) * types[value].element_bytes
+    for value, placements in saved:
+        size = held_region(types[value].shape, sharding.mesh, placements, 0).size
+        own[makers[value]] += size * types[value].element_bytes
     return {node: own[node] / size for node, size in whole.items() if size}
+
+
+def _makers(sharding: ModelSharding) -> dict[str, str]:
+    """The node that computes each value of the forward pass."""
+    return {
+        value: sharding.profile.nodes[call.name]
+        for call in sharding.assignment.graph.calls
+        if call.name not in sharding.backward
+        for value in call.results
+        if value is not None
+    }
+
+
+def _forms(sharding: ModelSharding) -> Iterator[tuple[str, tuple[str, Placements]]]:
+    """The name of each call with each value that it reads, and how it wants it."""
+    for call in sharding.assignment.graph.calls:
+        targets = sharding.assignment.targets(call.name)
+        yield from ((call.name, form) for form in zip(call.reads, targets, strict=True))

@@ -21,7 +21,7 @@ from pipedream.comm.redistribute import MeshGroups, cut
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.graph.sharding.assignment import Assignment, LinkedMesh, output_target, steps_between
-from pipedream.graph.sharding.operators import OperatorGraph, TensorType
+from pipedream.graph.sharding.operators import OperatorGraph, TensorType, estimated_seconds
 from pipedream.graph.sharding.placement import Partial, Placements, Replicate, coordinates
 from pipedream.graph.sharding.propagate import propagate
 from pipedream.graph.sharding.regions import Region, held_region, whole
@@ -43,6 +43,7 @@ class StageSharding:
         self.mesh = LinkedMesh.of(planned.mesh, planned.teams[0].ranks, plan.cluster)
         texts = planned.placements
         self.requests = Requests() if texts is None else texts.requests(len(planned.mesh))
+        self.flops_per_second = None if texts is None else texts.flops_per_second
         self.placed: dict[str, Placements] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.partial: dict[str, tuple[int, ...]] = {}
@@ -53,7 +54,8 @@ class StageSharding:
         summed = sum_means(joint)
         graph = describe(summed)
         try:
-            assignment = propagate(graph, self.mesh, self._requests(graph))
+            seconds = estimated_seconds(graph, self.flops_per_second)
+            assignment = propagate(graph, self.mesh, self._requests(graph), seconds)
         except UserError as error:
             raise UserError(f"stage {self.stage}: placements.{error.format_message()}") from error
         local = localize(summed, assignment, self.device, self._move, whole_ends=True)
