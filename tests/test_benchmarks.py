@@ -22,7 +22,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.py"))
 
 
-FOLDERS = [FOLDER, *(FOLDER / name for name in ("architectures", "emulated", "faults", "orders"))]
+FOLDERS = [
+    FOLDER,
+    *(FOLDER / name for name in ("architectures", "emulated", "faults", "meshes", "orders")),
+]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=[each.name for each in FOLDERS])

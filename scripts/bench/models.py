@@ -56,3 +56,16 @@ def gpt_data(length: int = 64, examples: int = EXAMPLES) -> tuple[TensorDataset,
 
 gpt = topics_gpt.model
 gpt_loss = topics_gpt.loss
+
+
+def vgg16_head() -> nn.Module:
+    """The classifier of VGG-16 on features [batch, 512, 7, 7], for 1,000 classes."""
+    parts = (nn.Linear(512 * 7 * 7, 4_096), nn.ReLU(), nn.Linear(4_096, 4_096), nn.ReLU())
+    return nn.Sequential(nn.Flatten(), *parts, nn.Linear(4_096, 1_000))
+
+
+def vgg16_head_data(examples: int = 640) -> tuple[TensorDataset, None]:
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(examples, 512, 7, 7, generator=generator)
+    classes = torch.randint(0, 1_000, (examples,), generator=generator)
+    return TensorDataset(features, classes), None
