@@ -19,13 +19,13 @@ from typing import Any
 import pandas as pd
 import yaml
 
-BENCH = Path(__file__).parents[1]
-sys.path.append(str(BENCH))
+sys.path.append(str(Path(__file__).parents[1]))
 
 from efficiency import call
 
 from pipedream.graph.plan import Plan, read_plan
 
+BENCH = Path(__file__).parents[1]
 TURNS = 3
 CASES: dict[str, dict[str, Any]] = {
     "gpt": {
