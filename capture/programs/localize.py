@@ -7,9 +7,10 @@ the same order, each on its part, so that the devices of an axis come to the sam
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -31,17 +32,25 @@ Move: TypeAlias = Callable[[Tensor, tuple[int, ...], Sequence[Step]], Tensor]
 _GIVEN_WHOLE = frozenset(("draw", "constant"))
 """Roles of what every device is given whole: random numbers are drawn as without a mesh."""
 _ENDS = frozenset(("input", "tangent"))
+_AS_ASSIGNED: Mapping[str, Placements] = MappingProxyType({})
 
 
 def localize(
-    joint: Joint, assignment: Assignment, device: int, move: Move, whole_ends: bool = False
+    joint: Joint,
+    assignment: Assignment,
+    device: int,
+    move: Move,
+    whole_ends: bool = False,
+    gradients: Mapping[str, Placements] = _AS_ASSIGNED,
 ) -> Joint:
     """Returns the graph that `device` executes. Parameters, inputs and tangents are local, placed
     as the assignment says; random numbers are whole; outputs and gradients are placed as
     `output_target` says. With `whole_ends` inputs, their gradients, and tangents are whole.
+    `gradients`: how those of parameters with these names are to be placed instead, such as partial
+    where those of other graphs are, which they are added to.
     """
     given_whole = _GIVEN_WHOLE | _ENDS if whole_ends else _GIVEN_WHOLE
-    return _Localizer(joint, assignment, device, move, given_whole).run()
+    return _Localizer(joint, assignment, device, move, given_whole, gradients).run()
 
 
 class _Redistribution:
@@ -67,9 +76,10 @@ class _Localizer:
         device: int,
         move: Move,
         given_whole: Set[str],
+        gradients: Mapping[str, Placements],
     ) -> None:
         self.joint, self.assignment, self.device, self.move = joint, assignment, device, move
-        self.given_whole = given_whole
+        self.given_whole, self.gradients = given_whole, gradients
         self.everywhere = (Replicate(),) * len(assignment.mesh.sizes)
         self.calls = {call.name: call for call in assignment.graph.calls}
         self.types = assignment.graph.types()
@@ -87,14 +97,9 @@ class _Localizer:
             value = value_name(node)
             if value in self.types:
                 self.known[value, self._given(value)] = self.nodes[node]
-        outputs, inputs, weights = (
-            [self._end(node, role) for node in nodes]
-            for role, nodes in (
-                ("output", old.outputs),
-                ("input gradient", old.input_gradients),
-                ("parameter gradient", old.weight_gradients.values()),
-            )
-        )
+        outputs = [self._end(node, "output") for node in old.outputs]
+        inputs = [self._end(node, "input gradient") for node in old.input_gradients]
+        weights = [self._gradient(name, node) for name, node in old.weight_gradients.items()]
         self.graph.output([*outputs, *inputs, *weights])
         return replace(
             old,
@@ -162,6 +167,11 @@ class _Localizer:
             found.meta["val"] = self._local(before.meta["val"], value, target)
             self.known[value, target] = found
         return found
+
+    def _gradient(self, name: str, node: fx.Node | None) -> Any:
+        if node is not None and name in self.gradients:
+            return self._at(value_name(node), self.gradients[name])
+        return self._end(node, "parameter gradient")
 
     def _end(self, node: fx.Node | None, role: str) -> Any:
         if node is None:

@@ -58,8 +58,19 @@ class StageSharding:
             assignment = propagate(graph, self.mesh, self._requests(graph), seconds)
         except UserError as error:
             raise UserError(f"stage {self.stage}: placements.{error.format_message()}") from error
-        local = localize(summed, assignment, self.device, self._move, whole_ends=True)
+        local = localize(summed, assignment, self.device, self._move, True, self._gradients())
         return local, assignment
+
+    def _gradients(self) -> dict[str, Placements]:
+        """How all forms give the gradients of parameters, which are added to each other: as the
+        first did.
+        """
+        return {
+            name: tuple(
+                Partial() if axis in axes else own for axis, own in enumerate(self.placed[name])
+            )
+            for name, axes in self.partial.items()
+        }
 
     def _requests(self, graph: OperatorGraph) -> Requests:
         """What comes and goes is whole, if the plan says nothing else. Once some passes have been

@@ -7,6 +7,7 @@ says. All of it in one set of four processes, which trace each model once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from pipedream.graph.cluster import Link
 from pipedream.graph.sharding.assignment import Assignment, LinkedMesh, output_target
 from pipedream.graph.sharding.placement import (
     Mesh,
+    Partial,
     Placements,
     Replicate,
     Shard,
@@ -32,7 +34,7 @@ from pipedream.graph.sharding.propagate import propagate
 from pipedream.graph.sharding.redistribution import redistribute
 from pipedream.graph.sharding.regions import held_region, whole
 from pipedream.graph.sharding.requests import Requests
-from pipedream.graph.sharding.steps import MeshTensor
+from pipedream.graph.sharding.steps import Collective, MeshTensor, Step
 
 RANKS, UPDATES = 4, 10
 RATE = 0.01
@@ -175,3 +177,35 @@ def test_ten_updates_are_those_of_one_device(model: str) -> None:
         for mesh, (off, share) in found.items():
             assert off < 1e-12, mesh
             assert share < 1, mesh
+
+
+def test_gradients_are_partial_where_those_of_other_graphs_are() -> None:
+    """Gradients of minibatches of two sizes were added to each other, of which one was a sum over
+    the devices and the other was not.
+    """
+    traced = traced_model("mlp")
+    assignment = propagate(describe(traced.joint), LinkedMesh((2,), (LINK,)), Requests())
+    gradient = traced.joint.weight_gradients["up.weight"]
+    assert gradient is not None
+    assert assignment.placed[gradient.name] == (Replicate(),)
+    held = []
+    for device in range(2):
+        moved: list[Step] = []
+        move = partial(_first_keeps, moved, device)
+        places = {"up.weight": (Partial(),)}
+        program = Program(localize(traced.joint, assignment, device, move, gradients=places))
+        values, joint = traced.values, traced.joint
+        weights = {name: values[node] for name, node in joint.weights.items()}
+        _, saved = program.forward(weights, [values[node] for node in joint.inputs])
+        _, kept = program.backward(saved, [values[node] for node in joint.tangents])
+        held.append(dict(program.weight_gradients(kept))["up.weight"])
+        assert [step.collective for step in moved] == [Collective.KEEP_ONE]
+    assert held[0].any()
+    assert not held[1].any()
+
+
+def _first_keeps(
+    moved: list[Step], device: int, local: Tensor, shape: tuple[int, ...], steps: Sequence[Step]
+) -> Tensor:
+    moved.extend(steps)
+    return local if device == 0 else torch.zeros_like(local)
