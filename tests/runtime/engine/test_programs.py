@@ -418,7 +418,7 @@ def test_sums_over_replicas_begin_while_gradients_are_computed(which: Which) -> 
     transport, model = Adding(), made(small_models.Chain)
     rank = OneRank(model, regression(), 1, halved=which, group="replicas", transport=transport)
     (executor,), transport.rank = rank.executors.values(), rank
-    executor.buckets = Buckets(dict(model.named_parameters()), transport, "replicas", 1)
+    executor.buckets = (Buckets(dict(model.named_parameters()), transport, "replicas", 1),)
     rank.before = lambda action: setattr(transport, "now", str(action))
     reference = OneRank(made(small_models.Chain), regression(), 1, halved=none_halved).train()
     assert_same(rank.train(), reference, **EXACT)
