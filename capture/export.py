@@ -94,6 +94,11 @@ class Captured:
         """The graph nodes except inputs, in the order of the graph."""
         return tuple(name for name in self.graph.order if not self.graph.nodes[name].is_input)
 
+    @property
+    def returning(self) -> str:
+        """The last graph node that gives an output of the model."""
+        return max((self.owner[name] for name in self.outputs), key=self.graph.order.index)
+
 
 def rebuild(outputs: Sequence[torch.Tensor], out_spec: OutSpec) -> Any:
     """The structure that the model returns, from the tensors named in `Captured.outputs`."""

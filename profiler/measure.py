@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pipedream.capture.compute_settings import keep_freed_memory, lowered
 from pipedream.capture.export import Captured, Value, capture, flatten_inputs, rebuild
 from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.programs.joint import CannotDivide
+from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.capture.sources.load import Loaded
 from pipedream.comm.memory import free_memory
 from pipedream.graph.errors import UserError
@@ -140,7 +142,7 @@ def measure(
     precision, size = lowered(loaded.autocast, settings.device), settings.batch_size
     try:
         operators = profile_operators(
-            captured, inputs, size, settings.device, precision, times.nodes
+            captured, inputs, size, settings.device, precision, graph, *_ending(loaded, captured)
         )
     except CannotDivide as error:
         return Measured(graph, profile, no_operators=str(error))
@@ -159,8 +161,7 @@ def _cannot_run(model: str, error: Exception) -> UserError:
 
 def _timed(captured: Captured, times: Times) -> Graph:
     """The graph with times; that of the loss is added to the last node that returns an output."""
-    graph = captured.graph
-    last = max((captured.owner[name] for name in captured.outputs), key=graph.order.index)
+    graph, last = captured.graph, captured.returning
 
     def seconds(name: str) -> tuple[float, float]:
         timings = [times.nodes[name]] + ([times.loss] if times.loss and name == last else [])
@@ -188,14 +189,24 @@ def _time(
     if _needs(captured, kept) > free_memory(device):
         return time_per_node(captured, inputs, stopping_rule, device, progress)
     loss = loaded.loss
+    target = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), loaded.target)
 
     def loss_of(values: Mapping[str, Tensor]) -> Tensor:
         assert loss is not None
-        return loss(rebuild([values[name] for name in captured.outputs], captured.out_spec))
+        output = rebuild([values[name] for name in captured.outputs], captured.out_spec)
+        return loss(output, target)
 
     return time_in_training(
         captured, inputs, stopping_rule, device, loss_of if loss is not None else None, progress
     )
+
+
+def _ending(loaded: Loaded, captured: Captured) -> tuple[LossEnd | None, Target | None]:
+    """What the passes end in, if there is a loss that can be part of them."""
+    target = Target.of(loaded.target)
+    if loaded.loss is None or target is None:
+        return None, None
+    return LossEnd(loaded.loss, captured.outputs, captured.out_spec), target
 
 
 def _needs(captured: Captured, kept: Mapping[str, Footprint]) -> float:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipedream.capture.export import Captured
-from pipedream.capture.programs.attribution import attribute
+from pipedream.capture.programs.attribution import Attributed, attribute
 from pipedream.capture.programs.joint import CannotDivide
+from pipedream.capture.programs.loss_end import LossEnd, Target
+from pipedream.graph.model import Graph
 from pipedream.graph.sharding.operators import OperatorProfile
 from pipedream.profiler.timing.operator_times import operator_seconds
-from pipedream.profiler.timing.times import Timing
 
 _LONGEST = 200
 """Characters of a reason: torch explains at length."""
@@ -26,25 +27,41 @@ def profile_operators(
     batch_size: int,
     device: torch.device,
     precision: AbstractContextManager[Any],
-    nodes: Mapping[str, Timing],
+    graph: Graph,
+    loss: LossEnd | None = None,
+    target: Target | None = None,
 ) -> OperatorProfile:
     """Traces the passes on inputs such as these (in the order of `captured.inputs`) and divides the
-    times of the nodes among the operators. `precision`: the context of the forward pass, which is
-    entered twice.
+    times of the nodes of `graph` among the operators. `precision`: the context of the forward pass,
+    which is entered twice. The passes end in the `loss`, if it can be traced.
 
     Raises CannotDivide, with one line, if the passes cannot be had as one graph.
     """
     # Whatever torch raises: operators are of use to some plans, the rest of the profile to all.
     try:
-        found = attribute(captured, inputs, device, precision)
-        seconds = operator_seconds(found, nodes, device)
+        attributed = _attributed(captured, inputs, device, precision, loss, target)
+        seconds = operator_seconds(attributed, graph, device)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CannotDivide(lines[0][:_LONGEST]) from error
     return OperatorProfile(
         fingerprint=captured.graph.fingerprint,
         batch_size=batch_size,
-        graph=found.graph,
-        nodes=dict(found.nodes),
+        graph=attributed.graph,
+        nodes=dict(attributed.nodes),
         seconds=seconds,
     )
+
+
+def _attributed(
+    captured: Captured,
+    inputs: Sequence[Tensor],
+    device: torch.device,
+    precision: AbstractContextManager[Any],
+    loss: LossEnd | None,
+    target: Target | None,
+) -> Attributed:
+    if loss is not None and target is not None:
+        with suppress(CannotDivide):
+            return attribute(captured, inputs, device, precision, loss, target)
+    return attribute(captured, inputs, device, precision)

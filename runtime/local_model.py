@@ -29,6 +29,7 @@ class LocalModel:
         self.device, self.backend = choose_device(job.device, rank_info)
         self.examples = Examples(job, self.device)
         self.rng = MinibatchRng(job.config.seed, self.device)
+        self.loss = load_loss(job.config.loss, job.directory)
         self._build(capture_all(job, self.examples, rank_info))
 
     def _build(self, captures: Captures) -> None:
@@ -48,6 +49,7 @@ class LocalModel:
                 forms,
                 self.tied,
                 self._mesh_device(worker),
+                self.loss,
             )
             for worker in self.workers
         )
@@ -57,7 +59,6 @@ class LocalModel:
         for stage in self.stages:
             if stage.sharding is not None and self.evaluation is not None:
                 self.evaluation.divide(stage.stage, stage.sharding, stage.module)
-        self.loss = load_loss(job.config.loss, job.directory)
 
     def _mesh_device(self, worker: Worker) -> int:
         """Which device of the stage's mesh this rank is."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
-from pipedream.capture.export import Captured
+from pipedream.capture.export import Captured, Value
+from pipedream.capture.loss import Loss
+from pipedream.capture.programs.loss_end import Target
 from pipedream.graph.command import write_whole
 from pipedream.graph.sharding.regions import Region
 from pipedream.runtime.checkpoint.saver import Part
@@ -48,9 +51,11 @@ class LocalStage:
         forms: StageForms | None = None,
         tied: Collection[str] = (),
         mesh_device: int = 0,
+        loss: Loss | None = None,
     ) -> None:
         """Of the parameters that are `tied` to those of other stages it has copies. `mesh_device`:
-        which device of the stage's mesh this is. Raises UserError for placements that cannot be.
+        which device of the stage's mesh this is; then `loss` is for the last stage. Raises
+        UserError for placements that cannot be.
         """
         self.job, self.interface, self.rng = job, interface, rng
         self.stage, self.replica = worker
@@ -58,12 +63,15 @@ class LocalStage:
             self._write_source(captures.whole)
         whole, rest = self._stage_module(captures.whole), None
         self.module = whole.piece.module
-        self.sharding = self._divide(whole, captures, mesh_device)
+        ending = loss if self.stage == len(job.plan.stages) - 1 else None
+        self.sharding = self._divide(whole, captures, mesh_device, ending)
         if captures.rest is not None:
             rest = self._stage_module(captures.rest)
             if self.sharding is not None:
                 rest.program.sharding = self.sharding
                 self.sharding.follow(rest.piece.module, self.module)
+                if ending is not None:
+                    rest.end_in(ending)
             rest.share(whole, captures.buffers)
         self.stage_modules: ModuleChoice = StageModules(whole, rest, captures.last)
         if forms is not None:
@@ -82,23 +90,30 @@ class LocalStage:
         return seeded_module(captured, plan, self.stage, self.rng, config.autocast, config.compile)
 
     def _divide(
-        self, whole: StageModule, captures: Captures, mesh_device: int
+        self, whole: StageModule, captures: Captures, mesh_device: int, loss: Loss | None
     ) -> StageSharding | None:
         """Leaves this device's parts of parameters and buffers in the module of the stage."""
         if self.job.plan.stages[self.stage].mesh is None:
             return None
         plan, buffers = self.job.plan, captures.buffers
         sharding = whole.program.sharding = StageSharding(plan, self.stage, mesh_device, buffers)
-        values = [captures.whole.values[name] for name in whole.piece.inputs]
-        inputs = tuple(
-            torch.empty(value.shape, dtype=value.dtype, device=self.rng.device).requires_grad_(
-                value.requires_grad
-            )
-            for value in values
-        )
-        whole.program.on_mesh(dict(self.module.named_parameters()), inputs)
+        values = {
+            value.name: torch.empty(
+                value.shape, dtype=value.dtype, device=self.rng.device
+            ).requires_grad_(value.requires_grad)
+            for value in (*self._read(captures), *chain(*self.interface.receives.values()))
+        }
+        target = None
+        if loss is not None:
+            whole.end_in(loss)
+            target = Target.of(captures.target)
+        whole.program.on_mesh(dict(self.module.named_parameters()), values, target)
         sharding.divide(self.module)
         return sharding
+
+    def _read(self, captures: Captures) -> list[Value]:
+        """The inputs of the model that the stage reads."""
+        return [captures.whole.values[name] for name in self.interface.reads]
 
     def _is_divided(self, name: str) -> bool:
         return self.sharding is not None and self.sharding.is_divided(name)

@@ -26,7 +26,8 @@ from pipedream.capture.export import Captured
 from pipedream.capture.node_modules import preserve_model_state
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.draws import is_draw, note_seed
-from pipedream.capture.programs.joint import CannotDivide, joint
+from pipedream.capture.programs.joint import CannotDivide, End, joint
+from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.capture.programs.means import sum_means
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.graph.sharding.operators import OperatorGraph
@@ -51,20 +52,28 @@ def attribute(
     inputs: Sequence[Tensor],
     device: torch.device,
     precision: AbstractContextManager[Any],
+    loss: LossEnd | None = None,
+    target: Target | None = None,
 ) -> Attributed:
     """Traces the model on the device, on inputs such as these (in the order of `captured.inputs`).
     Nothing is computed but constants. `precision`: the context of the forward pass, which is
-    entered twice. Raises CannotDivide.
+    entered twice. With a `loss`, for this `target`, the passes end in it; it belongs to the last
+    node that returns an output. Raises CannotDivide.
     """
     with _model_on(captured, device) as whole:
-        given = dict(zip(captured.inputs, inputs, strict=True))
-        labels = _Labels()
+        values = dict(zip(captured.inputs, inputs, strict=True))
+        names, end, labels = whole.inputs, None, _Labels()
+        if loss is not None and target is not None:
+            values |= target.tensors
+            names = loss.inputs(whole, target)
+            end = labels.ending(loss.end(whole, names, target), captured.returning)
         traced = joint(
             _labelling(whole.module, captured.owner, labels),
             dict(_state(whole.module)),
-            [given[name].to(device) for name in whole.inputs],
-            [captured.values[name].requires_grad for name in whole.inputs],
+            [values[name].to(device) for name in names],
+            [name in whole.inputs and captured.values[name].requires_grad for name in names],
             precision,
+            end,
         )
     labels.finish(traced.module.graph)
     summed = sum_means(traced)
@@ -118,6 +127,16 @@ class _Labels:
         self.write(self.graph)
         for function in self._new(result):
             function.register_prehook(lambda _gradients: self._begin_backward(node))
+
+    def ending(self, end: End, node: str) -> End:
+        """The same, as operators of `node`."""
+
+        def labelled(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> Sequence[Tensor]:
+            results = end(outputs, values)
+            self.ran(node, results)
+            return results
+
+        return labelled
 
     def finish(self, graph: fx.Graph) -> None:
         """Labels the rest of the backward pass, and lets go of what autograd holds."""

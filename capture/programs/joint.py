@@ -6,10 +6,10 @@ does backwards becomes operators like those of the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -19,7 +19,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.autograd_functions import SPACE
-from pipedream.capture.programs.draws import Draws, noting_seeds, take_draws
+from pipedream.capture.programs.draws import HOOK, Draws, is_draw, noting_seeds, take_draws
+
+End: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+"""Of the outputs of a module and all inputs, what the passes give in the place of the outputs."""
 
 _RENAMING = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
@@ -55,15 +58,18 @@ def joint(
     inputs: Sequence[Tensor],
     wants: Sequence[bool],
     precision: AbstractContextManager[Any],
+    end: End | None = None,
 ) -> Joint:
     """Traces `module(*inputs)`, which gives a tuple of tensors, with parameters and buffers
     `state`. `wants`: of which inputs the gradients are to be computed. `precision`: the context of
-    the forward pass, which is entered twice.
+    the forward pass, which is entered twice. `end` comes after it; inputs after those of the module
+    are for it alone.
 
     Nothing is computed: only shapes, types and whether gradients are required matter. Raises
     CannotDivide.
     """
     _check(module)
+    taken = None if end is None else len(module.graph.find_nodes(op="placeholder"))
     names = list(state)
     learned = [name for name in names if state[name].requires_grad]
     differentiable: list[int] = []
@@ -76,7 +82,9 @@ def joint(
         }
         own = [x.detach().requires_grad_(w) for x, w in zip(given, wants, strict=True)]
         with noting_seeds(), precision:
-            results: Sequence[Tensor] = functional_call(module, leaves, tuple(own))
+            results: Sequence[Tensor] = functional_call(module, leaves, tuple(own[:taken]))
+        if end is not None:
+            results = end(results, own)
         differentiable[:] = [k for k, result in enumerate(results) if result.requires_grad]
         ends = [results[k] for k in differentiable]
         wanted = [*(x for x in own if x.requires_grad), *(leaves[name] for name in learned)]
@@ -95,6 +103,8 @@ def joint(
             traced = make_fx(passes)(fake[0], fake[1], tangents)
     except Exception as error:  # whatever operators raise that cannot be traced
         raise CannotDivide(f"{type(error).__name__}: {error}") from error
+    if end is not None and not all(HOOK in n.meta for n in traced.graph.nodes if is_draw(n)):
+        raise CannotDivide("the loss draws random numbers")
     _drop_renaming(traced)
     return _named(traced, names, learned, wants, differentiable, counts)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from pipedream.capture.fake_tensors import check_on_meta, on_meta_device, with_memory
-from pipedream.capture.loss import load_loss
+from pipedream.capture.loss import Loss, load_loss
 from pipedream.capture.sources.datasets import huggingface
 from pipedream.capture.sources.image_folder import image_folder
 from pipedream.capture.sources.minibatch import Dataset, examples, minibatch, model_inputs
@@ -39,15 +39,16 @@ from pipedream.graph.run_config import RunConfig
 class Loaded:
     """A model in training mode with example inputs: call it as `model(*args, **kwargs)`.
 
-    `autocast`: the lower precision to run it in. `loss`: the loss of its output, if known. `read`:
-    reads a minibatch by the indices of its examples, out of `examples` in total.
+    `autocast`: the lower precision to run it in. `loss`: of its output and the `target`, if known.
+    `read`: reads a minibatch by the indices of its examples, out of `examples` in total.
     """
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     autocast: str | None = None
-    loss: Callable[[Any], Tensor] | None = None
+    loss: Loss | None = None
+    target: Any = None
     read: Callable[[Sequence[int]], object] | None = None
     examples: int = 0
 
@@ -104,7 +105,6 @@ def load_config(
         )
     dtype = getattr(torch, config.dtype)
     inputs, target = minibatch(train, range(size), dtype, config.data.source)
-    loss = load_loss(config.loss, directory)
 
     def read(indices: Sequence[int]) -> object:
         return minibatch(train, indices, dtype, config.data.source)
@@ -114,7 +114,8 @@ def load_config(
         model_inputs(inputs, target, config.loss),
         {},
         config.autocast,
-        loss=lambda output: loss(output, target),
+        loss=load_loss(config.loss, directory),
+        target=target,
         # A stream cannot be read here and there, to learn how long that takes.
         read=None if stream_of(train) else read,
         examples=len(train),

@@ -1,7 +1,8 @@
 """From placements that a user sets to a division of all operators, breadth first.
 
 As MindSpore's strategy propagation: each operator next to those that are decided takes the strategy
-with the least redistribution to and from its decided neighbours; then its own neighbours follow.
+with the least redistribution to and from its decided neighbours; then its own neighbours follow. It
+begins at what is divided, as all could be whole next to what is whole.
 The axes of the mesh are decided one after the other.
 
 Two things are added. An operator that reads a partial sum and hands it on, or takes a part of it,
@@ -87,7 +88,8 @@ class _AxisSearch:
 
     def run(self) -> dict[str, Strategy]:
         self.chosen |= {name: each[0] for name, each in self._options.items() if len(each) == 1}
-        producers = (self.problem.producers[value][0] for value in self.values)
+        divided = (value for value, each in self.values.items() if each != Replicate())
+        producers = (self.problem.producers[value][0] for value in divided)
         reached = dict.fromkeys([*producers, *self.operators])
         waiting = deque(reached)
         while waiting:

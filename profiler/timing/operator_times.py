@@ -11,17 +11,17 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from pipedream.capture.programs.attribution import Attributed
 from pipedream.capture.programs.description import executable, execute
+from pipedream.graph.model import Graph
 from pipedream.graph.sharding.operators import Operator, TensorType
 from pipedream.profiler.timing.stopping_rule import no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
-from pipedream.profiler.timing.times import Timing
 
 _REPEATS = 5
 _SECONDS = 2.0
@@ -31,7 +31,7 @@ _OPAQUE = ("workspace", "reserve")
 
 
 def operator_seconds(
-    attributed: Attributed, nodes: Mapping[str, Timing], device: torch.device
+    attributed: Attributed, graph: Graph, device: torch.device
 ) -> dict[str, float]:
     """Seconds of each call by name. Those of the forward calls of a node add up to its forward
     pass, those of the backward calls to its backward pass; a pass without any call is left out.
@@ -43,11 +43,12 @@ def operator_seconds(
         passes[node, name in attributed.backward].append(name)
     seconds = {}
     for (node, backward), calls in passes.items():
-        timing = nodes[node].backward if backward else nodes[node].forward
+        timed = graph.nodes[node]
+        measured = timed.backward_seconds if backward else timed.forward_seconds
         total = sum(alone[operators[name]] for name in calls)
         for name in calls:
             share = alone[operators[name]] / total if total else 1 / len(calls)
-            seconds[name] = timing.median * share
+            seconds[name] = measured * share
     return {name: seconds[name] for name in operators}
 
 

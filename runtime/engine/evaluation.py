@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +92,32 @@ class EvaluationExecutor(ForwardExecutor):
     ) -> Mapping[str, Tensor]:
         return self.tensors
 
-    def _take_output(self, action: Action, state: MinibatchState, output: Any, target: Any) -> None:
+    def _compute(
+        self,
+        action: Action,
+        state: MinibatchState,
+        stage_module: StageModule,
+        tensors: Mapping[str, Tensor],
+        known: Mapping[str, Tensor],
+    ) -> Mapping[str, Tensor]:
+        piece = stage_module.piece
+        inputs = tuple(known[name] for name in piece.inputs)
+        if self.sharding is None:
+            results = stage_module.compute(tensors, inputs)
+        else:
+            named = stage_module.program.on_mesh(tensors, known)
+            state_ = stage_module.program.state(tensors, named)
+            results, _ = named.program.forward(state_, inputs, named.program.draw())
+        return dict(zip(piece.outputs, results, strict=True))
+
+    def _take_outputs(
+        self,
+        action: Action,
+        state: MinibatchState,
+        stage_module: StageModule,
+        known: Mapping[str, Tensor],
+    ) -> None:
+        output, target = stage_module.output(known), self.data.target(action.minibatch)
         mean, hit = self.loss(output, target).item(), accuracy(output, target)
         self.totals.add(mean, self.sizes.of(action.minibatch), hit)
 

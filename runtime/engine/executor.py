@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from pipedream.capture.programs.program import Program
+from pipedream.capture.programs.loss_end import LOSS, Target
 from pipedream.capture.segment import Segment
 from pipedream.comm.buckets import Buckets, StageGroups
 from pipedream.graph.errors import UserError
@@ -24,6 +24,7 @@ from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.stepping import Scale
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.runtime.stages.stage_module import StageModule
+from pipedream.runtime.stages.stage_program import NamedProgram
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, uses
 
 
@@ -105,30 +106,52 @@ class Executor(ForwardExecutor):
 
     def _compute(
         self,
+        action: Action,
         state: MinibatchState,
         stage_module: StageModule,
         tensors: Mapping[str, Tensor],
-        inputs: tuple[Tensor, ...],
-    ) -> Any:
+        known: Mapping[str, Tensor],
+    ) -> Mapping[str, Tensor]:
+        piece, program = stage_module.piece, stage_module.program
+        named: NamedProgram | None = None
         if self.sharding is not None:
-            program: Program | None = stage_module.program.on_mesh(tensors, inputs)
-        else:
-            program = stage_module.program.of(tensors, inputs) if self.in_halves else None
-        if program is None:
-            return stage_module.compute(tensors, inputs)
-        state.passes = ProgramPasses(stage_module, program)
-        return state.passes.forward(tensors, inputs)
+            target = self._target(action)
+            named = program.on_mesh(tensors, known, target)
+            known = known if target is None else {**known, **target.tensors}
+        elif self.in_halves:
+            named = program.of(tensors, known)
+        if named is None:
+            results = stage_module.compute(tensors, tuple(known[name] for name in piece.inputs))
+            return dict(zip(piece.outputs, results, strict=True))
+        state.passes = ProgramPasses(stage_module, named)
+        results = state.passes.forward(tensors, tuple(known[name] for name in named.inputs))
+        return dict(zip(named.outputs, results, strict=True))
 
-    def _take_output(self, action: Action, state: MinibatchState, output: Any, target: Any) -> None:
-        try:
-            loss = self.loss(output, target)
-        except UserError as error:
-            told = f"{error.format_message()}, in minibatch {action.minibatch}"
-            raise UserError(told) from error
+    def _target(self, action: Action) -> Target | None:
+        """For programs that end in the loss."""
+        if action.stage != self.last_stage:
+            return None
+        return Target.of(self.data.target(action.minibatch))
+
+    def _take_outputs(
+        self,
+        action: Action,
+        state: MinibatchState,
+        stage_module: StageModule,
+        known: Mapping[str, Tensor],
+    ) -> None:
+        loss = known[LOSS] if LOSS in known else self._loss(action, stage_module.output(known))
         if self.mesh_device == 0:  # the others have computed the same
             self.on_loss(action.minibatch, loss.detach())
         scale = self.stepping.scale.value
         state.loss = loss if scale == 1.0 else loss * scale
+
+    def _loss(self, action: Action, output: Any) -> Tensor:
+        try:
+            return self.loss(output, self.data.target(action.minibatch))
+        except UserError as error:
+            message = f"{error.format_message()}, in minibatch {action.minibatch}"
+            raise UserError(message) from error
 
     def _after_forward(
         self,

@@ -107,6 +107,10 @@ class ForwardExecutor(ABC):
         self.transport.post(self._channel(action), values)
 
     @property
+    def last_stage(self) -> int:
+        return len(self.assignment) - 1
+
+    @property
     def mesh_device(self) -> int:
         """Which one of the stage's mesh this is."""
         return 0 if self.sharding is None else self.sharding.device
@@ -147,11 +151,9 @@ class ForwardExecutor(ABC):
         inputs = tuple(known[name] for name in segment.inputs)
         tensors = self._prepare(action, state, segment, inputs)
         with computing(action):
-            results = self._compute(state, stage_module, tensors, inputs)
-        values = dict(zip(segment.outputs, results, strict=True))
-        if action.stage == len(self.assignment) - 1:
-            output = stage_module.output({**known, **values})
-            self._take_output(action, state, output, self.data.target(action.minibatch))
+            values = self._compute(action, state, stage_module, tensors, known)
+        if action.stage == self.last_stage:
+            self._take_outputs(action, state, stage_module, {**known, **values})
         state.leaving = {name: apart(values[name], state.received) for name in interface.sent}
         self._after_forward(action, state, interface, values)
 
@@ -161,24 +163,26 @@ class ForwardExecutor(ABC):
     ) -> Mapping[str, Tensor]:
         """Called before a forward pass; returns its parameters and buffers by name."""
 
+    @abstractmethod
     def _compute(
         self,
+        action: Action,
         state: MinibatchState,
         stage_module: StageModule,
         tensors: Mapping[str, Tensor],
-        inputs: tuple[Tensor, ...],
-    ) -> Any:
-        """Returns the outputs of the stage."""
-        if self.sharding is None:
-            return stage_module.compute(tensors, inputs)
-        program = stage_module.program.on_mesh(tensors, inputs)
-        known = stage_module.program.state(tensors)
-        results, _ = program.forward(known, inputs, program.draw())
-        return results
+        known: Mapping[str, Tensor],
+    ) -> Mapping[str, Tensor]:
+        """Returns the outputs of the stage, of what it received or read, by name."""
 
     @abstractmethod
-    def _take_output(self, action: Action, state: MinibatchState, output: Any, target: Any) -> None:
-        """Called in the last stage, with what the model returns."""
+    def _take_outputs(
+        self,
+        action: Action,
+        state: MinibatchState,
+        stage_module: StageModule,
+        known: Mapping[str, Tensor],
+    ) -> None:
+        """Called in the last stage, with what it received, read and computed."""
 
     @abstractmethod
     def _after_forward(

@@ -12,18 +12,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pipedream.capture.programs.program import Kept, Program, Values
+from pipedream.capture.programs.loss_end import LOSS
+from pipedream.capture.programs.program import Kept, Values
 from pipedream.runtime.stages.stage_module import StageModule
+from pipedream.runtime.stages.stage_program import NamedProgram
 
 
 @dataclass
 class ProgramPasses:
-    """`ends`: in the last stage, the outputs of the model that have a gradient, by name;
-    `gradients`: of outputs, once the minibatch goes backward.
+    """`ends`: in the last stage, the loss if the program ends in it, else the outputs of the model
+    that have a gradient, by name; `gradients`: of outputs, once the minibatch goes backward.
     """
 
     stage_module: StageModule
-    program: Program
+    named: NamedProgram
     saved: Values = field(default_factory=dict)
     kept: Kept | None = None
     ends: dict[str, Tensor] = field(default_factory=dict)
@@ -33,9 +35,10 @@ class ProgramPasses:
         self, tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         """The outputs, as leaves of a loss."""
-        state = self.stage_module.program.state(tensors)
-        results, self.saved = self.program.forward(state, inputs, self.program.draw())
-        differentiable = self.program.joint.differentiable
+        program = self.named.program
+        state = self.stage_module.program.state(tensors, self.named)
+        results, self.saved = program.forward(state, inputs, program.draw())
+        differentiable = program.joint.differentiable
         return tuple(
             result.detach().requires_grad_(number in differentiable)
             for number, result in enumerate(results)
@@ -43,7 +46,8 @@ class ProgramPasses:
 
     def hold_ends(self, known: Mapping[str, Tensor]) -> None:
         """Called in the last stage with received values and outputs, which a loss was made of."""
-        outputs = {name: known[name] for name in self.stage_module.outputs if name in known}
+        names = (LOSS,) if LOSS in self.named.outputs else self.stage_module.outputs
+        outputs = {name: known[name] for name in names if name in known}
         self.ends = {name: value for name, value in outputs.items() if value.requires_grad}
 
     def turn(self, loss: Tensor | None, gradients: Mapping[str, Tensor]) -> None:
@@ -53,18 +57,19 @@ class ProgramPasses:
 
     def backward(self, received: Sequence[str]) -> dict[str, Tensor | None]:
         """The gradients of these received values, which may be outputs of the model themselves."""
-        piece, gradients = self.stage_module.piece, self.gradients
-        outputs = (piece.outputs[number] for number in self.program.joint.differentiable)
+        program, gradients = self.named.program, self.gradients
+        outputs = (self.named.outputs[number] for number in program.joint.differentiable)
         tangents = [gradients.get(name) for name in outputs]
-        of_inputs, self.kept = self.program.backward(self.saved, tangents)
-        by_name, self.gradients = dict(zip(piece.inputs, of_inputs, strict=True)), {}
+        of_inputs, self.kept = program.backward(self.saved, tangents)
+        by_name, self.gradients = dict(zip(self.named.inputs, of_inputs, strict=True)), {}
         return {name: _sum(by_name.get(name), gradients.get(name)) for name in received}
 
     def weight_gradients(self) -> Iterator[tuple[str, Tensor, bool]]:
         """Each gradient of a parameter, with its name and whether its memory is its own."""
         assert self.kept is not None
-        for name, gradient in self.program.weight_gradients(self.kept):
-            yield name, gradient, name in self.program.own
+        program = self.named.program
+        for name, gradient in program.weight_gradients(self.kept):
+            yield name, gradient, name in program.own
 
     def holds(self, tensor: Tensor, others: Iterable[Tensor]) -> bool:
         """Whether what is kept for the weights, or one of the others, is in memory of `tensor`."""

@@ -125,6 +125,8 @@ class StageForms:
         if sharding is not None:
             form.program.sharding = sharding
             sharding.follow(form.piece.module, original.piece.module)
+            if original.program.loss is not None:
+                form.end_in(original.program.loss.loss)
         form.share(original, [name for name, _ in self.model.named_buffers()])
         return form
 

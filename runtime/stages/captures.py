@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,7 +31,8 @@ class Captures:
     `parameters`: the names of all that the model has; `persistent`: those in its state_dict;
     `buffers`: those of all its buffers. `evaluation`: a rank's part in evaluating the held-out
     data, None if that is not asked for or cannot go through the pipeline.
-    `model`: if minibatches vary in shape, to capture it for others.
+    `target`: that of a full minibatch. `model`: if minibatches vary in shape, to capture it for
+    others.
     """
 
     whole: Captured
@@ -40,6 +42,7 @@ class Captures:
     persistent: Set[str]
     buffers: Set[str]
     evaluation: Evaluation | None
+    target: Any
     model: nn.Module | None = None
 
 
@@ -58,6 +61,7 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
         frozenset(model.state_dict()),
         frozenset(name for name, _ in model.named_buffers()),
         _evaluation(job, examples, rank_info, model, first),
+        first.target,
         model if job.config.data.varying else None,
     )
 

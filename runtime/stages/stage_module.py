@@ -17,6 +17,8 @@ from torch.func import functional_call
 
 from pipedream.capture.compute_settings import lowered
 from pipedream.capture.export import Captured, OutSpec, capture, rebuild
+from pipedream.capture.loss import Loss
+from pipedream.capture.programs.loss_end import LossEnd
 from pipedream.capture.segment import Segment, freeze_constants
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, PlannedGraph
@@ -101,6 +103,10 @@ class StageModule:
     def output(self, known: Mapping[str, torch.Tensor]) -> Any:
         """Returns what the model returns, from the values of the last stage by name."""
         return rebuild([known[name] for name in self.outputs], self.out_spec)
+
+    def end_in(self, loss: Loss) -> None:
+        """Makes the programs of the last stage give the loss, where the stage is on a mesh."""
+        self.program.loss = LossEnd(loss, self.outputs, self.out_spec)
 
     def share(self, other: StageModule, buffers: Collection[str]) -> None:
         """Makes the two use the same buffers, of those that the model has: `buffers`."""

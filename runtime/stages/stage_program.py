@@ -1,53 +1,81 @@
-"""The programs of one form of a stage, traced when a minibatch first needs them."""
+"""One stage as programs, for backward passes in two halves: made when one first runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from pipedream.capture.compute_settings import lowered
-from pipedream.capture.programs.joint import CannotDivide, Joint, joint
+from pipedream.capture.programs.joint import CannotDivide, End, joint
+from pipedream.capture.programs.loss_end import LOSS, LossEnd, Target
 from pipedream.capture.programs.program import Program
 from pipedream.capture.segment import Segment
 from pipedream.graph.errors import UserError
 from pipedream.runtime.stages.stage_sharding import StageSharding
 
 
+@dataclass(frozen=True)
+class NamedProgram:
+    """A program, and the names of the values that it is given and gives. `constants`: a device's
+    parts of those of its stage.
+    """
+
+    program: Program
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 class StageProgram:
     """`piece` as programs, under the settings of its module: `autocast` and torch.compile's
     `backend`. All inputs of the piece have the same shapes each time. With `sharding` they are the
-    programs of one device of a mesh; `constants` are its parts of those of the piece.
+    programs of one device of a mesh, and with `loss` they then end in it.
     """
 
     sharding: StageSharding | None = None
+    loss: LossEnd | None = None
 
     def __init__(
         self, piece: Segment, device: torch.device, autocast: str | None, backend: str | None
     ) -> None:
         self.piece, self.device, self.autocast, self.backend = piece, device, autocast, backend
-        self.made: Program | None = None
+        self.made: NamedProgram | None = None
         self.obstacle: str | None = None
-        self.constants: dict[str, Tensor] = {}
+        self.ending: dict[Hashable, NamedProgram | None] = {}
 
-    def of(self, tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Program | None:
-        """For parameters and inputs such as these; None if the stage cannot be divided, of which
-        `obstacle` says why.
+    def of(
+        self, tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]
+    ) -> NamedProgram | None:
+        """For such parameters, and values that the stage receives or reads; None if it cannot be
+        divided, of which `obstacle` says why.
         """
         if self.made is None and self.obstacle is None:
             try:
-                traced = self._traced(tensors, inputs)
-                self.made = Program(traced, self._compiled)
+                self.made = self._traced(tensors, values, self.piece.inputs, self.piece.outputs)
             except CannotDivide as error:
                 self.obstacle = str(error)
         return self.made
 
-    def on_mesh(self, tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Program:
-        """Those of a stage on a mesh, which has no other way to run. Raises UserError."""
+    def on_mesh(
+        self,
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        target: Target | None = None,
+    ) -> NamedProgram:
+        """As `of` for a stage on a mesh, which has no other way to run. With a `target` it ends in
+        the loss, if that can be traced. Raises UserError.
+        """
         assert self.sharding is not None
-        program = self.of(tensors, inputs)
+        if self.loss is not None and target is not None:
+            if target.kind not in self.ending:
+                self.ending[target.kind] = self._with_loss(self.loss, tensors, values, target)
+            if (with_loss := self.ending[target.kind]) is not None:
+                return with_loss
+        program = self.of(tensors, values)
         if program is None:
             raise UserError(
                 f"stage {self.sharding.stage} cannot run on a mesh: {self.obstacle}; plan it "
@@ -55,24 +83,53 @@ class StageProgram:
             )
         return program
 
-    def state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters and buffers: `tensors`, and of the module those not among them."""
-        return {**dict(self.piece.module.named_buffers()), **self.constants, **tensors}
+    def state(
+        self, tensors: Mapping[str, Tensor], named: NamedProgram | None = None
+    ) -> dict[str, Tensor]:
+        """The parameters and buffers, for a program: `tensors`, and of the module those not among
+        them.
+        """
+        constants = {} if named is None else named.constants
+        return {**dict(self.piece.module.named_buffers()), **constants, **tensors}
 
-    def _traced(self, tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Joint:
+    def _with_loss(
+        self,
+        loss: LossEnd,
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        target: Target,
+    ) -> NamedProgram | None:
+        """None for a loss that looks at values, for example, or that is wrong."""
+        names = loss.inputs(self.piece, target)
+        end = loss.end(self.piece, names, target)
+        try:
+            return self._traced(tensors, {**values, **target.tensors}, names, (LOSS,), end)
+        except CannotDivide:
+            return None
+
+    def _traced(
+        self,
+        tensors: Mapping[str, Tensor],
+        values: Mapping[str, Tensor],
+        inputs: tuple[str, ...],
+        outputs: tuple[str, ...],
+        end: End | None = None,
+    ) -> NamedProgram:
+        """Raises CannotDivide."""
         state, sharding = self.state(tensors), self.sharding
         if sharding is not None:
             state = {name: sharding.whole_like(name, tensor) for name, tensor in state.items()}
-        wants = [tensor.requires_grad for tensor in inputs]
+        known = [values[name] for name in inputs]
+        wants = [tensor.requires_grad for tensor in known]
         precision = lowered(self.autocast, self.device)
-        traced = joint(self.piece.module, state, inputs, wants, precision)
+        traced = joint(self.piece.module, state, known, wants, precision, end)
         if sharding is None:
-            return traced
+            return NamedProgram(Program(traced, self._compiled), inputs, outputs)
         localized, assignment = sharding.localized(traced)
         if not sharding.placed:
             sharding.adopt(assignment)
-        self.constants = sharding.constants(assignment, self.piece.module)
-        return localized
+        constants = sharding.constants(assignment, self.piece.module)
+        return NamedProgram(Program(localized, self._compiled), inputs, outputs, constants)
 
     def _compiled(self, part: fx.GraphModule) -> Callable[..., Any]:
         if self.backend is None:

@@ -82,7 +82,7 @@ def step(loaded: Loaded) -> float:
     start = time.perf_counter()
     returned: Any = loaded.model(*loaded.args, **loaded.kwargs)
     if loaded.loss is not None:
-        loaded.loss(returned).backward()
+        loaded.loss(returned, loaded.target).backward()
         taken = time.perf_counter() - start
     else:
         leaves = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,38 +13,37 @@ from torch import nn
 
 from pipedream.capture.export import capture
 from pipedream.capture.programs.attribution import Attributed, attribute
-from pipedream.graph.profile import Quartiles
+from pipedream.graph.model import Graph
 from pipedream.graph.sharding.operators import Input, Operator, TensorType
 from pipedream.profiler.timing import operator_times
 from pipedream.profiler.timing.operator_times import operator_seconds, seconds_alone
-from pipedream.profiler.timing.times import Timing
 
 CPU = torch.device("cpu")
 
 
-def passes(model: nn.Module, *inputs: torch.Tensor) -> Attributed:
-    return attribute(capture(model, inputs), inputs, CPU, nullcontext())
-
-
-def timings(nodes: set[str]) -> dict[str, Timing]:
-    """A second for each node's number forward, and ten times as much backward."""
-    seconds = {node: float(node.removeprefix("node")) for node in nodes}
-    return {n: Timing(Quartiles.of([s]), Quartiles.of([10 * s])) for n, s in seconds.items()}
+def passes(model: nn.Module, *inputs: torch.Tensor) -> tuple[Attributed, Graph]:
+    """With the graph: a second for each node's number forward, and ten times as much backward."""
+    captured = capture(model, inputs)
+    seconds = {node: float(node.removeprefix("node")) for node in captured.graph.nodes}
+    graph = captured.graph.with_nodes(
+        replace(node, forward_seconds=seconds[name], backward_seconds=10 * seconds[name])
+        for name, node in captured.graph.nodes.items()
+    )
+    return attribute(captured, inputs, CPU, nullcontext()), graph
 
 
 @pytest.mark.parametrize("name", ["mlp", "resnet18", "transformer, fused"])
 def test_those_of_a_pass_add_up_to_it(name: str) -> None:
     make, inputs = MODELS[name]
-    whole = passes(make(), *inputs())
-    nodes = timings(set(whole.nodes.values()))
-    seconds = operator_seconds(whole, nodes, CPU)
+    whole, graph = passes(make(), *inputs())
+    seconds = operator_seconds(whole, graph, CPU)
     assert list(seconds) == [call.name for call in whole.graph.calls]
     sums: Counter[tuple[str, bool]] = Counter()
     for call, each in seconds.items():
         sums[whole.nodes[call], call in whole.backward] += each
     for (node, backward), total in sums.items():
-        timing = nodes[node].backward if backward else nodes[node].forward
-        assert total == pytest.approx(timing.median), node
+        own = graph.nodes[node]
+        assert total == pytest.approx(own.backward_seconds if backward else own.forward_seconds)
 
 
 def test_the_larger_product_takes_longer() -> None:
@@ -61,8 +61,8 @@ def test_equal_operators_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None
         return 1.0
 
     monkeypatch.setattr(operator_times, "_time", time)
-    whole = passes(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.randn(2, 4))
-    seconds = operator_seconds(whole, timings(set(whole.nodes.values())), CPU)
+    whole, graph = passes(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), torch.randn(2, 4))
+    seconds = operator_seconds(whole, graph, CPU)
     assert set(timed.values()) == {1}
     assert sum(timed.values()) < len(seconds)
 
@@ -84,7 +84,7 @@ def test_one_that_cannot_be_run_takes_as_long_as_its_bytes_do() -> None:
 
 def test_what_only_the_forward_operator_knows_is_not_made_up() -> None:
     """With another workspace than that of the forward pass, oneDNN reads beyond its end."""
-    whole = passes(LSTM(), torch.randn(3, 5, 8))
+    whole, _ = passes(LSTM(), torch.randn(3, 5, 8))
     backward = [
         call.operator
         for call in whole.graph.calls

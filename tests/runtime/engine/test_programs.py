@@ -229,7 +229,7 @@ def test_autocast(name: str) -> None:
     lowered = [
         node
         for module in halves.modules.values()
-        for node in module.program.made.parts.forward.module.graph.nodes  # type: ignore[union-attr]
+        for node in module.program.made.program.parts.forward.module.graph.nodes  # type: ignore[union-attr]
         if torch.bfloat16 in node.args or torch.bfloat16 in node.kwargs.values()
     ]
     assert lowered
@@ -405,7 +405,7 @@ class Adding(Transport):
         assert self.rank is not None
         (executor,) = self.rank.executors.values()
         assert executor.buckets is not None
-        missing = sum(len(bucket.missing) for bucket in executor.buckets.buckets)
+        missing = sum(len(bucket.missing) for each in executor.buckets for bucket in each.buckets)
         self.missing.append((self.now, missing))
         return Done()
 

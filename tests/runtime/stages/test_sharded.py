@@ -119,6 +119,18 @@ def test_pipelines_of_meshes(tmp_path: Path, schedule: str) -> None:
         assert_alike(folder, "Perceptron", cases)
 
 
+@pytest.mark.parametrize("loss", ["mse_loss", "sharded_models:rounded_down"])
+def test_losses(tmp_path: Path, loss: str) -> None:
+    """One is part of the last stage's passes, one looks at values and is computed of the whole
+    output. Evaluation computes either so, and a smaller last minibatch has passes of its own.
+    """
+    points = "vectors" if loss == "mse_loss" else "points"
+    data = {"source": f"sharded_models:{points}", "args": {"examples": 33}}
+    changes = {"loss": loss, "optimizer": ADAM, "data": data, "drop_last": False}
+    cases = [SHAPES["one and mesh"], SHAPES["two meshes"]]
+    assert_alike(tmp_path, "Perceptron", [replace(case, changes=changes) for case in cases])
+
+
 def test_a_run_goes_on_with_other_meshes(tmp_path: Path) -> None:
     """From two devices to four to none, Adam's state with it: each reads its slices of whole
     tensors.

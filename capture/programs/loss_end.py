@@ -1,0 +1,74 @@
+"""The loss as the end of the last stage's passes, where the devices of a mesh share the stage.
+
+What the model returns then need not be whole on each of them: a loss is divided like any operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipedream.capture.export import OutSpec, rebuild
+from pipedream.capture.loss import Loss
+from pipedream.capture.programs.joint import End
+from pipedream.capture.segment import Segment
+
+LOSS = "loss"
+"""How the value is called among those of the stage."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the loss compares the output with: `tensors`, named like values of a stage, in the
+    structure `spec`.
+    """
+
+    tensors: Mapping[str, Tensor]
+    spec: pytree.TreeSpec
+
+    @staticmethod
+    def of(target: Any) -> Target | None:
+        """None if it has anything but tensors: that would be the same in all minibatches."""
+        leaves, spec = pytree.tree_flatten(target)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            return None
+        return Target({f"target {number}": leaf for number, leaf in enumerate(leaves)}, spec)
+
+    @cached_property
+    def kind(self) -> tuple[Any, ...]:
+        """What two targets have in common for which the same operators run."""
+        return str(self.spec), *((tuple(x.shape), x.dtype) for x in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class LossEnd:
+    """`loss` of what the model returns: the values `returned`, in the structure `out_spec`."""
+
+    loss: Loss
+    returned: Sequence[str]
+    out_spec: OutSpec
+
+    def inputs(self, piece: Segment, target: Target) -> tuple[str, ...]:
+        """Of the stage with its loss: those of the piece, what the model returns and no operator of
+        the stage reads or computes, and the tensors of the target.
+        """
+        own = {*piece.inputs, *piece.outputs}
+        passed_on = dict.fromkeys(name for name in self.returned if name not in own)
+        return (*piece.inputs, *passed_on, *target.tensors)
+
+    def end(self, piece: Segment, inputs: Sequence[str], target: Target) -> End:
+        """Computes the loss of the outputs of the piece, and of `inputs`, for such a target."""
+        names, spec = list(target.tensors), target.spec
+
+        def end(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> Sequence[Tensor]:
+            known = dict(zip(inputs, values, strict=True))
+            known |= zip(piece.outputs, outputs, strict=True)
+            output = rebuild([known[name] for name in self.returned], self.out_spec)
+            return [self.loss(output, pytree.tree_unflatten([known[n] for n in names], spec))]
+
+        return end
