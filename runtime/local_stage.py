@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -29,6 +30,8 @@ from pipedream.runtime.stages.stage_module import (
 from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Worker
 
+_NOT_TIED: Mapping[str, Sequence[int]] = MappingProxyType({})
+
 
 class LocalStage:
     """One replica of one stage: its modules, parameters and optimizer.
@@ -46,11 +49,12 @@ class LocalStage:
         interface: StageInterface,
         rng: MinibatchRng,
         forms: StageForms | None = None,
-        tied: Collection[str] = (),
+        tied: Mapping[str, Sequence[int]] = _NOT_TIED,
         mesh_device: int = 0,
     ) -> None:
-        """Of the parameters that are `tied` to those of other stages it has copies. `mesh_device`:
-        which device of the stage's mesh this is. Raises UserError for placements that cannot be.
+        """Of the parameters that are `tied` to those of other stages it has copies; they come with
+        these stages. `mesh_device`: which device of the stage's mesh this is. Raises UserError for
+        placements that cannot be.
         """
         self.job, self.interface, self.rng = job, interface, rng
         self.stage, self.replica = worker
@@ -74,7 +78,11 @@ class LocalStage:
         buffers = self.module.named_buffers()
         self.buffers = {name: buffer for name, buffer in buffers if name in captures.persistent}
         self.optimizer = make_optimizer(
-            job.optimizer, self.parameters, captures.parameters, self._is_divided
+            job.optimizer,
+            self.parameters,
+            captures.parameters,
+            self._is_divided,
+            fused=not self._has_copies_in_parts(tied),
         )
 
     def _stage_module(self, captured: Captured) -> StageModule:
@@ -99,6 +107,15 @@ class LocalStage:
         whole.program.on_mesh(dict(self.module.named_parameters()), inputs)
         sharding.divide(self.module)
         return sharding
+
+    def _has_copies_in_parts(self, tied: Mapping[str, Sequence[int]]) -> bool:
+        """Whether a parameter may be in parts of other shapes in another stage, where each element
+        is to remain the same: a fused kernel of the CPU rounds the last elements of a tensor in
+        another way than those before them.
+        """
+        holders = {stage for stages in tied.values() for stage in stages}
+        on_mesh = any(self.job.plan.stages[stage].mesh is not None for stage in holders)
+        return on_mesh and self.stage in holders
 
     def _is_divided(self, name: str) -> bool:
         return self.sharding is not None and self.sharding.is_divided(name)

@@ -18,6 +18,7 @@ from pipedream.capture.programs.joint import Joint
 from pipedream.capture.programs.localize import localize
 from pipedream.capture.programs.means import sum_means
 from pipedream.comm.redistribute import MeshGroups, cut
+from pipedream.comm.tied_sums import GradientPart
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.graph.sharding.assignment import Assignment, LinkedMesh, output_target, steps_between
@@ -128,8 +129,18 @@ class StageSharding:
 
     def counts(self, name: str) -> bool:
         """Whether this device adds its part of a gradient to a norm: of equal ones the first."""
+        return self._is_first(self.placed[name])
+
+    def gradient_part(self, name: str) -> GradientPart:
+        """What it has of the gradient of a parameter before that is added up."""
+        placements, shape = self._gradients().get(name, self.placed[name]), self.shapes[name]
+        region = held_region(shape, self.mesh.sizes, placements, self.device)
+        return GradientPart(shape, region, self._is_first(placements))
+
+    def _is_first(self, placements: Placements) -> bool:
+        """Among the devices that hold the same of what is placed so."""
         at = coordinates(self.mesh.sizes, self.device)
-        pairs = zip(at, self.placed[name], strict=True)
+        pairs = zip(at, placements, strict=True)
         return all(place == 0 or each != Replicate() for place, each in pairs)
 
     def whole_like(self, name: str, tensor: Tensor) -> Tensor:
