@@ -95,8 +95,8 @@ class LocalStage:
         """Leaves this device's parts of parameters and buffers in the module of the stage."""
         if self.job.plan.stages[self.stage].mesh is None:
             return None
-        plan, buffers = self.job.plan, captures.buffers
-        sharding = whole.program.sharding = StageSharding(plan, self.stage, mesh_device, buffers)
+        plan, names = self.job.plan, captures.buffers | set(captures.parameters)
+        sharding = whole.program.sharding = StageSharding(plan, self.stage, mesh_device, names)
         values = [captures.whole.values[name] for name in whole.piece.inputs]
         inputs = tuple(
             torch.empty(value.shape, dtype=value.dtype, device=self.rng.device).requires_grad_(

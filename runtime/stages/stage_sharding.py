@@ -34,13 +34,13 @@ class StageSharding:
     """`placed`: how the mesh holds each parameter and buffer of the model that the stage has, and
     `shapes` of the whole ones, known once the stage's passes are `described`. `partial`: by name of
     a parameter the axes over which its gradient is to be added up. `groups`: once the ranks have
-    met. `buffers`: the names of those of the model; other buffers of a form are constants.
+    met. `names`: of the model's parameters and buffers; other buffers of a form are constants.
     """
 
-    def __init__(self, plan: Plan, stage: int, device: int, buffers: Set[str]) -> None:
+    def __init__(self, plan: Plan, stage: int, device: int, names: Set[str]) -> None:
         planned = plan.stages[stage]
         assert planned.mesh is not None
-        self.stage, self.device, self.buffers = stage, device, buffers
+        self.stage, self.device, self.names = stage, device, names
         self.mesh = LinkedMesh.of(planned.mesh, planned.teams[0].ranks, plan.cluster)
         texts = planned.placements
         self.requests = Requests() if texts is None else texts.requests(len(planned.mesh))
@@ -88,7 +88,7 @@ class StageSharding:
     def adopt(self, assignment: Assignment) -> None:
         """Places parameters and buffers of the model as these first passes do."""
         for each in assignment.graph.inputs:
-            if each.role == "parameter" or (each.role == "buffer" and each.name in self.buffers):
+            if each.role in ("parameter", "buffer") and each.name in self.names:  # frozen ones too
                 self.placed[each.name] = assignment.placed[each.value]
                 self.shapes[each.name] = each.type.shape
         for output in assignment.graph.outputs:
