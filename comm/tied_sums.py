@@ -16,18 +16,25 @@ from torch import Tensor
 
 from pipedream.comm.redistribute import cut
 from pipedream.comm.transport import Transport
-from pipedream.graph.sharding.regions import Region, blocks, whole
+from pipedream.graph.sharding.placement import Mesh, Placements, Replicate, coordinates
+from pipedream.graph.sharding.regions import Region, blocks, held_region, whole
 
 
 @dataclass(frozen=True)
 class GradientPart:
     """What a device of a mesh has of a gradient of this `shape`. `counts`: whether it is a term of
-    the sum; of devices that have the same part, that of the first is.
+    a sum over the devices; of those that have the same part, that of the first is.
     """
 
     shape: tuple[int, ...]
     region: Region
     counts: bool
+
+    @staticmethod
+    def of(shape: tuple[int, ...], mesh: Mesh, placements: Placements, device: int) -> GradientPart:
+        places = zip(coordinates(mesh, device), placements, strict=True)
+        is_first = all(place == 0 or each != Replicate() for place, each in places)
+        return GradientPart(shape, held_region(shape, mesh, placements, device), is_first)
 
 
 PartOf = Callable[[str], GradientPart]

@@ -23,7 +23,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.graph.sharding.assignment import Assignment, LinkedMesh, output_target, steps_between
 from pipedream.graph.sharding.operators import OperatorGraph, TensorType, estimated_seconds
-from pipedream.graph.sharding.placement import Partial, Placements, Replicate, coordinates
+from pipedream.graph.sharding.placement import Partial, Placements, Replicate
 from pipedream.graph.sharding.propagate import propagate
 from pipedream.graph.sharding.regions import Region, held_region, whole
 from pipedream.graph.sharding.requests import Requests
@@ -129,19 +129,14 @@ class StageSharding:
 
     def counts(self, name: str) -> bool:
         """Whether this device adds its part of a gradient to a norm: of equal ones the first."""
-        return self._is_first(self.placed[name])
+        return self._part(name, self.placed[name]).counts
 
     def gradient_part(self, name: str) -> GradientPart:
         """What it has of the gradient of a parameter before that is added up."""
-        placements, shape = self._gradients().get(name, self.placed[name]), self.shapes[name]
-        region = held_region(shape, self.mesh.sizes, placements, self.device)
-        return GradientPart(shape, region, self._is_first(placements))
+        return self._part(name, self._gradients().get(name, self.placed[name]))
 
-    def _is_first(self, placements: Placements) -> bool:
-        """Among the devices that hold the same of what is placed so."""
-        at = coordinates(self.mesh.sizes, self.device)
-        pairs = zip(at, placements, strict=True)
-        return all(place == 0 or each != Replicate() for place, each in pairs)
+    def _part(self, name: str, placements: Placements) -> GradientPart:
+        return GradientPart.of(self.shapes[name], self.mesh.sizes, placements, self.device)
 
     def whole_like(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor of the whole's shape with any values, to trace with."""

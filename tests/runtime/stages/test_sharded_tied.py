@@ -146,7 +146,7 @@ def test_three_stages(tmp_path: Path) -> None:
     """The one between them, which is on a mesh too, does not have the weight."""
     three = case("three", (None, (2,), (2,)), (None, "S(0)"))
     recomputing = replace(three, name="recomputing", recompute=(0, 1))
-    changes = {"optimizer": ADAM, "clip_norm": 0.3}
+    changes = {"optimizer": MOMENTUM, "clip_norm": 0.3}
     cases = [replace(each, changes=changes) for each in (three, recomputing)]
     for number, chosen in enumerate(cases):
         folder = tmp_path / str(number)
@@ -179,7 +179,7 @@ def test_a_run_goes_on_with_other_meshes(tmp_path: Path) -> None:
 
 def test_twice_within_a_stage(tmp_path: Path) -> None:
     """One stage has embedding and head, on a mesh of one and of two axes; clipped."""
-    changes = {"optimizer": ADAM, "clip_norm": 0.3}
+    changes = {"optimizer": MOMENTUM, "clip_norm": 0.3}
     cases = [
         case("rows", ((2,),), ("S(0)",)),
         case("columns", ((3,),), ("S(1)",)),
@@ -202,7 +202,7 @@ def test_frozen(tmp_path: Path, name: str) -> None:
 
 def test_both_on_one_team(tmp_path: Path) -> None:
     """The first and the last of the four stages of a V, with halves of backward passes."""
-    changes = {"optimizer": ADAM, "clip_norm": 0.3, "evaluate_every": None}
+    changes = {"optimizer": MOMENTUM, "clip_norm": 0.3, "evaluate_every": None}
     vee = replace(case("vee", ((2,), (2,), (2,), (2,)), ("S(1)", "S(0)")), changes=changes)
     whole, reference = captured("TiedWords"), alone(vee)
     job = job_of(tmp_path, "TiedWords", vee, whole)
