@@ -181,10 +181,10 @@ def make_groups(
     tied: Mapping[str, Sequence[int]],
     meshes: Mapping[int, Mesh] = _NO_MESHES,
 ) -> tuple[StageGroups, ...]:
-    """The groups of each stage; `meshes` are those of stages that have one, by number, which hold
-    no tied parameters. Every rank has to make them, in the same order; raises PeerLost.
+    """The groups of each stage; `meshes` are those of stages that have one, by number. Every rank
+    has to make them, in the same order; raises PeerLost.
     """
-    ranks = [[group.leader for group in groups] for groups in assignment]
+    ranks = [[rank for team in groups for rank in team.ranks] for groups in assignment]
     teams = {stage: make_team_groups(mesh, assignment[stage]) for stage, mesh in meshes.items()}
     replicas = [
         _replicas(members) if stage not in teams else None for stage, members in enumerate(ranks)

@@ -1,14 +1,44 @@
-"""The gradients of parameters that several stages hold."""
+"""The gradients of parameters that several stages hold.
+
+A stage on a mesh has its part of them on each device. So the sum is made of whole gradients: each
+device adds what it has to zeros, all that hold the parameter add these up, and each takes its part
+of the sum. All have the same sum, bit for bit, whatever their meshes are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedream.comm.redistribute import cut
 from pipedream.comm.transport import Transport
+from pipedream.graph.sharding.placement import Mesh, Placements, Replicate, coordinates
+from pipedream.graph.sharding.regions import Region, blocks, held_region, whole
+
+
+@dataclass(frozen=True)
+class GradientPart:
+    """What a device of a mesh has of a gradient of this `shape`. `counts`: whether it is a term of
+    a sum over the devices; of those that have the same part, that of the first is.
+    """
+
+    shape: tuple[int, ...]
+    region: Region
+    counts: bool
+
+    @staticmethod
+    def of(shape: tuple[int, ...], mesh: Mesh, placements: Placements, device: int) -> GradientPart:
+        places = zip(coordinates(mesh, device), placements, strict=True)
+        is_first = all(place == 0 or each != Replicate() for place, each in places)
+        return GradientPart(shape, held_region(shape, mesh, placements, device), is_first)
+
+
+PartOf = Callable[[str], GradientPart]
+"""By the name of the parameter."""
 
 
 class TiedSums:
@@ -25,7 +55,7 @@ class TiedSums:
     ) -> None:
         self.holders, self.groups = holders, groups
         self.stages = {stage for own in holders.values() for stage in own}
-        self.come: dict[int, dict[str, Tensor]] = {}
+        self.rounds: dict[int, _StageRound] = {}
 
     def add_up(
         self,
@@ -33,24 +63,64 @@ class TiedSums:
         gradients: dict[str, Tensor],
         parameters: Mapping[str, Tensor],
         transport: Transport,
+        part_of: PartOf | None = None,
     ) -> None:
         """Hands in the gradients of a round of `stage`, by name; where one is missing it is zero.
+        `part_of`: what they are of the whole ones, if the stage has a mesh.
 
         With the last stage of this rank they are replaced by the sums, in all of its stages; that
         waits for all ranks. Until then none of them may update. Raises PeerLost.
         """
-        for name, own in self.holders.items():
-            if stage in own and name not in gradients:
-                gradients[name] = torch.zeros_like(parameters[name])
-        self.come[stage] = gradients
-        if len(self.come) < len(self.stages):
+        self.rounds[stage] = _StageRound(gradients, parameters, part_of)
+        if len(self.rounds) < len(self.stages):
             return
-        for name, own in self.holders.items():
-            first, *others = (self.come[each][name] for each in sorted(own))
-            for other in others:
-                first += other
-            if (group := self.groups[name]) is not None:
-                transport.add_up([first], group)
-            for other in others:
-                other.copy_(first)
-        self.come = {}
+        for name, stages in self.holders.items():
+            self._add_up(name, [self.rounds[each] for each in sorted(stages)], transport)
+        self.rounds = {}
+
+    def _add_up(self, name: str, rounds: Collection[_StageRound], transport: Transport) -> None:
+        first = next(iter(rounds))
+        parameter = first.parameters[name]
+        if not parameter.requires_grad:
+            return
+        total = torch.zeros(first.shape(name), dtype=parameter.dtype, device=parameter.device)
+        for each in rounds:
+            each.add_to(total, name)
+        if (group := self.groups[name]) is not None:
+            transport.begin_sum(total, group).wait()
+        for each in rounds:
+            each.take(name, total)
+
+
+@dataclass(frozen=True)
+class _StageRound:
+    """The gradients of one stage of this rank, until all of its stages have theirs."""
+
+    gradients: dict[str, Tensor]
+    parameters: Mapping[str, Tensor]
+    part_of: PartOf | None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self._part(name).shape
+
+    def add_to(self, total: Tensor, name: str) -> None:
+        part = self._part(name)
+        if part.counts and name in self.gradients:
+            for there, here in blocks(part.region, whole(part.shape)):
+                total[there] += self.gradients[name][here]
+
+    def take(self, name: str, total: Tensor) -> None:
+        """Replaces the gradient by its part of the sum, in its own memory: each stage changes it
+        further.
+        """
+        part = self._part(name)
+        if name not in self.gradients:
+            self.gradients[name] = torch.empty_like(self.parameters[name].data)
+        self.gradients[name].copy_(cut(total, whole(part.shape), part.region))
+
+    def _part(self, name: str) -> GradientPart:
+        if self.part_of is not None:
+            return self.part_of(name)
+        shape = tuple(self.parameters[name].shape)
+        return GradientPart(shape, whole(shape), counts=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -32,6 +33,8 @@ from pipedream.runtime.stages.stage_module import (
 from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Worker
 
+_NOT_TIED: Mapping[str, Sequence[int]] = MappingProxyType({})
+
 
 class LocalStage:
     """One replica of one stage: its modules, parameters and optimizer.
@@ -49,13 +52,13 @@ class LocalStage:
         interface: StageInterface,
         rng: MinibatchRng,
         forms: StageForms | None = None,
-        tied: Collection[str] = (),
+        tied: Mapping[str, Sequence[int]] = _NOT_TIED,
         mesh_device: int = 0,
         loss: Loss | None = None,
     ) -> None:
-        """Of the parameters that are `tied` to those of other stages it has copies. `mesh_device`:
-        which device of the stage's mesh this is; then `loss` is for the last stage. Raises
-        UserError for placements that cannot be.
+        """Of the parameters that are `tied` to those of other stages it has copies; they come with
+        these stages. `mesh_device`: which device of the stage's mesh this is; then `loss` is for
+        the last stage. Raises UserError for placements that cannot be.
         """
         self.job, self.interface, self.rng = job, interface, rng
         self.stage, self.replica = worker
@@ -82,7 +85,11 @@ class LocalStage:
         buffers = self.module.named_buffers()
         self.buffers = {name: buffer for name, buffer in buffers if name in captures.persistent}
         self.optimizer = make_optimizer(
-            job.optimizer, self.parameters, captures.parameters, self._is_divided
+            job.optimizer,
+            self.parameters,
+            captures.parameters,
+            self._is_divided,
+            fused=not self._has_copies_in_parts(tied),
         )
 
     def _stage_module(self, captured: Captured) -> StageModule:
@@ -95,8 +102,8 @@ class LocalStage:
         """Leaves this device's parts of parameters and buffers in the module of the stage."""
         if self.job.plan.stages[self.stage].mesh is None:
             return None
-        plan, buffers = self.job.plan, captures.buffers
-        sharding = whole.program.sharding = StageSharding(plan, self.stage, mesh_device, buffers)
+        plan, names = self.job.plan, captures.buffers | set(captures.parameters)
+        sharding = whole.program.sharding = StageSharding(plan, self.stage, mesh_device, names)
         values = {
             value.name: torch.empty(
                 value.shape, dtype=value.dtype, device=self.rng.device
@@ -106,7 +113,7 @@ class LocalStage:
         target = None
         if loss is not None:
             whole.end_in(loss)
-            target = Target.of(captures.target)
+            target = Target.of(captures.target, self.rng.device)
         whole.program.on_mesh(dict(self.module.named_parameters()), values, target)
         sharding.divide(self.module)
         return sharding
@@ -114,6 +121,15 @@ class LocalStage:
     def _read(self, captures: Captures) -> list[Value]:
         """The inputs of the model that the stage reads."""
         return [captures.whole.values[name] for name in self.interface.reads]
+
+    def _has_copies_in_parts(self, tied: Mapping[str, Sequence[int]]) -> bool:
+        """Whether a parameter may be in parts of other shapes in another stage, where each element
+        is to remain the same: a fused kernel of the CPU rounds the last elements of a tensor in
+        another way than those before them.
+        """
+        holders = {stage for stages in tied.values() for stage in stages}
+        on_mesh = any(self.job.plan.stages[stage].mesh is not None for stage in holders)
+        return on_mesh and self.stage in holders
 
     def _is_divided(self, name: str) -> bool:
         return self.sharding is not None and self.sharding.is_divided(name)

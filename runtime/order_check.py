@@ -41,12 +41,8 @@ def _check_tied(job: Job, tied: Mapping[str, Sequence[int]]) -> None:
                 f"{holders}: with {job.schedule} each stage would learn its own; use "
                 "--schedule flush, gpipe or 2bw, or untie the weights"
             )
-        if any(job.plan.stages[stage].mesh is not None for stage in stages):
-            raise UserError(
-                f"{holders}, and a stage with a mesh learns its parameters alone: plan it without "
-                "--mesh, or untie the weights"
-            )
-        ranks = [group for stage in stages for group in job.plan.rank_assignment[stage]]
+        teams = [team for stage in stages for team in job.plan.rank_assignment[stage]]
+        ranks = [rank for team in teams for rank in team.ranks]
         if len(set(ranks)) < len(ranks) and not job.policy.drains:
             raise UserError(
                 f"{holders}, which share a rank: give these stages different ranks, or train "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -32,12 +33,15 @@ class Target:
     spec: pytree.TreeSpec
 
     @staticmethod
-    def of(target: Any) -> Target | None:
-        """None if it has anything but tensors: that would be the same in all minibatches."""
+    def of(target: Any, device: torch.device | None = None) -> Target | None:
+        """On the device, if one is given. None if it has anything but tensors: that would be the
+        same in all minibatches.
+        """
         leaves, spec = pytree.tree_flatten(target)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
             return None
-        return Target({f"target {number}": leaf for number, leaf in enumerate(leaves)}, spec)
+        tensors = (leaf if device is None else leaf.to(device) for leaf in leaves)
+        return Target({f"target {number}": leaf for number, leaf in enumerate(tensors)}, spec)
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:

@@ -304,7 +304,8 @@ class Executor(ForwardExecutor):
             buckets.finish(gradients)
         if self.groups.sums is not None:
             parameters = self.weights.parameters
-            self.groups.sums.add_up(action.stage, gradients, parameters, self.transport)
+            part_of = None if self.sharding is None else self.sharding.gradient_part
+            self.groups.sums.add_up(action.stage, gradients, parameters, self.transport, part_of)
 
     @cached_property
     def buckets(self) -> tuple[Buckets, ...]:

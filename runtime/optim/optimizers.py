@@ -72,16 +72,18 @@ def make_optimizer(
     parameters: Mapping[str, nn.Parameter],
     names: Iterable[str] | None = None,
     is_divided: Callable[[str], bool] = lambda name: False,
+    fused: bool = True,
 ) -> Optimizer:
     """Returns the torch.optim optimizer of these parameters: all, or a stage's share of `names`.
 
     Each group is an optimizer by itself, which checks its arguments; a group may be empty. Raises
     UserError for a wrong name or option, and for an optimizer that has to see the whole of a
-    parameter which is divided among devices.
+    parameter which is divided among devices. `fused`: with a fused kernel if the class has one and
+    its arguments do not choose.
     """
     parameter_groups = groups(config, parameters if names is None else names)
     parts = [
-        _make(group, {name: p for name, p in parameters.items() if name in group.members})
+        _make(group, {name: p for name, p in parameters.items() if name in group.members}, fused)
         for group in parameter_groups
     ]
     for group in parameter_groups:
@@ -98,7 +100,7 @@ def _check_divided(group: ParameterGroup, divided: Iterable[str]) -> None:
         )
 
 
-def _make(group: ParameterGroup, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+def _make(group: ParameterGroup, parameters: Mapping[str, nn.Parameter], fused: bool) -> Optimizer:
     config = group.optimizer
     kind = getattr(torch.optim, config.name, None)
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or kind is Optimizer:
@@ -112,7 +114,8 @@ def _make(group: ParameterGroup, parameters: Mapping[str, nn.Parameter]) -> Opti
     if config.name == "Muon":
         _check_matrices(parameters)
     try:
-        return kind([{"params": list(parameters.values())}], **_fast(kind, config, parameters))
+        args = _fast(kind, config, parameters) if fused else config.args
+        return kind([{"params": list(parameters.values())}], **args)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{group.option} {config.name} {config.args}: {problem}") from error

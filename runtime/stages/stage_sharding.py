@@ -18,11 +18,12 @@ from pipedream.capture.programs.joint import Joint
 from pipedream.capture.programs.localize import localize
 from pipedream.capture.programs.means import sum_means
 from pipedream.comm.redistribute import MeshGroups, cut
+from pipedream.comm.tied_sums import GradientPart
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.graph.sharding.assignment import Assignment, LinkedMesh, output_target, steps_between
 from pipedream.graph.sharding.operators import OperatorGraph, TensorType, estimated_seconds
-from pipedream.graph.sharding.placement import Partial, Placements, Replicate, coordinates
+from pipedream.graph.sharding.placement import Partial, Placements, Replicate
 from pipedream.graph.sharding.propagate import propagate
 from pipedream.graph.sharding.regions import Region, held_region, whole
 from pipedream.graph.sharding.requests import Requests
@@ -33,13 +34,13 @@ class StageSharding:
     """`placed`: how the mesh holds each parameter and buffer of the model that the stage has, and
     `shapes` of the whole ones, known once the stage's passes are `described`. `partial`: by name of
     a parameter the axes over which its gradient is to be added up. `groups`: once the ranks have
-    met. `buffers`: the names of those of the model; other buffers of a form are constants.
+    met. `names`: of the model's parameters and buffers; other buffers of a form are constants.
     """
 
-    def __init__(self, plan: Plan, stage: int, device: int, buffers: Set[str]) -> None:
+    def __init__(self, plan: Plan, stage: int, device: int, names: Set[str]) -> None:
         planned = plan.stages[stage]
         assert planned.mesh is not None
-        self.stage, self.device, self.buffers = stage, device, buffers
+        self.stage, self.device, self.names = stage, device, names
         self.mesh = LinkedMesh.of(planned.mesh, planned.teams[0].ranks, plan.cluster)
         texts = planned.placements
         self.requests = Requests() if texts is None else texts.requests(len(planned.mesh))
@@ -87,7 +88,7 @@ class StageSharding:
     def adopt(self, assignment: Assignment) -> None:
         """Places parameters and buffers of the model as these first passes do."""
         for each in assignment.graph.inputs:
-            if each.role == "parameter" or (each.role == "buffer" and each.name in self.buffers):
+            if each.role in ("parameter", "buffer") and each.name in self.names:  # frozen ones too
                 self.placed[each.name] = assignment.placed[each.value]
                 self.shapes[each.name] = each.type.shape
         for output in assignment.graph.outputs:
@@ -128,9 +129,14 @@ class StageSharding:
 
     def counts(self, name: str) -> bool:
         """Whether this device adds its part of a gradient to a norm: of equal ones the first."""
-        at = coordinates(self.mesh.sizes, self.device)
-        pairs = zip(at, self.placed[name], strict=True)
-        return all(place == 0 or each != Replicate() for place, each in pairs)
+        return self._part(name, self.placed[name]).counts
+
+    def gradient_part(self, name: str) -> GradientPart:
+        """What it has of the gradient of a parameter before that is added up."""
+        return self._part(name, self._gradients().get(name, self.placed[name]))
+
+    def _part(self, name: str, placements: Placements) -> GradientPart:
+        return GradientPart.of(self.shapes[name], self.mesh.sizes, placements, self.device)
 
     def whole_like(self, name: str, tensor: Tensor) -> Tensor:
         """A tensor of the whole's shape with any values, to trace with."""

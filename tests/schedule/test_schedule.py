@@ -8,6 +8,7 @@ import itertools
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from math import lcm
 from textwrap import dedent
 
@@ -21,6 +22,7 @@ from pipedream.schedule.action import Action, Kind, parse_action
 from pipedream.schedule.checker import UnsoundError, check, check_actions
 from pipedream.schedule.in_flight import steady_in_flight, warm_up
 from pipedream.schedule.policy import Peak, VerticalSync
+from pipedream.schedule.schedule import Schedule
 
 PASSES = (Kind.FORWARD, Kind.BACKWARD)
 
@@ -371,10 +373,11 @@ def test_sound_with_any_links(data):
 @pytest.mark.parametrize("name", ["flush", "gpipe", "2bw"])
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1, 3), (1, 2, 1, 2)])
 def test_sound_with_tied_stages(name, replicas):
-    """Stages that share weights reduce together, even where each has one replica."""
+    """Stages that share weights reduce together, even where each has one replica, or is a team."""
     last = len(replicas) - 1
     made = schedule(name, replicas, chain(len(replicas)), 11, 4, tied=(0, last))
     check(made)
+    check(Schedule(replace(made.spec, teams=(0, 1), joint_norm=True), 11))
     assert "0AR0/4@1" in map(str, made.actions((0, 0)))
     actions = {worker: made.actions(worker) for worker in made.workers}
     del actions[0, 0][find(actions[0, 0], "0AR0/4@1")]

@@ -43,6 +43,23 @@ class Separate(_Language):
         super().__init__(SeparateAttention, layers=1)
 
 
+class TiedWords(_Language):
+    """The weight of its embedding is that of its head. Without dropout, to compare with a loop."""
+
+    def __init__(self) -> None:
+        super().__init__(FusedAttention, layers=1)
+        self.head.weight = self.words.weight
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+
+class FrozenWords(TiedWords):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words.weight.requires_grad_(False)
+
+
 class VGG(TinyVGG):
     """As it is, with dropout."""
 

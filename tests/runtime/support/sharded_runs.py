@@ -25,6 +25,8 @@ MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "Perceptron": ((6,), {"source": "sharded_models:points"}),
     "Fused": ((6,), {"source": "sharded_models:sentences"}),
     "Separate": ((6,), {"source": "sharded_models:sentences"}),
+    "TiedWords": ((6,), {"source": "sharded_models:sentences"}),
+    "FrozenWords": ((6,), {"source": "sharded_models:sentences"}),
     "VGG": ((3, 16, 16), {"source": "sharded_models:images", "args": {"size": 16}}),
     "resnet18": ((3, 32, 32), {"source": "sharded_models:images", "args": {"size": 32}}),
 }
@@ -33,10 +35,13 @@ SHARDS: Mapping[str, Mapping[str, str]] = {
     "Perceptron": {"0.weight": "S(0)", "2.weight": "S(1)"},
     "Fused": {"*qkv.weight": "S(0, chunks=3)", "*up.weight": "S(0)"},
     "Separate": {"*.[qkv].weight": "S(0)", "*up.weight": "S(0)"},
+    "TiedWords": {"*qkv.weight": "S(0, chunks=3)", "*up.weight": "S(0)"},
+    "FrozenWords": {"*up.weight": "S(0)"},
     "VGG": {"features.0.weight": "S(0)", "classifier.0.weight": "S(0)"},
     "resnet18": {"*conv1.weight": "S(0)"},
 }
 """Along the last axis of a mesh."""
+LANGUAGE_MODELS = ("Fused", "Separate", "TiedWords", "FrozenWords")
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ class Case:
     changes: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, str] = field(default_factory=dict)
     """Placements of values, in every stage."""
+    parameters: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
+    """By stage further placements of parameters, along all axes of its mesh."""
 
 
 def write_config(folder: Path, model: str, **changes: Any) -> RunConfig:
@@ -67,7 +74,7 @@ def write_config(folder: Path, model: str, **changes: Any) -> RunConfig:
         "optimizer": {"name": "SGD", "args": {"lr": 0.05, "momentum": 0.9}},
         "evaluate_every": 1,
     }
-    if model in ("Fused", "Separate"):
+    if model in LANGUAGE_MODELS:
         text["loss"] = "sharded_models:next_words"
     (folder / "run.yaml").write_text(yaml.safe_dump(text | changes))
     return read_config(folder / "run.yaml")
@@ -75,7 +82,7 @@ def write_config(folder: Path, model: str, **changes: Any) -> RunConfig:
 
 def captured(model: str) -> Captured:
     shape, _ = MODELS[model]
-    words = model in ("Fused", "Separate")
+    words = model in LANGUAGE_MODELS
     x = torch.randint(0, sharded_models.WORDS, (4, *shape)) if words else torch.randn(4, *shape)
     return capture(getattr(sharded_models, model)(), (x,))
 
@@ -96,7 +103,8 @@ def sharded_plan(model: str, case: Case, whole: Captured) -> Plan:
         if mesh is not None:
             planned["mesh"] = mesh
             planned["placements"] = {
-                "parameters": _placements(model, whole, planned["nodes"], mesh),
+                "parameters": _placements(model, whole, planned["nodes"], mesh)
+                | dict(case.parameters.get(stage, {})),
                 "values": dict(case.values),
             }
     return Plan.model_validate(data)
