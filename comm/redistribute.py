@@ -76,7 +76,7 @@ class MeshGroups:
                 return local if self.device == min(axis.devices) else torch.zeros_like(local)
             case Collective.ZERO_PAD:
                 zeros = local.new_zeros(after[here].shape)
-                return _paste(zeros, after[here], [(before[here], local)])
+                return paste(zeros, after[here], [(before[here], local)])
             case Collective.ALL_REDUCE:
                 return _summed(local, axis.group, here)
         outgoing = [cut(local, before[here], intersection(before[here], new)) for new in after]
@@ -85,7 +85,7 @@ class MeshGroups:
         if step.collective is Collective.REDUCE_SCATTER:
             return reduce(torch.add, parts)
         result = local.new_empty(after[here].shape)
-        return _paste(result, after[here], zip(incoming, parts, strict=True))
+        return paste(result, after[here], zip(incoming, parts, strict=True))
 
 
 @dataclass(frozen=True)
@@ -131,8 +131,32 @@ def send_tiles(
         return None
     region = target.region(tensor.shape)
     result = torch.empty(region.shape, dtype=tensor.dtype, device=tensor.device)
-    _paste(result, region, sent)
-    return _paste(result, region, _deliver(result, tensor, transfers.gathers, target, target, tag))
+    paste(result, region, sent)
+    return paste(result, region, _deliver(result, tensor, transfers.gathers, target, target, tag))
+
+
+def gather_tiles(
+    local: Tensor,
+    held: Region,
+    gathers: Sequence[Transfer],
+    device: int,
+    ranks: Sequence[int],
+    group: dist.ProcessGroup,
+) -> None:
+    """Completes what a device holds of a value, of which it was sent a part, from what the others
+    of its mesh were sent. Called by all of them: `ranks[d]` is that of device d, in the `group` of
+    these ranks. Raises PeerLost.
+    """
+    outgoing = {each.target: each.region for each in gathers if each.source == device}
+    incoming = {each.source: each.region for each in gathers if each.target == device}
+    by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)
+    pieces = [
+        cut(local, held, outgoing[each]) if each in outgoing else local.new_empty(0)
+        for each in by_rank
+    ]
+    shapes = [incoming[each].shape if each in incoming else (0,) for each in by_rank]
+    parts = zip(by_rank, _exchange(pieces, shapes, group, by_rank.index(device)), strict=True)
+    paste(local, held, ((incoming[each], part) for each, part in parts if each in incoming))
 
 
 def cut(local: Tensor, region: Region, part: Region) -> Tensor:
@@ -145,7 +169,7 @@ def cut(local: Tensor, region: Region, part: Region) -> Tensor:
     return piece
 
 
-def _paste(local: Tensor, region: Region, parts: Iterable[tuple[Region, Tensor]]) -> Tensor:
+def paste(local: Tensor, region: Region, parts: Iterable[tuple[Region, Tensor]]) -> Tensor:
     """Writes the local tensors of `parts` into that of `region`."""
     for part, piece in parts:
         for here, there in blocks(part, region):

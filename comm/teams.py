@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 
 import torch.distributed as dist
+from torch import Tensor
 
-from pipedream.comm.redistribute import MeshGroups
+from pipedream.comm.redistribute import MeshGroups, gather_tiles
 from pipedream.comm.transport import connect_group
 from pipedream.graph.plan import WorkerGroup
 from pipedream.graph.sharding.placement import Mesh, coordinates, device_count
+from pipedream.graph.sharding.regions import Region
+from pipedream.graph.sharding.tiles import Transfer
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,13 @@ class TeamGroups:
     mesh: MeshGroups
     whole: dist.ProcessGroup | None
     sums: Mapping[tuple[int, ...], dist.ProcessGroup | None]
+
+    def gather(self, local: Tensor, held: Region, gathers: Sequence[Transfer]) -> None:
+        """Completes what this rank holds of a value; see `gather_tiles`. Raises PeerLost."""
+        if gathers:
+            assert self.whole is not None
+            assert self.mesh.device is not None
+            gather_tiles(local, held, gathers, self.mesh.device, self.mesh.ranks, self.whole)
 
 
 def make_team_groups(mesh: Mesh, teams: Sequence[WorkerGroup]) -> TeamGroups | None:

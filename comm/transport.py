@@ -62,12 +62,14 @@ class TensorSpec(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-class _Tensor(NamedTuple):
+class TensorType(NamedTuple):
+    """Of a tensor that is received."""
+
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-_NOTHING = _Tensor((1,), torch.uint8)
+_NOTHING = TensorType((1,), torch.uint8)
 """What is sent for a message without tensors."""
 
 

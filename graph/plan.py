@@ -349,6 +349,18 @@ class Plan(ArtifactModel):
                         f"{DEFAULT_ORDER} runs one stage on each rank"
                     )
                 stage_of[rank] = stage.stage
+        self._check_teams()
+
+    def _check_teams(self) -> None:
+        """All ranks of a team perform the same list of actions."""
+        workers = workers_by_rank([stage.teams for stage in self.stages])
+        for stage in self.stages:
+            for team in stage.teams:
+                if len({tuple(workers[rank]) for rank in team.ranks}) > 1:
+                    raise ValueError(
+                        f"stage {stage.stage}: ranks {', '.join(map(str, team.ranks))} share a"
+                        " replica, and not all of them are in the same other stages"
+                    )
 
     def _check_nodes(self) -> None:
         known = {node.id for node in self.graph.nodes}

@@ -105,7 +105,7 @@ class RankContext:
         for stage in self.local.stages:
             team = self.groups[stage.stage].team
             if stage.sharding is not None and team is not None:
-                stage.sharding.groups = team.mesh
+                stage.sharding.groups = team
 
     def _begin(self) -> Position:
         """Gives the stages what they begin with; the position where they are then."""

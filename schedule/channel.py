@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import product
 from math import lcm
 from typing import NamedTuple, TypeAlias
 
-from pipedream.graph.plan import RankAssignment, WorkerGroup
+from pipedream.graph.plan import RankAssignment
 from pipedream.schedule.action import SENDS, Action, Kind, StageLink
 
 _MOST_STAGES = 1 << 15
@@ -27,23 +28,18 @@ class Channel(NamedTuple):
     is_gradient: bool = False
 
     @staticmethod
-    def of(action: Action, assignment: RankAssignment, device: int = 0) -> tuple[Channel, ...]:
-        """The channels of a send or a receive, for this device of the worker: one of a receive; of
-        a send as many as there are devices of the peer that receive from this one, or none.
+    def of(action: Action, assignment: RankAssignment, device: int = 0, peer: int = 0) -> Channel:
+        """The channel of a send or a receive between this device of the worker and one of its
+        peer.
         """
         assert action.peer is not None
         stage, replica = action.peer
-        here, there = assignment[action.stage][action.replica], assignment[stage][replica]
+        here = assignment[action.stage][action.replica].ranks[device]
+        there = assignment[stage][replica].ranks[peer]
         sends = action.kind in SENDS
         is_gradient = action.kind in (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT)
         link = (action.stage, stage) if action.stage < stage else (stage, action.stage)
-        ways = _ways(here, there) if sends else _ways(there, here)
-        own = here.ranks[device]
-        return tuple(
-            Channel(source, target, link, is_gradient)
-            for source, target in ways
-            if own == (source if sends else target)
-        )
+        return Channel(*((here, there) if sends else (there, here)), link, is_gradient)
 
     @property
     def rank_link(self) -> RankLink:
@@ -62,12 +58,6 @@ class Channel(NamedTuple):
         return 2 * (source * _MOST_STAGES + target) + self.is_gradient
 
 
-def _ways(source: WorkerGroup, target: WorkerGroup) -> Iterator[tuple[int, int]]:
-    """From which rank each device of the target receives what all devices of the source have."""
-    for device, rank in enumerate(target.ranks):
-        yield source.ranks[device % len(source.ranks)], rank
-
-
 def rank_links(assignment: RankAssignment, links: Iterable[StageLink]) -> list[RankLink]:
     """Every pair of ranks that exchange messages, in the same order on all ranks.
 
@@ -78,6 +68,6 @@ def rank_links(assignment: RankAssignment, links: Iterable[StageLink]) -> list[R
         senders, receivers = assignment[source], assignment[target]
         for b in range(lcm(len(senders), len(receivers))):
             sender, receiver = senders[b % len(senders)], receivers[b % len(receivers)]
-            pairs |= {(*way, False) for way in _ways(sender, receiver)}
-            pairs |= {(*way, True) for way in _ways(receiver, sender)}
+            for one, other in product(sender.ranks, receiver.ranks):
+                pairs |= {(one, other, False), (other, one, True)}
     return sorted(pair for pair in pairs if pair[0] != pair[1])

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -31,26 +30,33 @@ Move: TypeAlias = Callable[[Tensor, tuple[int, ...], Sequence[Step]], Tensor]
 
 _GIVEN_WHOLE = frozenset(("draw", "constant"))
 """Roles of what every device is given whole: random numbers are drawn as without a mesh."""
-_ENDS = frozenset(("input", "tangent"))
-_AS_ASSIGNED: Mapping[str, Placements] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How values come to a graph and leave it, by name, where that is not as the assignment says.
+
+    `whole_inputs`: each device has all of these, and of their gradients. `outputs`: instead of
+    whole. `gradients`: of parameters, such as partial where those of other graphs are, which they
+    are added to.
+    """
+
+    whole_inputs: Set[str] = frozenset()
+    outputs: Mapping[str, Placements] = field(default_factory=dict)
+    gradients: Mapping[str, Placements] = field(default_factory=dict)
+
+
+_AS_ASSIGNED = Ends()
 
 
 def localize(
-    joint: Joint,
-    assignment: Assignment,
-    device: int,
-    move: Move,
-    whole_ends: bool = False,
-    gradients: Mapping[str, Placements] = _AS_ASSIGNED,
+    joint: Joint, assignment: Assignment, device: int, move: Move, ends: Ends = _AS_ASSIGNED
 ) -> Joint:
     """Returns the graph that `device` executes. Parameters, inputs and tangents are local, placed
     as the assignment says; random numbers are whole; outputs and gradients are placed as
-    `output_target` says. With `whole_ends` inputs, their gradients, and tangents are whole.
-    `gradients`: how those of parameters with these names are to be placed instead, such as partial
-    where those of other graphs are, which they are added to.
+    `output_target` says. All that if `ends` do not say something else.
     """
-    given_whole = _GIVEN_WHOLE | _ENDS if whole_ends else _GIVEN_WHOLE
-    return _Localizer(joint, assignment, device, move, given_whole, gradients).run()
+    return _Localizer(joint, assignment, device, move, ends).run()
 
 
 class _Redistribution:
@@ -70,20 +76,19 @@ class _Localizer:
     """
 
     def __init__(
-        self,
-        joint: Joint,
-        assignment: Assignment,
-        device: int,
-        move: Move,
-        given_whole: Set[str],
-        gradients: Mapping[str, Placements],
+        self, joint: Joint, assignment: Assignment, device: int, move: Move, ends: Ends
     ) -> None:
         self.joint, self.assignment, self.device, self.move = joint, assignment, device, move
-        self.given_whole, self.gradients = given_whole, gradients
+        self.ends = ends
         self.everywhere = (Replicate(),) * len(assignment.mesh.sizes)
         self.calls = {call.name: call for call in assignment.graph.calls}
         self.types = assignment.graph.types()
-        self.roles = {each.value: each.role for each in assignment.graph.inputs}
+        self.whole = {
+            each.value
+            for each in assignment.graph.inputs
+            if each.role in _GIVEN_WHOLE
+            or (each.role == "input" and each.name in ends.whole_inputs)
+        }
         self.graph = fx.Graph()
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.known: dict[tuple[str, Placements], fx.Node] = {}
@@ -97,8 +102,8 @@ class _Localizer:
             value = value_name(node)
             if value in self.types:
                 self.known[value, self._given(value)] = self.nodes[node]
-        outputs = [self._end(node, "output") for node in old.outputs]
-        inputs = [self._end(node, "input gradient") for node in old.input_gradients]
+        outputs = [self._output(str(k), node) for k, node in enumerate(old.outputs)]
+        inputs = [self._of_input(str(k), node) for k, node in enumerate(old.input_gradients)]
         weights = [self._gradient(name, node) for name, node in old.weight_gradients.items()]
         self.graph.output([*outputs, *inputs, *weights])
         return replace(
@@ -150,7 +155,7 @@ class _Localizer:
 
     def _given(self, value: str) -> Placements:
         """How the device has a value before any redistribution."""
-        if self.roles.get(value) in self.given_whole:
+        if value in self.whole:
             return self.everywhere
         return self.assignment.placed[value]
 
@@ -168,17 +173,23 @@ class _Localizer:
             self.known[value, target] = found
         return found
 
+    def _output(self, name: str, node: fx.Node) -> fx.Node:
+        return self._at(value_name(node), self.ends.outputs.get(name, self.everywhere))
+
+    def _of_input(self, name: str, node: fx.Node | None) -> Any:
+        if node is not None and name in self.ends.whole_inputs:
+            return self._at(value_name(node), self.everywhere)
+        return self._end(node, "input gradient")
+
     def _gradient(self, name: str, node: fx.Node | None) -> Any:
-        if node is not None and name in self.gradients:
-            return self._at(value_name(node), self.gradients[name])
+        if node is not None and name in self.ends.gradients:
+            return self._at(value_name(node), self.ends.gradients[name])
         return self._end(node, "parameter gradient")
 
     def _end(self, node: fx.Node | None, role: str) -> Any:
         if node is None:
             return None
         value = value_name(node)
-        if role == "input gradient" and "input" in self.given_whole:
-            return self._at(value, self.everywhere)
         own = next(e for e in self.assignment.graph.outputs if (e.role, e.value) == (role, value))
         return self._at(
             value, output_target(own, self._given(value), self.assignment.placed_inputs)

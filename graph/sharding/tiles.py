@@ -63,8 +63,10 @@ def match_tiles(
     shape: tuple[int, ...],
     source: tuple[Mesh, Placements],
     target: tuple[Mesh, Placements],
+    gather: bool = True,
 ) -> TileTransfers:
-    """What is sent so that the target devices hold the tensor; the same in every process.
+    """What is sent so that the target devices hold the tensor; the same in every process. Without
+    `gather` each target device is sent all that it holds.
 
     Of several devices that could send a region, the one that sends least so far does. Neither side
     may be partial: sums are made within the stage first (`redistribution`), since every term sent
@@ -73,10 +75,13 @@ def match_tiles(
     for mesh, placements in (source, target):
         check_placements(shape, mesh, placements)
         assert Partial() not in placements, "partial tensors are summed before they are sent"
-    tiles = _tiles(shape, *target)
+    tiles, origins = _tiles(shape, *target), _tiles(shape, *source)
+    if not gather:
+        each_whole = [(device, tile) for tile, devices in tiles.items() for device in devices]
+        return TileTransfers(_balanced(origins, each_whole), ())
     shares = [share for tile, devices in tiles.items() for share in _shares(tile, devices)]
     gathers = (each for tile, devices in tiles.items() for each in _gathers(tile, devices))
-    return TileTransfers(_balanced(_tiles(shape, *source), shares), tuple(gathers))
+    return TileTransfers(_balanced(origins, shares), tuple(gathers))
 
 
 def _tiles(shape: tuple[int, ...], mesh: Mesh, placements: Placements) -> dict[Region, list[int]]:

@@ -161,8 +161,7 @@ class Evaluation:
         """For a model without `obstacle`; `rest`: captured for a smaller last minibatch."""
 
         def stage_module(captured: Captured, stage: int) -> StageModule:
-            interface = interfaces(captured, plan)[stage]
-            return StageModule.of(captured, interface, device, lambda _, piece: plain(piece))
+            return StageModule.of(captured, plan, stage, device, lambda _, piece: plain(piece))
 
         stage_modules = {
             stage: StageModules(

@@ -175,7 +175,7 @@ class Executor(ForwardExecutor):
         gradients = self.states[action.minibatch].gradients
         sends = self.stage_modules.of(action.minibatch).interface.sends
         sent = [value for value in sends[action.peer[0]] if value.requires_grad]
-        tensors = self.transport.receive(self._channel(action))
+        tensors, _ = self._receive(action)
         for value, tensor in zip(sent, tensors, strict=True):
             known = gradients.get(value.name)
             gradients[value.name] = tensor if known is None else known + tensor

@@ -29,6 +29,7 @@ from pipedream.runtime.engine.randomness import (
     operator_positions,
     seed_each,
 )
+from pipedream.runtime.stages.crossings import Crossings, crossings
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 from pipedream.runtime.stages.stage_program import StageProgram
 
@@ -81,24 +82,30 @@ class StageModule:
     outputs: Sequence[str]
     out_spec: OutSpec
     program: StageProgram
+    crossings: Crossings
 
     @staticmethod
     def of(
         captured: Captured,
-        interface: StageInterface,
+        plan: Plan,
+        stage: int,
         device: torch.device,
         compute: Callable[[Captured, Segment], Compute],
         autocast: str | None = None,
         backend: str | None = None,
     ) -> StageModule:
-        """Builds the stage of `interface` from `captured`; `compute` may still change the piece.
+        """Builds a stage of the plan from `captured`; `compute` may still change the piece.
 
-        `autocast` and `backend` are settings of the program; `compute` has its own.
+        `autocast` and `backend` are settings of the program; `compute` has its own. Raises
+        UserError if the model is not the one that was planned.
         """
+        every = interfaces(captured, plan)
+        interface, ends = every[stage], crossings(captured, plan, every, stage)
         piece = freeze_constants(interface.build(captured).to(device), captured.owner)
         run = compute(captured, piece)
-        program = StageProgram(piece, device, autocast, backend)
-        return StageModule(interface, piece, run, captured.outputs, captured.out_spec, program)
+        program = StageProgram(piece, device, autocast, backend, ends)
+        outputs, out_spec = captured.outputs, captured.out_spec
+        return StageModule(interface, piece, run, outputs, out_spec, program, ends)
 
     def output(self, known: Mapping[str, torch.Tensor]) -> Any:
         """Returns what the model returns, from the values of the last stage by name."""
@@ -133,8 +140,7 @@ def seeded_module(
         seed_each(piece, operator_positions(captured.module), rng)
         return make_compute(piece, rng.device, autocast, backend)
 
-    interface = interfaces(captured, plan)[stage]
-    return StageModule.of(captured, interface, rng.device, compute, autocast, backend)
+    return StageModule.of(captured, plan, stage, rng.device, compute, autocast, backend)
 
 
 class ModuleChoice(Protocol):

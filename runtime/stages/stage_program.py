@@ -15,6 +15,7 @@ from pipedream.capture.programs.loss_end import LOSS, LossEnd, Target
 from pipedream.capture.programs.program import Program
 from pipedream.capture.segment import Segment
 from pipedream.graph.errors import UserError
+from pipedream.runtime.stages.crossings import Crossings
 from pipedream.runtime.stages.stage_sharding import StageSharding
 
 
@@ -40,9 +41,15 @@ class StageProgram:
     loss: LossEnd | None = None
 
     def __init__(
-        self, piece: Segment, device: torch.device, autocast: str | None, backend: str | None
+        self,
+        piece: Segment,
+        device: torch.device,
+        autocast: str | None,
+        backend: str | None,
+        crossings: Crossings,
     ) -> None:
         self.piece, self.device, self.autocast, self.backend = piece, device, autocast, backend
+        self.crossings = crossings
         self.made: NamedProgram | None = None
         self.obstacle: str | None = None
         self.ending: dict[Hashable, NamedProgram | None] = {}
@@ -117,19 +124,28 @@ class StageProgram:
     ) -> NamedProgram:
         """Raises CannotDivide."""
         state, sharding = self.state(tensors), self.sharding
+        known = [values[name] for name in inputs]
         if sharding is not None:
             state = {name: sharding.whole_like(name, tensor) for name, tensor in state.items()}
-        known = [values[name] for name in inputs]
+            known = [self._whole(name, values[name]) for name in inputs]
         wants = [tensor.requires_grad for tensor in known]
         precision = lowered(self.autocast, self.device)
         traced = joint(self.piece.module, state, known, wants, precision, end)
         if sharding is None:
             return NamedProgram(Program(traced, self._compiled), inputs, outputs)
-        localized, assignment = sharding.localized(traced)
+        localized, assignment = sharding.localized(traced, inputs, outputs, self.crossings)
         if not sharding.placed:
             sharding.adopt(assignment)
         constants = sharding.constants(assignment, self.piece.module)
         return NamedProgram(Program(localized, self._compiled), inputs, outputs, constants)
+
+    def _whole(self, name: str, value: Tensor) -> Tensor:
+        """A tensor of the shape of all devices' parts of a received value, to trace with."""
+        shape = self.crossings.shapes.get(name, tuple(value.shape))
+        if shape == tuple(value.shape):
+            return value
+        like = torch.empty(shape, dtype=value.dtype, device=value.device)
+        return like.requires_grad_(value.requires_grad)
 
     def _compiled(self, part: fx.GraphModule) -> Callable[..., Any]:
         if self.backend is None:

@@ -8,6 +8,7 @@ the same parameters in the same placements.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,10 @@ from torch.nn import Parameter
 
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.joint import Joint
-from pipedream.capture.programs.localize import localize
+from pipedream.capture.programs.localize import Ends, localize
 from pipedream.capture.programs.means import sum_means
-from pipedream.comm.redistribute import MeshGroups, cut
+from pipedream.comm.redistribute import cut
+from pipedream.comm.teams import TeamGroups
 from pipedream.comm.tied_sums import GradientPart
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
@@ -28,6 +30,7 @@ from pipedream.graph.sharding.propagate import propagate
 from pipedream.graph.sharding.regions import Region, held_region, whole
 from pipedream.graph.sharding.requests import Requests
 from pipedream.graph.sharding.steps import Step
+from pipedream.runtime.stages.crossings import Crossings
 
 
 class StageSharding:
@@ -48,19 +51,57 @@ class StageSharding:
         self.placed: dict[str, Placements] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.partial: dict[str, tuple[int, ...]] = {}
-        self.groups: MeshGroups | None = None
+        self.groups: TeamGroups | None = None
 
-    def localized(self, joint: Joint) -> tuple[Joint, Assignment]:
-        """The passes of this device. Raises UserError for placements that cannot be met."""
+    def localized(
+        self,
+        joint: Joint,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        crossings: Crossings,
+    ) -> tuple[Joint, Assignment]:
+        """The passes of this device, for values of these names. Raises UserError for placements
+        that cannot be met.
+        """
+        leaving = self._leaving(outputs, crossings)
         summed = sum_means(joint)
         graph = describe(summed)
         try:
             seconds = estimated_seconds(graph, self.flops_per_second)
-            assignment = propagate(graph, self.mesh, self._requests(graph), seconds)
+            ends = self._ends(inputs, joint.differentiable, leaving, crossings)
+            assignment = propagate(graph, self.mesh, self._requests(graph, ends), seconds)
         except UserError as error:
             raise UserError(f"stage {self.stage}: placements.{error.format_message()}") from error
-        local = localize(summed, assignment, self.device, self._move, True, self._gradients())
-        return local, assignment
+        ways = Ends(
+            whole_inputs={
+                str(number) for number, name in enumerate(inputs) if name not in crossings.received
+            },
+            outputs=leaving,
+            gradients=self._gradients(),
+        )
+        return localize(summed, assignment, self.device, self._move, ways), assignment
+
+    def _leaving(self, outputs: Sequence[str], crossings: Crossings) -> dict[str, Placements]:
+        """By number of an output: as it crosses to another stage; whole, if it does not."""
+        return {
+            str(number): crossings.sent.get(name, self.everywhere)
+            for number, name in enumerate(outputs)
+        }
+
+    def _ends(
+        self,
+        inputs: Sequence[str],
+        differentiable: Sequence[int],
+        leaving: Mapping[str, Placements],
+        crossings: Crossings,
+    ) -> dict[str, Placements]:
+        """How inputs and gradients of outputs are placed, if the plan does not say it."""
+        ends = {
+            f"input {number}": crossings.received.get(name, self.everywhere)
+            for number, name in enumerate(inputs)
+        }
+        ends |= {f"tangent {k}": leaving[str(number)] for k, number in enumerate(differentiable)}
+        return ends
 
     def _gradients(self) -> dict[str, Placements]:
         """How all forms give the gradients of parameters, which are added to each other: as the
@@ -73,13 +114,13 @@ class StageSharding:
             for name, axes in self.partial.items()
         }
 
-    def _requests(self, graph: OperatorGraph) -> Requests:
-        """What comes and goes is whole, if the plan says nothing else. Once some passes have been
-        described, parameters stay where they are.
-        """
-        everywhere = (Replicate(),) * len(self.mesh.sizes)
-        ends = [f"{e.role} {e.name}" for e in graph.inputs if e.role in ("input", "tangent")]
-        values = dict.fromkeys(ends, everywhere) | dict(self.requests.values)
+    @cached_property
+    def everywhere(self) -> Placements:
+        return (Replicate(),) * len(self.mesh.sizes)
+
+    def _requests(self, graph: OperatorGraph, ends: Mapping[str, Placements]) -> Requests:
+        """Once some passes have been described, parameters stay where they are."""
+        values = {**ends, **self.requests.values}
         if not self.placed:
             return Requests(self.requests.parameters, values)
         known = {*ends, *graph.types()}  # other forms may have other values inside
@@ -115,8 +156,7 @@ class StageSharding:
             dtype=str(tensor.dtype).removeprefix("torch."),
             element_bytes=tensor.element_size(),
         )
-        everywhere = (Replicate(),) * len(self.mesh.sizes)
-        steps = steps_between(type_, self.mesh, self.placed[name], everywhere)
+        steps = steps_between(type_, self.mesh, self.placed[name], self.everywhere)
         return self._move(tensor.detach(), self.shapes[name], steps)
 
     def gathered(self, name: str, tensor: Tensor) -> Tensor | None:
@@ -183,7 +223,7 @@ class StageSharding:
 
     def _move(self, local: Tensor, shape: tuple[int, ...], steps: Sequence[Step]) -> Tensor:
         assert self.groups is not None, "the ranks have not met"
-        return self.groups.redistribute(local, shape, steps)
+        return self.groups.mesh.redistribute(local, shape, steps)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

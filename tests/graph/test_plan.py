@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from whole_files import plan_json
 
 from pipedream.graph.errors import UserError
@@ -110,6 +111,18 @@ def test_an_impossible_plan_is_refused_in_one_line(
         read_plan(path)
     assert caught.value.format_message().startswith(f"{path}:")
     assert "\n" not in caught.value.format_message()
+
+
+def test_the_ranks_of_a_team_are_in_the_same_stages() -> None:
+    """Else their lists of actions differ, and they wait for each other."""
+    data = plan_json()
+    first, *others = data["stages"]
+    ranks = [rank for stage in data["stages"] for rank in stage["ranks"]]
+    shared = {"mesh": (2,), "ranks": ranks[:2]}
+    again = {"mesh": (2,), "ranks": [ranks[0], ranks[-1]]}
+    data |= {"order": "interleaved", "stages": [first | shared, others[0] | again, *others[1:]]}
+    with pytest.raises(ValidationError, match="not all of them are in the same other stages"):
+        Plan.model_validate(data)
 
 
 def test_in_another_folder_there_is_another_way_to_the_profile(tmp_path: Path) -> None:

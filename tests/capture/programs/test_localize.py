@@ -17,7 +17,7 @@ from processes import free_port, run_processes
 from torch import Tensor
 
 from pipedream.capture.programs.description import describe
-from pipedream.capture.programs.localize import localize
+from pipedream.capture.programs.localize import Ends, localize
 from pipedream.capture.programs.program import Program
 from pipedream.comm.redistribute import MeshGroups, cut
 from pipedream.graph.cluster import Link
@@ -193,7 +193,7 @@ def test_gradients_are_partial_where_those_of_other_graphs_are() -> None:
         moved: list[Step] = []
         move = partial(_first_keeps, moved, device)
         places = {"up.weight": (Partial(),)}
-        program = Program(localize(traced.joint, assignment, device, move, gradients=places))
+        program = Program(localize(traced.joint, assignment, device, move, Ends(gradients=places)))
         values, joint = traced.values, traced.joint
         weights = {name: values[node] for name, node in joint.weights.items()}
         _, saved = program.forward(weights, [values[node] for node in joint.inputs])

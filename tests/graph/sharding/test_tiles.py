@@ -91,8 +91,10 @@ def test_every_element_arrives_once(rng: random.Random) -> None:
         (mesh, random_placements(rng, shape, mesh, partial=False))
         for mesh in (rng.choice(meshes), rng.choice(meshes))
     )
-    transfers = match_tiles(shape, source, target)
-    check_transfers(shape, source, target, transfers)
+    check_transfers(shape, source, target, match_tiles(shape, source, target))
+    direct = match_tiles(shape, source, target, gather=False)
+    assert not direct.gathers
+    check_transfers(shape, source, target, direct)
 
 
 def check_transfers(
@@ -116,7 +118,8 @@ def check_transfers(
     for ids, found in zip(needed, arrived, strict=True):
         assert found == Counter(ids)
     distinct = {tuple(ids) for ids in needed}
-    assert sum(transfers.sent(1).values()) == sum(map(len, distinct))
+    sent = distinct if transfers.gathers else needed
+    assert sum(transfers.sent(1).values()) == sum(map(len, sent))
     for device, received in transfers.received(1).items():
         assert received + transfers.gathered(1).get(device, 0) == len(needed[device])
     pairs = [(each.source, each.target) for each in transfers.sends]

@@ -136,7 +136,10 @@ def executor(
     groups,
     again: bool,
 ) -> Executor:
-    stage_module = StageModule.of(captured, interface, CPU, lambda _, piece: plain(piece))
+    plan = plan_of(captured, orders.schedule.spec.replicas)
+    stage_module = StageModule.of(
+        captured, plan, interface.stage, CPU, lambda _, piece: plain(piece)
+    )
     parameters = dict(stage_module.piece.module.named_parameters())
     optimizer = make_optimizer(OPTIMIZER, parameters)
     config, rate = chain_config(OPTIMIZER), LearningRate(None, optimizer, Path())

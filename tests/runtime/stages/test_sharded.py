@@ -85,6 +85,26 @@ def test_pipelines_of_meshes(tmp_path: Path, schedule: str) -> None:
         assert_alike(folder, "Perceptron", cases)
 
 
+BATCH = {"input 0": "S(0)"}
+
+
+def test_what_crosses_between_meshes(tmp_path: Path) -> None:
+    """Each device is sent a part of what is whole on all, and they gather the rest where links
+    between the stages are slow. What is divided alike in both stages crosses in parts.
+    """
+    data = {"source": "sharded_models:points", "args": {"examples": 33}}
+    changes = {"optimizer": ADAM, "data": data, "drop_last": False}
+    cases = [
+        Case("gathered", (1, 1), PAIR, machines=(2, 2)),
+        Case("one to two", (1, 1), (None, (2,)), machines=(1, 3)),
+        Case("two to three", (1, 1), ((2,), (3,)), machines=(1, 5)),
+        Case("in parts", (1, 1), PAIR, values=BATCH),
+        Case("parts of another number", (1, 1), ((3,), (2,)), values=BATCH),
+        Case("gathered along an axis", (1, 1), ((2,), (2, 2)), machines=(2, 3)),
+    ]
+    assert_alike(tmp_path, "Perceptron", [replace(case, changes=changes) for case in cases])
+
+
 @pytest.mark.parametrize("loss", ["mse_loss", "sharded_models:rounded_down"])
 def test_losses(tmp_path: Path, loss: str) -> None:
     """One is part of the last stage's passes, one looks at values and is computed of the whole

@@ -12,7 +12,6 @@ from pipedream.capture.export import Captured, capture
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.stages.partition import interfaces
 from pipedream.runtime.stages.stage_module import StageModule, StageModules, capture_rest, plain
 
 BATCH = Batch((torch.randn(4, 6),), None)
@@ -129,6 +128,4 @@ def test_buffers_are_shared_where_a_device_has_copies_of_them() -> None:
 
 
 def stage_module(captured: Captured, plan: Plan) -> StageModule:
-    return StageModule.of(
-        captured, interfaces(captured, plan)[0], CPU, lambda _, piece: plain(piece)
-    )
+    return StageModule.of(captured, plan, 0, CPU, lambda _, piece: plain(piece))

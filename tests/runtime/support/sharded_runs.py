@@ -58,6 +58,8 @@ class Case:
     """Placements of values, in every stage."""
     parameters: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     """By stage further placements of parameters, along all axes of its mesh."""
+    machines: tuple[int, ...] = ()
+    """If the ranks are in machines, with links between them that are a hundredth as fast."""
 
 
 def write_config(folder: Path, model: str, **changes: Any) -> RunConfig:
@@ -94,7 +96,12 @@ def sharded_plan(model: str, case: Case, whole: Captured) -> Plan:
     sizes = [device_count(mesh or ()) for mesh in case.meshes]
     counts = [count * size for count, size in zip(case.replicas, sizes, strict=True)]
     data = made.model_dump(exclude_none=True)
-    data["cluster"]["machines"] = (sum(counts),)
+    data["cluster"]["machines"] = case.machines or (sum(counts),)
+    levels = len(data["cluster"]["machines"])
+    data["cluster"] |= {
+        "bandwidth": tuple(1e9 / 100**level for level in range(levels)),
+        "latency": (0.0,) * levels,
+    }
     for stage, (planned, mesh) in enumerate(zip(data["stages"], case.meshes, strict=True)):
         first = sum(counts[:stage])
         planned["ranks"] = tuple(range(first, first + counts[stage]))
