@@ -39,7 +39,10 @@ CASES: dict[str, dict[str, Any]] = {
             "optimizer": {"name": "AdamW", "args": {"lr": 1e-4}},
             "batch_size": 16,
         },
-        "shards": ["*queries_keys_values=S(0, chunks=3)", "*mlp.0=S(0)"],
+        "shards": [
+            *("*queries_keys_values=S(0, chunks=3)", "*attention.out=S(1)"),
+            *("*mlp.0=S(0)", "*mlp.2=S(1)", "head=S(0)"),
+        ],
     },
     "vgg": {
         "config": {
