@@ -15,8 +15,16 @@ import pytest
 import torch
 from commands import typed
 from order_runs import MOMENTUM, plan_of, prepare, train
-from sharded_runs import Case, alone, captured, job_of, train_cases
-from torch import Tensor
+from sharded_runs import (
+    Case,
+    alone,
+    assert_alike,
+    captured,
+    checkpoint,
+    job_of,
+    metrics,
+    train_cases,
+)
 from training import run_jobs
 
 from pipedream.graph.plan import Plan, write_plan
@@ -29,40 +37,6 @@ rounding errors that are its gradient.
 """
 SLOW = {"name": "SGD", "args": {"lr": 0.001, "momentum": 0.9}}
 """With larger steps a narrow ResNet is chaotic: differences in the last digit grow."""
-
-
-def assert_alike(folder: Path, model: str, cases: list[Case], tolerance: float = 1e-12) -> None:
-    """All cases, which differ in their meshes alone, learn what the first does without."""
-    reference = alone(cases[0])
-    train_cases(folder, model, [reference, *cases])
-    expected = checkpoint(folder, reference)
-    for case in cases:
-        learnt = checkpoint(folder, case)
-        assert learnt.keys() == expected.keys()
-        for name, tensor in expected.items():
-            largest = max(1.0, float(tensor.double().abs().max()))
-            torch.testing.assert_close(
-                learnt[name] / largest, tensor / largest, rtol=tolerance, atol=tolerance
-            )
-        assert metrics(folder, case) == pytest.approx(metrics(folder, reference), rel=tolerance)
-        assert held_out(folder, case) == pytest.approx(held_out(folder, reference), rel=tolerance)
-
-
-def checkpoint(folder: Path, case: Case) -> dict[str, Tensor]:
-    return load_all(folder / case.name / "checkpoints/latest")
-
-
-def metrics(folder: Path, case: Case) -> list[float]:
-    return _column(folder / case.name / "metrics.jsonl", "loss")
-
-
-def held_out(folder: Path, case: Case) -> list[float]:
-    path = folder / case.name / "held_out.jsonl"
-    return _column(path, "held_out_loss") if path.exists() else []
-
-
-def _column(path: Path, name: str) -> list[float]:
-    return [float(json.loads(line)[name]) for line in path.read_text().splitlines()]
 
 
 MESHES = {

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import pytest
 import sharded_models
 import torch
 import yaml
 from order_runs import pieces
 from plans import make_plan
+from torch import Tensor
 from training import run_jobs
 
 from pipedream.capture.export import Captured, capture
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import RunConfig, read_config
 from pipedream.graph.sharding.placement import Mesh, device_count
+from pipedream.runtime.checkpoint.files import load_all
 from pipedream.runtime.job import Job
 
 MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
@@ -27,6 +31,11 @@ MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "Separate": ((6,), {"source": "sharded_models:sentences"}),
     "VGG": ((3, 16, 16), {"source": "sharded_models:images", "args": {"size": 16}}),
     "resnet18": ((3, 32, 32), {"source": "sharded_models:images", "args": {"size": 32}}),
+    "Convolutions": ((3, 12, 12), {"source": "sharded_models:images", "args": {"size": 12}}),
+    "large_resnet18": (
+        (3, 64, 64),
+        {"source": "sharded_models:images", "args": {"size": 64, "examples": 30}},
+    ),
 }
 """The shape of an example, and the data."""
 SHARDS: Mapping[str, Mapping[str, str]] = {
@@ -35,6 +44,8 @@ SHARDS: Mapping[str, Mapping[str, str]] = {
     "Separate": {"*.[qkv].weight": "S(0)", "*up.weight": "S(0)"},
     "VGG": {"features.0.weight": "S(0)", "classifier.0.weight": "S(0)"},
     "resnet18": {"*conv1.weight": "S(0)"},
+    "Convolutions": {"*": "R"},
+    "large_resnet18": {"*": "R"},
 }
 """Along the last axis of a mesh."""
 
@@ -132,3 +143,37 @@ def train_cases(folder: Path, model: str, cases: Sequence[Case]) -> None:
     """Each in a folder by its name, in the same processes."""
     whole = captured(model)
     run_jobs([job_of(folder, model, case, whole) for case in cases])
+
+
+def assert_alike(folder: Path, model: str, cases: list[Case], tolerance: float = 1e-12) -> None:
+    """All cases, which differ in their meshes alone, learn what the first does without."""
+    reference = alone(cases[0])
+    train_cases(folder, model, [reference, *cases])
+    expected = checkpoint(folder, reference)
+    for case in cases:
+        learnt = checkpoint(folder, case)
+        assert learnt.keys() == expected.keys()
+        for name, tensor in expected.items():
+            largest = max(1.0, float(tensor.double().abs().max()))
+            torch.testing.assert_close(
+                learnt[name] / largest, tensor / largest, rtol=tolerance, atol=tolerance
+            )
+        assert metrics(folder, case) == pytest.approx(metrics(folder, reference), rel=tolerance)
+        assert held_out(folder, case) == pytest.approx(held_out(folder, reference), rel=tolerance)
+
+
+def checkpoint(folder: Path, case: Case) -> dict[str, Tensor]:
+    return load_all(folder / case.name / "checkpoints/latest")
+
+
+def metrics(folder: Path, case: Case) -> list[float]:
+    return _column(folder / case.name / "metrics.jsonl", "loss")
+
+
+def held_out(folder: Path, case: Case) -> list[float]:
+    path = folder / case.name / "held_out.jsonl"
+    return _column(path, "held_out_loss") if path.exists() else []
+
+
+def _column(path: Path, name: str) -> list[float]:
+    return [float(json.loads(line)[name]) for line in path.read_text().splitlines()]
