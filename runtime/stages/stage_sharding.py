@@ -17,6 +17,7 @@ from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.joint import Joint
 from pipedream.capture.programs.localize import localize
 from pipedream.capture.programs.means import sum_means
+from pipedream.capture.programs.native_norms import use_native_batch_norms
 from pipedream.comm.redistribute import MeshGroups, cut
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
@@ -51,7 +52,7 @@ class StageSharding:
 
     def localized(self, joint: Joint) -> tuple[Joint, Assignment]:
         """The passes of this device. Raises UserError for placements that cannot be met."""
-        summed = sum_means(joint)
+        summed = sum_means(use_native_batch_norms(joint))
         graph = describe(summed)
         try:
             seconds = estimated_seconds(graph, self.flops_per_second)

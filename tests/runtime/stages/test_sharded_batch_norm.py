@@ -64,12 +64,17 @@ def test_no_picture_is_gathered(model: str, norms: int, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "cases"),
-    [("Convolutions", [TWO, SQUARE, ROWS, ALL]), ("large_resnet18", [TWO, SQUARE])],
+    ("model", "cases", "changes"),
+    [
+        ("Convolutions", [TWO, SQUARE, ROWS, ALL], {}),
+        ("large_resnet18", [TWO, SQUARE], {"evaluate_every": None}),
+    ],
 )
-def test_divided_minibatches(tmp_path: Path, model: str, cases: list[Case]) -> None:
+def test_divided_minibatches(
+    tmp_path: Path, model: str, cases: list[Case], changes: dict[str, object]
+) -> None:
     """Running statistics and the loss in evaluation too."""
-    assert_alike(tmp_path, model, cases)
+    assert_alike(tmp_path, model, [replace(e, changes=CHANGES | changes) for e in cases])
 
 
 def test_uneven_minibatches(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "Convolutions": ((3, 12, 12), {"source": "sharded_models:images", "args": {"size": 12}}),
     "large_resnet18": (
         (3, 64, 64),
-        {"source": "sharded_models:images", "args": {"size": 64, "examples": 30}},
+        {"source": "sharded_models:images", "args": {"size": 64, "examples": 22}},
     ),
 }
 """The shape of an example, and the data."""
