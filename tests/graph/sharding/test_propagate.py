@@ -12,7 +12,7 @@ from divided import run_divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint_models import MODELS, FusedAttention, trace, traced_model
-from torch import nn, randn
+from torch import Tensor, nn, randn
 
 from pipedream.capture.programs.description import describe
 from pipedream.graph.cluster import Link
@@ -133,6 +133,30 @@ def test_a_divided_batch_needs_no_more_than_gathering_everything(name: str) -> N
     asked = requests(values={"input 0": "S(0),R"})
     assignment = propagate(graph, mesh(2, 2), asked)
     check(assignment, asked)
+
+
+class NormOfCubes(nn.BatchNorm2d):
+    """Gives one number, which depends on all that it normalizes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) ** 3).sum()
+
+
+def test_batch_norm_sums_its_statistics_over_the_axis_that_divides_the_batch() -> None:
+    """Forward two sums of one number for each of its two channels, backward one of two numbers."""
+    graph = describe(trace(NormOfCubes(4), (randn(16, 4, 16, 16),)).joint)
+    asked = requests(values={"input 0": "S(0),S(1)"})
+    rows = report(propagate(graph, mesh(2, 2), asked)).redistributions
+    sums = [row for row in rows if row.often == "minibatch" and row.source == "P,S(0)"]
+    assert [(row.value, row.bytes) for row in sums] == [
+        ("native_batch_norm", 2 * 8),
+        ("native_batch_norm", 2 * 8),
+        ("native_batch_norm_backward", 2 * 2 * 8),
+    ]
+    for row in sums:
+        assert (row.target, row.collectives) == ("R,S(0)", ("all-reduce on axis 0",))
+    (loss,) = {row.value for row in rows if row.often == "minibatch"} - {r.value for r in sums}
+    assert graph.types()[loss].shape == ()
 
 
 def test_a_report_is_plain_data() -> None:
