@@ -2,6 +2,7 @@
 
 The counterpart of SPMD partitioning in GSPMD and Alpa: every device executes the same operators in
 the same order, each on its part, so that the devices of an axis come to the same collectives.
+Where strategies say that devices add up in the middle of an operator, `batch_norms` executes it.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class _Localizer:
         return local
 
     def _add_up(self, call: OperatorCall) -> AddUp:
-        """What adds up in the middle of an operator."""
+        """What the device calls in the middle of an operator."""
         sums = inner_sums(call, self.assignment.strategies[call.name], self.assignment.mesh)
         shapes = [type_.shape for type_ in summed_types(call.operator)]
         return lambda number, term: self.move(term, shapes[number], sums[number].steps)
