@@ -159,6 +159,15 @@ def test_batch_norm_sums_its_statistics_over_the_axis_that_divides_the_batch() -
     assert graph.types()[loss].shape == ()
 
 
+def test_few_data_over_a_slow_link_are_gathered_before_batch_norm() -> None:
+    """One message for the data, in place of three for the sums."""
+    graph = describe(trace(NormOfCubes(4), (randn(8, 4, 6, 6),)).joint)
+    slow = LinkedMesh((2,), (Link(latency=1e-3, bandwidth=1e9),))
+    assignment = propagate(graph, slow, requests(values={"input 0": "S(0)"}))
+    assert collectives(assignment).count("all-gather on axis 0") == 1
+    assert {row.value for row in report(assignment).redistributions} <= graph.types().keys()
+
+
 def test_a_report_is_plain_data() -> None:
     asked = requests({"0.weight": "S(0)"})
     found = report(propagate(perceptron(), mesh(2), asked))
