@@ -60,8 +60,8 @@ def in_parts(case: Executed, dim: int, devices: int) -> tuple[Strategy, list[lis
     inputs = [[each[k].clone() for each in parts] for k in range(devices)]
     results = execute_divided(operator, locals_, (strategy,), (devices,), inputs)
     return strategy, [
-        [*own, *(given[number] for number in operator.writes)]
-        for own, given in zip(results, inputs, strict=True)
+        [*own, *(tensors[number] for number in operator.writes)]
+        for own, tensors in zip(results, inputs, strict=True)
     ]
 
 

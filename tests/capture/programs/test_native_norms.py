@@ -30,8 +30,8 @@ def results(traced: Traced) -> list[Tensor]:
     """Outputs, gradients, and buffers after the passes."""
     values = {node: tensor.clone() for node, tensor in traced.values.items()}
     placeholders = traced.joint.module.graph.find_nodes(op="placeholder")
-    given = [values[node] for node in placeholders]
-    return [*fx.Interpreter(traced.joint.module).run(*given), *given]
+    inputs = [values[node] for node in placeholders]
+    return [*fx.Interpreter(traced.joint.module).run(*inputs), *inputs]
 
 
 def as_library(graph: fx.Graph, library: str) -> None:

@@ -415,11 +415,11 @@ def test_batch_norm_adds_up_unless_channels_are_divided() -> None:
     forward, backward = (each for each in executed if "batch_norm" in each.operator.target)
     ways = {"R": "R", "S(0)": "P", "S(1)": "S(0)", "S(2)": "P", "S(3)": "P"}
     for case in (forward, backward):
-        found = {
+        placed = {
             show_placements(each.inputs[:1]): show_placements((each.within,))
             for each in strategies(case.operator, 2)
         }
-        assert found == ways | ({"P": "R"} if case is backward else {})
+        assert placed == ways | ({"P": "R"} if case is backward else {})
 
 
 def test_places_are_divided_where_they_are_rows() -> None:

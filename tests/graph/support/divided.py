@@ -269,7 +269,7 @@ def run_divided(traced: Traced, assignment: Assignment) -> dict[str, Tensor]:
             for n, (value, to) in enumerate(zip(call.reads, targets, strict=True))
         ]
         strategies = assignment.strategies[call.name]
-        locals_, given = [], []
+        locals_, local_inputs = [], []
         for device in range(device_count(mesh)):
             local = call.operator
             for strategy, size, index in zip(
@@ -279,8 +279,10 @@ def run_divided(traced: Traced, assignment: Assignment) -> dict[str, Tensor]:
             own = [each[device] for each in inputs]
             assert _shapes(local.inputs) == [x.shape for x in own], call
             locals_.append(local)
-            given.append(own)
-        results = execute_divided(call.operator, locals_, strategies, mesh, given, number_of_call)
+            local_inputs.append(own)
+        results = execute_divided(
+            call.operator, locals_, strategies, mesh, local_inputs, number_of_call
+        )
         for number, value in enumerate(call.results):
             if value is not None:
                 parts = [result[number] for result in results]
