@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -87,8 +87,7 @@ class _AxisSearch:
 
     def run(self) -> dict[str, Strategy]:
         self.chosen |= {name: each[0] for name, each in self._options.items() if len(each) == 1}
-        producers = (self.problem.producers[value][0] for value in self.values)
-        reached = dict.fromkeys([*producers, *self.operators])
+        reached = dict.fromkeys([*self._starts(), *self.operators])
         waiting = deque(reached)
         while waiting:
             name = waiting.popleft()
@@ -103,6 +102,14 @@ class _AxisSearch:
         self._improve(reached)
         self._check_written()
         return self.chosen
+
+    def _starts(self) -> Iterator[str]:
+        """The nodes whose values are requested, but for whole ones that an operator changes: batch
+        norm would be decided by its running statistics alone, before its data are.
+        """
+        for value, placement in self.values.items():
+            if placement != Replicate() or value not in self.problem.written:
+                yield self.problem.producers[value][0]
 
     @cached_property
     def _options(self) -> dict[str, tuple[Strategy, ...]]:

@@ -159,6 +159,15 @@ def test_batch_norm_sums_its_statistics_over_the_axis_that_divides_the_batch() -
     assert graph.types()[loss].shape == ()
 
 
+def test_whole_running_statistics_do_not_decide_how_data_are_divided() -> None:
+    """They are the first that batch norm is reached from, and it gathered its data."""
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), NormOfCubes(4))
+    graph = describe(trace(layers, (randn(16, 3, 16, 16),)).joint)
+    buffers = {"1.running_mean": "R", "1.running_var": "R"}
+    assignment = propagate(graph, mesh(2), requests(buffers, {"input 0": "S(0)"}))
+    assert set(collectives(assignment)) == {"all-reduce on axis 0"}
+
+
 def test_few_data_over_a_slow_link_are_gathered_before_batch_norm() -> None:
     """One message for the data, in place of three for the sums."""
     graph = describe(trace(NormOfCubes(4), (randn(8, 4, 6, 6),)).joint)

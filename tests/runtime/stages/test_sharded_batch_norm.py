@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import sharded_models
 import torch
-from joint_models import trace
 from sharded_runs import MODELS, Case, assert_alike, captured, sharded_plan
 
+from pipedream.capture.programs.joint import Joint
+from pipedream.capture.segment import freeze_constants, segment
 from pipedream.graph.sharding.assignment import Assignment, redistributions
 from pipedream.graph.sharding.placement import Partial, Replicate
+from pipedream.runtime.stages.stage_program import StageProgram
 from pipedream.runtime.stages.stage_sharding import StageSharding
 
 SLOW = {"name": "SGD", "args": {"lr": 0.001, "momentum": 0.9}}
@@ -27,11 +28,21 @@ ALL = Case("all four", meshes=((2, 2),), values={"input 0": "S(0),S(2)"}, change
 
 
 def assigned(model: str, case: Case) -> Assignment:
-    """How the devices of the plan divide the model's passes."""
-    sharding = StageSharding(sharded_plan(model, case, captured(model)), 0, 0, frozenset())
-    shape, _ = MODELS[model]
-    traced = trace(getattr(sharded_models, model)(), (torch.randn(8, *shape),))
-    return sharding.localized(traced.joint)[1]
+    """How the devices of the plan divide the passes of a run's minibatches."""
+    whole = captured(model, torch.float64)
+    sharding = _Noting(sharded_plan(model, case, whole), 0, 0, frozenset())
+    piece = segment(whole, whole.working, keep=whole.outputs)
+    program = StageProgram(freeze_constants(piece, whole.owner), torch.device("cpu"), None, None)
+    program.sharding = sharding
+    images = torch.randn(8, *MODELS[model][0], dtype=torch.float64)
+    program.on_mesh(dict(piece.module.named_parameters()), (images,))
+    return sharding.assignment
+
+
+class _Noting(StageSharding):
+    def localized(self, joint: Joint) -> tuple[Joint, Assignment]:
+        local, self.assignment = super().localized(joint)
+        return local, self.assignment
 
 
 def pictures_moved(assignment: Assignment) -> list[str]:

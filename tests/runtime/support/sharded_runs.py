@@ -84,11 +84,12 @@ def write_config(folder: Path, model: str, **changes: Any) -> RunConfig:
     return read_config(folder / "run.yaml")
 
 
-def captured(model: str) -> Captured:
+def captured(model: str, dtype: torch.dtype = torch.float32) -> Captured:
     shape, _ = MODELS[model]
     words = model in ("Fused", "Separate")
     x = torch.randint(0, sharded_models.WORDS, (4, *shape)) if words else torch.randn(4, *shape)
-    return capture(getattr(sharded_models, model)(), (x,))
+    x = x.to(dtype) if x.is_floating_point() else x
+    return capture(getattr(sharded_models, model)().to(dtype), (x,))
 
 
 def sharded_plan(model: str, case: Case, whole: Captured) -> Plan:
