@@ -80,7 +80,8 @@ def profile(
     tensors = flatten_inputs(args, kwargs)
     if not tensors or not tensors[0].dim():
         raise UserError("profile: inputs: give tensors whose first dimension are the examples")
-    loaded = Loaded(model.train(), args, kwargs, autocast, loss)
+    of_output = None if loss is None else lambda output, _target: loss(output)
+    loaded = Loaded(model.train(), args, kwargs, autocast, of_output)
     settings = Settings(
         model=f"{type(model).__module__}:{type(model).__qualname__}",
         args={},

@@ -2,6 +2,7 @@
 
 The counterpart of SPMD partitioning in GSPMD and Alpa: every device executes the same operators in
 the same order, each on its part, so that the devices of an axis come to the same collectives.
+Where strategies say that devices add up in the middle of an operator, `batch_norms` executes it.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from pipedream.capture.programs.batch_norms import AddUp, DividedBatchNorm
 from pipedream.capture.programs.description import executable, read_arguments, value_name
 from pipedream.capture.programs.joint import Joint
-from pipedream.graph.sharding.assignment import Assignment, output_target, steps_between
+from pipedream.graph.sharding.assignment import (
+    Assignment,
+    inner_sums,
+    output_target,
+    steps_between,
+)
 from pipedream.graph.sharding.operators import Operator, OperatorCall
 from pipedream.graph.sharding.placement import Placements, Replicate, coordinates
 from pipedream.graph.sharding.regions import held_region
-from pipedream.graph.sharding.rules import local_operator
+from pipedream.graph.sharding.rules import local_operator, summed_types
 from pipedream.graph.sharding.steps import Step
 
 Move: TypeAlias = Callable[[Tensor, tuple[int, ...], Sequence[Step]], Tensor]
@@ -138,7 +145,11 @@ class _Localizer:
         local = self._local_operator(call)
         args, kwargs = read_arguments(local, reads)
         target = executable(local)
-        copy = self.graph.call_function(target, args, kwargs)
+        if inner_sums(call, self.assignment.strategies[call.name], self.assignment.mesh):
+            run = DividedBatchNorm(call.operator, local, self._add_up(call))
+            copy = self.graph.call_function(run, tuple(reads))
+        else:
+            copy = self.graph.call_function(target, args, kwargs)
         copy.meta = dict(node.meta)
         with self.mode, torch.no_grad():
             fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
@@ -152,6 +163,12 @@ class _Localizer:
         for strategy, size, place in zip(strategies, sizes, places, strict=True):
             local = local_operator(local, strategy, size, place)
         return local
+
+    def _add_up(self, call: OperatorCall) -> AddUp:
+        """What the device calls in the middle of an operator."""
+        sums = inner_sums(call, self.assignment.strategies[call.name], self.assignment.mesh)
+        shapes = [type_.shape for type_ in summed_types(call.operator)]
+        return lambda number, term: self.move(term, shapes[number], sums[number].steps)
 
     def _given(self, value: str) -> Placements:
         """How the device has a value before any redistribution."""

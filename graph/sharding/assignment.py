@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt
@@ -19,9 +19,15 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 from pipedream.graph.cluster import Cluster, Link
 from pipedream.graph.errors import ArtifactModel
 from pipedream.graph.sharding.notation import show_placements
-from pipedream.graph.sharding.operators import OperatorGraph, StageOutput, TensorType
+from pipedream.graph.sharding.operators import (
+    OperatorCall,
+    OperatorGraph,
+    StageOutput,
+    TensorType,
+)
 from pipedream.graph.sharding.placement import Mesh, Partial, Placements, Replicate, axis_groups
 from pipedream.graph.sharding.redistribution import redistribute
+from pipedream.graph.sharding.rules import summed_types
 from pipedream.graph.sharding.rules.strategy import Strategy
 from pipedream.graph.sharding.steps import MeshTensor, Step
 
@@ -84,6 +90,7 @@ class Redistribution:
     """A value that is brought from one placement to another."""
 
     value: str
+    """Its name; of what is added up in the middle of an operator the name of the call."""
     source: Placements
     target: Placements
     steps: tuple[Step, ...]
@@ -125,7 +132,8 @@ class ShardingReport(ArtifactModel):
 
 
 def redistributions(assignment: Assignment) -> tuple[Redistribution, ...]:
-    """All of them: first what operators read, in their order, then outputs, then sums of gradients.
+    """All of them: first what operators read, in their order, then outputs, then sums of gradients,
+    then what operators add up in their middle.
 
     Those that need no communication, such as a slice, are among them.
     """
@@ -139,7 +147,24 @@ def redistributions(assignment: Assignment) -> tuple[Redistribution, ...]:
             steps = steps_between(types[value], assignment.mesh, source, target)
             key = value, source, target, often
             found.setdefault(key, Redistribution(value, source, target, steps, often))
-    return tuple(found.values())
+    inner = (
+        inner_sums(call, assignment.strategies[call.name], assignment.mesh)
+        for call in assignment.graph.calls
+    )
+    return (*found.values(), *chain.from_iterable(inner))
+
+
+def inner_sums(
+    call: OperatorCall, strategies: Iterable[Strategy], mesh: LinkedMesh
+) -> tuple[Redistribution, ...]:
+    """Of what the devices add up in the middle of the operator, by its strategies on the axes."""
+    source = tuple(each.within for each in strategies)
+    target = tuple(Replicate() if each == Partial() else each for each in source)
+    if source == target:
+        return ()
+    types = summed_types(call.operator)
+    steps = (steps_between(type_, mesh, source, target) for type_ in types)
+    return tuple(Redistribution(call.name, source, target, each, "minibatch") for each in steps)
 
 
 def report(assignment: Assignment) -> ShardingReport:

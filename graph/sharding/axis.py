@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import product
 from typing import TypeAlias
 
-from pipedream.graph.sharding.assignment import LinkedMesh, steps_between
+from pipedream.graph.sharding.assignment import LinkedMesh, inner_sums, steps_between
 from pipedream.graph.sharding.operators import (
     Operator,
     OperatorCall,
@@ -23,7 +23,14 @@ from pipedream.graph.sharding.operators import (
     StageOutput,
     TensorType,
 )
-from pipedream.graph.sharding.placement import Mesh, Placement, Placements, Replicate, Shard
+from pipedream.graph.sharding.placement import (
+    Mesh,
+    Partial,
+    Placement,
+    Placements,
+    Replicate,
+    Shard,
+)
 from pipedream.graph.sharding.regions import check_placements, local_sizes
 from pipedream.graph.sharding.rules import local_operator, strategies
 from pipedream.graph.sharding.rules.strategy import Strategy
@@ -139,6 +146,14 @@ class AxisProblem:
     def seconds(self, value: str, source: Placements, target: Placements) -> float:
         steps = steps_between(self.types[value], self.mesh, source, target)
         return sum(step.seconds for step in steps)
+
+    def inner_cost(self, name: str, strategy: Strategy) -> tuple[float, int]:
+        """Seconds and number of what the devices add up in the middle of an operator."""
+        node = self.nodes[name]
+        if isinstance(node, StageInput) or strategy.within != Partial():
+            return 0.0, 0
+        sums = inner_sums(node, (*self.chosen[name], strategy), self.mesh)
+        return math.fsum(each.seconds for each in sums), len(sums)
 
     def held_bytes(self, value: str, placement: Placement) -> int:
         """Of the value, on the device that holds most."""

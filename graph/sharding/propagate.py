@@ -32,8 +32,8 @@ from pipedream.graph.sharding.requests import Requests, requested_operators, req
 from pipedream.graph.sharding.rules.strategy import Strategy
 
 _Cost: TypeAlias = tuple[float, int, int, int, int]
-"""Seconds, how many redistributions there are, a mark for what is likely to cost more later,
-bytes that a device holds, and how many sums the operator gives.
+"""Seconds, how many redistributions there are (and sums within the operator), a mark for what is
+likely to cost more later, bytes that a device holds, and how many sums the operator gives.
 """
 _MOST_ROUNDS = 20
 _NOTHING: Mapping[str, float] = MappingProxyType({})
@@ -156,6 +156,7 @@ class _AxisSearch:
         before = self.chosen.get(name)
         self.chosen[name] = strategy
         costs = [self._value_cost(value) for value in self.problem.affected(name)]
+        costs.append(self.problem.inner_cost(name, strategy))
         seconds = [each for each, _ in costs]
         seconds.append(_divided(self.seconds.get(name, 0.0), strategy, self.problem.devices))
         put_off = ahead and self._puts_off(name, strategy)

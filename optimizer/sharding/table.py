@@ -98,9 +98,12 @@ def _words(redistribution: Redistribution) -> str:
 
 
 def _stages_of_values(plan: Plan, sharding: ModelSharding) -> Iterator[tuple[str, int]]:
-    """The stage that first reads each value, or computes it."""
+    """The stage that first reads each value, or computes it, or within whose operator of this name
+    something is added up.
+    """
     stages, nodes = plan.stage_of, sharding.profile.nodes
     for call in reversed(sharding.assignment.graph.calls):
         yield from ((value, stages[nodes[call.name]]) for value in call.reads)
     for call in sharding.assignment.graph.calls:
-        yield from ((v, stages[nodes[call.name]]) for v in call.results if v is not None)
+        values = (call.name, *call.results)
+        yield from ((value, stages[nodes[call.name]]) for value in values if value is not None)

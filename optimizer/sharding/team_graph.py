@@ -64,7 +64,7 @@ def _moved_seconds(sharding: ModelSharding) -> Counter[tuple[str, bool]]:
     """Of redistributions, at the node that computes the value, or first reads it."""
     found: Counter[tuple[str, bool]] = Counter()
     graph = sharding.assignment.graph
-    makers = {value: call.name for call in graph.calls for value in call.results}
+    makers = {value: call.name for call in graph.calls for value in (*call.results, call.name)}
     readers: dict[str, str] = {}
     for call in graph.calls:
         for value in call.reads:

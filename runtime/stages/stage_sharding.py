@@ -18,6 +18,7 @@ from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.joint import Joint
 from pipedream.capture.programs.localize import Ends, localize
 from pipedream.capture.programs.means import sum_means
+from pipedream.capture.programs.native_norms import use_native_batch_norms
 from pipedream.comm.redistribute import cut
 from pipedream.comm.teams import TeamGroups
 from pipedream.comm.tied_sums import GradientPart
@@ -64,7 +65,7 @@ class StageSharding:
         that cannot be met.
         """
         leaving = self._leaving(outputs, crossings)
-        summed = sum_means(joint)
+        summed = sum_means(use_native_batch_norms(joint))
         graph = describe(summed)
         try:
             seconds = estimated_seconds(graph, self.flops_per_second)

@@ -2,7 +2,8 @@
 
 `strategies(operator, devices)` gives the ways, `local_operator` what a device then executes. An
 operator without a rule has one way: all devices do the same. The backward pass needs no rules of
-its own kind, since it consists of ATen operators too.
+its own kind, since it consists of ATen operators too. In a few ways the devices add something up in
+the middle of the operator (`summed_types`).
 
 `strategy`: what a rule is. `indices`: the rules of operators that are loops over indices, which is
 nearly all. `views`, `pieces`: chunks. The other files are tables by kind of operator. Begin with
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from pipedream.graph.sharding.operators import Operator
+from pipedream.graph.sharding.operators import Operator, TensorType
 from pipedream.graph.sharding.rules import (
     convolutions,
     creation,
@@ -68,8 +69,15 @@ def divided_by(
     return tuple(dict.fromkeys(each for each in found if fits(operator, each, devices)))
 
 
+def summed_types(operator: Operator) -> tuple[TensorType, ...]:
+    """Of what devices add up in the middle of the operator, where a strategy says that they do."""
+    rule = RULES.get(operator.family)
+    return () if rule is None else rule.sums(operator)
+
+
 def local_operator(operator: Operator, strategy: Strategy, devices: int, index: int) -> Operator:
-    """What the device with this index executes: the operator on its local tensors.
+    """What the device with this index executes: the operator on its local tensors. Where the
+    strategy adds up `within` the operator, it is executed so that it does.
 
     Where arguments are sizes they are local, too. Execute a `view` as `reshape`: local tensors may
     lie in memory in another way than the whole.

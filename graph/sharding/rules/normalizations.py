@@ -1,16 +1,31 @@
 """Layer, group and batch norm, and their backward passes.
 
-Batch norm is divided by channels only, in training: its statistics are those of the whole batch,
-and a divided batch would need sums of them in the middle of the operator.
+In training the statistics of batch norm are those of the whole batch. Devices that divide its
+channels have all that they need; devices that divide the batch, or the places in a picture, add up
+two sums for each channel in the middle of the operator: forward those of the elements and then of
+their squared deviations, backward those of the gradient and of its product with the input.
+
+So there is no other graph for a divided batch: the operators stay what they are where nothing is
+divided, and whoever plans and whoever runs read the same from the same rules.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pipedream.graph.sharding.operators import Operator, TensorType
+from pipedream.graph.sharding.placement import Placements, Shard
 from pipedream.graph.sharding.rules.indices import TermSum, divisions, letters_of
-from pipedream.graph.sharding.rules.strategy import Arguments, DivisionRule, Strategy, no_chunks
+from pipedream.graph.sharding.rules.strategy import (
+    Arguments,
+    DivisionRule,
+    P,
+    R,
+    Strategy,
+    no_chunks,
+)
 
 _BATCH_NORMS = {
     "native_batch_norm": 5,
@@ -36,6 +51,10 @@ def rules() -> dict[str, DivisionRule]:
         ),
     }
     table |= {name: DivisionRule(_batch_norm) for name in _BATCH_NORMS}
+    table |= {
+        "native_batch_norm": DivisionRule(_divided_batch_norm, sums=_statistics),
+        "native_batch_norm_backward": DivisionRule(_divided_batch_norm, sums=_gradient_sums),
+    }
     return {f"aten.{name}": rule for name, rule in table.items()}
 
 
@@ -109,10 +128,7 @@ def _group_sizes(data: TensorType, whole: Operator, first: int) -> Arguments:
 
 def _batch_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
     """All tensors have channels: those of one dimension have nothing else."""
-    backward = operator.family.endswith("_backward")
-    position = _BATCH_NORMS[operator.family.removeprefix("aten.")]
-    training = position is not None and bool(operator.argument(position))
-    training |= operator.target.endswith("no_stats")
+    backward, training = operator.family.endswith("_backward"), _trains(operator)
     data = ("." if training else "n") + "c" + "." * (len(operator.inputs[0].shape) - 2)
     if len(data) < 2:
         return
@@ -125,6 +141,50 @@ def _batch_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
     if not training and not backward:  # the statistics that it gives are empty
         outputs[1:] = [TermSum(each.letters, []) for each in outputs[1:]]
     yield from divisions(inputs, outputs, [0] if backward else ())
+
+
+def _divided_batch_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
+    """By channels, and in training along all other dimensions with sums of the statistics."""
+    for strategy in _batch_norm(operator, devices):
+        by_channels = strategy.inputs[0] == Shard(1)
+        yield replace(strategy, within=Shard(0)) if by_channels else strategy
+    for dim in range(len(operator.inputs[0].shape)):
+        if dim != 1 and _trains(operator):
+            inputs, outputs = (_along(dim, each) for each in (operator.inputs, operator.outputs))
+            yield Strategy(inputs, outputs, within=P)
+
+
+def _along(dim: int, types: tuple[TensorType | None, ...]) -> Placements:
+    """The data are divided; what there is for each channel is on all devices."""
+    return tuple(Shard(dim) if each and len(each.shape) > 1 else R for each in types)
+
+
+def _statistics(operator: Operator) -> tuple[TensorType, ...]:
+    """Of each channel the sum of its elements, and then that of their squared deviations."""
+    return (_summed_type(operator.inputs[0], ()),) * 2
+
+
+def _gradient_sums(operator: Operator) -> tuple[TensorType, ...]:
+    """Of each channel the gradients of its weight and bias, at once."""
+    return (_summed_type(operator.inputs[0], (2,)),)
+
+
+def _summed_type(data: TensorType, shape: tuple[int, ...]) -> TensorType:
+    """Of sums for each channel, which have single precision at least."""
+    dtype, size = (data.dtype, 8) if data.dtype == "float64" else ("float32", 4)
+    return TensorType(shape=(data.shape[1], *shape), dtype=dtype, element_bytes=size)
+
+
+def elements_of_a_channel(operator: Operator) -> int:
+    """How many elements of the data have the same statistics in batch norm."""
+    shape = operator.inputs[0].shape
+    return math.prod(shape) // shape[1]
+
+
+def _trains(operator: Operator) -> bool:
+    position = _BATCH_NORMS[operator.family.removeprefix("aten.")]
+    training = position is not None and bool(operator.argument(position))
+    return training or operator.target.endswith("no_stats")
 
 
 def _channel_letters(type_: TensorType | None, data: str) -> str:

@@ -23,6 +23,10 @@ class Strategy:
 
     inputs: Placements
     outputs: Placements
+    within: Placement = R
+    """Of the tensors that devices add up in the middle of the operator (`DivisionRule.sums`):
+    Partial where they do. Such an operator is not executed as it is, but in steps.
+    """
 
 
 Arguments: TypeAlias = Mapping[int, Argument]
@@ -43,6 +47,10 @@ class DivisionRule:
     """Whether a strategy, all of whose sharded dimensions are in so many times as many chunks, is
     one. By default it is: it does not matter which indices a device has, if they are the same
     everywhere.
+    """
+    sums: Callable[[Operator], tuple[TensorType, ...]] = lambda operator: ()
+    """The types of what devices add up in the middle of the operator where a strategy says so, in
+    the order in which they do.
     """
 
 
@@ -65,6 +73,7 @@ def in_chunks(strategies: Iterable[Strategy], chunks: Iterable[int]) -> Iterator
             yield Strategy(
                 tuple(_with_chunks(each, number) for each in strategy.inputs),
                 tuple(_with_chunks(each, number) for each in strategy.outputs),
+                _with_chunks(strategy.within, number),
             )
 
 

@@ -12,7 +12,7 @@ from divided import run_divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from joint_models import MODELS, FusedAttention, trace, traced_model
-from torch import nn, randn
+from torch import Tensor, nn, randn
 
 from pipedream.capture.programs.description import describe
 from pipedream.graph.cluster import Link
@@ -133,6 +133,48 @@ def test_a_divided_batch_needs_no_more_than_gathering_everything(name: str) -> N
     asked = requests(values={"input 0": "S(0),R"})
     assignment = propagate(graph, mesh(2, 2), asked)
     check(assignment, asked)
+
+
+class NormOfCubes(nn.BatchNorm2d):
+    """Gives one number, which depends on all that it normalizes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) ** 3).sum()
+
+
+def test_batch_norm_sums_its_statistics_over_the_axis_that_divides_the_batch() -> None:
+    """Forward two sums of one number for each of its two channels, backward one of two numbers."""
+    graph = describe(trace(NormOfCubes(4), (randn(16, 4, 16, 16),)).joint)
+    asked = requests(values={"input 0": "S(0),S(1)"})
+    rows = report(propagate(graph, mesh(2, 2), asked)).redistributions
+    sums = [row for row in rows if row.often == "minibatch" and row.source == "P,S(0)"]
+    assert [(row.value, row.bytes) for row in sums] == [
+        ("native_batch_norm", 2 * 8),
+        ("native_batch_norm", 2 * 8),
+        ("native_batch_norm_backward", 2 * 2 * 8),
+    ]
+    for row in sums:
+        assert (row.target, row.collectives) == ("R,S(0)", ("all-reduce on axis 0",))
+    (loss,) = {row.value for row in rows if row.often == "minibatch"} - {r.value for r in sums}
+    assert graph.types()[loss].shape == ()
+
+
+def test_whole_running_statistics_do_not_decide_how_data_are_divided() -> None:
+    """They are the first that batch norm is reached from, and it gathered its data."""
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), NormOfCubes(4))
+    graph = describe(trace(layers, (randn(16, 3, 16, 16),)).joint)
+    buffers = {"1.running_mean": "R", "1.running_var": "R"}
+    assignment = propagate(graph, mesh(2), requests(buffers, {"input 0": "S(0)"}))
+    assert set(collectives(assignment)) == {"all-reduce on axis 0"}
+
+
+def test_few_data_over_a_slow_link_are_gathered_before_batch_norm() -> None:
+    """One message for the data, in place of three for the sums."""
+    graph = describe(trace(NormOfCubes(4), (randn(8, 4, 6, 6),)).joint)
+    slow = LinkedMesh((2,), (Link(latency=1e-3, bandwidth=1e9),))
+    assignment = propagate(graph, slow, requests(values={"input 0": "S(0)"}))
+    assert collectives(assignment).count("all-gather on axis 0") == 1
+    assert {row.value for row in report(assignment).redistributions} <= graph.types().keys()
 
 
 def test_a_report_is_plain_data() -> None:

@@ -409,6 +409,19 @@ def test_a_fused_projection_is_cut_in_heads() -> None:
     assert ("S(3)", "S(2, chunks=3)") in _strategies_of(lambda: heads.view(2, 5, 36))
 
 
+def test_batch_norm_adds_up_unless_channels_are_divided() -> None:
+    """The third number is of what is added up within the operator."""
+    executed = executed_by(_norm(nn.BatchNorm2d(6), 4, 6, 2, 2))
+    forward, backward = (each for each in executed if "batch_norm" in each.operator.target)
+    ways = {"R": "R", "S(0)": "P", "S(1)": "S(0)", "S(2)": "P", "S(3)": "P"}
+    for case in (forward, backward):
+        placed = {
+            show_placements(each.inputs[:1]): show_placements((each.within,))
+            for each in strategies(case.operator, 2)
+        }
+        assert placed == ways | ({"P": "R"} if case is backward else {})
+
+
 def test_places_are_divided_where_they_are_rows() -> None:
     """Sequences keep their division when they become rows of a matrix, in a chunk each."""
     x = _random(2, 6, 5)

@@ -29,6 +29,7 @@ _SUMS = "it adds a partial tensor up before operators that are linear in it"
 _CHUNKS = "its strided shards do not pass through"
 _NONE = "it has no rule"
 _BATCH = "it knows the batch alone: the others it executes with wrong shapes or placements"
+_WITHIN = "of a divided batch it gathers what a strategy adds up within the operator"
 STRICTER = {
     "aten._adaptive_avg_pool2d_backward": _SUMS,
     "aten._log_softmax_backward_data": _SUMS,
@@ -44,6 +45,7 @@ STRICTER = {
     "aten.gelu_backward": _SUMS,
     "aten.masked_fill": _SUMS,
     "aten.mean": _SUMS,
+    "aten.native_batch_norm": _WITHIN,
     "aten.native_batch_norm_backward": _SUMS,
     "aten.native_layer_norm_backward": _SUMS,
     "aten.nll_loss_backward": _SUMS,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from threading import Barrier
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from joint_models import Traced
 from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipedream.capture.programs.batch_norms import DividedBatchNorm
 from pipedream.capture.programs.description import describe_operator, execute, value_name
 from pipedream.graph.sharding.assignment import Assignment
 from pipedream.graph.sharding.operators import Operator, TensorType
@@ -73,13 +77,66 @@ def wrong_strategies(
 
 
 def _run(operator: Operator, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """The outputs, and after them the inputs that it changes."""
     own = [tensor.clone() for tensor in inputs]
-    outputs = list(execute(operator, own))[: len(operator.outputs)]
-    for number, wanted in enumerate(operator.outputs):
-        if wanted is None:
-            outputs[number] = None
-    return [*outputs, *(own[number] for number in operator.writes)]
+    return _results(operator, execute(operator, own), own)
+
+
+def _results(
+    operator: Operator, outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """The outputs, and after them the inputs that it changes."""
+    computed = [
+        None if wanted is None else output
+        for output, wanted in zip(outputs, operator.outputs, strict=False)
+    ]
+    return [*computed, *(inputs[number] for number in operator.writes)]
+
+
+def execute_divided(
+    whole: Operator,
+    locals_: Sequence[Operator],
+    strategies: Sequence[Strategy],
+    mesh: Mesh,
+    inputs: Sequence[Sequence[Tensor]],
+    seed: int = 0,
+) -> list[tuple[Tensor | None, ...]]:
+    """The outputs of the local operator of each device, in threads if they add up within it. All
+    draw random numbers after the same seed.
+    """
+    axes = [axis for axis, each in enumerate(strategies) if each.within == Partial()]
+    if not axes:
+        seeded = (torch.manual_seed(seed) for _ in locals_)
+        triples = zip(seeded, locals_, inputs, strict=True)
+        return [execute(local, own) for _, local, own in triples]
+    meeting = _Meeting(mesh, axes)
+    runs = [
+        DividedBatchNorm(whole, local, partial(meeting.add_up, device))
+        for device, local in enumerate(locals_)
+    ]
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return list(pool.map(lambda run, own: run(*own), runs, inputs))
+
+
+class _Meeting:
+    """Devices of a mesh, each in a thread, that add up over some axes at the same time."""
+
+    def __init__(self, mesh: Mesh, axes: Sequence[int]) -> None:
+        self.mesh, self.axes = mesh, axes
+        self.barrier = Barrier(device_count(mesh), timeout=30)
+        self.terms: dict[int, Tensor] = {}
+
+    def add_up(self, device: int, number: int, term: Tensor) -> Tensor:
+        self.terms[device] = term
+        self.barrier.wait()
+        total = sum(self.terms[k] for k in sorted(self.terms) if self._meet(k, device))
+        self.barrier.wait()
+        assert isinstance(total, Tensor)
+        return total
+
+    def _meet(self, one: int, other: int) -> bool:
+        """Whether two devices differ on these axes alone."""
+        places = zip(coordinates(self.mesh, one), coordinates(self.mesh, other), strict=True)
+        return all(axis in self.axes or a == b for axis, (a, b) in enumerate(places))
 
 
 def _difference(
@@ -94,17 +151,18 @@ def _difference(
         held(tensor, placement, devices)
         for tensor, placement in zip(case.inputs, strategy.inputs, strict=True)
     ]
-    results = []
-    for index in range(devices):
-        local = local_by(rule, operator, strategy, devices, index)
-        inputs = [each[index] for each in by_device]
-        if _shapes(local.inputs) != [x.shape for x in inputs]:
+    locals_ = [local_by(rule, operator, strategy, devices, index) for index in range(devices)]
+    inputs = [[each[index].clone() for each in by_device] for index in range(devices)]
+    for index, local in enumerate(locals_):
+        if _shapes(local.inputs) != [x.shape for x in inputs[index]]:
             return f"device {index} is to have {_shapes(local.inputs)}"
-        try:
-            results.append(_run(local, inputs))
-        except (RuntimeError, IndexError) as error:
-            return f"device {index}: {error}"
-        outputs = results[-1][: len(operator.outputs)]
+    try:
+        executed = execute_divided(operator, locals_, (strategy,), (devices,), inputs)
+    except (RuntimeError, IndexError) as error:
+        return str(error)
+    results = [_results(operator, *each) for each in zip(executed, inputs, strict=True)]
+    for index, local in enumerate(locals_):
+        outputs = results[index][: len(operator.outputs)]
         if _shapes(local.outputs) != [None if x is None else x.shape for x in outputs]:
             return f"device {index} has {[None if x is None else x.shape for x in outputs]}"
     close = 1e-6 if any(each.dtype == "float32" for each in operator.inputs) else 1e-12
@@ -210,17 +268,21 @@ def run_divided(traced: Traced, assignment: Assignment) -> dict[str, Tensor]:
             _moved(held[value], call.operator.inputs[n].shape, mesh, assignment.placed[value], to)
             for n, (value, to) in enumerate(zip(call.reads, targets, strict=True))
         ]
-        results = []
+        strategies = assignment.strategies[call.name]
+        locals_, local_inputs = [], []
         for device in range(device_count(mesh)):
             local = call.operator
             for strategy, size, index in zip(
-                assignment.strategies[call.name], mesh, coordinates(mesh, device), strict=True
+                strategies, mesh, coordinates(mesh, device), strict=True
             ):
                 local = local_operator(local, strategy, size, index)
             own = [each[device] for each in inputs]
             assert _shapes(local.inputs) == [x.shape for x in own], call
-            torch.manual_seed(number_of_call)
-            results.append(execute(local, own))
+            locals_.append(local)
+            local_inputs.append(own)
+        results = execute_divided(
+            call.operator, locals_, strategies, mesh, local_inputs, number_of_call
+        )
         for number, value in enumerate(call.results):
             if value is not None:
                 parts = [result[number] for result in results]

@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from commands import typed
 from sharded_runs import write_config
 
-from pipedream.graph.cluster import Cluster
+from pipedream.graph.cluster import Cluster, Link
 from pipedream.graph.model import Graph, read_graph
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.profile import Profile, read_profile
-from pipedream.graph.sharding.assignment import redistributions
+from pipedream.graph.sharding.assignment import LinkedMesh, redistributions
 from pipedream.graph.sharding.operators import OperatorProfile, flops, read_operators
-from pipedream.graph.sharding.placement import Mesh
+from pipedream.graph.sharding.placement import Mesh, Replicate, Shard
+from pipedream.graph.sharding.propagate import propagate
 from pipedream.graph.sharding.regions import held_region
+from pipedream.graph.sharding.requests import Requests
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
+from pipedream.optimizer.sharding.table import traffic_table
 from pipedream.optimizer.sharding.team_graph import team_footprints, team_graph
 
 FOUR = Cluster(machines=(4,), bandwidth=(1e9,))
@@ -111,6 +115,34 @@ def test_products_are_divided_where_they_take_long(
     products = [call for call in sharding.assignment.graph.calls if flops(call.operator)]
     assert len(products) > 10
     assert {sharding.work_share(call) for call in products} == {0.5}
+
+
+def test_what_is_added_up_within_operators_counts(tmp_path: Path) -> None:
+    """Batch norms of a divided minibatch: at their layers, and in the table of what is sent."""
+    write_config(tmp_path, "Convolutions", dtype="float32", evaluate_every=None)
+    done = typed(tmp_path, ["pd-profile", "run.yaml", "-o", ".", "--repeats", "2"])
+    assert done.code == 0, done.error
+    profile, graph = read_profile(tmp_path / "profile.json"), read_graph(tmp_path / "graph.txt")
+    operators = read_operators(tmp_path / "operators.json")
+    asked = Requests({"*": (Replicate(),)}, {"input 0": (Shard(0),)})
+    links = LinkedMesh((2,), (Link(bandwidth=1e9),))
+    assignment = propagate(operators.graph, links, asked)
+    sharding = ModelSharding(FOUR, operators, assignment)
+    values = operators.graph.types()
+    within = [each for each in redistributions(assignment) if each.value not in values]
+    assert len(within) == 2 * 3, "of the two norms of pictures"
+    costs = team_graph(graph, profile, sharding).nodes
+    free = replace(assignment, mesh=LinkedMesh((2,), (Link(bandwidth=1e99),)))
+    free_costs = team_graph(graph, profile, replace(sharding, assignment=free)).nodes
+    for name in {operators.nodes[each.value] for each in within}:
+        own = [each.seconds for each in within if operators.nodes[each.value] == name]
+        more = costs[name].compute_seconds - free_costs[name].compute_seconds
+        assert more >= 0.999 * sum(own) > 0
+    plan = optimize(tmp_path)
+    table = traffic_table(plan, sharding)
+    numbers = table.columns[[column.header for column in table.columns].index("number")]
+    sent = [each for each in redistributions(assignment) if each.bytes]
+    assert sum(int(str(cell)) for cell in numbers.cells) == len(sent)
 
 
 @pytest.mark.parametrize(

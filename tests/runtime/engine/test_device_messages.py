@@ -40,7 +40,7 @@ def both_ends(case: Case, taken: str | None) -> list[Crossings]:
 
 @pytest.mark.parametrize("divided", [False, True])
 @pytest.mark.parametrize("slow", [False, True])
-@pytest.mark.parametrize(("one", "other"), product(BATCH, BATCH))
+@pytest.mark.parametrize(("one", "other"), [*product(BATCH, BATCH)])
 def test_both_ends_agree(one: Mesh | None, other: Mesh | None, slow: bool, divided: bool) -> None:
     counts = device_count(one or ()), device_count(other or ())
     machines = (1, sum(counts)) if slow else ()

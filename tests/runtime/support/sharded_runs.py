@@ -29,6 +29,11 @@ MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "FrozenWords": ((6,), {"source": "sharded_models:sentences"}),
     "VGG": ((3, 16, 16), {"source": "sharded_models:images", "args": {"size": 16}}),
     "resnet18": ((3, 32, 32), {"source": "sharded_models:images", "args": {"size": 32}}),
+    "Convolutions": ((3, 12, 12), {"source": "sharded_models:images", "args": {"size": 12}}),
+    "large_resnet18": (
+        (3, 64, 64),
+        {"source": "sharded_models:images", "args": {"size": 64, "examples": 22}},
+    ),
 }
 """The shape of an example, and the data."""
 SHARDS: Mapping[str, Mapping[str, str]] = {
@@ -39,6 +44,8 @@ SHARDS: Mapping[str, Mapping[str, str]] = {
     "FrozenWords": {"*up.weight": "S(0)"},
     "VGG": {"features.0.weight": "S(0)", "classifier.0.weight": "S(0)"},
     "resnet18": {"*conv1.weight": "S(0)"},
+    "Convolutions": {"*": "R"},
+    "large_resnet18": {"*": "R"},
 }
 """Along the last axis of a mesh."""
 LANGUAGE_MODELS = ("Fused", "Separate", "TiedWords", "FrozenWords")
@@ -82,11 +89,12 @@ def write_config(folder: Path, model: str, **changes: Any) -> RunConfig:
     return read_config(folder / "run.yaml")
 
 
-def captured(model: str) -> Captured:
+def captured(model: str, dtype: torch.dtype = torch.float32) -> Captured:
     shape, _ = MODELS[model]
     words = model in LANGUAGE_MODELS
     x = torch.randint(0, sharded_models.WORDS, (4, *shape)) if words else torch.randn(4, *shape)
-    return capture(getattr(sharded_models, model)(), (x,))
+    x = x.to(dtype) if x.is_floating_point() else x
+    return capture(getattr(sharded_models, model)().to(dtype), (x,))
 
 
 def sharded_plan(model: str, case: Case, whole: Captured) -> Plan:
