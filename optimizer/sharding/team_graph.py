@@ -41,10 +41,14 @@ def team_graph(graph: Graph, profile: Profile, sharding: ModelSharding) -> Graph
 def team_footprints(
     footprints: Mapping[str, Footprint], sharding: ModelSharding
 ) -> dict[str, Footprint]:
-    """What each node saves for the backward pass, on one device."""
-    shares = _saved_shares(sharding)
+    """What each node saves for the backward pass, and what that allocates, on one device."""
+    saved, allocated = _saved_shares(sharding), _allocated_shares(sharding)
     return {
-        name: replace(each, saved=each.saved * shares.get(name, 1.0))
+        name: replace(
+            each,
+            saved=each.saved * saved.get(name, 1.0),
+            workspace=each.workspace * allocated.get(name, 1.0),
+        )
         for name, each in footprints.items()
     }
 
@@ -107,6 +111,20 @@ def _saved_shares(sharding: ModelSharding) -> dict[str, float]:
     for value, placements in saved:
         size = held_region(types[value].shape, sharding.mesh, placements, 0).size
         own[makers[value]] += size * types[value].element_bytes
+    return {node: own[node] / size for node, size in whole.items() if size}
+
+
+def _allocated_shares(sharding: ModelSharding) -> dict[str, float]:
+    """By node: the bytes that a device computes in its backward pass, in parts of all."""
+    assignment, types = sharding.assignment, sharding.assignment.graph.types()
+    whole, own = Counter[str](), Counter[str]()
+    for call in assignment.graph.calls:
+        for value in call.results if call.name in sharding.backward else ():
+            if value is not None:
+                type_, node = types[value], sharding.profile.nodes[call.name]
+                held = held_region(type_.shape, sharding.mesh, assignment.placed[value], 0)
+                whole[node] += math.prod(type_.shape) * type_.element_bytes
+                own[node] += held.size * type_.element_bytes
     return {node: own[node] / size for node, size in whole.items() if size}
 
 

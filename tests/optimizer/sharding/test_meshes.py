@@ -239,3 +239,15 @@ def test_the_picture_says_how_parameters_are_divided(folder: Path) -> None:
     optimize(folder, "--mesh", "2", *SHARD_WORDS)
     text = next((folder / "plan").glob("graph.[gs]v*")).read_text()
     assert "weight S(0, chunks=3), bias S(0, chunks=3)" in text
+
+
+def test_what_a_backward_pass_allocates_is_divided(
+    profiled: tuple[Graph, Profile, OperatorProfile],
+) -> None:
+    """The gradient of a weight that is divided is the largest tensor of its layer's pass."""
+    _, profile, _ = profiled
+    assert profile.footprints is not None
+    team = team_footprints(profile.footprints, divided(profiled, (2,)))
+    (up,) = (node.id for node in profile.nodes if "blocks.0.up.weight" in node.parameters)
+    whole = profile.footprints[up].workspace
+    assert 0.4 * whole < team[up].workspace < 0.8 * whole
