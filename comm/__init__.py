@@ -2,8 +2,8 @@
 
 `rank_info` reads what torchrun, mpirun or srun says of this process; `rendezvous` joins it with the
 others. `transport` carries the tensors between stages, `buckets` adds up gradients,
-`redistribute` changes how the ranks of a mesh hold a tensor, and sends it from mesh to mesh,
-`teams` has the groups that it needs;
+`redistribute` changes how the ranks of a mesh hold a tensor, which they send each other by
+`exchange`, through `shared_memory` on one host; `teams` has the groups that it needs;
 `store_messages` carries small values; `memory` says how much a device has left. Begin with
 `transport`.
 """

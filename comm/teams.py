@@ -9,6 +9,7 @@ from itertools import chain, combinations
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedream.comm.exchange import ExchangeGroup, connect_exchange
 from pipedream.comm.redistribute import MeshGroups, gather_tiles
 from pipedream.comm.transport import connect_group
 from pipedream.graph.plan import WorkerGroup
@@ -27,7 +28,7 @@ class TeamGroups:
     """
 
     mesh: MeshGroups
-    whole: dist.ProcessGroup | None
+    whole: ExchangeGroup | None
     sums: Mapping[tuple[int, ...], dist.ProcessGroup | None]
 
     def gather(self, local: Tensor, held: Region, gathers: Sequence[Transfer]) -> None:
@@ -46,7 +47,7 @@ def make_team_groups(mesh: Mesh, teams: Sequence[WorkerGroup]) -> TeamGroups | N
     here = dist.get_rank()
     own = next((team for team in teams if here in team.ranks), None)
     meshes = {team: MeshGroups(mesh, team.ranks) for team in teams}
-    wholes = {team: _connected(team.ranks) for team in teams}
+    wholes = {team: connect_exchange(team.ranks) if len(team.ranks) > 1 else None for team in teams}
     sums: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for axes in _subsets(range(len(mesh))):
         for devices in devices_along(mesh, axes):

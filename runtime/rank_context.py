@@ -162,10 +162,10 @@ class RankContext:
     def _team_sum(self, stage: LocalStage) -> Callable[[torch.Tensor], None]:
         """Adds a tensor up over the devices of the stage's mesh, in place."""
         team = self.groups[stage.stage].team
-        group = None if team is None else team.whole
-        if group is None:
+        whole = None if team is None else team.whole
+        if whole is None:
             return lambda tensor: None
-        return lambda tensor: self.transport.begin_sum(tensor, group).wait()
+        return lambda tensor: self.transport.begin_sum(tensor, whole.group).wait()
 
     def _weights(self, stage: LocalStage) -> Weights:
         """The weights at `first`, with what the config asks for against stale gradients.

@@ -173,9 +173,10 @@ class Executor(ForwardExecutor):
     def _receive_gradient(self, action: Action) -> None:
         assert action.peer is not None
         gradients = self.states[action.minibatch].gradients
-        sends = self.stage_modules.of(action.minibatch).interface.sends
-        sent = [value for value in sends[action.peer[0]] if value.requires_grad]
-        tensors, _ = self._receive(action)
+        stage_module = self.stage_modules.of(action.minibatch)
+        sends = stage_module.interface.sends[action.peer[0]]
+        sent = [value for value in sends if value.requires_grad]
+        tensors, _ = self.exchange.receive(action, stage_module.crossings)
         for value, tensor in zip(sent, tensors, strict=True):
             known = gradients.get(value.name)
             gradients[value.name] = tensor if known is None else known + tensor

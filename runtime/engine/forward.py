@@ -8,23 +8,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-import torch
 from torch import Tensor
 
 from pipedream.capture.loss import Loss
 from pipedream.capture.segment import Segment
-from pipedream.comm.redistribute import cut, paste
-from pipedream.comm.transport import Message, PeerLost, Transport
+from pipedream.comm.teams import TeamGroups
+from pipedream.comm.transport import PeerLost, Transport
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import RankAssignment
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.device_messages import DeviceMessages
 from pipedream.runtime.engine.minibatch_state import MinibatchState
+from pipedream.runtime.engine.value_exchange import ValueExchange
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.runtime.stages.stage_module import ModuleChoice, StageModule
 from pipedream.runtime.stages.stage_sharding import StageSharding
-from pipedream.schedule.action import Action, Kind, Worker
-from pipedream.schedule.channel import Channel
+from pipedream.schedule.action import Action, Kind
 
 Table: TypeAlias = Mapping[Kind, Callable[[Action], None]]
 """The method that performs each kind of action."""
@@ -77,8 +75,9 @@ class ForwardExecutor(ABC):
         self.data = data
         self.stage_modules.begin(data)
         self.states: dict[int, MinibatchState] = {}
-        self.messages: dict[tuple[Kind, Worker | None, int], DeviceMessages] = {}
-        self.channels: dict[tuple[Kind, Worker | None, int], Channel] = {}
+        self.exchange = ValueExchange(
+            self.transport, self.assignment, self.mesh_device, lambda: self._team
+        )
 
     def follow(self, actions: Sequence[Action], delays: Mapping[int, int]) -> None:
         """Called with all actions of this stage in the segment, those already done included.
@@ -101,86 +100,30 @@ class ForwardExecutor(ABC):
 
     def post(self, action: Action) -> None:
         """Posts a receive that is still to come, with buffers for its tensors."""
-        messages = self._messages(action)
-        for other in messages.parts:
-            self.transport.post(self._channel(action, other), messages.types(other))
+        self.exchange.post(action, self.stage_modules.of(action.minibatch).crossings)
 
     @property
     def last_stage(self) -> int:
         return len(self.assignment) - 1
 
     @property
+    def _team(self) -> TeamGroups | None:
+        return None if self.sharding is None else self.sharding.groups
+
+    @property
     def mesh_device(self) -> int:
         """Which one of the stage's mesh this is."""
         return 0 if self.sharding is None else self.sharding.device
 
-    def _messages(self, action: Action) -> DeviceMessages:
-        """What this device sends or receives."""
-        stage_module = self.stage_modules.of(action.minibatch)
-        key = action.kind, action.peer, id(stage_module)
-        messages = self.messages.get(key)
-        if messages is None:
-            assert action.peer is not None
-            counts = [
-                len(self.assignment[stage][replica].ranks)
-                for stage, replica in ((action.stage, action.replica), action.peer)
-            ]
-            crossings = stage_module.crossings
-            messages = DeviceMessages.of(action, crossings, self.mesh_device, *counts)
-            self.messages[key] = messages
-        return messages
-
-    def _channel(self, action: Action, other: int) -> Channel:
-        """To or from this device of the other worker."""
-        key = action.kind, action.peer, other
-        channel = self.channels.get(key)
-        if channel is None:
-            channel = Channel.of(action, self.assignment, self.mesh_device, other)
-            self.channels[key] = channel
-        return channel
-
     def _send(self, action: Action, values: Sequence[Tensor]) -> None:
-        messages = self._messages(action)
-        for other, parts in messages.parts.items():
-            pieces = [
-                cut(values[part.number], messages.held[part.number], part.region) for part in parts
-            ]
-            self.transport.send(self._channel(action, other), pieces)
-
-    def _receive(self, action: Action) -> tuple[Sequence[Tensor], list[tuple[Channel, Message]]]:
-        """The values as this device holds them, and the messages that they are in memory of."""
-        messages = self._messages(action)
-        arrived = [
-            (channel, parts, self.transport.receive(channel))
-            for other, parts in messages.parts.items()
-            for channel in [self._channel(action, other)]
-        ]
-        if messages.is_direct:
-            ((channel, _, tensors),) = arrived
-            return tensors, [(channel, tensors)]
-        values = [
-            torch.empty(held.shape, dtype=crossing.value.dtype, device=self.transport.device)
-            for crossing, held in zip(messages.crossings, messages.held, strict=True)
-        ]
-        for channel, parts, tensors in arrived:
-            for (number, region), tensor in zip(parts, tensors, strict=True):
-                paste(values[number], messages.held[number], [(region, tensor)])
-            self.transport.recycle(channel, tensors)
-        self._gather(values, messages)
-        return values, []
-
-    def _gather(self, values: Sequence[Tensor], messages: DeviceMessages) -> None:
-        for value, held, gathers in zip(values, messages.held, messages.gathers, strict=True):
-            if gathers:
-                assert self.sharding is not None
-                assert self.sharding.groups is not None
-                self.sharding.groups.gather(value, held, gathers)
+        self.exchange.send(action, self.stage_modules.of(action.minibatch).crossings, values)
 
     def _receive_activation(self, action: Action) -> None:
         assert action.peer is not None
         state = self.states.setdefault(action.minibatch, MinibatchState())
-        values = self.stage_modules.of(action.minibatch).interface.receives[action.peer[0]]
-        tensors, messages = self._receive(action)
+        stage_module = self.stage_modules.of(action.minibatch)
+        values = stage_module.interface.receives[action.peer[0]]
+        tensors, messages = self.exchange.receive(action, stage_module.crossings)
         state.messages += messages
         for value, tensor in zip(values, tensors, strict=True):
             state.received[value.name] = tensor.requires_grad_(value.requires_grad)

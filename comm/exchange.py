@@ -1,0 +1,113 @@
+"""Ranks that exchange tensors with each other: each sends one to every other, of any sizes.
+
+With NCCL and between hosts they go in one batch of messages; between ranks of one host, with gloo,
+through its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipedream.comm.shared_memory import SharedMemory, connect_memory
+from pipedream.comm.transport import PeerLost, connect_group
+
+
+class ExchangeGroup:
+    """This rank's part of a group, in which it is number `here`. Tensors of the host are sent as
+    they are with gloo, those of a device with NCCL; others are copied there.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Made by all ranks of the group at the same time. Raises PeerLost."""
+        self.group, self.here = group, dist.get_rank(group)
+        self.memory: SharedMemory | None = None
+        if dist.get_backend(group) == "gloo":
+            with _peers():
+                self.memory = connect_memory(group)
+
+    def exchange(
+        self, outgoing: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Tensor]:
+        """Sends one tensor to each rank of the group and receives one of these shapes from each;
+        that of this rank stays. What comes may be overwritten by the next exchange. Called by all
+        ranks of the group. Raises PeerLost.
+        """
+        device = outgoing[0].device
+        if self.memory is not None:
+            with _peers():
+                parts = self.memory.exchange(outgoing, shapes)
+        else:
+            parts = self._by_messages(outgoing, shapes)
+        return [part.to(device) for part in parts]
+
+    def add_up(self, local: Tensor) -> Tensor:
+        """The sum over the group: of all tensors if they are few, else of parts that are gathered.
+        With gloo it is added up in the same order everywhere; its own all-reduce takes longer.
+        """
+        if dist.get_backend(self.group) == "nccl":
+            total = local.clone(memory_format=torch.contiguous_format)
+            with _peers():
+                dist.all_reduce(total, group=self.group)
+            return total
+        count = dist.get_world_size(self.group)
+        if count == 2:
+            return reduce(torch.add, self.exchange([local] * 2, [tuple(local.shape)] * 2))
+        pieces = list(torch.tensor_split(local.reshape(-1), count))
+        own = [tuple(pieces[self.here].shape)] * count
+        total = reduce(torch.add, self.exchange(pieces, own))
+        shapes = [tuple(piece.shape) for piece in pieces]
+        return torch.cat(self.exchange([total] * count, shapes)).view(local.shape)
+
+    def _by_messages(
+        self, outgoing: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+    ) -> list[Tensor]:
+        place = _staged(outgoing[0].device, self.group)
+        parts, operations = list(outgoing), []
+        for number, (piece, shape) in enumerate(zip(outgoing, shapes, strict=True)):
+            if number == self.here:
+                continue
+            if piece.numel():
+                message = piece.to(place).contiguous()
+                operations.append(self._operation(dist.isend, message, number))
+            parts[number] = torch.empty(shape, dtype=piece.dtype, device=place)
+            if parts[number].numel():
+                operations.append(self._operation(dist.irecv, parts[number], number))
+        with _peers():
+            for work in dist.batch_isend_irecv(operations) if operations else ():
+                work.wait()
+        return parts
+
+    def _operation(self, kind: Callable[..., Any], tensor: Tensor, number: int) -> dist.P2POp:
+        return dist.P2POp(kind, tensor, group=self.group, group_peer=number)
+
+
+def connect_exchange(ranks: Iterable[int]) -> ExchangeGroup | None:
+    """Connects these ranks; None on the others, which call it, too, in the same order. Raises
+    PeerLost.
+    """
+    members = list(ranks)
+    group = connect_group(members)
+    return ExchangeGroup(group) if dist.get_rank() in members else None
+
+
+def _staged(device: torch.device, group: dist.ProcessGroup) -> torch.device:
+    """Where tensors are while they are sent: gloo takes those of the host alone."""
+    return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+
+@contextmanager
+def _peers() -> Iterator[None]:
+    """Raises PeerLost where the backend, or the system, reports an error."""
+    try:
+        yield
+    except PeerLost:
+        raise
+    except (RuntimeError, OSError) as error:
+        raise PeerLost("another rank of the mesh does not answer") from error
