@@ -81,7 +81,7 @@ def profile(
     if not tensors or not tensors[0].dim():
         raise UserError("profile: inputs: give tensors whose first dimension are the examples")
     of_output = None if loss is None else lambda output, _target: loss(output)
-    loaded = Loaded(model.train(), args, kwargs, autocast, of_output)
+    loaded = Loaded(model.train(), args, kwargs, autocast, of_output, target=())
     settings = Settings(
         model=f"{type(model).__module__}:{type(model).__qualname__}",
         args={},

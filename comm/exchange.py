@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipedream.comm.shared_memory import SharedMemory, connect_memory
 from pipedream.comm.transport import PeerLost, connect_group
+from pipedream.graph.errors import UserError
 
 
 class ExchangeGroup:
@@ -41,8 +42,7 @@ class ExchangeGroup:
         """
         device = outgoing[0].device
         if self.memory is not None:
-            with _peers():
-                parts = self.memory.exchange(outgoing, shapes)
+            parts = _through(self.memory, outgoing, shapes)
         else:
             parts = self._by_messages(outgoing, shapes)
         return [part.to(device) for part in parts]
@@ -95,6 +95,21 @@ def connect_exchange(ranks: Iterable[int]) -> ExchangeGroup | None:
     members = list(ranks)
     group = connect_group(members)
     return ExchangeGroup(group) if dist.get_rank() in members else None
+
+
+def _through(
+    memory: SharedMemory, outgoing: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
+) -> list[Tensor]:
+    """Raises PeerLost, and UserError where the system gives no more memory or descriptors."""
+    try:
+        return memory.exchange(outgoing, shapes)
+    except ConnectionError as error:
+        raise PeerLost("another rank of the mesh does not answer") from error
+    except OSError as error:
+        raise UserError(
+            f"ranks of this host cannot exchange tensors through its memory: {error.strerror}: "
+            "allow more open files (ulimit -n), or more memory"
+        ) from error
 
 
 def _staged(device: torch.device, group: dist.ProcessGroup) -> torch.device:

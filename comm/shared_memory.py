@@ -11,6 +11,7 @@ the others then read the end of its stream.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -26,6 +27,7 @@ from torch import Tensor
 
 _HEADER = struct.Struct("<Q?")
 """How many bytes the message has, and whether a larger place comes with it."""
+_NUMBER = struct.Struct("<I")
 _NAME_BYTES = 16
 _SECONDS = 60.0
 """The longest that ranks which have met take to connect."""
@@ -73,13 +75,15 @@ class _Peer:
             os.close(file)
 
     def read(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What the peer has written; it stays until the exchange after the next."""
+        """What the peer has written; it stays until this rank begins the next exchange."""
         place = self.incoming[self.turn]
         header, files, _, _ = socket.recv_fds(self.stream, _HEADER.size, 1, socket.MSG_WAITALL)
         if len(header) < _HEADER.size:
             raise ConnectionError("the stream has ended")
         size, larger = _HEADER.unpack(header)
         if larger:
+            if not files:
+                raise OSError(errno.EMFILE, "no room for the descriptor of a place in memory")
             place.map(files[0], size)
         self.turn = 1 - self.turn
         return (
@@ -100,7 +104,8 @@ class SharedMemory:
         self, outgoing: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]
     ) -> list[Tensor]:
         """Gives one tensor to each rank of the group, and returns one of these shapes from each,
-        which is there until the next exchange; that of this rank is its own. Called by all of them
+        which is there until the next exchange, to which it must not be given; that of this rank is
+        its own. Called by all of them
         at the same time. Raises OSError if a rank is gone.
         """
         pairs = list(zip(self.peers, outgoing, strict=True))
@@ -131,11 +136,14 @@ def connect_memory(group: dist.ProcessGroup) -> SharedMemory | None:
         for other in range(here + 1, count):
             stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             stream.connect(b"\0" + bytes(names[other].tolist()))
-            stream.sendall(bytes([here]))
+            stream.sendall(_NUMBER.pack(here))
             peers[other] = _Peer(stream)
         for _ in range(here):
             stream, _ = door.accept()
-            peers[stream.recv(1)[0]] = _Peer(stream)
+            number = stream.recv(_NUMBER.size, socket.MSG_WAITALL)
+            if len(number) < _NUMBER.size:
+                raise ConnectionError("the stream has ended")
+            peers[_NUMBER.unpack(number)[0]] = _Peer(stream)
     return SharedMemory(peers)
 
 

@@ -129,7 +129,7 @@ class LocalStage:
         """
         holders = {stage for stages in tied.values() for stage in stages}
         on_mesh = any(self.job.plan.stages[stage].mesh is not None for stage in holders)
-        return on_mesh and self.stage in holders
+        return on_mesh and self.stage in holders and self.rng.device.type == "cpu"
 
     def _is_divided(self, name: str) -> bool:
         return self.sharding is not None and self.sharding.is_divided(name)

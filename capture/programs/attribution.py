@@ -28,8 +28,7 @@ from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.draws import is_draw, note_seed
 from pipedream.capture.programs.joint import CannotDivide, End, joint
 from pipedream.capture.programs.loss_end import LossEnd, Target
-from pipedream.capture.programs.means import sum_means
-from pipedream.capture.programs.native_norms import use_native_batch_norms
+from pipedream.capture.programs.means import divisible
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.graph.sharding.operators import OperatorGraph
 
@@ -77,7 +76,7 @@ def attribute(
             end,
         )
     labels.finish(traced.module.graph)
-    summed = sum_means(use_native_batch_norms(traced))
+    summed = divisible(traced)
     graph, made = describe(summed), {node.name: node for node in summed.module.graph.nodes}
     written = {call.name: made[call.name].meta[_LABEL] for call in graph.calls}
     return Attributed(

@@ -16,11 +16,11 @@ from torch.utils import _pytree as pytree
 
 from pipedream.capture.export import OutSpec, rebuild
 from pipedream.capture.loss import Loss
-from pipedream.capture.programs.joint import End
+from pipedream.capture.programs.joint import CannotDivide, End
 from pipedream.capture.segment import Segment
 
-LOSS = "loss"
-"""How the value is called among those of the stage."""
+LOSS = "the loss"
+"""How the value is called among those of the stage, which have no such names."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ class LossEnd:
             known = dict(zip(inputs, values, strict=True))
             known |= zip(piece.outputs, outputs, strict=True)
             output = rebuild([known[name] for name in self.returned], self.out_spec)
-            return [self.loss(output, pytree.tree_unflatten([known[n] for n in names], spec))]
+            loss = self.loss(output, pytree.tree_unflatten([known[n] for n in names], spec))
+            if loss.dtype == torch.float16:
+                raise CannotDivide("its sum in half precision would be too large for a mean")
+            return [loss]
 
         return end

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from pipedream.capture.programs.joint import Joint
+from pipedream.capture.programs.native_norms import use_native_batch_norms
 
 _aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -36,6 +37,13 @@ _BACKWARD = {
     _aten.binary_cross_entropy_backward.default: 4,
 }
 _CLASSES = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
+
+
+def divisible(joint: Joint) -> Joint:
+    """The graph of the operators that planners and runs divide, which have to be the same: means
+    are sums, batch norms torch's own. It is changed in place.
+    """
+    return sum_means(use_native_batch_norms(joint))
 
 
 def sum_means(joint: Joint) -> Joint:

@@ -194,12 +194,11 @@ class OperatorProfile(ArtifactModel):
     """Of the model graph: `Graph.fingerprint`."""
     batch_size: PositiveInt | None = None
     graph: OperatorGraph
-    """Of one minibatch, as if the model were one stage."""
+    """Of one minibatch, as if the model were one stage, which ends in the loss if there is one."""
     nodes: dict[str, str]
     """By the name of a call the node of graph.txt that it belongs to, backward pass included."""
     seconds: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = Field(default={})
-    """By the name of a call, on one device; those of a node add up to its passes, without the loss
-    of a run config."""
+    """By the name of a call, on one device; those of a node add up to its passes in graph.txt."""
 
     @model_validator(mode="after")
     def _check(self) -> OperatorProfile:

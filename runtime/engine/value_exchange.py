@@ -26,7 +26,9 @@ class ValueExchange:
     assignment: RankAssignment
     device: int = 0
     team: Callable[[], TeamGroups | None] = lambda: None
-    messages: dict[tuple[Kind, Worker | None, int], DeviceMessages] = field(default_factory=dict)
+    messages: dict[tuple[Kind, Worker | None, Crossings], DeviceMessages] = field(
+        default_factory=dict
+    )
     channels: dict[tuple[Kind, Worker | None, int], Channel] = field(default_factory=dict)
 
     def post(self, action: Action, crossings: Crossings) -> None:
@@ -75,7 +77,7 @@ class ValueExchange:
         return values, []
 
     def _messages(self, action: Action, crossings: Crossings) -> DeviceMessages:
-        key = action.kind, action.peer, id(crossings)
+        key = action.kind, action.peer, crossings
         messages = self.messages.get(key)
         if messages is None:
             assert action.peer is not None

@@ -52,7 +52,7 @@ class Crossing:
         return self.value.dtype.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Crossings:
     """Of one stage, by the stage at the other side, in the order of the message."""
 

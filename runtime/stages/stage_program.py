@@ -106,7 +106,7 @@ class StageProgram:
         values: Mapping[str, Tensor],
         target: Target,
     ) -> NamedProgram | None:
-        """None for a loss that looks at values, for example, or that is wrong."""
+        """None for a loss that looks at values or differs from call to call, or is wrong."""
         names = loss.inputs(self.piece, target)
         end = loss.end(self.piece, names, target)
         try:
@@ -131,6 +131,10 @@ class StageProgram:
         wants = [tensor.requires_grad for tensor in known]
         precision = lowered(self.autocast, self.device)
         traced = joint(self.piece.module, state, known, wants, precision, end)
+        if end is not None:
+            again = joint(self.piece.module, state, known, wants, precision, end)
+            if again.module.code != traced.module.code:
+                raise CannotDivide("the loss differs from pass to pass")
         if sharding is None:
             return NamedProgram(Program(traced, self._compiled), inputs, outputs)
         localized, assignment = sharding.localized(traced, inputs, outputs, self.crossings)

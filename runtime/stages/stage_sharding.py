@@ -17,8 +17,7 @@ from torch.nn import Parameter
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.joint import Joint
 from pipedream.capture.programs.localize import Ends, localize
-from pipedream.capture.programs.means import sum_means
-from pipedream.capture.programs.native_norms import use_native_batch_norms
+from pipedream.capture.programs.means import divisible
 from pipedream.comm.redistribute import cut
 from pipedream.comm.teams import TeamGroups
 from pipedream.comm.tied_sums import GradientPart
@@ -65,7 +64,7 @@ class StageSharding:
         that cannot be met.
         """
         leaving = self._leaving(outputs, crossings)
-        summed = sum_means(use_native_batch_norms(joint))
+        summed = divisible(joint)
         graph = describe(summed)
         try:
             seconds = estimated_seconds(graph, self.flops_per_second)
@@ -96,10 +95,11 @@ class StageSharding:
         leaving: Mapping[str, Placements],
         crossings: Crossings,
     ) -> dict[str, Placements]:
-        """How inputs and gradients of outputs are placed, if the plan does not say it."""
+        """How inputs and gradients of outputs are placed."""
         ends = {
-            f"input {number}": crossings.received.get(name, self.everywhere)
+            key: crossings.received.get(name, self.requests.values.get(key, self.everywhere))
             for number, name in enumerate(inputs)
+            for key in [f"input {number}"]
         }
         ends |= {f"tangent {k}": leaving[str(number)] for k, number in enumerate(differentiable)}
         return ends
@@ -120,8 +120,10 @@ class StageSharding:
         return (Replicate(),) * len(self.mesh.sizes)
 
     def _requests(self, graph: OperatorGraph, ends: Mapping[str, Placements]) -> Requests:
-        """Once some passes have been described, parameters stay where they are."""
-        values = {**ends, **self.requests.values}
+        """Once some passes have been described, parameters stay where they are. What crosses from
+        or to another stage comes as `ends` say, which know what the plan wants.
+        """
+        values = {**self.requests.values, **ends}
         if not self.placed:
             return Requests(self.requests.parameters, values)
         known = {*ends, *graph.types()}  # other forms may have other values inside

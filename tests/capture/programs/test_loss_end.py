@@ -126,6 +126,12 @@ def test_a_loss_that_differs_from_pass_to_pass_cannot_be_part_of_them(loss: Any)
         traced(TwoHeads(), torch.randn(6, 5), loss, CLASSES)
 
 
+def test_a_sum_in_half_precision_is_no_part_of_them() -> None:
+    """The sum that a mean becomes may be too large."""
+    with pytest.raises(CannotDivide, match="half precision"):
+        traced(TwoHeads(), torch.randn(6, 5), lambda o, t: o["logits"].half().mean(), CLASSES)
+
+
 def test_a_target_with_more_than_tensors_may_differ_in_that() -> None:
     assert Target.of({"classes": CLASSES, "name": "first"}) is None
     assert Target.of(None) is None

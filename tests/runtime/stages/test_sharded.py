@@ -15,13 +15,18 @@ import pytest
 import torch
 from commands import typed
 from order_runs import MOMENTUM, plan_of, prepare, train
+from sharded_models import Rising
 from sharded_results import assert_alike, checkpoint, metrics
-from sharded_runs import Case, alone, captured, job_of, train_cases
+from sharded_runs import Case, alone, captured, job_of, sharded_plan, train_cases
+from torch.nn.functional import cross_entropy
 from training import run_jobs
 
+from pipedream.capture.programs.loss_end import LOSS, Target
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.sharding.placement import Mesh
 from pipedream.runtime.checkpoint.files import load_all
+from pipedream.runtime.stages.stage_module import StageModule, plain
+from pipedream.runtime.stages.stage_sharding import StageSharding
 
 ADAM = {"name": "AdamW", "args": {"lr": 0.01, "eps": 1e-4}}
 """The loss does not depend on the bias of the keys: with the usual eps Adam would make steps of the
@@ -115,6 +120,19 @@ def test_losses(tmp_path: Path, loss: str) -> None:
     changes = {"loss": loss, "optimizer": ADAM, "data": data, "drop_last": False}
     cases = [SHAPES["one and mesh"], SHAPES["two meshes"]]
     assert_alike(tmp_path, "Perceptron", [replace(case, changes=changes) for case in cases])
+
+
+@pytest.mark.parametrize("constant", [True, False])
+def test_a_loss_that_differs_from_call_to_call_is_no_part_of_the_passes(constant: bool) -> None:
+    whole = captured("Perceptron")
+    plan = sharded_plan("Perceptron", Case("run"), whole)
+    module = StageModule.of(whole, plan, 0, torch.device("cpu"), lambda _, piece: plain(piece))
+    names = frozenset(name for name, _ in module.piece.module.named_parameters())
+    module.program.sharding = StageSharding(plan, 0, 0, names)
+    module.end_in(cross_entropy if constant else Rising())
+    values, target = {whole.inputs[0]: torch.randn(4, 6)}, Target.of(torch.tensor([0, 1, 2, 0]))
+    named = module.program.on_mesh(dict(module.piece.module.named_parameters()), values, target)
+    assert named.outputs == ((LOSS,) if constant else whole.outputs)
 
 
 def test_a_run_goes_on_with_other_meshes(tmp_path: Path) -> None:

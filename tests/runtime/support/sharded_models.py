@@ -109,6 +109,17 @@ def points(examples: int = 42) -> tuple[TensorDataset, TensorDataset]:
     return _halves(x, x[:, :3].argmax(1))
 
 
+class Rising:
+    """A loss that weighs more with each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(output, target) * min(1.0, self.calls / 6)
+
+
 def vectors(examples: int = 42) -> tuple[TensorDataset, TensorDataset]:
     x = torch.randn(examples, 6, generator=_generator())
     return _halves(x, x[:, :3].tanh())
