@@ -15,6 +15,7 @@ from pipedream.capture.loss import Loss
 from pipedream.capture.programs.loss_end import Target
 from pipedream.graph.command import write_whole
 from pipedream.graph.sharding.regions import Region
+from pipedream.runtime.checkpoint.files import copied
 from pipedream.runtime.checkpoint.saver import Part
 from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.job import Job
@@ -170,24 +171,20 @@ class LocalStage:
         return {**self.parameters, **self.buffers}
 
     def part_of_checkpoint(self) -> Part | None:
-        """Whole parameters and buffers, and what the optimizer remembers of them, if this rank
-        writes them. Called by all devices of a mesh at the same time.
+        """Copies of the whole parameters and buffers, and of what the optimizer remembers of them,
+        if this rank writes them. Called by all devices of a mesh at the same time, which gather one
+        tensor after the other.
         """
         if self.replica != 0:
             return None
         state = state_tensors(self.optimizer, self.parameters)
-        sharding = self.sharding
-        if sharding is None:
-            return self.saved, state
-        model = {
-            n: each for n, t in self.saved.items() if (each := sharding.gathered(n, t)) is not None
-        }
+        if self.sharding is None:
+            return copied(self.saved), copied(state)
+        model = {name: self.sharding.gathered(name, each) for name, each in self.saved.items()}
         optimizer = {
-            key: each
-            for key, t in state.items()
-            if (each := sharding.gathered(key.rpartition("/")[0], t)) is not None
+            key: self.sharding.gathered(key.rpartition("/")[0], each) for key, each in state.items()
         }
-        return (model, optimizer) if sharding.device == 0 else None
+        return None if self.sharding.device else (_present(model), _present(optimizer))
 
     def region(self, name: str, shape: tuple[int, ...]) -> Region | None:
         """What this rank holds of a tensor that goes with a parameter or a buffer; None for all."""
@@ -204,6 +201,10 @@ class LocalStage:
         yield from self.module.parameters()
         yield from self.module.buffers()
         yield from state_tensors(self.optimizer, self.parameters).values()
+
+
+def _present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _copy_parameters(module: nn.Module, names: Collection[str]) -> None:

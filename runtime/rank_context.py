@@ -92,6 +92,7 @@ class RankContext:
         for stage in self.local.stages:
             group = self.groups[stage.stage].replicas
             self.transport.average(list(stage.buffers.values()), group)
+        self.saver.end()  # else there would be copies for two saves at a time
         parts = {
             stage.stage: part
             for stage in self.local.stages

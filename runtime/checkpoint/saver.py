@@ -49,18 +49,17 @@ class Saver:
     def begin(
         self, position: Position, parts: Mapping[int, Part], training: Mapping[str, Any]
     ) -> None:
-        """Saves what the tensors are now, at a moment when nothing is in flight on this rank.
+        """Saves copies of the tensors, made at a moment when nothing is in flight on this rank.
 
-        `parts` are those of the stages that this rank writes.
+        `parts` are those of the stages that this rank writes; nobody changes them any more.
         """
         self.end()
         if parts or self.publishes:
-            copies = {
-                stage: (checkpoint.copied(model), checkpoint.copied(optimizer))
-                for stage, (model, optimizer) in parts.items()
-            }
             self.thread = threading.Thread(
-                target=self._save, args=(position, copies, dict(training)), name="save", daemon=True
+                target=self._save,
+                args=(position, dict(parts), dict(training)),
+                name="save",
+                daemon=True,
             )
             self.thread.start()
 

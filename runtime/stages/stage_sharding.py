@@ -163,9 +163,15 @@ class StageSharding:
         return self._move(tensor.detach(), self.shapes[name], steps)
 
     def gathered(self, name: str, tensor: Tensor) -> Tensor | None:
-        """As `joined`, on the first device alone: the others keep nothing."""
+        """As `joined`, in memory of its own on the CPU of the first device alone: the others keep
+        nothing.
+        """
         joined = self.joined(name, tensor)
-        return joined if self.device == 0 else None
+        if self.device != 0:
+            return None
+        kept = joined.detach().cpu()
+        shared = kept.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        return (kept.clone() if shared else kept).contiguous()
 
     def is_divided(self, name: str) -> bool:
         return any(each != Replicate() for each in self.placed.get(name, ()))
