@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _HEADER = struct.Struct("<Q?")
-"""How many bytes the message has, and whether a larger place comes with it."""
+"""How many bytes the place of the message has, and whether it is a new one, which comes with it."""
 _NUMBER = struct.Struct("<I")
 _NAME_BYTES = 16
 _SECONDS = 60.0
@@ -105,8 +105,7 @@ class SharedMemory:
     ) -> list[Tensor]:
         """Gives one tensor to each rank of the group, and returns one of these shapes from each,
         which is there until the next exchange, to which it must not be given; that of this rank is
-        its own. Called by all of them
-        at the same time. Raises OSError if a rank is gone.
+        its own. Called by all of them at the same time. Raises OSError if a rank is gone.
         """
         pairs = list(zip(self.peers, outgoing, strict=True))
         for peer, tensor in pairs:

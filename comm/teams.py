@@ -33,10 +33,9 @@ class TeamGroups:
 
     def gather(self, local: Tensor, held: Region, gathers: Sequence[Transfer]) -> None:
         """Completes what this rank holds of a value; see `gather_tiles`. Raises PeerLost."""
-        if gathers:
-            assert self.whole is not None
-            assert self.mesh.device is not None
-            gather_tiles(local, held, gathers, self.mesh.device, self.mesh.ranks, self.whole)
+        assert self.whole is not None
+        assert self.mesh.device is not None
+        gather_tiles(local, held, gathers, self.mesh.device, self.mesh.ranks, self.whole)
 
 
 def make_team_groups(mesh: Mesh, teams: Sequence[WorkerGroup]) -> TeamGroups | None:

@@ -82,8 +82,7 @@ def crossings(
     captured: Captured, plan: Plan, interfaces: Sequence[StageInterface], stage: int
 ) -> Crossings:
     """Raises UserError for placements that the values cannot have."""
-    names = {target for each in interfaces for target in (each.stage, *each.sends)}
-    taken = {each: _taken(captured, plan.stages[each], interfaces[each]) for each in sorted(names)}
+    taken = {each.stage: _taken(captured, plan.stages[each.stage], each) for each in interfaces}
     own = interfaces[stage]
 
     def between(source: int, target: int, values: Sequence[Value]) -> tuple[Crossing, ...]:
