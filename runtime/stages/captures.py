@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from pipedream.capture.compute_settings import lowered
+from pipedream.capture.equivalence import Tolerance, check_equivalence
 from pipedream.capture.export import Captured, capture
+from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
@@ -32,7 +34,8 @@ class Captures:
     `buffers`: those of all its buffers. `evaluation`: a rank's part in evaluating the held-out
     data, None if that is not asked for or cannot go through the pipeline.
     `target`: that of a full minibatch. `model`: if minibatches vary in shape, to capture it for
-    others.
+    others. `first`: the minibatch it was captured for. `tolerance`: by how much the passes of the
+    pipeline may differ from the model's, if that was looked at.
     """
 
     whole: Captured
@@ -42,8 +45,13 @@ class Captures:
     persistent: Set[str]
     buffers: Set[str]
     evaluation: Evaluation | None
-    target: Any
+    first: Batch
     model: nn.Module | None = None
+    tolerance: Tolerance | None = None
+
+    @property
+    def target(self) -> Any:
+        return self.first.target
 
 
 def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
@@ -53,6 +61,9 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
     with lowered(job.config.autocast, torch.device("cpu")):
         whole = capture(model, first.inputs)
         rest = _rest(job, examples, model, first, whole)
+    tolerance = None
+    if rank_info.rank == 0 and not job.unchecked:
+        tolerance = _check(job, model, first, whole, rest, examples.sizes.rest)
     return Captures(
         whole,
         rest,
@@ -61,9 +72,38 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
         frozenset(model.state_dict()),
         frozenset(name for name, _ in model.named_buffers()),
         _evaluation(job, examples, rank_info, model, first),
-        first.target,
+        first,
         model if job.config.data.varying else None,
+        tolerance,
     )
+
+
+def _check(
+    job: Job,
+    model: nn.Module,
+    first: Batch,
+    whole: Captured,
+    rest: Captured | None,
+    examples: int,
+) -> Tolerance | None:
+    """Compares what was captured with the model; `rest` is for so many of the `examples`. Raises
+    UserError if they differ.
+    """
+    loss, cpu = load_loss(job.config.loss, job.directory), torch.device("cpu")
+
+    def check(captured: Captured, batch: Batch) -> Tolerance | None:
+        return check_equivalence(
+            model,
+            captured,
+            batch.inputs,
+            {},
+            lambda: lowered(job.config.autocast, cpu),
+            lambda output: loss(output, batch.target),
+        )
+
+    if rest is not None:
+        check(rest, first.first(examples))
+    return check(whole, first)
 
 
 def _rest(
