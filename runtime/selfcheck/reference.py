@@ -5,7 +5,8 @@ No stage, message, program or replica takes part, so a pipeline that gives the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,13 +15,14 @@ from torch import Tensor
 from torch.func import functional_call
 
 from pipedream.capture.compute_settings import lowered
-from pipedream.capture.equivalence import Tolerance, buffer_of, gradient_of
+from pipedream.capture.equivalence import Tolerance, buffer_of, difference, gradient_of
 from pipedream.capture.export import Captured, rebuild
 from pipedream.capture.loss import Loss
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.randomness import MinibatchRng, operator_positions, seed_each
-from pipedream.runtime.selfcheck.fingerprint import Fingerprint, fingerprint
+from pipedream.runtime.selfcheck.fingerprint import Fingerprint, apart, fingerprint
+from pipedream.runtime.stages.partition import StageInterface
 
 
 @dataclass(frozen=True)
@@ -51,97 +53,118 @@ class Settings:
     scale: float
 
 
-def expected(
-    captured: Captured,
-    batches: Mapping[int, Batch],
-    replicas: Mapping[str, int],
-    settings: Settings,
-    tolerance: Tolerance,
-) -> dict[str, Expected]:
-    """The figures of a round: losses, mean gradients, and buffers after it.
-
-    `captured`: for such minibatches; `batches`: by number, in the order of the round; the b-th of
-    them changes a buffer of replica b mod r, r being its stage's number of `replicas`.
+class Reference:
+    """`replicas`: by name of a buffer, of the stage that has it; the b-th minibatch of a round
+    changes that of replica b mod r. Buffers go on from round to round: `buffers` has them by name
+    and replica, once the replica has had a minibatch.
     """
-    with _whole(captured, settings.rng) as piece:
-        serial = _Serial(captured, piece, replicas, settings)
-        for position, (number, batch) in enumerate(batches.items()):
-            serial.run(position, number, batch.to(settings.rng.device))
-    parts = len(batches) * settings.scale
-    figures = {
-        **serial.losses,
-        **{gradient_of(name): each / parts for name, each in serial.sums.items()},
-    }
-    found = {
-        what: Expected(fingerprint(each), tolerance.most(what, each))
-        for what, each in figures.items()
-    }
-    for (name, replica), each in serial.buffers.items():
-        most = tolerance.most(buffer_of(name), each)
-        found[buffer_on(name, replica)] = Expected(fingerprint(each), most)
-    return found
-
-
-@contextmanager
-def _whole(captured: Captured, rng: MinibatchRng) -> Iterator[Segment]:
-    """The model as one piece, on the device of the run inside the context."""
-    where = {name: each.device for name, each in captured.module.named_parameters()}
-    piece = segment(captured, captured.working, keep=captured.outputs)
-    freeze_constants(piece.to(rng.device), captured.owner)
-    try:
-        yield seed_each(piece, operator_positions(captured.module), rng)
-    finally:
-        for name, parameter in captured.module.named_parameters():
-            parameter.data = parameter.data.to(where[name])
-
-
-class _Serial:
-    """`buffers`: by name and replica, once the replica has had a minibatch."""
 
     def __init__(
-        self,
-        captured: Captured,
-        piece: Segment,
-        replicas: Mapping[str, int],
-        settings: Settings,
+        self, settings: Settings, replicas: Mapping[str, int], tolerance: Tolerance
     ) -> None:
-        self.captured, self.piece, self.replicas = captured, piece, replicas
-        self.settings = settings
-        self.losses: dict[str, Tensor] = {}
-        self.sums: dict[str, Tensor] = {}
+        self.settings, self.replicas, self.tolerance = settings, replicas, tolerance
         self.buffers: dict[tuple[str, int], Tensor] = {}
-        self.learned = {n: p for n, p in piece.module.named_parameters() if p.requires_grad}
 
-    def run(self, position: int, number: int, batch: Batch) -> None:
-        """The passes of a minibatch."""
-        settings, settings.rng.minibatch = self.settings, number
-        known = dict(zip(self.captured.inputs, batch.inputs, strict=False))
+    def round(self, minibatches: Mapping[int, tuple[Captured, Batch]]) -> dict[str, Expected]:
+        """The losses, mean gradients, and buffers afterwards, by name.
+
+        `minibatches`: by number, in their order, each with the model as captured for its shape.
+        """
+        losses: dict[str, Tensor] = {}
+        sums: dict[str, Tensor] = {}
+        with _on_device([each for each, _ in minibatches.values()], self.settings.rng) as pieces:
+            for position, (number, (captured, batch)) in enumerate(minibatches.items()):
+                self.settings.rng.minibatch = number
+                loss = self._forward(captured, pieces[id(captured)], batch, position)
+                losses[loss_of(number)] = loss.detach()
+                _add_gradients(sums, loss * self.settings.scale, pieces[id(captured)])
+        parts = len(minibatches) * self.settings.scale
+        figures = losses | {gradient_of(name): sum_ / parts for name, sum_ in sums.items()}
+        found = {what: self._expected(what, each) for what, each in figures.items()}
+        for (name, replica), buffer in self.buffers.items():
+            found[buffer_on(name, replica)] = self._expected(buffer_of(name), buffer)
+        return found
+
+    def _expected(self, what: str, figure: Tensor) -> Expected:
+        return Expected(fingerprint(figure), self.tolerance.most(what, figure))
+
+    def _forward(self, captured: Captured, piece: Segment, batch: Batch, position: int) -> Tensor:
+        settings, batch = self.settings, batch.to(self.settings.rng.device)
+        known = dict(zip(captured.inputs, batch.inputs, strict=False))
+        inputs = tuple(known[name] for name in piece.inputs)
         with lowered(settings.autocast, settings.rng.device), torch.enable_grad():
-            results = functional_call(
-                self.piece.module,
-                self._buffers(position),
-                tuple(known[name] for name in self.piece.inputs),
-            )
-            known |= zip(self.piece.outputs, results, strict=True)
-            returned = [known[name] for name in self.captured.outputs]
-            loss = settings.loss(rebuild(returned, self.captured.out_spec), batch.target)
-        self.losses[loss_of(number)] = loss.detach()
-        self._add(loss * settings.scale)
+            results = functional_call(piece.module, self._buffers_at(position, piece), inputs)
+            known |= zip(piece.outputs, results, strict=True)
+            output = rebuild([known[name] for name in captured.outputs], captured.out_spec)
+            return settings.loss(output, batch.target)
 
-    def _add(self, loss: Tensor) -> None:
-        if not loss.requires_grad or not self.learned:
-            return
-        found = torch.autograd.grad(loss, list(self.learned.values()), allow_unused=True)
-        for name, gradient in zip(self.learned, found, strict=True):
-            if gradient is not None:
-                known = self.sums.get(name)
-                self.sums[name] = gradient if known is None else known + gradient
-
-    def _buffers(self, position: int) -> dict[str, Tensor]:
-        """Those that the pass of this minibatch reads and writes."""
+    def _buffers_at(self, position: int, piece: Segment) -> dict[str, Tensor]:
+        """Those that the pass of a minibatch reads and writes."""
         own: dict[str, Tensor] = {}
-        for name, buffer in self.piece.module.named_buffers():
+        for name, buffer in piece.module.named_buffers():
             if name in self.replicas:
                 key = name, position % self.replicas[name]
                 own[name] = self.buffers.setdefault(key, buffer.detach().clone())
         return own
+
+
+@contextmanager
+def _on_device(captures: Iterable[Captured], rng: MinibatchRng) -> Iterator[dict[int, Segment]]:
+    """The models each as one piece, by identity; on the device of the run inside the context."""
+    pieces: dict[int, Segment] = {}
+    where: list[tuple[Tensor, torch.device]] = []
+    try:
+        for captured in captures:
+            if id(captured) not in pieces:
+                where += [(each, each.device) for each in captured.module.parameters()]
+                piece = segment(captured, captured.working, keep=captured.outputs)
+                freeze_constants(piece.to(rng.device), captured.owner)
+                seed_each(piece, operator_positions(captured.module), rng)
+                pieces[id(captured)] = piece
+        yield pieces
+    finally:
+        for parameter, device in reversed(where):
+            parameter.data = parameter.data.to(device)
+
+
+def _add_gradients(sums: dict[str, Tensor], loss: Tensor, piece: Segment) -> None:
+    learned = {name: p for name, p in piece.module.named_parameters() if p.requires_grad}
+    if not loss.requires_grad or not learned:
+        return
+    found = torch.autograd.grad(loss, list(learned.values()), allow_unused=True)
+    for name, gradient in zip(learned, found, strict=True):
+        if gradient is not None:
+            sums[name] = sums[name] + gradient if name in sums else gradient
+
+
+def buffer_replicas(
+    captured: Captured,
+    interfaces: Sequence[StageInterface],
+    replicas: Sequence[int],
+    buffers: Set[str],
+) -> dict[str, int]:
+    """By the name of a buffer the replicas of the stage that has it."""
+    stage_of = {node: face.stage for face in interfaces for node in face.nodes}
+    found: dict[str, int] = {}
+    for node in captured.module.graph.find_nodes(op="get_attr"):
+        owners = (captured.owner.get(user.name) for user in node.users)
+        stages = {stage_of[owner] for owner in owners if owner is not None}
+        if stages and node.target in buffers:
+            found[str(node.target)] = replicas[min(stages)]
+    return found
+
+
+def worst_of(
+    expected: Mapping[str, Expected], figures: Mapping[str, Fingerprint], where: str
+) -> tuple[float, str]:
+    """How far the figure that is furthest off is, in parts of what is allowed, and the message."""
+    worst, told = 0.0, ""
+    for what in expected.keys() & figures.keys():
+        wanted = expected[what]
+        off = apart(wanted.fingerprint, figures[what])
+        parts = 0.0 if not off else off / wanted.most if wanted.most else math.inf
+        if parts > worst:
+            place = f"the pipeline ({where})"
+            told = difference(what, place, off, wanted.fingerprint[0], wanted.most)
+            worst = parts
+    return worst, told

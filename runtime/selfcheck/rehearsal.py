@@ -7,17 +7,15 @@ gradients and buffers have to be those of the captured model in one process.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pipedream.capture.equivalence import Tolerance, difference, gradient_of
-from pipedream.capture.export import Captured
+from pipedream.capture.equivalence import gradient_of
 from pipedream.comm.memory import free_memory
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.graph.choices import DEFAULT_ORDER
@@ -30,15 +28,17 @@ from pipedream.runtime.engine.training_segment import TrainingSegment
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.local_stage import LocalStage
 from pipedream.runtime.optim.stepping import Scale, scale_of
-from pipedream.runtime.selfcheck.fingerprint import Fingerprint, apart, fingerprint
+from pipedream.runtime.selfcheck.fingerprint import Fingerprint, fingerprint
 from pipedream.runtime.selfcheck.reference import (
     Expected,
+    Reference,
     Settings,
     buffer_on,
-    expected,
+    buffer_replicas,
     loss_of,
+    worst_of,
 )
-from pipedream.runtime.stages.partition import StageInterface, links
+from pipedream.runtime.stages.partition import links
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
 
@@ -52,14 +52,20 @@ def rehearse(context: RankContext) -> None:
     To be called by all ranks when they have met, and before any has trained.
     """
     local = context.local
-    for numbers in _rounds(context):
-        key = f"self-check/{numbers[0]}"
-        batches = _Batches(context, numbers)
-        wanted = _expected(context, key, batches)
-        if wanted is None:
-            break
-        figures = _Rehearsal(context, batches).run()
-        _agree(context, key, _worst(local.rank_info.rank, wanted, figures))
+    context.say("at the self-check")
+    rehearsal = _Rehearsal(context)
+    with ExitStack() as unchanged:
+        for stage in local.stages:
+            unchanged.enter_context(_unchanged_buffers(stage))
+        for numbers in _rounds(context):
+            batches = _Batches(context, numbers)
+            key = f"self-check/{numbers[0]}"
+            told = broadcast(context.store, local.rank_info, key, rehearsal.expected(batches))
+            if told is None:
+                break
+            wanted = {what: Expected(*each) for what, each in told.items()}
+            worst = worst_of(wanted, rehearsal.run(batches), f"rank {local.rank_info.rank}")
+            _agree(context, key, worst)
     local.captures = None
 
 
@@ -119,55 +125,6 @@ class _Batches:
         return self.of(minibatch)
 
 
-def _expected(context: RankContext, key: str, batches: _Batches) -> Mapping[str, Expected] | None:
-    """The figures of the captured model, which rank 0 computes; None if it has no room for it."""
-    local, told = context.local, None
-    context.say("at the self-check")
-    if local.rank_info.rank == 0:
-        assert local.captures is not None
-        tolerance = local.captures.tolerance
-        if tolerance is not None and _has_room(context):
-            figures = _by_reference(context, batches, tolerance)
-            told = {what: astuple(each) for what, each in figures.items()}
-    told = broadcast(context.store, local.rank_info, key, told)
-    return None if told is None else {what: Expected(*each) for what, each in told.items()}
-
-
-def _by_reference(
-    context: RankContext, batches: _Batches, tolerance: Tolerance
-) -> Mapping[str, Expected]:
-    local, captures = context.local, context.local.captures
-    assert captures is not None
-    last = batches.numbers == [captures.last] and captures.rest is not None
-    captured = captures.rest if last and captures.rest is not None else captures.whole
-    config = local.job.config
-    local.rng.epoch = 0
-    return expected(
-        captured,
-        {number: batches.of(number) for number in batches.numbers},
-        _replicas(captured, local.interfaces, local.job.plan.replicas, captures.buffers),
-        Settings(local.loss, local.rng, config.autocast, scale_of(config).value),
-        tolerance,
-    )
-
-
-def _replicas(
-    captured: Captured,
-    interfaces: Sequence[StageInterface],
-    replicas: Sequence[int],
-    buffers: Set[str],
-) -> dict[str, int]:
-    """By the name of a buffer the replicas of the stage that has it."""
-    stage_of = {node: face.stage for face in interfaces for node in face.nodes}
-    found: dict[str, int] = {}
-    for node in captured.module.graph.find_nodes(op="get_attr"):
-        owners = (captured.owner.get(user.name) for user in node.users)
-        stages = {stage_of[owner] for owner in owners if owner is not None}
-        if stages and node.target in buffers:
-            found[str(node.target)] = replicas[min(stages)]
-    return found
-
-
 def _has_room(context: RankContext) -> bool:
     """Whether the whole model fits on this rank's device; says so if not."""
     local, captures = context.local, context.local.captures
@@ -182,37 +139,66 @@ def _has_room(context: RankContext) -> bool:
 
 
 class _Rehearsal:
-    """One round through the stages of this rank."""
+    """Rounds through the stages of this rank. `reference`: on rank 0, if it has room for that."""
 
-    def __init__(self, context: RankContext, batches: _Batches) -> None:
-        self.context, self.batches = context, batches
-        self.losses: dict[str, Tensor] = {}
+    def __init__(self, context: RankContext) -> None:
+        self.context, self.reference = context, _reference(context)
 
-    def run(self) -> dict[str, Fingerprint]:
-        """The figures that this rank has, by name."""
-        local, numbers = self.context.local, self.batches.numbers
+    def expected(self, batches: _Batches) -> dict[str, Any] | None:
+        """The figures of a round as JSON can hold them."""
+        captures = self.context.local.captures
+        if captures is None or self.reference is None:
+            return None
+        self.context.local.rng.epoch = 0
+        rest = captures.rest
+        figures = self.reference.round(
+            {
+                number: (
+                    rest if rest is not None and number == captures.last else captures.whole,
+                    batches.of(number),
+                )
+                for number in batches.numbers
+            }
+        )
+        return {what: astuple(each) for what, each in figures.items()}
+
+    def run(self, batches: _Batches) -> dict[str, Fingerprint]:
+        """The figures that this rank has of a round, by name."""
+        local, numbers = self.context.local, batches.numbers
         local.rng.epoch = 0
         actions = Schedule(_spec(self.context, len(numbers)), len(numbers)).actions(*local.workers)
         numbered = [each._replace(minibatch=numbers[each.minibatch]) for each in actions]
-        steppings = {s.stage: _Collected(scale_of(local.job.config)) for s in local.stages}
+        losses: dict[str, Tensor] = {}
+        collected = {each.stage: _Collected(scale_of(local.job.config)) for each in local.stages}
         executors = {
             stage.stage: self.context.executor(
-                stage, Weights(stage.parameters), steppings[stage.stage], self._on_loss
+                stage,
+                Weights(stage.parameters),
+                collected[stage.stage],
+                lambda number, loss: losses.update({loss_of(number): loss}),
             )
             for stage in local.stages
         }
-        with ExitStack() as unchanged:
-            for stage in local.stages:
-                unchanged.enter_context(_unchanged_buffers(stage))
-            stream = ActionStream(TrainingSegment(0, len(numbers)), numbered)
-            Engine(executors, self.context.transport).run(stream, self.batches)
-            figures = {what: fingerprint(loss) for what, loss in self.losses.items()}
-            for stage in local.stages:
-                figures |= _figures(stage, steppings[stage.stage])
+        stream = ActionStream(TrainingSegment(0, len(numbers)), numbered)
+        Engine(executors, self.context.transport).run(stream, batches)
+        figures = {what: fingerprint(loss) for what, loss in losses.items()}
+        for stage in local.stages:
+            figures |= _figures(stage, collected[stage.stage])
         return figures
 
-    def _on_loss(self, minibatch: int, loss: Tensor) -> None:
-        self.losses[loss_of(minibatch)] = loss
+
+def _reference(context: RankContext) -> Reference | None:
+    local, captures = context.local, context.local.captures
+    if captures is None or captures.tolerance is None or not _has_room(context):
+        return None
+    config = local.job.config
+    return Reference(
+        Settings(local.loss, local.rng, config.autocast, scale_of(config).value),
+        buffer_replicas(
+            captures.whole, local.interfaces, local.job.plan.replicas, captures.buffers
+        ),
+        captures.tolerance,
+    )
 
 
 @dataclass
@@ -250,20 +236,6 @@ def _unchanged_buffers(stage: LocalStage) -> Iterator[None]:
     finally:
         for buffer, value in before:
             buffer.copy_(value)
-
-
-def _worst(
-    rank: int, wanted: Mapping[str, Expected], figures: Mapping[str, Fingerprint]
-) -> tuple[float, str]:
-    """How far the figure that is furthest off is, in parts of what is allowed, and the message."""
-    worst, told = 0.0, ""
-    for what in wanted.keys() & figures.keys():
-        most, off = wanted[what].most, apart(wanted[what].fingerprint, figures[what])
-        parts = off / most if most else math.inf * off if off else 0.0
-        if parts > worst:
-            size = wanted[what].fingerprint[0]
-            worst, told = parts, difference(what, f"the pipeline (rank {rank})", off, size, most)
-    return worst, told
 
 
 def _agree(context: RankContext, key: str, worst: tuple[float, str]) -> None:
