@@ -70,10 +70,12 @@ def rehearse(context: RankContext) -> None:
 
 
 def _rounds(context: RankContext) -> list[list[int]]:
-    """The minibatches of each: one that all replicas have a part in, and the smaller last one."""
+    """The minibatches of each: one that gives every replica two, whose gradients are added and
+    whose messages use the same memory; and the smaller last one.
+    """
     local, job = context.local, context.local.job
     sizes, replicas = local.examples.sizes, job.plan.replicas
-    most = max(replicas)
+    most = 2 * max(replicas)
     if job.order != DEFAULT_ORDER:  # all kinds of passes come in so many
         most *= len(replicas)
     if job.policy.drains:
@@ -249,4 +251,5 @@ def _agree(context: RankContext, key: str, worst: tuple[float, str]) -> None:
         told = message if parts > 1 else None
     told = broadcast(store, rank_info, f"{key}/agreed", told)
     if told is not None:
+        context.transport.barrier()  # rank 0 has the store, from which all have to hear it first
         raise UserError(told)
