@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.graph.errors import UserError
 from pipedream.graph.timeline import Event
@@ -210,7 +210,7 @@ class _Training:
         ]
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
-        with lowered(self.local.job.config.autocast, self.local.device):
+        with Precision(self.local.job.config.autocast, self.local.device).computing():
             return self.local.loss(output, target)
 
     def _on_loss(self, minibatch: int, loss: torch.Tensor) -> None:

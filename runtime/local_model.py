@@ -75,7 +75,7 @@ class LocalModel:
             self.job.plan,
             [stage for stage, _ in self.workers],
             self.rng,
-            self.job.config.autocast,
+            captures.whole.precision,
             backend=self.job.config.compile,
             first=captures.whole,
         )

@@ -7,10 +7,9 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo
@@ -50,9 +49,9 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
     """The same on all ranks, but for `evaluation`. Raises UserError if the model is unsuitable."""
     model = load_config_model(job.config, job.directory, names=examples.input_names)
     first = examples.first()
-    with lowered(job.config.autocast, torch.device("cpu")):
-        whole = capture(model, first.inputs)
-        rest = _rest(job, examples, model, first, whole)
+    precision = Precision(job.config.autocast, examples.device)
+    whole = capture(model, first.inputs, precision=precision)
+    rest = _rest(job, examples, model, first, whole)
     return Captures(
         whole,
         rest,
@@ -97,7 +96,8 @@ def _evaluation(
         raise UserError(
             f"evaluate_every: {job.config.data.source} gives no held-out data: leave it out"
         )
-    captured, rest = capture(model, first.inputs, training=False), None
+    precision = Precision(device=examples.device)
+    captured, rest = capture(model, first.inputs, training=False, precision=precision), None
     sizes = Sizes(len(examples.held_out), job.config.batch_size)
     why = obstacle(captured, job.plan, examples.to_try().batch(0), examples.kind)
     if why is None and sizes.rest:
@@ -108,7 +108,7 @@ def _evaluation(
     model.train()
     if why is None:
         workers = job.workers_of(rank_info.rank)
-        return Evaluation.of(captured, rest, job.plan, workers, sizes, examples.device)
+        return Evaluation.of(captured, rest, job.plan, workers, sizes)
     scheduler = job.config.scheduler
     if scheduler is not None and scheduler.needs_held_out:
         raise UserError(
