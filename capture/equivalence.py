@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,6 +19,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import Captured, flatten_inputs, rebuild
 from pipedream.graph.errors import UserError
 
@@ -94,14 +95,13 @@ def check_equivalence(
     captured: Captured,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    precision: Callable[[], AbstractContextManager[Any]],
     loss: Callable[[Any], Tensor] | None = None,
 ) -> Tolerance | None:
     """Raises UserError if the captured model computes something else than `model` does.
 
     `captured` was captured for such inputs, and shares parameters and buffers with `model`, which
-    is in the same mode. `precision()`: the context of the forward pass. Without a `loss` of what
-    the model returns, only the forward pass is compared. Buffers are as before afterwards, and so
+    is in the same mode. Without a `loss` of what the model returns, only the forward pass is
+    compared. Buffers are as before afterwards, and so
     are torch's random numbers.
 
     Returns by how much figures of these passes may differ; None without a `loss`.
@@ -118,19 +118,19 @@ def check_equivalence(
 
     def passes(run: Callable[[], Any], learned: Mapping[str, Tensor]) -> Figures:
         with _unchanged_buffers(model) as buffers, _fixed_draws(model):
-            with precision():
+            with captured.precision.capturing():
                 output = run()
                 value = None if loss is None else loss(output)
             figures = {**_outputs(output), **buffers()}
             return figures if value is None else {**figures, **of_loss(value, learned)}
 
+    dtype = compute_type(model, captured.precision)
     with torch.set_grad_enabled(loss is not None):
         own = passes(of_model, parameters)
         found = passes(of_captured, parameters)
         if loss is None:
-            _compare(model, own, found, Tolerance(_RELATIVE[compute_type(model)], {}, 0.0))
+            _compare(model, own, found, Tolerance(_RELATIVE[dtype], {}, 0.0))
             return None
-        dtype = compute_type(model, precision)
         rounded = rounded_once(parameters, dtype)
         tolerance = Tolerance.of(found, passes(lambda: of_captured(rounded), rounded), dtype)
     _compare(model, own, found, tolerance)
@@ -191,19 +191,12 @@ def _norm(tensor: Tensor) -> float:
     return float(double[double.isfinite()].norm()) if double.numel() else 0.0
 
 
-def compute_type(
-    model: nn.Module, precision: Callable[[], AbstractContextManager[Any]] | None = None
-) -> torch.dtype:
+def compute_type(model: nn.Module, precision: Precision) -> torch.dtype:
     """The coarsest type that the operators of the model compute in."""
-    floating = [each.dtype for each in model.parameters() if each.is_floating_point()]
-    complexes = [each.real.dtype for each in model.parameters() if each.is_complex()]
-    used = {dtype for dtype in (*floating, *complexes) if dtype in _RELATIVE} or {torch.float32}
-    if precision is not None:
-        with precision():
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    used.add(torch.get_autocast_dtype(device))
-    return max(used, key=_RELATIVE.__getitem__)
+    used = {torch.float64} | ({getattr(torch, precision.autocast)} if precision.autocast else set())
+    for parameter in model.parameters():
+        used.add(parameter.dtype.to_real())
+    return max(used & _RELATIVE.keys(), key=_RELATIVE.__getitem__)
 
 
 def of_loss(value: Tensor, parameters: Mapping[str, Tensor]) -> Figures:

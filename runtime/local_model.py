@@ -81,7 +81,7 @@ class LocalModel:
             self.job.plan,
             [stage for stage, _ in self.workers],
             self.rng,
-            self.job.config.autocast,
+            captures.whole.precision,
             backend=self.job.config.compile,
             first=captures.whole,
         )

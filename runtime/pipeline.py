@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import Captured
 from pipedream.capture.loss import Loss, checked, load_loss
 from pipedream.comm.buckets import StageGroups, make_groups
@@ -97,9 +97,9 @@ class Pipeline:
             if isinstance(loss, str)
             else checked(loss, getattr(loss, "__name__", type(loss).__name__))
         )
-        self.autocast, self.timeout, self.weigh = autocast, timeout, weigh
+        self.timeout, self.weigh = timeout, weigh
         self.rank = self._join(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.rng = MinibatchRng(seed, self.device)
+        self.rng, self.precision = MinibatchRng(seed, self.device), Precision(autocast, self.device)
         self.workers = workers_by_rank(self.plan.rank_assignment)[self.rank]
         self.stages = [stage for stage, _ in self.workers]
         self.trained = self._forms(training=True)
@@ -125,7 +125,7 @@ class Pipeline:
         return info.rank
 
     def _forms(self, training: bool) -> StageForms:
-        return StageForms(self.model, self.plan, self.stages, self.rng, self.autocast, training)
+        return StageForms(self.model, self.plan, self.stages, self.rng, self.precision, training)
 
     def __call__(
         self, *args: Any, target: Any = None, weights: Tensor | None = None, **kwargs: Any
@@ -326,7 +326,7 @@ class Pipeline:
 
     def _loss(self, output: Any, target: tuple[Any, float]) -> Tensor:
         target, factor = target
-        with lowered(self.autocast, self.device):
+        with self.precision.computing():
             return self.loss(output, target) * factor
 
     def _sum(self, values: Sequence[Tensor]) -> Tensor:

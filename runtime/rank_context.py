@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.comm.buckets import make_groups
 from pipedream.comm.rendezvous import connect_store, join
 from pipedream.comm.store_messages import broadcast
@@ -109,7 +109,7 @@ class RankContext:
         )
 
     def _loss(self, output: Any, target: Any) -> torch.Tensor:
-        with lowered(self.local.job.config.autocast, self.local.device):
+        with Precision(self.local.job.config.autocast, self.local.device).computing():
             return self.local.loss(output, target)
 
     def say(self, words: str) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from pipedream.capture.compute_settings import lowered
 from pipedream.capture.equivalence import Tolerance, buffer_of, difference, gradient_of
 from pipedream.capture.export import Captured, rebuild
 from pipedream.capture.loss import Loss
@@ -49,7 +48,6 @@ class Settings:
 
     loss: Loss
     rng: MinibatchRng
-    autocast: str | None
     scale: float
 
 
@@ -92,7 +90,7 @@ class Reference:
         settings, batch = self.settings, batch.to(self.settings.rng.device)
         known = dict(zip(captured.inputs, batch.inputs, strict=False))
         inputs = tuple(known[name] for name in piece.inputs)
-        with lowered(settings.autocast, settings.rng.device), torch.enable_grad():
+        with captured.precision.computing(), torch.enable_grad():
             results = functional_call(piece.module, self._buffers_at(position, piece), inputs)
             known |= zip(piece.outputs, results, strict=True)
             output = rebuild([known[name] for name in captured.outputs], captured.out_spec)

@@ -195,7 +195,7 @@ def _reference(context: RankContext) -> Reference | None:
         return None
     config = local.job.config
     return Reference(
-        Settings(local.loss, local.rng, config.autocast, scale_of(config).value),
+        Settings(local.loss, local.rng, scale_of(config).value),
         buffer_replicas(
             captures.whole, local.interfaces, local.job.plan.replicas, captures.buffers
         ),

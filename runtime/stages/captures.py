@@ -7,10 +7,9 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.equivalence import Tolerance, check_equivalence
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.loss import load_loss
@@ -58,9 +57,9 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
     """The same on all ranks, but for `evaluation`. Raises UserError if the model is unsuitable."""
     model = load_config_model(job.config, job.directory, names=examples.input_names)
     first = examples.first()
-    with lowered(job.config.autocast, torch.device("cpu")):
-        whole = capture(model, first.inputs)
-        rest = _rest(job, examples, model, first, whole)
+    precision = Precision(job.config.autocast, examples.device)
+    whole = capture(model, first.inputs, precision=precision)
+    rest = _rest(job, examples, model, first, whole)
     tolerance = None
     if rank_info.rank == 0 and not job.unchecked:
         tolerance = _check(job, model, first, whole, rest, examples.sizes.rest)
@@ -89,7 +88,7 @@ def _check(
     """Compares what was captured with the model; `rest` is for so many of the `examples`. Raises
     UserError if they differ.
     """
-    loss, cpu = load_loss(job.config.loss, job.directory), torch.device("cpu")
+    loss = load_loss(job.config.loss, job.directory)
 
     def check(captured: Captured, batch: Batch) -> Tolerance | None:
         return check_equivalence(
@@ -97,7 +96,6 @@ def _check(
             captured,
             batch.inputs,
             {},
-            lambda: lowered(job.config.autocast, cpu),
             lambda output: loss(output, batch.target),
         )
 
@@ -137,7 +135,8 @@ def _evaluation(
         raise UserError(
             f"evaluate_every: {job.config.data.source} gives no held-out data: leave it out"
         )
-    captured, rest = capture(model, first.inputs, training=False), None
+    precision = Precision(device=examples.device)
+    captured, rest = capture(model, first.inputs, training=False, precision=precision), None
     sizes = Sizes(len(examples.held_out), job.config.batch_size)
     why = obstacle(captured, job.plan, examples.to_try().batch(0), examples.kind)
     if why is None and sizes.rest:
@@ -148,7 +147,7 @@ def _evaluation(
     model.train()
     if why is None:
         workers = job.workers_of(rank_info.rank)
-        return Evaluation.of(captured, rest, job.plan, workers, sizes, examples.device)
+        return Evaluation.of(captured, rest, job.plan, workers, sizes)
     scheduler = job.config.scheduler
     if scheduler is not None and scheduler.needs_held_out:
         raise UserError(
