@@ -1,13 +1,15 @@
-"""Settings under which a model is profiled and trained: precision and the memory allocator."""
+"""Settings under which a model is profiled and trained: precision, modes, the memory allocator."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+from torch import nn
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt, from malloc.h."""
@@ -41,3 +43,29 @@ def lowered(autocast: str | None, device: torch.device) -> AbstractContextManage
     if autocast is None:
         return nullcontext()
     return torch.autocast(device.type, dtype=getattr(torch, autocast))
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """A context in which all modules are in eval mode; afterwards each is in its own again."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def to_train(model: nn.Module) -> nn.Module:
+    """Puts a model in training mode, but for modules that its maker has left in eval mode, such as
+    batch norm that is not to learn; a model that is wholly in eval mode, such as a pretrained one,
+    is trained whole.
+    """
+    modules = list(model.modules())
+    kept = [module for module in modules if not module.training]
+    model.train()
+    if len(kept) < len(modules):
+        for module in kept:
+            module.training = False
+    return model

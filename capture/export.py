@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from pipedream.capture.capture_errors import (
     check_output,
     place_of,
 )
+from pipedream.capture.compute_settings import eval_mode
 from pipedream.capture.constants import constants
 from pipedream.capture.determinism_check import export_deterministic
 from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
@@ -122,7 +123,8 @@ def capture(
     kwargs: Mapping[str, Any] | None = None,
     training: bool = True,
 ) -> Captured:
-    """Captures `model`, in training or eval mode, as it runs on these inputs.
+    """Captures `model` as it runs on these inputs, in the modes in which its modules are; without
+    `training` in eval mode.
 
     Raises UserError with the reason if torch.export cannot capture the model, or if the model is
     not a fixed sequence of operators on tensors of fixed shapes.
@@ -131,7 +133,11 @@ def capture(
     args, kwargs = own
     count = len(args) + len(kwargs)
     check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs)
-    model.train(training)
+    with nullcontext() if training else eval_mode(model):
+        return _capture(model, args, kwargs)
+
+
+def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
     check_model(model)
     check_inputs(model, args, kwargs)
     program = export_deterministic(

@@ -101,7 +101,11 @@ class StageModule:
         """
         every = interfaces(captured, plan)
         interface, ends = every[stage], crossings(captured, plan, every, stage)
-        piece = freeze_constants(interface.build(captured).to(device), captured.owner)
+        built = interface.build(captured)
+        for tensor in (*built.module.parameters(), *built.module.buffers()):
+            if tensor.device != device:
+                tensor.data = tensor.data.to(device)  # they stay those of the model
+        piece = freeze_constants(built.to(device), captured.owner)
         run = compute(captured, piece)
         program = StageProgram(piece, device, autocast, backend, ends)
         outputs, out_spec = captured.outputs, captured.out_spec
