@@ -29,11 +29,19 @@ class Agreement:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.compared: dict[int, nn.Parameter] = {}
+        self.trained: dict[int, nn.Parameter] | None = None
         self.checks = 0
 
-    def check(self, what: str, texts: Sequence[str], inputs: Iterable[Tensor]) -> None:
+    def check(
+        self,
+        what: str,
+        texts: Sequence[str],
+        inputs: Iterable[Tensor],
+        own: Iterable[nn.Parameter],
+    ) -> None:
         """Raises UserError on all ranks if one of them is to do something else, or with a model
-        that was captured as other `texts`, or has other weights or other inputs.
+        that was captured as other `texts`, or has other weights or other inputs; or if a parameter
+        of its `own` stages was trained by another rank so far.
         """
         self.checks += 1
         fresh = {
@@ -42,15 +50,35 @@ class Agreement:
             if id(parameter) not in self.compared
         }
         number = sum(_number(text) for text in (what, *texts)) >> 8
-        own = torch.tensor([number, -number, len(fresh)], device=self.device)
-        largest = _largest(own)
-        if not torch.equal(largest[:2], own[:2]):
+        stale = self._is_stale(own)
+        here = torch.tensor([number, -number, len(fresh), stale], device=self.device)
+        largest = _largest(here)
+        if not torch.equal(largest[:2], here[:2]):
             raise UserError(self._difference(what, texts))
+        if largest[3]:
+            raise UserError(
+                "the model was changed so that a parameter is in the stage of another rank, too:"
+                " call gather() of the pipeline before that"
+            )
         if largest[2]:
             self._compare_models(fresh)
         if self.checks <= _CHECKED or self.checks % _CHECKED_AGAIN == 0:
             remedy = "no sampler may divide the data among the ranks"
             self._compare("minibatches", inputs, remedy)
+
+    def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on a rank has only these up to date."""
+        self.trained = {id(parameter): parameter for parameter in parameters}
+
+    def note_gathered(self) -> None:
+        """All ranks have everything up to date."""
+        self.trained = None
+
+    def _is_stale(self, own: Iterable[nn.Parameter]) -> bool:
+        if self.trained is None:
+            return False
+        old = self.compared.keys() - self.trained.keys()
+        return any(id(parameter) in old for parameter in own)
 
     def _compare_models(self, fresh: Mapping[str, Tensor]) -> None:
         """Of what was compared before a rank has only its own stages up to date."""

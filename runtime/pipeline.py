@@ -203,7 +203,10 @@ class Pipeline:
             staged = self.now = self.staged(ModelState.of(self.model))
             forms = [staged.forms.of(call) for call in minibatch.calls]
         texts = [staged.forms.texts[call.kind] for call in minibatch.calls]
-        self.agreement.check(what, texts, minibatch.calls[0].tensors)
+        own = [each for stage in self.stages for each in staged.parameters(stage).values()]
+        self.agreement.check(what, texts, minibatch.calls[0].tensors, own)
+        if what == "training":
+            self.agreement.note_trained(own)
         return staged, forms
 
     def _train(self, minibatch: _Minibatch) -> tuple[Tensor, list[tuple[Parameter, Tensor]]]:
@@ -306,6 +309,7 @@ class Pipeline:
             dist.broadcast(value, owner[name])
             if name not in own:
                 theirs[name].data.copy_(value)
+        self.agreement.note_gathered()
         return self.model
 
     def _run(
