@@ -1,4 +1,4 @@
-"""Settings under which a model is profiled and trained: precision and the memory allocator."""
+"""Settings under which a model is profiled and trained: precision, modes, the memory allocator."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 CPU = torch.device("cpu")
 
@@ -70,3 +71,29 @@ def _autocast(lower: str | None, device: torch.device) -> torch.autocast:
     if lower is None:
         return torch.autocast(device.type, enabled=False)
     return torch.autocast(device.type, dtype=getattr(torch, lower))
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """A context in which all modules are in eval mode; afterwards each is in its own again."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def to_train(model: nn.Module) -> nn.Module:
+    """Puts a model in training mode, but for modules that its maker has left in eval mode, such as
+    batch norm that is not to learn; a model that is wholly in eval mode, such as a pretrained one,
+    is trained whole.
+    """
+    modules = list(model.modules())
+    kept = [module for module in modules if not module.training]
+    model.train()
+    if len(kept) < len(modules):
+        for module in kept:
+            module.training = False
+    return model

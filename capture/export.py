@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from pipedream.capture.capture_errors import (
     check_output,
     place_of,
 )
-from pipedream.capture.compute_settings import IN_FULL, Precision
+from pipedream.capture.compute_settings import IN_FULL, Precision, eval_mode
 from pipedream.capture.constants import constants
 from pipedream.capture.determinism_check import export_deterministic
 from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
@@ -128,7 +128,8 @@ def capture(
     training: bool = True,
     precision: Precision = IN_FULL,
 ) -> Captured:
-    """Captures `model`, in training or eval mode, as it runs on these inputs in this precision.
+    """Captures `model` as it runs on these inputs in this precision, in the modes in which its
+    modules are; without `training` in eval mode.
 
     Raises UserError with the reason if torch.export cannot capture the model, or if the model is
     not a fixed sequence of operators on tensors of fixed shapes.
@@ -137,7 +138,13 @@ def capture(
     args, kwargs = own
     count = len(args) + len(kwargs)
     check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs)
-    model.train(training)
+    with nullcontext() if training else eval_mode(model):
+        return _capture(model, args, kwargs, precision)
+
+
+def _capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: Precision
+) -> Captured:
     check_model(model)
     check_inputs(model, args, kwargs)
     with precision.capturing():

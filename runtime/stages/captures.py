@@ -144,7 +144,6 @@ def _evaluation(
             rest = capture_rest(model, first, sizes.rest, captured, job.plan, training=False)
         except UserError as error:
             why = f"for the last {sizes.rest} of {sizes.examples} examples {error}"
-    model.train()
     if why is None:
         workers = job.workers_of(rank_info.rank)
         return Evaluation.of(captured, rest, job.plan, workers, sizes)

@@ -105,7 +105,11 @@ class StageModule:
         """
         every, precision = interfaces(captured, plan), captured.precision
         interface, ends = every[stage], crossings(captured, plan, every, stage)
-        piece = freeze_constants(interface.build(captured).to(precision.device), captured.owner)
+        built = interface.build(captured)
+        for tensor in (*built.module.parameters(), *built.module.buffers()):
+            if tensor.device != precision.device:
+                tensor.data = tensor.data.to(precision.device)  # they stay those of the model
+        piece = freeze_constants(built.to(precision.device), captured.owner)
         run = compute(captured, piece)
         program = StageProgram(piece, precision, backend, ends)
         outputs, out_spec = captured.outputs, captured.out_spec
