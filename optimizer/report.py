@@ -47,7 +47,8 @@ def print_report(
     if outcome.schedules:
         print_table(console, _schedule_table(outcome))
     machine = None if profile is None else profile.machine
-    for remark in (*_assumptions(outcome, machine), _remark(outcome)):
+    noted = () if outcome.note is None else (outcome.note,)
+    for remark in (*noted, *_assumptions(outcome, machine), _remark(outcome)):
         console.print(remark, markup=False, soft_wrap=not console.is_terminal)
 
 

@@ -30,7 +30,7 @@ class Task:
 
     `numbers`: of workers to sweep over; `profile`: of the graph, if there is one; `runs`: by which
     the graph was calibrated, newest last; `profiled`: the graph before that, and its `batch_size`,
-    None if no profile says it; `sharding`: of the operators, with --mesh; then the graph, the
+    None if no profile says it; `any_schedule`: whether the user leaves it open; `sharding`: of the operators, with --mesh; then the graph, the
     footprints and the cluster of the request are those of a team.
     """
 
@@ -40,6 +40,7 @@ class Task:
     runs: Sequence[CalibrationRun]
     profiled: Graph
     batch_size: int | None
+    any_schedule: bool = False
     sharding: ModelSharding | None = None
 
     def expanded(self, plan: Plan) -> Plan:
@@ -128,9 +129,11 @@ def make_task(options: Options) -> Task:
         weight_prediction=options.weight_prediction,
         order=options.order,
         stages_each=options.stages_per_rank,
+        sharing=() if profile is None else profile.learned_together,
     )
     size = None if profile is None else profile.batch_size
-    return Task(request, numbers, profile, runs, profiled, size, sharding)
+    open_to_choice = options.schedule is None and goal is None and not options.weight_prediction
+    return Task(request, numbers, profile, runs, profiled, size, open_to_choice, sharding)
 
 
 def _model_sharding(
