@@ -21,13 +21,11 @@ from pipedream.schedule.policy import uniform_updates
 
 
 class Chosen(NamedTuple):
-    """A plan, the request that it is for, and a line that says what shared parameters had to do
-    with it.
-    """
+    """A plan, the request that it is for, and what shared parameters had to do with it, in words."""
 
     request: Request
     outcome: Outcome
-    note: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def plan_shared(request: Request, any_schedule: bool) -> Chosen:
@@ -44,11 +42,16 @@ def plan_shared(request: Request, any_schedule: bool) -> Chosen:
         if flush is None:
             raise
         outcome = best_plan(flush)
-        note = f"{_holders(request.sharing)}: no plan with {request.schedule}, which keeps these in"
-        return Chosen(flush, outcome, f"{note} one stage; planned with a flush instead.")
+        note = (
+            f"{_holders(request.sharing)}: {request.schedule} keeps these in one stage, of which"
+            " there is no such plan; planned with a flush instead."
+        )
+        return Chosen(flush, outcome, (note,))
     held = f"{_holders(request.sharing)}: {request.schedule} keeps these in one stage"
+    if request.split is not None:
+        return Chosen(request, together)
     if flush is None:
-        return Chosen(request, together, f"{held}; --schedule flush may divide them.")
+        return Chosen(request, together, (f"{held}; --schedule flush may divide them.",))
     apart = best_plan(flush)
     if all(_holds_all(stage.nodes, request.sharing) for stage in apart.plan.stages):
         return Chosen(
@@ -57,8 +60,9 @@ def plan_shared(request: Request, any_schedule: bool) -> Chosen:
     one, other = _seconds(together.plan, request), _seconds(apart.plan, flush)
     if other < one:
         note = f"{held}; planned with a flush instead, {one / other:.2f} times as fast."
-        return Chosen(flush, apart, note)
-    return Chosen(request, together, f"{held}, {other / one:.2f} times as fast as a flush.")
+        return Chosen(flush, apart, (note,))
+    note = f"{held}, {other / one:.2f} times as fast as apart, with a flush."
+    return Chosen(request, together, (note,))
 
 
 def _holds_all(nodes: Collection[str], sharing: Sequence[Sharing]) -> bool:

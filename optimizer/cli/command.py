@@ -89,7 +89,7 @@ def _plan(task: Task, options: Options) -> tuple[Task, Outcome, Simulation | Non
     from pipedream.optimizer.simulate.simulator import MOST_MOVES, QUICK_MOVES, simulate_plan
 
     try:
-        request, outcome, note = plan_shared(task.request, task.any_schedule)
+        request, outcome, notes = plan_shared(task.request, task.any_schedule)
     except MemoryError as error:
         raise UserError(
             f"{named(options)}: not enough memory here to plan for so many devices; give fewer"
@@ -101,7 +101,10 @@ def _plan(task: Task, options: Options) -> tuple[Task, Outcome, Simulation | Non
     plan = outcome.plan if simulation is None else simulation.noted_in(outcome.plan)
     recorded = recorded_options(options, request.footprints is not None)
     plan = plan.model_copy(update={"asked": recorded, "batch_size": task.batch_size})
-    task, outcome = replace(task, request=request), replace(outcome, plan=plan, note=note)
+    task, outcome = (
+        replace(task, request=request),
+        replace(outcome, plan=plan, notes=(*notes, *outcome.notes)),
+    )
     return task, outcome, simulation if options.timeline else None
 
 

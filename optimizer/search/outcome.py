@@ -83,7 +83,8 @@ class Outcome:
     worker and data parallelism need on each device; `memory` what a device has, None for no limit.
     `measured`: the memory of the stages comes from measured footprints. `rivals`: the plans that
     were simulated and lost, the fastest first; `schedules`: what others would take. `rank_bytes`:
-    the most that a rank holds of all its stages, where it has several; `note`: one more line.
+    the most that a rank holds of all its stages, where it has several; `notes`: further lines;
+    `given`: the stages are the user's.
     """
 
     plan: Plan
@@ -96,7 +97,8 @@ class Outcome:
     rivals: tuple[Rival, ...] = ()
     schedules: tuple[ScheduleTime, ...] = ()
     rank_bytes: float | None = None
-    note: str | None = None
+    notes: tuple[str, ...] = ()
+    given: bool = False
 
     def batch_seconds(self, goal: Latency) -> float:
         """Seconds of a batch, sum t_i + (B - 1) max t_j."""

@@ -19,6 +19,7 @@ from pipedream.optimizer.cost.stage_cost import MemoryLimit
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
+from pipedream.optimizer.search.split import Split
 from pipedream.optimizer.search.stages import Rules
 from pipedream.optimizer.simulate.workload import UPDATE_RATE
 from pipedream.schedule.policy import uniform_updates
@@ -37,7 +38,8 @@ class Request:
     - `update_rate`: bytes of parameters that the optimizer updates per second;
     - `overheads`: measured costs of training besides its nodes, where the profile has them;
     - `order`: of the passes on a rank, and `stages_each`: stages of a rank, None for the best;
-    - `sharing`: parameters that several nodes read, and learn together.
+    - `sharing`: parameters that several nodes read, and learn together;
+    - `split`: the stages, if they are given and only to be priced.
     """
 
     graph: Graph
@@ -58,6 +60,7 @@ class Request:
     order: str | None = None
     stages_each: int | None = None
     sharing: tuple[Sharing, ...] = ()
+    split: Split | None = None
 
     @cached_property
     def planned_graph(self) -> PlannedGraph:
