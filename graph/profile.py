@@ -235,6 +235,8 @@ class Profile(ArtifactModel):
     """What reading a minibatch takes from the passes; None without data, and on a GPU 0."""
     shared: dict[str, SharedParameter] | None = None
     """By name; None if they were not recorded."""
+    no_operators: str | None = None
+    """Why there is no operators.json, so that the model cannot run on meshes; None if there is."""
     nodes: tuple[ProfiledNode, ...]
 
     @cached_property

@@ -147,7 +147,9 @@ def measure(
             captured, inputs, size, settings.device, precision, graph, *_ending(loaded, captured)
         )
     except CannotDivide as error:
-        return Measured(graph, profile, no_operators=str(error))
+        reason = str(error)
+        profile = profile.model_copy(update={"no_operators": reason})
+        return Measured(graph, profile, no_operators=reason)
     return Measured(graph, profile, operators)
 
 

@@ -56,8 +56,9 @@ def main(**values: Any) -> None:
     # First of all: `pd-optimize ... | head` ends with the first line that is too many.
     modules = None if task.profile is None else task.profile.modules
     folder = options.folder
+    whole = task.request.graph if task.sharding is None else task.profiled
     written = output.write_plan_files(
-        outcome.plan, task.request, folder, simulation, modules, task.placement_notes
+        outcome.plan, task.request, folder, simulation, whole, modules, task.placement_notes
     )
     print_report(outcome, task.request.graph, profile=task.profile)
     if task.sharding is not None:

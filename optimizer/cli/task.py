@@ -162,6 +162,10 @@ def _model_sharding(
 
     mesh = _mesh(options.mesh)
     path = options.graph.with_name("operators.json")
+    if profile is not None and profile.no_operators is not None:
+        raise UserError(
+            f"--mesh: the model cannot run on a mesh: {profile.no_operators}; plan it without --mesh"
+        )
     if not path.exists() or profile is None:
         raise UserError(
             f"--mesh: there is no {path if profile else options.profile_path}: pd-profile writes it"

@@ -71,9 +71,8 @@ def _first(name: str, typed: str, planning: PlanningGraph, modules: Mapping[str,
     if inside:
         return inside[0]
     if name in planning.follows:
-        raise UserError(
-            f"{typed}: node {name} costs nothing, and goes with another: name the one after it"
-        )
+        leader = planning.follows[name]
+        return 0 if leader is None else planning.position[leader]
     known = {*planning.names, *(path for own in modules.values() for path in _ancestry(own))}
     raise UserError(f"{typed}: {_unknown(name, known, modules)}")
 
@@ -98,14 +97,13 @@ def _backwards(
     """Why the second of two stages cannot begin before the first."""
     first, second = names
     if earlier == later:
-        return f"{typed}: {first} and {second} both begin with node {planning.names[later]}"
+        return f"{typed}: {first} and {second} both begin with {planning.names[later]}"
     source = _edge(planning, later, earlier)
     if source is None:
         return f"{typed}: {second} comes before {first} in the graph: write {second},{first}"
-    edge = f"node {planning.names[source]} feeds node {planning.names[earlier]}"
     return (
-        f"{typed}: {edge}, so {second} comes before {first} and cannot be in a later stage: write"
-        f" {second},{first}"
+        f"{typed}: {planning.names[source]} feeds {planning.names[earlier]}, so {second} comes"
+        f" before {first} and cannot be in a later stage: write {second},{first}"
     )
 
 
