@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -30,6 +31,7 @@ from pipedream.graph.profile import (
     ProfiledNode,
     ProfiledTensor,
     ProfiledUpdate,
+    SharedParameter,
     Totals,
 )
 from pipedream.graph.sharding.operators import OperatorProfile
@@ -145,7 +147,9 @@ def measure(
             captured, inputs, size, settings.device, precision.computing(), graph, *ending
         )
     except CannotDivide as error:
-        return Measured(graph, profile, no_operators=str(error))
+        reason = str(error)
+        profile = profile.model_copy(update={"no_operators": reason})
+        return Measured(graph, profile, no_operators=reason)
     return Measured(graph, profile, operators)
 
 
@@ -254,6 +258,7 @@ def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profi
             for name, update in measured.updates.items()
         },
         gradient_sum_bytes_per_second=measured.gradient_sum_rate,
+        shared=dict(_shared(measured.captured)),
         nodes=tuple(
             _node(measured, name, leaving[name], owned)
             for name, owned in _owned(graph, measured.captured)
@@ -267,6 +272,15 @@ def _owned(graph: Graph, captured: Captured) -> Iterator[tuple[str, tuple[str, .
     for name in graph.nodes:
         yield name, tuple(p for p in captured.parameters[name] if p not in seen)
         seen.update(captured.parameters[name])
+
+
+def _shared(captured: Captured) -> Iterator[tuple[str, SharedParameter]]:
+    """The parameters that several nodes read."""
+    readers = Counter(name for names in captured.parameters.values() for name in names)
+    for name, count in readers.items():
+        if count > 1:
+            parameter = captured.module.get_parameter(name)
+            yield name, SharedParameter(bytes=parameter.nbytes, learns=parameter.requires_grad)
 
 
 def _leaving(captured: Captured) -> dict[str, list[Value]]:
