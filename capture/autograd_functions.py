@@ -112,9 +112,9 @@ class _FrozenAsBefore(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.requires_grad_ or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
-            tensor, *value = (*args, *(kwargs or {}).values())
-            wanted = value[0] if value else True
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad != wanted:
+            given = [*args, *(kwargs or {}).values()]
+            wanted = given[1] if len(given) > 1 else True
+            if isinstance(given[0], nn.Parameter) and given[0].requires_grad != wanted:
                 raise UserError(_FREEZES)
         return func(*args, **(kwargs or {}))
 

@@ -146,7 +146,7 @@ def without_cache(model: nn.Module) -> None:
 
 
 def _forget(config: Any) -> None:
-    text = getattr(config, "get_text_config", lambda: None)()
+    text: Any = getattr(config, "get_text_config", lambda: None)()
     for part in (config, text):
         if hasattr(part, "use_cache"):
             part.use_cache = False
