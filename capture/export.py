@@ -22,13 +22,14 @@ from torch.utils import _pytree as pytree
 from pipedream.capture.autograd_check import check_backward_passes, functions_on_gradients
 from pipedream.capture.autograd_functions import functions_as_operators
 from pipedream.capture.capture_errors import (
-    DATA_DEPENDENT,
-    SYMBOLIC,
+    FirstUseOfData,
     cannot_capture,
     capture_error,
     check_inputs,
     check_model,
+    check_operators,
     check_output,
+    noting_lines,
     place_of,
 )
 from pipedream.capture.compute_settings import IN_FULL, Precision, eval_mode
@@ -36,7 +37,7 @@ from pipedream.capture.constants import constants
 from pipedream.capture.determinism_check import export_deterministic
 from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
 from pipedream.capture.grouping import OperatorGroup, group_by_module
-from pipedream.capture.sources.user_code import check_call
+from pipedream.capture.sources.user_code import check_call, place
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
 
@@ -152,7 +153,7 @@ def _capture(
             model, lambda: _export(model, args, kwargs), lambda: model(*args, **kwargs)
         )
     module, outputs, out_spec = _unlift(program, model)
-    _check_data_dependence(module, model)
+    check_operators(module, model)
     if (writer := writes_parameter(module)) is not None:
         reason = "it writes into a parameter, and a pipeline keeps several versions of it"
         raise cannot_capture(
@@ -167,8 +168,8 @@ def _capture(
         raise UserError(f"{type(model).__name__} runs no operator: there is nothing to measure")
     try:
         return _assemble(module, groups, outputs, out_spec, precision)
-    except RuntimeError as error:  # an operator that can be exported but not run
-        raise capture_error(error, model) from error
+    except _CannotRun as error:  # an operator that can be exported but not run
+        raise capture_error(error.cause, model, place_of(error.node)) from error
 
 
 def _distinct(inputs: Any) -> Any:
@@ -190,6 +191,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     try:
         with (
             _suppress_output(),
+            noting_lines(),
             functions_as_operators(),
             functions_on_gradients(model) as called,
             model.register_forward_hook(check_output),
@@ -200,7 +202,21 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         check_backward_passes(called, program.graph_module)
         return program
     except (Exception, SystemExit) as error:  # the model's code may raise anything
-        raise capture_error(error, model) from error
+        raise capture_error(error, model, _use_of_data(error, model, args, kwargs)) from error
+
+
+def _use_of_data(
+    error: BaseException, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    """`FILE:LINE: ` where the model uses `.data` of a tensor, if that may be the error's cause."""
+    if "exported program constant's list" not in str(error):
+        return ""
+    try:
+        with FirstUseOfData():
+            model(*args, **kwargs)
+    except Exception as used:
+        return place(used)
+    return ""
 
 
 @contextmanager
@@ -213,15 +229,6 @@ def _suppress_output() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _check_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:
-    """Raises UserError if a shape, or a number taken from a tensor, depends on the data."""
-    for node in module.graph.nodes:
-        for value in pytree.tree_leaves(node.meta.get("val")):
-            shape = value.shape if isinstance(value, torch.Tensor) else [value]
-            if any(isinstance(size, SYMBOLIC) for size in shape):
-                raise cannot_capture(model, DATA_DEPENDENT, place_of(node))
 
 
 def _unlift(
@@ -304,6 +311,14 @@ def _drop_dead(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+class _CannotRun(Exception):
+    """An operator of the graph failed."""
+
+    def __init__(self, node: fx.Node, cause: RuntimeError) -> None:
+        super().__init__(node.name)
+        self.node, self.cause = node, cause
+
+
 class _Gradients(fx.Interpreter):
     """Runs the graph on fake tensors of `device` and records the result of every operator.
 
@@ -329,7 +344,10 @@ class _Gradients(fx.Interpreter):
         if "device" in n.kwargs:
             n = copy(n)
             n.kwargs = {**n.kwargs, "device": self.device}
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except RuntimeError as error:
+            raise _CannotRun(n, error) from error
         if isinstance(result, torch.Tensor) and n.op != "get_attr":
             self.seen[n.name] = result
         return result
