@@ -12,10 +12,24 @@ from zoo.survey import survey
 
 ZOO = zoo()
 WRONG = {
-    "a GRU by programs": ("gru", "LastState", "StateGiven", "StepsWritten", "BackwardInTime",
-                          "EncoderDecoder", "SameTwice"),
-    "buffers under no_grad": ("Average", "CounterUnread", "-Copied", "-Queue", "CodeBook",
-                              "IndexAssigned", "WrittenThroughView"),
+    "a GRU by programs": (
+        "gru",
+        "LastState",
+        "StateGiven",
+        "StepsWritten",
+        "BackwardInTime",
+        "EncoderDecoder",
+        "SameTwice",
+    ),
+    "buffers under no_grad": (
+        "Average",
+        "CounterUnread",
+        "-Copied",
+        "-Queue",
+        "CodeBook",
+        "IndexAssigned",
+        "WrittenThroughView",
+    ),
     "zeros_like and copy_": ("inplace-Copy",),
     "refused, or needs a GPU": ("batch norm, cumulative", "sync batch norm"),
 }
