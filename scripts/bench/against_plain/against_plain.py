@@ -10,6 +10,7 @@ that it has. Exits with 1 where a cell is out of bounds, or a run fails without 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import math
@@ -75,6 +76,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cells = {_key(cell): cell for cell in _read(folder)} if options.resume else {}
     begin = time.monotonic()
+    gc.freeze()  # else each process looks through all that has been imported
     for model in options.models:
         for precision in options.precisions:
             ways = [way for way in options.ways if (model, precision, way) not in cells]

@@ -122,7 +122,7 @@ class Trainings:
         self.captures[way.minibatches] = capture_all(job, Examples(job, CPU), first)
 
     def _command(self, folder: Path, captures: Captures) -> int:
-        """pd-train, but that ranks take the capture from here, and that nothing is drawn."""
+        """pd-train, but that ranks take the capture from here, and that no report is made."""
 
         def known(_job: Job, examples: Examples, _rank: RankInfo) -> Captures:
             examples.first()  # the others have to be of its kind
@@ -130,8 +130,12 @@ class Trainings:
 
         save = ("--save-every", str(MICROBATCHES))
         words = (folder / PLAN, "--config", folder / CONFIG, "-o", folder / RUN, *save)
-        drawn = "pipedream.runtime.report.recording.draw"
-        with patch.object(local_model, "capture_all", known), patch(drawn):
+        report = "pipedream.runtime.report"
+        with (
+            patch.object(local_model, "capture_all", known),
+            patch(f"{report}.recording.draw"),
+            patch(f"{report}.run_end.write_page"),
+        ):
             code: int = cli.main.main(list(map(str, words)), "pd-train")
         return code
 
