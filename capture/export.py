@@ -19,7 +19,6 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.autograd_check import check_backward_passes, functions_on_gradients
 from pipedream.capture.autograd_functions import functions_as_operators
 from pipedream.capture.capture_errors import (
     FirstUseOfData,
@@ -32,9 +31,10 @@ from pipedream.capture.capture_errors import (
     noting_lines,
     place_of,
 )
+from pipedream.capture.checks.autograd_check import check_backward_passes, functions_on_gradients
+from pipedream.capture.checks.determinism_check import export_deterministic
 from pipedream.capture.compute_settings import IN_FULL, Precision, eval_mode
 from pipedream.capture.constants import constants
-from pipedream.capture.determinism_check import export_deterministic
 from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
 from pipedream.capture.grouping import OperatorGroup, group_by_module
 from pipedream.capture.sources.user_code import check_call, place

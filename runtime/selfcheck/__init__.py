@@ -2,5 +2,5 @@
 
 `reference`: what the captured model gives in one process. `rehearsal`: the same round through the
 pipeline, as the run will do it. `fingerprint`: a few numbers for each tensor, to compare by. That
-the captured model is the user's is checked in pipedream.capture.equivalence. Begin with rehearsal.
+the captured model is the user's is checked in pipedream.capture.checks.equivalence. Begin with rehearsal.
 """

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.capture.equivalence import gradient_of
+from pipedream.capture.checks.equivalence import gradient_of
 from pipedream.capture.export import Captured
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.reader import Batch

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from pipedream.capture.equivalence import Tolerance, buffer_of, difference, gradient_of
+from pipedream.capture.checks.equivalence import Tolerance, buffer_of, difference, gradient_of
 from pipedream.capture.export import Captured, rebuild
 from pipedream.capture.loss import Loss
 from pipedream.capture.segment import Segment, freeze_constants, segment

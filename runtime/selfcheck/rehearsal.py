@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pipedream.capture.equivalence import gradient_of
+from pipedream.capture.checks.equivalence import gradient_of
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.errors import UserError

@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.checks.equivalence import Tolerance, any_loss, check_equivalence
 from pipedream.capture.compute_settings import Precision
-from pipedream.capture.equivalence import Tolerance, any_loss, check_equivalence
 from pipedream.capture.export import Captured, capture, flatten_inputs
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
