@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipedream.command_line import words
+from pipedream.command_line import check_names, words
 from pipedream.graph.command import whole, write_whole
 from pipedream.graph.model import Graph, format_graph
 from pipedream.graph.plan import Plan, read_plan
@@ -70,10 +70,12 @@ def optimize(
     `bandwidth=("100GB/s", "10GB/s")`.
 
     `options` are those of pd-optimize, with `_` for `-`: `optimize(graph, cluster="cluster.yaml",
-    memory="16GB", schedule="flush")`. Raises UserError.
+    memory="16GB", schedule="flush")`; `split=("layer2", "layer3"), replicas=(2, 1, 1)` prices your
+    own stages. Raises UserError.
     """
     from pipedream.optimizer.cli.command import main
 
+    check_names(options, "optimize", main)
     with TemporaryDirectory() as folder, _quick_collector():
         made = Path(folder) / "plan"
         asked = {"machines": machines, "bandwidth": bandwidth, **options}

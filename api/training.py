@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipedream.command_line import words
+from pipedream.command_line import check_names, words
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.planning import Planned
@@ -77,6 +77,9 @@ def train(
 
     Raises UserError with what pd-train says if it fails, KeyboardInterrupt if it was stopped.
     """
+    from pipedream.runtime.cli import main
+
+    check_names(options, "train", main)
     with TemporaryDirectory() as folder, _as_file(config) as file:
         asked = {"config": file, "output": Path(output), **options}
         command = [_program(), str(_written(plan, Path(folder))), *words(asked)]
