@@ -109,10 +109,12 @@ def test_layers_that_are_together_anyway_change_nothing(chain) -> None:
     assert [stage.nodes for stage in chosen.outcome.plan.stages] == [
         stage.nodes for stage in free.stages
     ]
+    (note,) = chosen.notes
+    assert "a flush would not be faster with them apart" in note
 
 
 def test_too_few_stages_are_told_in_one_line(chain) -> None:
-    """The first and the last layer are tied: there is one stage, and three devices want one each."""
+    """The first and the last layer are tied: one stage, and three devices want one each."""
     wanted = request(chain, "a", "f", devices=3, rules=Rules(straight=True))
     with pytest.raises(UserError) as raised:
         plan_shared(wanted, any_schedule=False)
