@@ -114,7 +114,8 @@ def _check(module: fx.GraphModule) -> None:
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == SPACE:
-                raise CannotDivide(f"{node.target} is code of the user's")
+                name = str(node.target).split(".")[1]
+                raise CannotDivide(f"the autograd function {name} is code of the user's")
 
 
 def _drop_renaming(traced: fx.GraphModule) -> None:
