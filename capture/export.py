@@ -116,6 +116,8 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tor
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -124,8 +126,10 @@ def capture(
 ) -> Captured:
     """Captures `model`, in training or eval mode, as it runs on these inputs.
 
-    Raises UserError with the reason if torch.export cannot capture the model, or if the model is
-    not a fixed sequence of operators on tensors of fixed shapes.
+    The graph is the same whether or not gradients are enabled where it is called: regions of the
+    model without gradient are nodes of it. Raises UserError with the reason if torch.export cannot
+    capture the model, or if the model is not a fixed sequence of operators on tensors of fixed
+    shapes.
     """
     own: tuple[tuple[Any, ...], dict[str, Any]] = _distinct((args, dict(kwargs or {})))
     args, kwargs = own
@@ -164,7 +168,7 @@ def _distinct(inputs: Any) -> Any:
     seen: set[int] = set()
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in seen:
+        if id(tensor) in seen or tensor.is_inference():  # which autograd refuses
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         seen.add(id(tensor))
         return tensor
