@@ -20,17 +20,25 @@ PICTURED: dict[str, Any] = {
     "conv, dilated, reflected": lambda: _pictured(
         nn.Conv2d(4, 4, 3, dilation=2, padding=2, padding_mode="reflect"), nn.ReLU()
     ),
-    "conv, strided, same": lambda: _pictured(nn.Conv2d(4, 4, 3, 2), nn.Conv2d(4, 4, 3, padding="same")),
+    "conv, strided, same": lambda: _pictured(
+        nn.Conv2d(4, 4, 3, 2), nn.Conv2d(4, 4, 3, padding="same")
+    ),
     "conv, transposed": lambda: _pictured(nn.ConvTranspose2d(4, 2, 3, 2, output_padding=1)),
     "pools": lambda: _pictured(
-        nn.MaxPool2d(2), nn.AvgPool2d(3, 1, 1), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 2)
+        nn.MaxPool2d(2),
+        nn.AvgPool2d(3, 1, 1),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16, 2),
     ),
     "pools, adaptive most": lambda: _pictured(nn.AdaptiveMaxPool2d(3), nn.LPPool2d(2, 2)),
     "upsampled": lambda: _pictured(
         nn.Upsample(scale_factor=2, mode="bilinear"), nn.Upsample(size=5), nn.Conv2d(4, 2, 1)
     ),
     "bicubic": lambda: _pictured(nn.Upsample(size=(11, 11), mode="bicubic", align_corners=True)),
-    "pixel shuffle": lambda: _pictured(nn.PixelShuffle(2), nn.Conv2d(1, 4, 3), nn.PixelUnshuffle(2)),
+    "pixel shuffle": lambda: _pictured(
+        nn.PixelShuffle(2), nn.Conv2d(1, 4, 3), nn.PixelUnshuffle(2)
+    ),
     "group norm": lambda: _pictured(nn.GroupNorm(2, 4), nn.PReLU(4), nn.LocalResponseNorm(2)),
     "padded": lambda: _pictured(nn.ReflectionPad2d(1), nn.ReplicationPad2d(1), nn.CircularPad2d(1)),
     "unfold, fold": lambda: _pictured(nn.Unfold(2, stride=2), nn.Fold((8, 8), 2, stride=2)),
@@ -249,7 +257,9 @@ class DictOfLayers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({name: nn.Linear(6, 6) for name in ("b", "a", "c.d".replace(".", "_"))})
+        self.layers = nn.ModuleDict(
+            {name: nn.Linear(6, 6) for name in ("b", "a", "c.d".replace(".", "_"))}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for name in sorted(self.layers):

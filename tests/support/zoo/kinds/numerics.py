@@ -54,7 +54,9 @@ for _name, _function in {
     "exponential": lambda m: torch.matrix_exp(m / 10),
     "pseudo-inverse": torch.linalg.pinv,
     "triangular": lambda m: torch.linalg.solve_triangular(m.tril(), m, upper=False),
-    "norms": lambda m: torch.linalg.norm(m, dim=2, keepdim=True) + torch.linalg.matrix_norm(m)[:, None, None],
+    "norms": lambda m: (
+        torch.linalg.norm(m, dim=2, keepdim=True) + torch.linalg.matrix_norm(m)[:, None, None]
+    ),
     "powers": lambda m: torch.linalg.matrix_power(m / 5, 3),
 }.items():
     add(_name, lambda function=_function: Algebra(function), kind="numerics")  # type: ignore[misc]
@@ -105,8 +107,12 @@ for _name, _function in {
     "stack": lambda h: torch.stack([h, h.tanh()]).mean(0) + torch.hstack([h[:, 3:], h[:, :3]]),
     "searchsorted": lambda h: h + torch.searchsorted(torch.linspace(-1, 1, 7), h.detach()),
     "tensordot": lambda h: torch.tensordot(h, torch.eye(6).to(h.dtype) * 0.5, 1),
-    "trapezoid": lambda h: h + torch.trapezoid(h, dim=1)[:, None] + torch.diff(h, dim=1, prepend=h[:, :1]),
-    "full of a number": lambda h: h * torch.full_like(h, 2.0) + torch.ones(6).to(h.dtype) + torch.eye(6)[1],
+    "trapezoid": lambda h: (
+        h + torch.trapezoid(h, dim=1)[:, None] + torch.diff(h, dim=1, prepend=h[:, :1])
+    ),
+    "full of a number": lambda h: (
+        h * torch.full_like(h, 2.0) + torch.ones(6).to(h.dtype) + torch.eye(6)[1]
+    ),
 }.items():
     add(_name, lambda function=_function: Between(function), kind="numerics")  # type: ignore[misc]
 

@@ -10,7 +10,9 @@ from zoo.specimens import between, pictures, sequences, specimen
 
 @specimen(random=True)
 def dropout() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.2), nn.ELU())
+    return nn.Sequential(
+        nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6), nn.Dropout(0.2), nn.ELU()
+    )
 
 
 @specimen()
