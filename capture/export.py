@@ -44,7 +44,12 @@ from pipedream.graph.model import Graph, Node
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the captured model: `name` in the fx graph, computed by graph node `node`."""
+    """A tensor of the captured model: `name` in the fx graph, computed by graph node `node`.
+
+    `requires_grad`: whether it has a gradient, where all outputs of the model have one. That of
+    what is detached afterwards, or of a comparison alone, is none rather than zero: what has made
+    it does not learn from it, and an optimizer leaves it as it is.
+    """
 
     name: str
     node: str
@@ -122,6 +127,8 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tor
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -132,8 +139,10 @@ def capture(
     """Captures `model` as it runs on these inputs in this precision, in the modes in which its
     modules are; without `training` in eval mode.
 
-    Raises UserError with the reason if torch.export cannot capture the model, or if the model is
-    not a fixed sequence of operators on tensors of fixed shapes.
+    The graph is the same whether or not gradients are enabled where it is called: regions of the
+    model without gradient are nodes of it. Raises UserError with the reason if torch.export cannot
+    capture the model, or if the model is not a fixed sequence of operators on tensors of fixed
+    shapes.
     """
     own: tuple[tuple[Any, ...], dict[str, Any]] = _distinct((args, dict(kwargs or {})))
     args, kwargs = own
@@ -179,7 +188,7 @@ def _distinct(inputs: Any) -> Any:
     seen: set[int] = set()
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in seen:
+        if id(tensor) in seen or tensor.is_inference():  # which autograd refuses
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         seen.add(id(tensor))
         return tensor
@@ -263,10 +272,22 @@ def _unlift(
         renamed[node].meta = dict(node.meta)
     names, out_spec = _user_outputs(program)
     by_name = {node.name: renamed[node] for node in renamed}
-    graph.output(tuple(by_name[name] for name in names))
+    returned = {name: _computed(by_name[name]) for name in dict.fromkeys(names)}
+    graph.output(tuple(returned[name] for name in names))
     module = fx.GraphModule(root, graph)
     _drop_dead(module)
-    return module, tuple(by_name[name].name for name in names), out_spec
+    return module, tuple(returned[name].name for name in names), out_spec
+
+
+def _computed(value: fx.Node) -> fx.Node:
+    """The value; of a parameter or buffer that a model returns as it is, a copy, which an operator
+    computes: so a stage has it, and the next minibatches do not change it.
+    """
+    if value.op != "get_attr":
+        return value
+    copied = value.graph.call_function(torch.ops.aten.clone.default, (value,))
+    copied.meta = dict(value.meta)
+    return copied
 
 
 def _user_outputs(program: ExportedProgram) -> tuple[list[str], OutSpec]:
@@ -369,8 +390,26 @@ def _fake_values(module: fx.GraphModule, precision: Precision) -> dict[str, torc
             if node.op == "placeholder"
         ]
         interpreter = _Gradients(module, mode, device)
-        interpreter.run(*inputs)
-    return interpreter.seen
+        results = interpreter.run(*inputs)
+        return _without_dead_ends(interpreter.seen, results)
+
+
+def _without_dead_ends(
+    values: Mapping[str, torch.Tensor], outputs: Sequence[Any]
+) -> dict[str, torch.Tensor]:
+    """The values, those detached that no gradient comes to from any of the outputs."""
+    tensors = (each for each in outputs if isinstance(each, torch.Tensor))
+    waiting = [each.grad_fn for each in tensors if each.grad_fn is not None]
+    reached = set(waiting)
+    while waiting:
+        for function, _ in waiting.pop().next_functions:
+            if function is not None and function not in reached:
+                reached.add(function)
+                waiting.append(function)
+    return {
+        name: value if value.grad_fn in reached else value.detach()
+        for name, value in values.items()
+    }
 
 
 def _assemble(
