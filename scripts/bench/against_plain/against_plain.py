@@ -76,6 +76,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cells = {_key(cell): cell for cell in _read(folder)} if options.resume else {}
     begin = time.monotonic()
+    for model in options.models:
+        MODELS[model].make()  # imports what it needs, once for all processes
     gc.freeze()  # else each process looks through all that has been imported
     for model in options.models:
         for precision in options.precisions:
