@@ -46,7 +46,7 @@ def next_words(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def _library(name: str) -> Any:
+def library(name: str) -> Any:
     """Imported when a model of it is made."""
     import_torchvision()  # where torch is a build without its operators, others fail to import it
     return importlib.import_module(name)
@@ -54,10 +54,10 @@ def _library(name: str) -> Any:
 
 def _transformers(kind: str, head: str, **sizes: Any) -> Callable[[], nn.Module]:
     def make_one() -> nn.Module:
-        library = _library("transformers")
-        library.logging.set_verbosity_error()
-        config = getattr(library, f"{kind}Config")(**sizes)
-        model: nn.Module = getattr(library, f"{kind}{head}")(config)
+        hf = library("transformers")
+        hf.logging.set_verbosity_error()
+        config = getattr(hf, f"{kind}Config")(**sizes)
+        model: nn.Module = getattr(hf, f"{kind}{head}")(config)
         return model
 
     return make_one
@@ -279,14 +279,14 @@ _MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 4}
 
 
 def _resnet() -> nn.Module:
-    resnet = _library("timm.models.resnet")
+    resnet = library("timm.models.resnet")
     sizes = {"channels": (8, 12, 16, 24), "stem_width": 8, "num_classes": CLASSES}
     model: nn.Module = resnet.ResNet(resnet.BasicBlock, (1, 1, 1, 1), **sizes)
     return model
 
 
 def _regnet() -> nn.Module:
-    regnet = _library("torchvision.models.regnet")
+    regnet = library("torchvision.models.regnet")
     sizes = {"depth": 4, "w_0": 8, "w_a": 8.0, "w_m": 2.0, "group_width": 8, "se_ratio": 0.25}
     blocks = regnet.BlockParams.from_init_params(**sizes)
     model: nn.Module = regnet.RegNet(blocks, num_classes=CLASSES, stem_width=8)
@@ -294,14 +294,14 @@ def _regnet() -> nn.Module:
 
 
 def _densenet() -> nn.Module:
-    models = _library("torchvision.models")
+    models = library("torchvision.models")
     model: nn.Module = models.DenseNet(8, (2, 2, 2), 16, num_classes=CLASSES)
     return model
 
 
 def _mixer() -> nn.Module:
     sizes = {"img_size": 32, "patch_size": 8, "num_blocks": 3, "embed_dim": 32}
-    mixer = _library("timm.models.mlp_mixer")
+    mixer = library("timm.models.mlp_mixer")
     model: nn.Module = mixer.MlpMixer(num_classes=CLASSES, **sizes)
     return model
 
