@@ -29,7 +29,7 @@ from torch.nn import functional
 from ways import MICROBATCHES, MINIBATCHES, Way, make_plan, run_config
 
 from pipedream import Pipeline
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo
@@ -121,8 +121,8 @@ class Trainings:
         job = Job(nobody, config, folder, folder / RUN)
         examples = Examples(job, CPU)
         model = load_config_model(config, folder, names=examples.input_names)
-        with lowered(config.autocast, CPU):
-            captured = capture(model, examples.first().inputs)
+        precision = Precision(config.autocast, CPU)
+        captured = capture(model, examples.first().inputs, precision=precision)
         job = Job(make_plan(captured, plain, {}), config, folder, folder / RUN)
         first = RankInfo(0, 1, 0, 1, "", 0)
         self.captures[way.minibatches] = capture_all(job, Examples(job, CPU), first)
@@ -150,8 +150,8 @@ class Trainings:
             model = make_model(self.compared.make, self.precision)
             batch = collated(self.compared.examples(2), self.precision)
             args, kwargs = ((), batch) if isinstance(batch, dict) else (batch[:1], {})
-            with lowered("bfloat16" if self.precision == "bfloat16" else None, CPU):
-                self.captured["pipeline"] = capture(model, tuple(args), kwargs)
+            precision = Precision("bfloat16" if self.precision == "bfloat16" else None, CPU)
+            self.captured["pipeline"] = capture(model, tuple(args), kwargs, precision=precision)
         return self.captured["pipeline"]
 
     def _loop(self, folder: Path, rank_info: RankInfo, _heartbeats: object) -> int:
