@@ -19,6 +19,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
@@ -76,6 +77,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cells = {_key(cell): cell for cell in _read(folder)} if options.resume else {}
     begin = time.monotonic()
+    for model in options.models:
+        MODELS[model].make()  # imports what it needs, once for all processes
     gc.freeze()  # else each process looks through all that has been imported
     for model in options.models:
         for precision in options.precisions:
@@ -185,6 +188,10 @@ def _cell(trainings: Trainings, way: str, folder: Path, seconds: float) -> Cell:
     except Failed as end:
         refused, failed = (end.why, "") if end.refused else ("", end.why)
         return Cell(name, precision, way, refused=refused, failed=failed)
+    except Exception as error:
+        traceback.print_exc()
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return Cell(name, precision, way, failed=why)
     return Cell(name, precision, way, loss, gradient)
 
 

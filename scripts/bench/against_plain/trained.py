@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 import yaml
-from compared_models import MODELS, next_words
+from compared_models import MODELS, library, next_words
 from plain_loop import (
     LEARNING_RATE,
     MOMENTUM,
@@ -29,8 +29,7 @@ from torch.nn import functional
 from ways import MICROBATCHES, MINIBATCHES, Way, make_plan, run_config
 
 from pipedream import Pipeline
-from pipedream.adapters.transformers import tokens
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo
@@ -46,6 +45,11 @@ from pipedream.runtime.supervise.launch import USER_ERROR, spawn
 CPU = torch.device("cpu")
 LOSSES = {"output": None, "cross_entropy": functional.cross_entropy}
 PLAN, CONFIG, RUN = "plan.json", "run.yaml", "run"
+
+
+def _tokens() -> Callable[..., Any]:
+    tokens: Callable[..., Any] = library("pipedream.adapters.transformers").tokens
+    return tokens
 
 
 class Failed(Exception):
@@ -95,6 +99,8 @@ class Trainings:
     def _prepare(self, folder: Path, way: Way) -> Callable[[], int]:
         if way.by_pipeline:
             captured = self._captured_for_pipeline()
+            if self.compared.loss == "output":
+                _tokens()  # imported before ranks are forked
             write_plan(make_plan(captured, way, self.compared.shard), folder / PLAN)
             return partial(spawn, partial(self._loop, folder), sum(way.replicas))
         sgd = {"lr": LEARNING_RATE, "momentum": MOMENTUM}
@@ -115,8 +121,8 @@ class Trainings:
         job = Job(nobody, config, folder, folder / RUN)
         examples = Examples(job, CPU)
         model = load_config_model(config, folder, names=examples.input_names)
-        with lowered(config.autocast, CPU):
-            captured = capture(model, examples.first().inputs)
+        precision = Precision(config.autocast, CPU)
+        captured = capture(model, examples.first().inputs, precision=precision)
         job = Job(make_plan(captured, plain, {}), config, folder, folder / RUN)
         first = RankInfo(0, 1, 0, 1, "", 0)
         self.captures[way.minibatches] = capture_all(job, Examples(job, CPU), first)
@@ -144,8 +150,8 @@ class Trainings:
             model = make_model(self.compared.make, self.precision)
             batch = collated(self.compared.examples(2), self.precision)
             args, kwargs = ((), batch) if isinstance(batch, dict) else (batch[:1], {})
-            with lowered("bfloat16" if self.precision == "bfloat16" else None, CPU):
-                self.captured["pipeline"] = capture(model, tuple(args), kwargs)
+            precision = Precision("bfloat16" if self.precision == "bfloat16" else None, CPU)
+            self.captured["pipeline"] = capture(model, tuple(args), kwargs, precision=precision)
         return self.captured["pipeline"]
 
     def _loop(self, folder: Path, rank_info: RankInfo, _heartbeats: object) -> int:
@@ -166,7 +172,7 @@ class Trainings:
             model,
             read_plan(folder / PLAN),
             "output" if own_loss else loss_function(self.name),
-            weigh=tokens(model) if own_loss else None,
+            weigh=_tokens()(model) if own_loss else None,
             microbatches=MICROBATCHES,
             device="cpu",
             autocast="bfloat16" if self.precision == "bfloat16" else None,
