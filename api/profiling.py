@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pipedream.command_line import checked
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_seconds
 from pipedream.profiler.cli import write_files
@@ -53,6 +54,7 @@ class Profiled(Measured):
         return f"<b>{escape(self.profile.title)}</b>{table}"
 
 
+@checked
 def profile(
     model: nn.Module,
     inputs: Tensor | Sequence[Any] | Mapping[str, Any],
@@ -77,6 +79,11 @@ def profile(
     from pipedream.profiler.measure import Settings, measure
     from pipedream.profiler.timing.stopping_rule import StoppingRule
 
+    if not isinstance(model, nn.Module):
+        instead = ": call it, profile(factory(), ...)" if callable(model) else ""
+        raise UserError(
+            f"profile: model: this is a {type(model).__name__}, not a torch.nn.Module{instead}"
+        )
     args, kwargs = _arguments(inputs)
     tensors = flatten_inputs(args, kwargs)
     if not tensors or not tensors[0].dim():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+CPU = torch.device("cpu")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt, from malloc.h."""
@@ -38,11 +40,37 @@ def keep_freed_memory() -> None:
         mallopt(_MMAP_THRESHOLD, _LARGEST)
 
 
-def lowered(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which operators compute in the type `autocast` if torch considers that safe."""
-    if autocast is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, autocast))
+@dataclass(frozen=True)
+class Precision:
+    """In which types operators compute on `device`: in those of what they read, or with `autocast`
+    in that lower one where torch considers it safe.
+    """
+
+    autocast: str | None = None
+    device: torch.device = CPU
+
+    def computing(self) -> torch.autocast:
+        """A context for passes; it can be entered again. Autocast of a caller does not reach in."""
+        return _autocast(self.autocast, self.device)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """A context in which code of the user's finds what it would find in a pass, while its
+        tensors are on the CPU.
+        """
+        with ExitStack() as entered:
+            for device in {self.device, CPU}:
+                entered.enter_context(_autocast(self.autocast, device))
+            yield
+
+
+IN_FULL = Precision()
+
+
+def _autocast(lower: str | None, device: torch.device) -> torch.autocast:
+    if lower is None:
+        return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, dtype=getattr(torch, lower))
 
 
 @contextmanager

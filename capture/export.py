@@ -8,6 +8,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +22,22 @@ from torch.utils import _pytree as pytree
 from pipedream.capture.autograd_check import check_backward_passes, functions_on_gradients
 from pipedream.capture.autograd_functions import functions_as_operators
 from pipedream.capture.capture_errors import (
-    DATA_DEPENDENT,
-    SYMBOLIC,
+    FirstUseOfData,
     cannot_capture,
     capture_error,
     check_inputs,
     check_model,
+    check_operators,
     check_output,
+    noting_lines,
     place_of,
 )
-from pipedream.capture.compute_settings import eval_mode
+from pipedream.capture.compute_settings import IN_FULL, Precision, eval_mode
 from pipedream.capture.constants import constants
 from pipedream.capture.determinism_check import export_deterministic
 from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
 from pipedream.capture.grouping import OperatorGroup, group_by_module
-from pipedream.capture.sources.user_code import check_call
+from pipedream.capture.sources.user_code import check_call, place
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
 
@@ -78,6 +80,8 @@ class Captured:
     structure that it returns.
     `module_paths`: the module that each graph node is a call of, or for a functional operator the
     module that calls it. `parameters`: qualified names of the parameters that each node reads.
+    `precision`: the one in which the values have the types that `values` says; whoever runs a part
+    of the model does so in it.
     """
 
     graph: Graph
@@ -89,6 +93,7 @@ class Captured:
     out_spec: OutSpec
     module_paths: Mapping[str, str]
     parameters: Mapping[str, tuple[str, ...]]
+    precision: Precision
 
     @property
     def working(self) -> tuple[str, ...]:
@@ -122,9 +127,10 @@ def capture(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     training: bool = True,
+    precision: Precision = IN_FULL,
 ) -> Captured:
-    """Captures `model` as it runs on these inputs, in the modes in which its modules are; without
-    `training` in eval mode.
+    """Captures `model` as it runs on these inputs in this precision, in the modes in which its
+    modules are; without `training` in eval mode.
 
     Raises UserError with the reason if torch.export cannot capture the model, or if the model is
     not a fixed sequence of operators on tensors of fixed shapes.
@@ -134,17 +140,20 @@ def capture(
     count = len(args) + len(kwargs)
     check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs)
     with nullcontext() if training else eval_mode(model):
-        return _capture(model, args, kwargs)
+        return _capture(model, args, kwargs, precision)
 
 
-def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+def _capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: Precision
+) -> Captured:
     check_model(model)
     check_inputs(model, args, kwargs)
-    program = export_deterministic(
-        model, lambda: _export(model, args, kwargs), lambda: model(*args, **kwargs)
-    )
+    with precision.capturing():
+        program = export_deterministic(
+            model, lambda: _export(model, args, kwargs), lambda: model(*args, **kwargs)
+        )
     module, outputs, out_spec = _unlift(program, model)
-    _check_data_dependence(module, model)
+    check_operators(module, model)
     if (writer := writes_parameter(module)) is not None:
         reason = "it writes into a parameter, and a pipeline keeps several versions of it"
         raise cannot_capture(
@@ -158,9 +167,9 @@ def _capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not groups:
         raise UserError(f"{type(model).__name__} runs no operator: there is nothing to measure")
     try:
-        return _assemble(module, groups, outputs, out_spec)
-    except RuntimeError as error:  # an operator that can be exported but not run
-        raise capture_error(error, model) from error
+        return _assemble(module, groups, outputs, out_spec, precision)
+    except _CannotRun as error:  # an operator that can be exported but not run
+        raise capture_error(error.cause, model, place_of(error.node)) from error
 
 
 def _distinct(inputs: Any) -> Any:
@@ -182,6 +191,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     try:
         with (
             _suppress_output(),
+            noting_lines(),
             functions_as_operators(),
             functions_on_gradients(model) as called,
             model.register_forward_hook(check_output),
@@ -192,7 +202,21 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         check_backward_passes(called, program.graph_module)
         return program
     except (Exception, SystemExit) as error:  # the model's code may raise anything
-        raise capture_error(error, model) from error
+        raise capture_error(error, model, _use_of_data(error, model, args, kwargs)) from error
+
+
+def _use_of_data(
+    error: BaseException, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    """`FILE:LINE: ` where the model uses `.data` of a tensor, if that may be the error's cause."""
+    if "exported program constant's list" not in str(error):
+        return ""
+    try:
+        with FirstUseOfData():
+            model(*args, **kwargs)
+    except Exception as used:
+        return place(used)
+    return ""
 
 
 @contextmanager
@@ -205,15 +229,6 @@ def _suppress_output() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _check_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:
-    """Raises UserError if a shape, or a number taken from a tensor, depends on the data."""
-    for node in module.graph.nodes:
-        for value in pytree.tree_leaves(node.meta.get("val")):
-            shape = value.shape if isinstance(value, torch.Tensor) else [value]
-            if any(isinstance(size, SYMBOLIC) for size in shape):
-                raise cannot_capture(model, DATA_DEPENDENT, place_of(node))
 
 
 def _unlift(
@@ -296,42 +311,64 @@ def _drop_dead(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+class _CannotRun(Exception):
+    """An operator of the graph failed."""
+
+    def __init__(self, node: fx.Node, cause: RuntimeError) -> None:
+        super().__init__(node.name)
+        self.node, self.cause = node, cause
+
+
 class _Gradients(fx.Interpreter):
-    """Runs the graph on fake tensors and records the result of every operator.
+    """Runs the graph on fake tensors of `device` and records the result of every operator.
 
     Attributes are made fake first. Otherwise torch would compute with real values, and would for
     example count a batch in batch norm that never ran.
     """
 
-    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__(module)
-        self.mode = mode
+        self.mode, self.device = mode, device
         self.seen: dict[str, torch.Tensor] = {}
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
-        real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
-        return self.mode.from_tensor(value) if real else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        fake = value if isinstance(value, FakeTensor) else self.mode.from_tensor(value)
+        if fake.device.type == self.device.type:
+            return fake
+        return fake.detach().to(self.device).requires_grad_(fake.requires_grad)
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        if "device" in n.kwargs:
+            n = copy(n)
+            n.kwargs = {**n.kwargs, "device": self.device}
+        try:
+            result = super().run_node(n)
+        except RuntimeError as error:
+            raise _CannotRun(n, error) from error
         if isinstance(result, torch.Tensor) and n.op != "get_attr":
             self.seen[n.name] = result
         return result
 
 
-def _fake_values(module: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """Every tensor of the graph as a fake tensor: shape, type, and whether it needs gradients."""
+def _fake_values(module: fx.GraphModule, precision: Precision) -> dict[str, torch.Tensor]:
+    """Every tensor of the graph as a fake tensor: shape, type, and whether it needs gradients.
+
+    They are those of passes on the device of `precision`, for which autocast has rules of its own.
+    """
+    device = precision.device
     tensors = (*module.parameters(), *module.buffers())
     modes = (tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
     mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.enable_grad():
+    with mode, torch.enable_grad(), precision.computing():
         inputs = [
-            torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+            torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=device)
             for node in module.graph.nodes
             if node.op == "placeholder"
         ]
-        interpreter = _Gradients(module, mode)
+        interpreter = _Gradients(module, mode, device)
         interpreter.run(*inputs)
     return interpreter.seen
 
@@ -341,6 +378,7 @@ def _assemble(
     groups: Sequence[OperatorGroup],
     outputs: tuple[str, ...],
     out_spec: OutSpec,
+    precision: Precision,
 ) -> Captured:
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [OperatorGroup(f"Input{index}", "", [node]) for index, node in enumerate(inputs)]
@@ -348,7 +386,7 @@ def _assemble(
     owner = {node.name: name for name, group in named.items() for node in group.nodes}
     values = {
         name: Value(name, owner[name], tuple(fake.shape), fake.dtype, fake.requires_grad)
-        for name, fake in _fake_values(module).items()
+        for name, fake in _fake_values(module, precision).items()
         if name in owner
     }
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -373,6 +411,7 @@ def _assemble(
         out_spec=out_spec,
         module_paths={name: group.path for name, group in named.items()},
         parameters=parameters,
+        precision=precision,
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.compute_settings import eval_mode, lowered
+from pipedream.capture.compute_settings import Precision, eval_mode
 from pipedream.capture.loss import Loss, checked, load_loss
 from pipedream.comm.buckets import StageGroups, make_groups
 from pipedream.comm.rank_info import alone, environment
@@ -111,9 +111,9 @@ class Pipeline:
             if isinstance(loss, str)
             else checked(loss, getattr(loss, "__name__", type(loss).__name__))
         )
-        self.autocast, self.timeout, self.weigh = autocast, timeout, weigh
+        self.timeout, self.weigh = timeout, weigh
         self.rank = self._join(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.rng = MinibatchRng(seed, self.device)
+        self.rng, self.precision = MinibatchRng(seed, self.device), Precision(autocast, self.device)
         self.workers = workers_by_rank(self.plan.rank_assignment)[self.rank]
         self.stages = [stage for stage, _ in self.workers]
         self.agreement = Agreement(model, self.device)
@@ -141,7 +141,7 @@ class Pipeline:
 
     def _stage(self, _: ModelState) -> StagedModel:
         """The model, which is in this state now."""
-        forms = StageForms(self.model, self.plan, self.stages, self.rng, self.autocast)
+        forms = StageForms(self.model, self.plan, self.stages, self.rng, self.precision)
         if self.staged.cache_info().misses == _OFTEN:
             warnings.warn(
                 "the model changes from call to call and is captured each time, which takes long:"
@@ -403,7 +403,7 @@ class Pipeline:
         target, factor = target
         if factor == 0.0 or factor != factor:
             return _uncounted(output, factor)
-        with lowered(self.autocast, self.device):
+        with self.precision.computing():
             return self.loss(output, target) * factor
 
     def _sum(self, values: Sequence[Tensor]) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import Captured, capture, flatten_inputs
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
@@ -86,7 +87,7 @@ class StageForms:
     plan: Plan
     stages: Sequence[int]
     rng: MinibatchRng
-    autocast: str | None = None
+    precision: Precision
     training: bool = True
     backend: str | None = None
     first: Captured | None = None
@@ -112,7 +113,9 @@ class StageForms:
         """The stages for calls of this kind, by number."""
         if call.kind not in self.forms:
             with _on_cpu(self.model):
-                captured = capture(self.model, call.args, call.kwargs, self.training)
+                captured = capture(
+                    self.model, call.args, call.kwargs, self.training, self.precision
+                )
             if self.first is None:
                 self.first = captured
             elif told := difference(self.first, captured, self.plan):
@@ -122,7 +125,7 @@ class StageForms:
         return self.forms[call.kind]
 
     def _form(self, captured: Captured, stage: int) -> StageModule:
-        form = seeded_module(captured, self.plan, stage, self.rng, self.autocast, self.backend)
+        form = seeded_module(captured, self.plan, stage, self.rng, self.backend)
         original = self.originals.setdefault(stage, form)
         sharding = original.program.sharding
         if sharding is not None:
