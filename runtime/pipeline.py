@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -200,6 +199,7 @@ class Pipeline:
     def _minibatch(
         self, args: Any, kwargs: Mapping[str, Any], target: Any, weights: Tensor | None
     ) -> _Minibatch:
+        self._check_precision()
         # A loop for evaluation may be in inference mode, in which nothing can be captured.
         with torch.inference_mode(False):
             args, kwargs, target = pytree.tree_map_only(
@@ -220,7 +220,7 @@ class Pipeline:
         """The stages for each microbatch, of the model as it is now. Raises UserError unless all
         ranks have the same.
         """
-        with self._alone(), torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             staged = self.now = self.staged(ModelState.of(self.model))
             forms = [staged.forms.of(call) for call in minibatch.calls]
         texts = [staged.forms.texts[call.kind] for call in minibatch.calls]
@@ -354,18 +354,15 @@ class Pipeline:
         trained = self.agreement.trained
         return whole_state(optimizer, None if trained is None else trained.values())
 
-    def _alone(self) -> AbstractContextManager[Any]:
-        """The precision is that of the pipeline. Raises UserError if the loop is in another."""
-        kind = self.device.type
-        if not torch.is_autocast_enabled(kind):
-            return nullcontext()
+    def _check_precision(self) -> None:
+        """It is that of the pipeline. Raises UserError if the loop is in another."""
+        kind, own = self.device.type, self.precision.autocast
         theirs = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-        if theirs != self.autocast:
+        if torch.is_autocast_enabled(kind) and theirs != own:
             raise UserError(
-                f"the pipeline is called within torch.autocast of {theirs}: a pipeline has its own:"
-                f" give it autocast={theirs!r} when you make it"
+                f"the pipeline is called within torch.autocast of {theirs}, and has types of its"
+                f" own: give it autocast={theirs!r} when you make it, or call it outside"
             )
-        return torch.autocast(kind, enabled=False)
 
     def _run(
         self,
@@ -377,7 +374,7 @@ class Pipeline:
         stream = ActionStream(TrainingSegment(0, len(data.calls)), actions)
         # Dropout has random numbers of its own; those of the user's code stay alike on all ranks.
         gpus = [self.device] if self.device.type == "cuda" else []
-        with self._alone(), torch.random.fork_rng(gpus):
+        with torch.random.fork_rng(gpus):
             Engine(executors, self._transport(staged)).run(stream, data)
 
     def _transport(self, staged: StagedModel) -> Transport:

@@ -46,7 +46,10 @@ def test_keywords_are_options() -> None:
         ),
         (lambda: pipedream.profile(LINEAR), r"profile: missing .*'inputs': write profile\(model, "),
         (lambda: pipedream.profile(LINEAR, X, 3), r"profile: too many positional arguments"),
-        (lambda: pipedream.profile(LINEAR, X, repeat=3), "there is no repeat=; did you mean repeats="),
+        (
+            lambda: pipedream.profile(LINEAR, X, repeat=3),
+            "there is no repeat=; did you mean repeats=",
+        ),
         (
             lambda: pipedream.optimize(GRAPH, machines=2, bandwidth="1GB", sheduled="flush"),
             r"optimize: there is no sheduled=; did you mean schedule=\?",

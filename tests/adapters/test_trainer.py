@@ -20,7 +20,7 @@ from pipedream.comm.rank_info import RankInfo
 BASE: Mapping[str, Any] = {
     "per_device_train_batch_size": 6,
     "per_device_eval_batch_size": 6,
-    "num_train_epochs": 2,
+    "num_train_epochs": 1,
     "learning_rate": 1e-2,
     "max_grad_norm": 0.5,
     "logging_steps": 1,
@@ -44,11 +44,10 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "accumulated and smoothed": {
         "gradient_accumulation_steps": 2,
         "label_smoothing_factor": 0.1,
+        "optim": "adafactor",
         "eval_strategy": "epoch",
         "include_num_input_tokens_seen": True,
     },
-    "adafactor, unclipped": {"optim": "adafactor", "max_grad_norm": 0.0, "max_steps": 3},
-    "values": {"optim": "sgd", "dataloader_drop_last": True, "warmup_steps": 2},
 }
 
 
@@ -109,7 +108,7 @@ def _numbers(log: Mapping[str, Any]) -> dict[str, float]:
 
 def _resumed(make: Callable[..., Any], folder: Path) -> list[float]:
     """The losses of a run with dropout, and of one that goes on from its checkpoint."""
-    settings = {**BASE, "save_strategy": "steps", "save_steps": 2, "max_steps": 5}
+    settings = {**BASE, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     losses = []
     for begin in (None, str(folder / "whole/checkpoint-2")):
         arguments = _transformers().TrainingArguments(
@@ -117,7 +116,7 @@ def _resumed(make: Callable[..., Any], folder: Path) -> list[float]:
         )
         trainer = make(model=_model(0.1), args=arguments, train_dataset=_data(16, 1))
         trainer.train(resume_from_checkpoint=begin)
-        losses.append([each["loss"] for each in trainer.state.log_history if "loss" in each][-3:])
+        losses.append([each["loss"] for each in trainer.state.log_history if "loss" in each][-2:])
     assert losses[0] == losses[1]
     return losses[0]
 
