@@ -65,7 +65,8 @@ class Pipeline:
 
     Every rank makes the same model and the same calls, with the same whole minibatches. Gradients
     of a rank's own stages come to the parameters of `model`; the others keep none, so that an
-    optimizer of all parameters steps those of this rank. If torch.distributed is initialized
+    optimizer of all parameters steps those of this rank. The model may change between calls, on all
+    ranks alike. If torch.distributed is initialized
     already, its ranks are used.
     """
 
