@@ -16,7 +16,6 @@ _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
-
 def words(options: Mapping[str, Any]) -> Iterator[str]:
     """Yields `--name value` for each: `save_every=4` is `--save-every 4`, True alone is a flag,
     False and None are left out, the items of a tuple or a list stand with commas between.

@@ -80,9 +80,6 @@ def train(
 
     Raises UserError with what pd-train says if it fails, KeyboardInterrupt if it was stopped.
     """
-    from pipedream.runtime.cli import main
-
-    check_names(options, "train", main)
     with TemporaryDirectory() as folder, _as_file(config) as file:
         asked = {"config": file, "output": Path(output), **options}
         command = [_program(), str(_written(plan, Path(folder))), *words(asked)]

@@ -8,7 +8,6 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -361,10 +360,12 @@ class _Gradients(fx.Interpreter):
             return fake
         return fake.detach().to(self.device).requires_grad_(fake.requires_grad)
 
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self.device}
+        return super().call_function(target, args, kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
-        if "device" in n.kwargs:
-            n = copy(n)
-            n.kwargs = {**n.kwargs, "device": self.device}
         try:
             result = super().run_node(n)
         except RuntimeError as error:

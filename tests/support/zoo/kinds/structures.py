@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from transformers.utils import ModelOutput
+
 from zoo.specimens import Inputs, sequences, specimen, tokens, vectors
 
 
