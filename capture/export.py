@@ -32,8 +32,10 @@ from pipedream.capture.capture_errors import (
 )
 from pipedream.capture.constants import constants
 from pipedream.capture.determinism_check import export_deterministic
-from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
 from pipedream.capture.grouping import OperatorGroup, group_by_module
+from pipedream.capture.rewrites.functionalize import make_dense, make_functional, writes_parameter
+from pipedream.capture.rewrites.no_grad import inference_as_no_grad, inline_no_grad
+from pipedream.capture.rewrites.writes import changes_something
 from pipedream.capture.sources.user_code import check_call
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
@@ -177,6 +179,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         with (
             _suppress_output(),
             functions_as_operators(),
+            inference_as_no_grad(),
             functions_on_gradients(model) as called,
             model.register_forward_hook(check_output),
             warnings.catch_warnings(),
@@ -244,6 +247,7 @@ def _unlift(
     by_name = {node.name: renamed[node] for node in renamed}
     graph.output(tuple(by_name[name] for name in names))
     module = fx.GraphModule(root, graph)
+    inline_no_grad(module)
     _drop_dead(module)
     return module, tuple(by_name[name].name for name in names), out_spec
 
@@ -282,7 +286,7 @@ def _drop_dead(module: fx.GraphModule) -> None:
     for node in reversed(module.graph.nodes):
         if "_assert" in str(node.target) and not node.users:
             module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(changes_something)
     for node in list(module.graph.nodes):
         no_tensor = node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
         if no_tensor and not node.users:
