@@ -34,8 +34,10 @@ from pipedream.capture.checks.autograd_check import check_backward_passes, funct
 from pipedream.capture.checks.determinism_check import export_deterministic
 from pipedream.capture.compute_settings import IN_FULL, Precision, eval_mode
 from pipedream.capture.constants import constants
-from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
 from pipedream.capture.grouping import OperatorGroup, group_by_module
+from pipedream.capture.rewrites.functionalize import make_dense, make_functional, writes_parameter
+from pipedream.capture.rewrites.no_grad import inference_as_no_grad, inline_no_grad
+from pipedream.capture.rewrites.writes import changes_something
 from pipedream.capture.sources.user_code import check_call, place
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
@@ -201,6 +203,7 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             _suppress_output(),
             noting_lines(),
             functions_as_operators(),
+            inference_as_no_grad(),
             functions_on_gradients(model) as called,
             model.register_forward_hook(check_output),
             warnings.catch_warnings(),
@@ -274,6 +277,7 @@ def _unlift(
     returned = {name: _computed(by_name[name]) for name in dict.fromkeys(names)}
     graph.output(tuple(returned[name] for name in names))
     module = fx.GraphModule(root, graph)
+    inline_no_grad(module)
     _drop_dead(module)
     return module, tuple(returned[name].name for name in names), out_spec
 
@@ -323,7 +327,7 @@ def _drop_dead(module: fx.GraphModule) -> None:
     for node in reversed(module.graph.nodes):
         if "_assert" in str(node.target) and not node.users:
             module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(changes_something)
     for node in list(module.graph.nodes):
         no_tensor = node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
         if no_tensor and not node.users:
