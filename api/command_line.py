@@ -1,14 +1,19 @@
-"""The words of a command, from keyword arguments."""
+"""The words of a command, from keyword arguments, and these checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import click
 
 from pipedream.graph.errors import UserError
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
 
 
 def words(options: Mapping[str, Any]) -> Iterator[str]:
@@ -25,17 +30,42 @@ def words(options: Mapping[str, Any]) -> Iterator[str]:
             yield str(value)
 
 
-def check_names(options: Mapping[str, Any], function: str, command: click.Command) -> None:
-    """Raises UserError if the command has no option of one of these names."""
-    known = {
-        name.removeprefix("--").replace("-", "_")
-        for parameter in command.params
-        if isinstance(parameter, click.Option) and parameter.expose_value
-        for name in parameter.opts
-        if name.startswith("--")
-    }
-    for name in options:
-        if name not in known:
-            close = get_close_matches(name, sorted(known), n=1)
-            hint = f"did you mean {close[0]}?" if close else f"they are those of {command.name}"
-            raise UserError(f"{function}: no option is called {name}; {hint}")
+def checked(
+    function: Callable[_Arguments, _Result], command: click.Command | None = None
+) -> Callable[_Arguments, _Result]:
+    """The function, which raises UserError for arguments that it does not take, and for options
+    that its command does not have.
+    """
+    signature = inspect.signature(function)
+    name = function.__name__
+    own = [each.name for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    options = [each.name for each in command.params if each.name] if command else []
+
+    @wraps(function)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        for key in kwargs:
+            if key not in (*own, *options):
+                raise UserError(f"{name}: there is no {key}={_instead(key, (*own, *options))}")
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UserError(f"{name}: {error}: write {name}{_shown(signature)}") from error
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _instead(key: str, known: Iterable[str]) -> str:
+    """`; did you mean schedule=?`, or all that there are."""
+    names = sorted(set(known))
+    close = get_close_matches(key, names, n=1)
+    return f"; did you mean {close[0]}=?" if close else f"; there are {', '.join(names)}"
+
+
+def _shown(signature: inspect.Signature) -> str:
+    """The arguments without their types and defaults: `(model, inputs, *, loss)`."""
+    bare = [
+        each.replace(annotation=each.empty, default=each.empty)
+        for each in signature.parameters.values()
+    ]
+    return str(signature.replace(parameters=bare, return_annotation=signature.empty))

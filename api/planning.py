@@ -7,16 +7,18 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipedream.command_line import check_names, words
+from pipedream.command_line import checked, words
 from pipedream.graph.command import whole, write_whole
 from pipedream.graph.model import Graph, format_graph
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.units import show_seconds
+from pipedream.optimizer.cli.command import main as pd_optimize
 from pipedream.profiling import Profiled
 
 _OF_THE_FOLDER = ("Written: ", "Next: ", "Exported: ")
@@ -60,6 +62,7 @@ class Planned:
         return f"<pre>{escape(self.report)}</pre>{scrolling if svg else ''}"
 
 
+@partial(checked, command=pd_optimize)
 def optimize(
     graph: Profiled | Graph | str | Path,
     machines: Sequence[int] | int | None = None,
@@ -73,16 +76,13 @@ def optimize(
     memory="16GB", schedule="flush")`; `split=("layer2", "layer3"), replicas=(2, 1, 1)` prices your
     own stages. Raises UserError.
     """
-    from pipedream.optimizer.cli.command import main
-
-    check_names(options, "optimize", main)
     with TemporaryDirectory() as folder, _quick_collector():
         made = Path(folder) / "plan"
         asked = {"machines": machines, "bandwidth": bandwidth, **options}
         arguments = [str(_written(graph, Path(folder))), *words(asked), "--output", str(made)]
         report = io.StringIO()
-        with redirect_stdout(report), main.make_context("pd-optimize", arguments) as context:
-            main.invoke(context)
+        with redirect_stdout(report), pd_optimize.make_context("pd-optimize", arguments) as context:
+            pd_optimize.invoke(context)
         files = {path.name: path.read_bytes() for path in made.iterdir() if path.is_file()}
         lines = report.getvalue().splitlines(keepends=True)
         kept = "".join(line for line in lines if not line.startswith(_OF_THE_FOLDER))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pipedream.command_line import checked
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_seconds
 from pipedream.profiler.cli import write_files
@@ -53,6 +54,7 @@ class Profiled(Measured):
         return f"<b>{escape(self.profile.title)}</b>{table}"
 
 
+@checked
 def profile(
     model: nn.Module,
     inputs: Tensor | Sequence[Any] | Mapping[str, Any],
@@ -71,17 +73,23 @@ def profile(
     `loss` of what the model returns makes the passes those of training. The others are the options
     of pd-profile. Raises UserError.
     """
+    from pipedream.capture.compute_settings import to_train
     from pipedream.capture.export import flatten_inputs
     from pipedream.capture.sources.load import Loaded
     from pipedream.profiler.measure import Settings, measure
     from pipedream.profiler.timing.stopping_rule import StoppingRule
 
+    if not isinstance(model, nn.Module):
+        instead = ": call it, profile(factory(), ...)" if callable(model) else ""
+        raise UserError(
+            f"profile: model: this is a {type(model).__name__}, not a torch.nn.Module{instead}"
+        )
     args, kwargs = _arguments(inputs)
     tensors = flatten_inputs(args, kwargs)
     if not tensors or not tensors[0].dim():
         raise UserError("profile: inputs: give tensors whose first dimension are the examples")
     of_output = None if loss is None else lambda output, _target: loss(output)
-    loaded = Loaded(model.train(), args, kwargs, autocast, of_output, target=())
+    loaded = Loaded(to_train(model), args, kwargs, autocast, of_output, target=())
     settings = Settings(
         model=f"{type(model).__module__}:{type(model).__qualname__}",
         args={},

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from tempfile import NamedTemporaryFile, TemporaryDirectory
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from pipedream.command_line import check_names, words
+from pipedream.command_line import checked, words
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.planning import Planned
+from pipedream.runtime.cli import main as pd_train
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,6 +64,7 @@ class Run:
         return f"<b>{escape(str(self.folder))}</b>{told}{ranks}"
 
 
+@partial(checked, command=pd_train)
 def train(
     plan: Planned | Plan | str | Path,
     config: Mapping[str, Any] | str | Path,
@@ -77,9 +80,6 @@ def train(
 
     Raises UserError with what pd-train says if it fails, KeyboardInterrupt if it was stopped.
     """
-    from pipedream.runtime.cli import main
-
-    check_names(options, "train", main)
     with TemporaryDirectory() as folder, _as_file(config) as file:
         asked = {"config": file, "output": Path(output), **options}
         command = [_program(), str(_written(plan, Path(folder))), *words(asked)]

@@ -2,12 +2,14 @@
 
 torch.export traces only the forward pass of a `torch.autograd.Function`. During a capture each call
 therefore becomes an operator of its own, `pipedream_function::NAME.callN`, which calls the function
-when it runs. Hooks on the gradients of tensors and gradients taken in the forward pass are errors.
+when it runs. Hooks on the gradients of tensors, gradients taken in the forward pass and other calls
+that a capture would lose are errors.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -18,6 +20,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, FunctionCtx
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
@@ -28,6 +32,7 @@ SPACE = "pipedream_function"
 _library: Any = torch.library.Library(SPACE, "DEF")  # type: ignore[no-untyped-call]
 _numbers = itertools.count()
 _NO_SETUP_CONTEXT = Function.setup_context
+_ENTER_HOOKS = saved_tensors_hooks.__enter__
 _inside_operator = ContextVar("inside an operator", default=False)
 
 
@@ -39,11 +44,32 @@ _GRADIENT = (
     "it takes gradients in its forward pass, which torch.export cannot follow; compute them in "
     "the loss, or leave this part out of the model"
 )
+_PACKED = (
+    "it packs sequences, whose lengths are data and would be frozen; pad them to one length, run "
+    "the layer on the padded tensor, and take the outputs at the lengths with gather"
+)
+_SAVED = (
+    "it changes what the backward pass keeps by saved_tensors_hooks, which would be lost; write a "
+    "torch.autograd.Function, or leave them out"
+)
+_SEEDS = (
+    "it seeds torch, but a run draws other numbers for each minibatch from the seed of its run "
+    "config; leave that out, or make the numbers once, as a buffer in __init__"
+)
+_FREEZES = (
+    "it freezes or thaws a parameter as it runs, which would be lost; do that in the factory, or "
+    "cut the gradient with detach()"
+)
+_THREADS = "it starts a thread, whose operators would be lost; call them one after the other"
 _LOST_CALLS = (
     (Tensor, "register_hook", _HOOK),
     (Tensor, "register_post_accumulate_grad_hook", _HOOK),
     (torch.autograd, "grad", _GRADIENT),
     (torch.autograd, "backward", _GRADIENT),
+    (PackedSequence, "__new__", _PACKED),
+    (torch, "manual_seed", _SEEDS),
+    (torch.random, "manual_seed", _SEEDS),
+    (threading.Thread, "start", _THREADS),
 )
 
 
@@ -65,6 +91,8 @@ def functions_as_operators() -> Iterator[None]:
     with ExitStack() as patches:
         for owner, name, reason in _LOST_CALLS:
             patches.enter_context(patch.object(owner, name, _raiser(reason)))
+        patches.enter_context(patch.object(saved_tensors_hooks, "__enter__", _enter_hooks))
+        patches.enter_context(_FrozenAsBefore())
         patches.enter_context(patch.object(CheckpointFunction, "apply", _run_checkpointed))
         # `apply` may be bound before the export, and need not be Python. But all versions of torch
         # ask the class for its `forward` at each call.
@@ -72,11 +100,30 @@ def functions_as_operators() -> Iterator[None]:
         yield
 
 
+def _enter_hooks(hooks: saved_tensors_hooks) -> None:
+    """Those of torch itself, of torch.utils.checkpoint for one, change no gradient."""
+    if not is_torchs_own(type(hooks)) or type(hooks) is saved_tensors_hooks:
+        raise UserError(_SAVED)
+    _ENTER_HOOKS(hooks)
+
+
+class _FrozenAsBefore(TorchFunctionMode):
+    """Raises UserError if a parameter is frozen or thawed."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.requires_grad_ or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
+            given = [*args, *(kwargs or {}).values()]
+            wanted = given[1] if len(given) > 1 else True
+            if isinstance(given[0], nn.Parameter) and given[0].requires_grad != wanted:
+                raise UserError(_FREEZES)
+        return func(*args, **(kwargs or {}))
+
+
 def _run_checkpointed(run: Callable[..., Any], _preserve_random_state: bool, *inputs: Any) -> Any:
     return run(*inputs)  # CheckpointFunction runs it without gradients
 
 
-def is_torchs_own(function: type[Function]) -> bool:
+def is_torchs_own(function: type) -> bool:
     """Whether a function is part of torch, and traced as usual."""
     return function.__module__.partition(".")[0] == "torch"
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.sources.user_code import blame, is_the_users, package_folders, place
@@ -23,9 +27,16 @@ DATA_DEPENDENT = (
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that depend on the data
 
+_FUNCTORCH = "it uses torch.func or vmap; write the batched operators instead"
+_GENERATOR = (
+    "it draws from a torch.Generator of its own, which no checkpoint has; draw from torch's, "
+    "leaving generator= out"
+)
+
 # Errors of torch, matched by "CLASS: MESSAGE", and what they mean to the user.
 _KNOWN = (
-    (r"^GuardOnDataDependentSymNode|^DynamicOutputShape", DATA_DEPENDENT),
+    (r"^GuardOnDataDependentSymNode|^DynamicOutputShape|^DataDependentOutput|^PendingUnbacked",
+     DATA_DEPENDENT),
     (r"\.numpy\(\) is not supported", "it converts a tensor to numpy, which loses the graph and "
      "the gradient; use torch's functions"),
     (r"FakeTensor.__format__", "it formats the value of a tensor, which is unknown during the "
@@ -34,37 +45,60 @@ _KNOWN = (
      "fixed length and use a mask"),
     (r"fake tensor in the exported program constant's list", "it writes to a tensor's .data, or "
      "does something else that torch.export cannot trace; write it as operators on tensors"),
-    (r"not linked with support for cuda|Found no NVIDIA driver|Torch not compiled with CUDA",
+    (r"not linked with support for cuda|Found no NVIDIA driver|Torch not compiled with CUDA"
+     r"|FakeTensorDeviceMismatch",
      "it moves a tensor to a GPU, and there is none; write .to(x.device), x being an input"),
     (r"missing the required \"forward\" function", "it has no forward: return a module that has "
      "one, such as nn.Sequential"),
-    (r"_add_batch_dim|functorch", "it uses torch.func or vmap; write the batched operators "
-     "instead"),
-    (r"Cannot access data pointer|erroneously tracing into a custom kernel", "it copies a module "
-     "or calls an extension, and tensors have no data during the capture; register the extension "
-     "with torch.library.custom_op and a fake implementation"),
+    (r"_add_batch_dim|functorch", _FUNCTORCH),
+    (r"Cannot access data pointer|erroneously tracing into a custom kernel|Can't pickle"
+     r"|_share_fd_|Not available for 'meta' device", "it copies or saves tensors, makes one of the "
+     "values of others (torch.tensor([...]): write torch.stack), or calls an extension, and "
+     "tensors have no data during the capture; register an extension with torch.library.custom_op "
+     "and a fake implementation"),
+    (r"_sparse_|[Ss]parse\w*(CPU|CUDA|Meta)\b|[Ss]parse tensor", "it computes with sparse tensors, "
+     "which torch.export cannot trace; use dense ones, or index_add and scatter"),
     (r"UnsupportedOperatorException|NotImplementedError: (aten|\w+)::", "torch.export cannot "
      "trace this operator; use others, or register it with torch.library.custom_op"),
+    (r"SymInt|SymBool|SymFloat", DATA_DEPENDENT),
 )  # fmt: skip
 
 
-def capture_error(error: BaseException, model: nn.Module) -> UserError:
-    """The UserError for an error that `model` raised during the capture."""
+_OPAQUE = (
+    "an object that torch cannot take apart into tensors; return tensors, or tuples, lists or "
+    "dicts of them, or register its class with torch.export.register_dataclass"
+)
+_CACHE = (
+    "a cache of keys and values for generation, which training does not need; turn it off: "
+    "model.config.use_cache = False, or pass use_cache=False"
+)
+
+
+def capture_error(error: BaseException, model: nn.Module, where: str = "") -> UserError:
+    """The UserError for an error that `model` raised during the capture, or at `FILE:LINE: `."""
     known = f"{type(error).__name__}: {error}"
     reason = next((means for sign, means in _KNOWN if re.search(sign, known)), None)
     if isinstance(error, UserError):
         reason = error.message
-    elif any(
-        "torch/distributed/" in frame.filename
-        for frame in traceback.extract_tb(error.__traceback__)
-    ):
+    elif _passed(error, "torch/distributed/"):
         reason = (
             "it calls torch.distributed; leave communication to pd-train, which adds it between "
             "stages and replicas"
         )
+    elif _passed(error, "torch/distributions/"):
+        reason = (
+            "torch.distributions looks at the values it is given, which are unknown during the "
+            "capture; pass validate_args=False"
+        )
     elif reason is None:
         reason = blame(error).removeprefix(place(error))
-    return cannot_capture(model, reason, place(error) or _place_in_library(error))
+    return cannot_capture(model, reason, place(error) or where or _place_in_library(error))
+
+
+def _passed(error: BaseException, folder: str) -> bool:
+    """Whether the error came through code of this folder."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(folder in frame.filename for frame in frames)
 
 
 def cannot_capture(model: nn.Module, reason: str, where: str = "") -> UserError:
@@ -75,9 +109,57 @@ def cannot_capture(model: nn.Module, reason: str, where: str = "") -> UserError:
 
 def place_of(node: fx.Node) -> str:
     """`FILE:LINE: ` of the code that called an operator of an exported graph, or empty."""
-    files = re.findall(r'File "(.+)", line (\d+)', node.meta.get("stack_trace") or "")
+    parts = (each for each in node.all_input_nodes if each.op == "get_attr")
+    regions = (getattr(node.graph.owning_module, str(part.target), None) for part in parts)
+    inside = [
+        each
+        for region in regions
+        if isinstance(region, fx.GraphModule)  # such as torch.no_grad
+        for each in region.graph.nodes
+    ]
+    traces = [each.meta.get("stack_trace") or "" for each in (*inside, node)]
+    files = re.findall(r'File "(.+)", line (\d+)', "\n".join(traces))
     theirs = [each for each in files if is_the_users(each[0])] or files
     return "{}:{}: ".format(*theirs[-1]) if theirs else ""
+
+
+@contextmanager
+def noting_lines() -> Iterator[None]:
+    """Has operators exported inside know all lines of the user's that led to them: torch keeps only
+    those of functions called `forward`.
+    """
+
+    def ours(_tracer: object, frames: traceback.StackSummary) -> traceback.StackSummary:
+        own = (each for each in frames if each.name == "forward" or is_the_users(each.filename))
+        return traceback.StackSummary.from_list(own)
+
+    own = "_filter_traceback_frames"  # older versions of torch lack it
+    with patch.object(fx.proxy.TracerBase, own, ours, create=True):
+        yield
+
+
+class FirstUseOfData(TorchFunctionMode):
+    """Raises UserError, whose traceback has the line, where `.data` of a tensor is first used."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.data.__get__, torch.Tensor.data.__set__):  # type: ignore[attr-defined]
+            raise UserError(".data is used")
+        return func(*args, **(kwargs or {}))
+
+
+def check_operators(module: fx.GraphModule, model: nn.Module) -> None:
+    """Raises UserError if a shape, or a number taken from a tensor, depends on the data, or if an
+    operator would not run as it did.
+    """
+    for node in module.graph.nodes:
+        for value in pytree.tree_leaves(node.meta.get("val")):
+            shape = value.shape if isinstance(value, torch.Tensor) else [value]
+            if any(isinstance(size, SYMBOLIC) for size in shape):
+                raise cannot_capture(model, DATA_DEPENDENT, place_of(node))
+        if isinstance(node.kwargs.get("generator"), fx.Node):
+            raise cannot_capture(model, _GENERATOR, place_of(node))
+        if getattr(node.target, "__module__", "").startswith("torch._functorch"):
+            raise cannot_capture(model, _FUNCTORCH, place_of(node))
 
 
 def check_model(model: nn.Module) -> None:
@@ -116,13 +198,15 @@ def check_output(model: nn.Module, args: object, output: object) -> None:
 
     torch.export would fail, but with another error in each version of torch.
     """
-    for leaf in pytree.tree_leaves(output):
-        if not isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None), *SYMBOLIC)):
-            raise UserError(
-                "it returns an object that torch cannot take apart into tensors; return tensors, "
-                "or tuples, lists or dicts of them, or register its class with "
-                "torch.export.register_dataclass"
-            )
+    leaves = pytree.tree_leaves_with_path(output)
+    for keys, leaf in leaves:
+        if isinstance(leaf, (torch.Tensor, bool, int, float, str, type(None), *SYMBOLIC)):
+            continue
+        what = f"a {type(leaf).__name__}" + f" at output{pytree.keystr(keys)}" * bool(keys)
+        is_cache = any("cache" in kind.__name__.lower() for kind in type(leaf).__mro__)
+        raise UserError(f"it returns {what}, {_CACHE if is_cache else _OPAQUE}")
+    if not any(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
+        raise UserError("it returns no tensor; return what the loss is computed from")
 
 
 def _called(path: str) -> str:

@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,30 +18,39 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.autograd_check import check_backward_passes, functions_on_gradients
 from pipedream.capture.autograd_functions import functions_as_operators
 from pipedream.capture.capture_errors import (
-    DATA_DEPENDENT,
-    SYMBOLIC,
+    FirstUseOfData,
     cannot_capture,
     capture_error,
     check_inputs,
     check_model,
+    check_operators,
     check_output,
+    noting_lines,
     place_of,
 )
+from pipedream.capture.checks.autograd_check import check_backward_passes, functions_on_gradients
+from pipedream.capture.checks.determinism_check import export_deterministic
+from pipedream.capture.compute_settings import IN_FULL, Precision, eval_mode
 from pipedream.capture.constants import constants
-from pipedream.capture.determinism_check import export_deterministic
-from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
 from pipedream.capture.grouping import OperatorGroup, group_by_module
-from pipedream.capture.sources.user_code import check_call
+from pipedream.capture.rewrites.functionalize import make_dense, make_functional, writes_parameter
+from pipedream.capture.rewrites.no_grad import inference_as_no_grad, inline_no_grad
+from pipedream.capture.rewrites.writes import changes_something
+from pipedream.capture.sources.user_code import check_call, place
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
 
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor of the captured model: `name` in the fx graph, computed by graph node `node`."""
+    """A tensor of the captured model: `name` in the fx graph, computed by graph node `node`.
+
+    `requires_grad`: whether it has a gradient, where all outputs of the model have one. That of
+    what is detached afterwards, or of a comparison alone, is none rather than zero: what has made
+    it does not learn from it, and an optimizer leaves it as it is.
+    """
 
     name: str
     node: str
@@ -77,6 +86,8 @@ class Captured:
     structure that it returns.
     `module_paths`: the module that each graph node is a call of, or for a functional operator the
     module that calls it. `parameters`: qualified names of the parameters that each node reads.
+    `precision`: the one in which the values have the types that `values` says; whoever runs a part
+    of the model does so in it.
     """
 
     graph: Graph
@@ -88,6 +99,7 @@ class Captured:
     out_spec: OutSpec
     module_paths: Mapping[str, str]
     parameters: Mapping[str, tuple[str, ...]]
+    precision: Precision
 
     @property
     def working(self) -> tuple[str, ...]:
@@ -116,29 +128,42 @@ def flatten_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tor
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def capture(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     training: bool = True,
+    precision: Precision = IN_FULL,
 ) -> Captured:
-    """Captures `model`, in training or eval mode, as it runs on these inputs.
+    """Captures `model` as it runs on these inputs in this precision, in the modes in which its
+    modules are; without `training` in eval mode.
 
-    Raises UserError with the reason if torch.export cannot capture the model, or if the model is
-    not a fixed sequence of operators on tensors of fixed shapes.
+    The graph is the same whether or not gradients are enabled where it is called: regions of the
+    model without gradient are nodes of it. Raises UserError with the reason if torch.export cannot
+    capture the model, or if the model is not a fixed sequence of operators on tensors of fixed
+    shapes.
     """
     own: tuple[tuple[Any, ...], dict[str, Any]] = _distinct((args, dict(kwargs or {})))
     args, kwargs = own
     count = len(args) + len(kwargs)
     check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs)
-    model.train(training)
+    with nullcontext() if training else eval_mode(model):
+        return _capture(model, args, kwargs, precision)
+
+
+def _capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: Precision
+) -> Captured:
     check_model(model)
     check_inputs(model, args, kwargs)
-    program = export_deterministic(
-        model, lambda: _export(model, args, kwargs), lambda: model(*args, **kwargs)
-    )
+    with precision.capturing():
+        program = export_deterministic(
+            model, lambda: _export(model, args, kwargs), lambda: model(*args, **kwargs)
+        )
     module, outputs, out_spec = _unlift(program, model)
-    _check_data_dependence(module, model)
+    check_operators(module, model)
     if (writer := writes_parameter(module)) is not None:
         reason = "it writes into a parameter, and a pipeline keeps several versions of it"
         raise cannot_capture(
@@ -152,9 +177,9 @@ def capture(
     if not groups:
         raise UserError(f"{type(model).__name__} runs no operator: there is nothing to measure")
     try:
-        return _assemble(module, groups, outputs, out_spec)
-    except RuntimeError as error:  # an operator that can be exported but not run
-        raise capture_error(error, model) from error
+        return _assemble(module, groups, outputs, out_spec, precision)
+    except _CannotRun as error:  # an operator that can be exported but not run
+        raise capture_error(error.cause, model, place_of(error.node)) from error
 
 
 def _distinct(inputs: Any) -> Any:
@@ -164,7 +189,7 @@ def _distinct(inputs: Any) -> Any:
     seen: set[int] = set()
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) in seen:
+        if id(tensor) in seen or tensor.is_inference():  # which autograd refuses
             return tensor.detach().clone().requires_grad_(tensor.requires_grad)
         seen.add(id(tensor))
         return tensor
@@ -176,7 +201,9 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     try:
         with (
             _suppress_output(),
+            noting_lines(),
             functions_as_operators(),
+            inference_as_no_grad(),
             functions_on_gradients(model) as called,
             model.register_forward_hook(check_output),
             warnings.catch_warnings(),
@@ -186,7 +213,21 @@ def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         check_backward_passes(called, program.graph_module)
         return program
     except (Exception, SystemExit) as error:  # the model's code may raise anything
-        raise capture_error(error, model) from error
+        raise capture_error(error, model, _use_of_data(error, model, args, kwargs)) from error
+
+
+def _use_of_data(
+    error: BaseException, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> str:
+    """`FILE:LINE: ` where the model uses `.data` of a tensor, if that may be the error's cause."""
+    if "exported program constant's list" not in str(error):
+        return ""
+    try:
+        with FirstUseOfData():
+            model(*args, **kwargs)
+    except Exception as used:
+        return place(used)
+    return ""
 
 
 @contextmanager
@@ -199,15 +240,6 @@ def _suppress_output() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-def _check_data_dependence(module: fx.GraphModule, model: nn.Module) -> None:
-    """Raises UserError if a shape, or a number taken from a tensor, depends on the data."""
-    for node in module.graph.nodes:
-        for value in pytree.tree_leaves(node.meta.get("val")):
-            shape = value.shape if isinstance(value, torch.Tensor) else [value]
-            if any(isinstance(size, SYMBOLIC) for size in shape):
-                raise cannot_capture(model, DATA_DEPENDENT, place_of(node))
 
 
 def _unlift(
@@ -242,10 +274,23 @@ def _unlift(
         renamed[node].meta = dict(node.meta)
     names, out_spec = _user_outputs(program)
     by_name = {node.name: renamed[node] for node in renamed}
-    graph.output(tuple(by_name[name] for name in names))
+    returned = {name: _computed(by_name[name]) for name in dict.fromkeys(names)}
+    graph.output(tuple(returned[name] for name in names))
     module = fx.GraphModule(root, graph)
+    inline_no_grad(module)
     _drop_dead(module)
-    return module, tuple(by_name[name].name for name in names), out_spec
+    return module, tuple(returned[name].name for name in names), out_spec
+
+
+def _computed(value: fx.Node) -> fx.Node:
+    """The value; of a parameter or buffer that a model returns as it is, a copy, which an operator
+    computes: so a stage has it, and the next minibatches do not change it.
+    """
+    if value.op != "get_attr":
+        return value
+    copied = value.graph.call_function(torch.ops.aten.clone.default, (value,))
+    copied.meta = dict(value.meta)
+    return copied
 
 
 def _user_outputs(program: ExportedProgram) -> tuple[list[str], OutSpec]:
@@ -282,7 +327,7 @@ def _drop_dead(module: fx.GraphModule) -> None:
     for node in reversed(module.graph.nodes):
         if "_assert" in str(node.target) and not node.users:
             module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(changes_something)
     for node in list(module.graph.nodes):
         no_tensor = node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
         if no_tensor and not node.users:
@@ -290,44 +335,86 @@ def _drop_dead(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+class _CannotRun(Exception):
+    """An operator of the graph failed."""
+
+    def __init__(self, node: fx.Node, cause: RuntimeError) -> None:
+        super().__init__(node.name)
+        self.node, self.cause = node, cause
+
+
 class _Gradients(fx.Interpreter):
-    """Runs the graph on fake tensors and records the result of every operator.
+    """Runs the graph on fake tensors of `device` and records the result of every operator.
 
     Attributes are made fake first. Otherwise torch would compute with real values, and would for
     example count a batch in batch norm that never ran.
     """
 
-    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__(module)
-        self.mode = mode
+        self.mode, self.device = mode, device
         self.seen: dict[str, torch.Tensor] = {}
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
-        real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
-        return self.mode.from_tensor(value) if real else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        fake = value if isinstance(value, FakeTensor) else self.mode.from_tensor(value)
+        if fake.device.type == self.device.type:
+            return fake
+        return fake.detach().to(self.device).requires_grad_(fake.requires_grad)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": self.device}
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except RuntimeError as error:
+            raise _CannotRun(n, error) from error
         if isinstance(result, torch.Tensor) and n.op != "get_attr":
             self.seen[n.name] = result
         return result
 
 
-def _fake_values(module: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """Every tensor of the graph as a fake tensor: shape, type, and whether it needs gradients."""
+def _fake_values(module: fx.GraphModule, precision: Precision) -> dict[str, torch.Tensor]:
+    """Every tensor of the graph as a fake tensor: shape, type, and whether it needs gradients.
+
+    They are those of passes on the device of `precision`, for which autocast has rules of its own.
+    """
+    device = precision.device
     tensors = (*module.parameters(), *module.buffers())
     modes = (tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
     mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.enable_grad():
+    with mode, torch.enable_grad(), precision.computing():
         inputs = [
-            torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+            torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=device)
             for node in module.graph.nodes
             if node.op == "placeholder"
         ]
-        interpreter = _Gradients(module, mode)
-        interpreter.run(*inputs)
-    return interpreter.seen
+        interpreter = _Gradients(module, mode, device)
+        results = interpreter.run(*inputs)
+        return _without_dead_ends(interpreter.seen, results)
+
+
+def _without_dead_ends(
+    values: Mapping[str, torch.Tensor], outputs: Sequence[Any]
+) -> dict[str, torch.Tensor]:
+    """The values, those detached that no gradient comes to from any of the outputs."""
+    tensors = (each for each in outputs if isinstance(each, torch.Tensor))
+    waiting = [each.grad_fn for each in tensors if each.grad_fn is not None]
+    reached = set(waiting)
+    while waiting:
+        for function, _ in waiting.pop().next_functions:
+            if function is not None and function not in reached:
+                reached.add(function)
+                waiting.append(function)
+    return {
+        name: value if value.grad_fn in reached else value.detach()
+        for name, value in values.items()
+    }
 
 
 def _assemble(
@@ -335,6 +422,7 @@ def _assemble(
     groups: Sequence[OperatorGroup],
     outputs: tuple[str, ...],
     out_spec: OutSpec,
+    precision: Precision,
 ) -> Captured:
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [OperatorGroup(f"Input{index}", "", [node]) for index, node in enumerate(inputs)]
@@ -342,7 +430,7 @@ def _assemble(
     owner = {node.name: name for name, group in named.items() for node in group.nodes}
     values = {
         name: Value(name, owner[name], tuple(fake.shape), fake.dtype, fake.requires_grad)
-        for name, fake in _fake_values(module).items()
+        for name, fake in _fake_values(module, precision).items()
         if name in owner
     }
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -367,6 +455,7 @@ def _assemble(
         out_spec=out_spec,
         module_paths={name: group.path for name, group in named.items()},
         parameters=parameters,
+        precision=precision,
     )
 
 

@@ -24,6 +24,18 @@ _TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
 _MOST_FIELDS, _MOST_NESTED, _MOST_TEXT = 10_000, 50, 100_000
 
 
+_FILES = {
+    "run": ("a run config", "pd-train takes it as --config, pd-profile as MODEL"),
+    "plan": ("a plan", "pd-train takes it as PLAN"),
+    "profile": ("a profile", "pd-optimize reads it beside graph.txt: name that"),
+    "operators": ("the operators of a profile", "pd-optimize reads it beside graph.txt: name that"),
+    "cluster": ("a cluster file", "pd-optimize takes it as --cluster"),
+    "measured": ("a measured run", "pd-optimize takes it with --calibrate"),
+    "graph": ("a graph", "pd-optimize takes it as GRAPH"),
+}
+"""What files are, by the word in their `format`, and where they belong."""
+
+
 class ArtifactModel(BaseModel):
     """The base of everything that JSON and YAML files hold: frozen, and without unknown fields."""
 
@@ -95,9 +107,24 @@ def read_text(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: not a text file in UTF-8") from error
 
 
+def check_kind(path: Path, text: str, wanted: str) -> None:
+    """Raises UserError if the text is a file of another kind than `wanted`, a word of `_FILES`."""
+    named = re.search(r'"?format"?\s*:\s*"?pipedream-([a-z]+)/', text[:_MOST_TEXT])
+    is_graph = re.match(r"\S+ -- .* -- forward_compute_time=", text) is not None
+    kind = "graph" if is_graph else named[1] if named else wanted
+    if kind == wanted or kind not in _FILES:
+        return
+    what, where = _FILES[kind]
+    wants = f"; what is wanted here is {_FILES[wanted][0]}" if wanted in _FILES else ""
+    raise UserError(f"{path}: this is {what}: {where}{wants}")
+
+
 def read_artifact(path: Path, model: type[Model]) -> Model:
     """Reads a .json or .yaml file as `model`. Raises UserError that names file and field."""
     text = read_text(path)
+    if "format" in model.model_fields:
+        (format_, *_) = get_args(model.model_fields["format"].annotation)
+        check_kind(path, text, str(format_).removeprefix("pipedream-").partition("/")[0])
     try:
         data = _parse_json(path, text) if path.suffix == ".json" else _parse_yaml(path, text)
     except RecursionError as error:

@@ -20,7 +20,7 @@ import networkx as nx
 import numpy as np
 from numpy.typing import NDArray
 
-from pipedream.graph.errors import UserError, read_text
+from pipedream.graph.errors import UserError, check_kind, read_text
 
 _TOO_LARGE = 1e100
 """An upper limit for times and sizes, so that their sums and products stay finite."""
@@ -217,7 +217,9 @@ class Graph:
 
 def read_graph(path: Path) -> Graph:
     """Reads graph.txt. Raises UserError `FILE:LINE: what is wrong`."""
-    return parse_graph(read_text(path), str(path))
+    text = read_text(path)
+    check_kind(path, text, "graph")
+    return parse_graph(text, str(path))
 
 
 def parse_graph(text: str, name: str = "graph.txt") -> Graph:

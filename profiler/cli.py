@@ -271,9 +271,12 @@ def _load(
 ) -> tuple[Loaded, dict[str, Any], int]:
     """The model with its inputs, the arguments of its factory, and its batch size."""
     from pipedream.capture.sources.load import load, load_config
+    from pipedream.graph.errors import check_kind, read_text
     from pipedream.graph.run_config import read_config
 
     if not model.endswith((".yaml", ".yml")):
+        if Path(model).is_file():
+            check_kind(Path(model), read_text(Path(model)), "model")
         if ":" not in model:
             raise UserError(
                 f"MODEL {model!r}: write torchvision:NAME, timm:NAME, transformers:NAME, "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.compute_settings import keep_freed_memory, lowered
+from pipedream.capture.compute_settings import Precision, keep_freed_memory
 from pipedream.capture.export import Captured, Value, capture, flatten_inputs, rebuild
 from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.programs.joint import CannotDivide
@@ -114,19 +114,19 @@ def measure(
     """
     torch.set_num_threads(settings.threads)
     keep_freed_memory()
-    with lowered(loaded.autocast, torch.device("cpu")):
-        captured = (capture_fake if settings.meta else capture)(
-            loaded.model, loaded.args, loaded.kwargs
-        )
+    precision = Precision(loaded.autocast, settings.device)
+    captured = (capture_fake if settings.meta else capture)(
+        loaded.model, loaded.args, loaded.kwargs, precision=precision
+    )
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
     if is_contending_process():
-        with lowered(loaded.autocast, settings.device):
+        with precision.computing():
             run_contending_passes(passes(captured, inputs, settings.device))
         sys.exit()
     size_up = footprints_fake if settings.meta else footprints
     split = backward_splits_fake if settings.meta else backward_splits
     try:
-        with lowered(loaded.autocast, settings.device):
+        with precision.computing():
             kept = size_up(captured, inputs, settings.device)
             with contention(settings.workers - 1):
                 times = _time(captured, inputs, loaded, kept, settings, progress)
@@ -141,10 +141,10 @@ def measure(
     measured = _Measurements(captured, times, kept, splits, updated, summed, read)
     graph = _timed(captured, times)
     profile = _profile(measured, graph, settings)
-    precision, size = lowered(loaded.autocast, settings.device), settings.batch_size
+    size, ending = settings.batch_size, _ending(loaded, captured)
     try:
         operators = profile_operators(
-            captured, inputs, size, settings.device, precision, graph, *_ending(loaded, captured)
+            captured, inputs, size, settings.device, precision.computing(), graph, *ending
         )
     except CannotDivide as error:
         reason = str(error)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.load import load_config_model
 from pipedream.capture.sources.user_code import blaming
@@ -87,7 +87,7 @@ def _loss(job: Job, examples: Examples) -> float:
     config = job.config
     model = load_config_model(config, job.directory, names=examples.input_names)
     batch = examples.first()
-    with lowered(config.autocast, examples.device):
+    with Precision(config.autocast, examples.device).computing():
         with blaming(config.model.source):
             output = model(*batch.inputs)
         value = load_loss(config.loss, job.directory)(output, batch.target).item()

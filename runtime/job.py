@@ -42,7 +42,8 @@ class Job:
 
     `restarted`: the launcher has started it again after a failure. `replan`: the plan.json to plan
     again from if there are fewer workers than the plan has; None to refuse that. `plan_folder`:
-    where plan.json is, if anywhere.
+    where plan.json is, if anywhere. `unchecked`: the passes of the pipeline are not compared with
+    those of the model first.
     """
 
     plan: Plan
@@ -65,6 +66,7 @@ class Job:
     init_optimizer: bool = True
     replan: Path | None = None
     plan_folder: Path | None = None
+    unchecked: bool = False
 
     @property
     def checkpoints(self) -> Path:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,38 @@ def test_keywords_are_options() -> None:
     assert list(words(asked)) == ["--save-every", "4", "--trace", "--machines", "4,2"]
 
 
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (
+            lambda: pipedream.profile(lambda: torch.nn.Linear(4, 4), X),  # type: ignore[arg-type]
+            "model: this is a function, not a torch.nn.Module: call it",
+        ),
+        (lambda: pipedream.profile(LINEAR), r"profile: missing .*'inputs': write profile\(model, "),
+        (lambda: pipedream.profile(LINEAR, X, 3), r"profile: too many positional arguments"),
+        (
+            lambda: pipedream.profile(LINEAR, X, repeat=3),
+            "there is no repeat=; did you mean repeats=",
+        ),
+        (
+            lambda: pipedream.optimize(GRAPH, machines=2, bandwidth="1GB", sheduled="flush"),
+            r"optimize: there is no sheduled=; did you mean schedule=\?",
+        ),
+        (
+            lambda: pipedream.train("plan.json", "run.yaml", "run", epoch=3),
+            r"train: there is no epoch=; did you mean epochs=\?",
+        ),
+        (lambda: pipedream.train("plan.json", "run.yaml"), "train: missing .*'output'"),
+    ],
+)
+def test_arguments_that_there_are_not(call: Callable[[], object], told: str) -> None:
+    """They ended in TypeErrors, and those of train in the usage of pd-train."""
+    with pytest.raises(pipedream.UserError, match=told) as caught:
+        call()
+    assert "\n" not in caught.value.message
+
+
+X, LINEAR = torch.randn(2, 4), torch.nn.Linear(4, 4)
 GRAPH = Path(__file__).parent / "optimizer" / "translation.txt"
 
 

@@ -137,15 +137,17 @@ def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
 
 
 def without_cache(model: nn.Module) -> None:
-    """Has a model of transformers return no cache of keys and values, which training does not need
-    and capturing refuses.
+    """Has models of transformers, this one and those inside it, return no cache of keys and values,
+    which training does not need and capturing refuses.
     """
-    if any(kind.__module__.startswith("transformers.") for kind in type(model).__mro__):
-        _forget(getattr(model, "config", None))
+    for module in model.modules():
+        if any(kind.__module__.startswith("transformers.") for kind in type(module).__mro__):
+            _forget(getattr(module, "config", None))
 
 
 def _forget(config: Any) -> None:
-    for part in (config, config.get_text_config()) if config is not None else ():
+    text: Any = getattr(config, "get_text_config", lambda: None)()
+    for part in (config, text):
         if hasattr(part, "use_cache"):
             part.use_cache = False
 

@@ -11,6 +11,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -166,6 +167,7 @@ def _signature(function: Callable[..., Any]) -> str:
     return f"{name}({', '.join(str(p).partition(':')[0].partition('=')[0] for p in parameters)})"
 
 
+@cache
 def is_the_users(file: str) -> bool:
     """Whether a file belongs to neither Python nor an installed package.
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from pipedream.capture.export import capture
 from pipedream.graph.errors import UserError
@@ -27,6 +27,7 @@ class Model(nn.Module):
         self.count = 0
         self.log: list[Any] = []
         self.last: Tensor | None = None
+        self.mean = torch.zeros(4)
         self.function = function
 
     def forward(self, x: Tensor) -> Any:
@@ -43,7 +44,7 @@ def data_dependent_if(model: Model, x: Tensor) -> Tensor:
 
 
 def item(model: Model, x: Tensor) -> Tensor:
-    return model.layer(x) * x.max().item()
+    return model.layer(x) * x.max().item()  # here
 
 
 def number(model: Model, x: Tensor) -> Tensor:
@@ -57,11 +58,11 @@ def loop(model: Model, x: Tensor) -> Tensor:
 
 
 def nonzero(model: Model, x: Tensor) -> Tensor:
-    return model.layer(x)[torch.nonzero(x > 0)[:, 0]]
+    return model.layer(x)[torch.nonzero(x > 0)[:, 0]]  # here
 
 
 def boolean_mask(model: Model, x: Tensor) -> Tensor:
-    return model.layer(x)[x > 0].mean()
+    return model.layer(x)[x > 0].mean()  # here
 
 
 def random_if(model: Model, x: Tensor) -> Tensor:
@@ -91,6 +92,12 @@ def remembered(model: Model, x: Tensor) -> Tensor:
     before = x if model.last is None else model.last
     model.last = x.detach()  # here
     return model.layer(x + before)
+
+
+def remembered_tensor(model: Model, x: Tensor) -> Tensor:
+    y: Tensor = model.layer(x) + model.mean
+    model.mean = y.mean(0).detach()  # here
+    return y
 
 
 def python_random(model: Model, x: Tensor) -> Tensor:
@@ -135,13 +142,13 @@ def gradient_hook(model: Model, x: Tensor) -> Tensor:
 
 def past_autograd(model: Model, x: Tensor) -> Tensor:
     y: Tensor = model.layer(x)
-    y.data.mul_(2)
+    y.data.mul_(2)  # here
     return y
 
 
 def written_parameter(model: Model, x: Tensor) -> Tensor:
     with torch.no_grad():
-        model.layer.weight.mul_(0.5)
+        model.layer.weight.mul_(0.5)  # here
     return model.layer(x)
 
 
@@ -152,7 +159,7 @@ def late_layer(model: Model, x: Tensor) -> Tensor:
 
 
 def batched_by_vmap(model: Model, x: Tensor) -> Tensor:
-    return torch.vmap(model.layer)(x)
+    return torch.vmap(model.layer)(x)  # here
 
 
 def wrong_shape(model: Model, x: Tensor) -> Tensor:
@@ -176,9 +183,10 @@ GALLERY: list[tuple[Callable[..., Any], str]] = [
     (counted, "count changes as it runs.*make it a buffer"),
     (appended, "log changes as it runs"),
     (remembered, "last changes as it runs"),
+    (remembered_tensor, "mean changes as it runs.*make it a buffer"),
     (python_random, "Python's random.*draw from torch"),
     (numpy_random, "numpy.random.*draw from torch"),
-    (returned_object, "returns an object.*register_dataclass"),
+    (returned_object, "returns a Result, an object.*register_dataclass"),
     (nested, "nested tensors.*pad"),
     (distributed, "calls torch.distributed; leave communication to pd-train"),
     (gradient, "takes gradients in its forward pass.*in the loss"),
@@ -196,14 +204,15 @@ GALLERY: list[tuple[Callable[..., Any], str]] = [
 def lines_of(function: Callable[..., Any]) -> set[int]:
     """The line of `function` that is marked; without a mark those of the model's forward.
 
-    torch.export notes for an operator the line of the `forward` it comes from, nothing deeper.
+    Versions of torch that cannot be asked for more note the line of `forward` alone.
     """
     first = function.__code__.co_firstlineno
     lines = Path(__file__).read_text().splitlines()[first:]
     body = lines[: next(i for i, line in enumerate(lines) if not line)]
     marked = {first + i for i, line in enumerate(body, 1) if line.endswith("# here")}
     forward = Model.forward.__code__.co_firstlineno
-    return marked or {forward, forward + 1}
+    alone = not hasattr(fx.proxy.TracerBase, "_filter_traceback_frames")
+    return marked | ({forward, forward + 1} if alone or not marked else set())
 
 
 @pytest.mark.parametrize(
