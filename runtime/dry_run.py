@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from pipedream.capture.compute_settings import lowered
-from pipedream.capture.loss import load_loss
+from pipedream.capture.loss import load_loss, load_metrics
 from pipedream.capture.sources.load import load_config_model
 from pipedream.capture.sources.user_code import blaming
 from pipedream.comm.memory import free_memory
@@ -91,6 +91,8 @@ def _loss(job: Job, examples: Examples) -> float:
         with blaming(config.model.source):
             output = model(*batch.inputs)
         value = load_loss(config.loss, job.directory)(output, batch.target).item()
+    for metric in load_metrics(config.held_out_metrics, job.directory).values():
+        metric(output, batch.target)
     if not math.isfinite(value) and config.nan == "stop":
         raise UserError(f"the loss of the first minibatch is {value}: look for nan in the data")
     return value

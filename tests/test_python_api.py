@@ -46,7 +46,10 @@ def test_keywords_are_options() -> None:
         ),
         (lambda: pipedream.profile(LINEAR), r"profile: missing .*'inputs': write profile\(model, "),
         (lambda: pipedream.profile(LINEAR, X, 3), r"profile: too many positional arguments"),
-        (lambda: pipedream.profile(LINEAR, X, repeat=3), "there is no repeat=; did you mean repeats="),
+        (
+            lambda: pipedream.profile(LINEAR, X, repeat=3),
+            "there is no repeat=; did you mean repeats=",
+        ),
         (
             lambda: pipedream.optimize(GRAPH, machines=2, bandwidth="1GB", sheduled="flush"),
             r"optimize: there is no sheduled=; did you mean schedule=\?",
@@ -191,6 +194,8 @@ def test_from_a_model_to_a_trained_one(tmp_path: Path, monkeypatch: pytest.Monke
     assert "final_loss" in run._repr_html_()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan", "run"]
     assert (torch.get_num_threads(), gc.get_threshold()) == (threads, collector)
+    tried = pipedream.evaluate(planned, config, "run")
+    assert tried["held_out_loss"] == pytest.approx(run.summary["held_out_loss"])
     with pytest.raises(pipedream.UserError, match="-o run: there are checkpoints"):
         pipedream.train(planned, config, "run")
     with pytest.raises(pipedream.UserError, match="--bandwidth"):
