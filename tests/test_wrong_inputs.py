@@ -182,6 +182,11 @@ WRONG = [
     ("pd-profile user:Late -o out", r"user:Late returns a Late, not a torch.nn.Module"),
     ("pd-profile small_models:Noisy -o out", r"--input"),
     ("pd-profile small_models:Noisy --input 5 -o out", r"Noisy cannot be captured"),
+    ("pd-profile small_models:Noisy --input 5 -o out", r"linear: Linear\(.*\), given \[32, 5\]"),
+    (
+        "pd-profile small_models:Noisy --input 6:int64 -o out",
+        r"Linear\(.*given \[32, 6\] of int64",
+    ),
     ("pd-profile small_models:Noisy --input 6 --batch-size 0 -o out", r"--batch-size"),
     ("pd-profile small_models:Noisy --input 6 --device cuda:77 -o out", r"cuda:77"),
     ("pd-train nowhere.json --config run.yaml", r"nowhere.json: .*No such file"),

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pipedream.capture.capture_errors import blaming_modules
 from pipedream.capture.loss import Loss, Metric, accuracy
 from pipedream.capture.sources.minibatch import Dataset
-from pipedream.capture.sources.user_code import blaming
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.checkpoint.files import load_all
@@ -37,7 +37,7 @@ def evaluate(
     totals = EvaluationTotals()
     with torch.no_grad():
         for batch in in_order(held_out, config, device):
-            with blaming(config.model.source):
+            with blaming_modules(config.model.source, model):
                 output = model(*batch.inputs)
             mean, hit = loss(output, batch.target).item(), accuracy(output, batch.target)
             own = {name: of(output, batch.target) for name, of in (metrics or {}).items()}

@@ -72,7 +72,7 @@ def test_a_metric_returns_a_sum_and_of_how_many(tmp_path: Path) -> None:
         told = f"held_out_metrics.own: metrics_of_a_user:{name} returns {what}: return .sum, count"
         with pytest.raises(UserError, match=told):
             value(name)
-    with pytest.raises(UserError, match=r"held_out_metrics.own: .*metrics_of_a_user.py:7: Attribute"):
+    with pytest.raises(UserError, match=r"own: .*metrics_of_a_user.py:7: AttributeError"):
         value("broken")
     with pytest.raises(UserError, match="has no 'pare'; did you mean 'pair'"):
         value("pare")
