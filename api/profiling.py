@@ -73,6 +73,7 @@ def profile(
     `loss` of what the model returns makes the passes those of training. The others are the options
     of pd-profile. Raises UserError.
     """
+    from pipedream.capture.compute_settings import to_train
     from pipedream.capture.export import flatten_inputs
     from pipedream.capture.sources.load import Loaded
     from pipedream.profiler.measure import Settings, measure
@@ -88,7 +89,7 @@ def profile(
     if not tensors or not tensors[0].dim():
         raise UserError("profile: inputs: give tensors whose first dimension are the examples")
     of_output = None if loss is None else lambda output, _target: loss(output)
-    loaded = Loaded(model.train(), args, kwargs, autocast, of_output, target=())
+    loaded = Loaded(to_train(model), args, kwargs, autocast, of_output, target=())
     settings = Settings(
         model=f"{type(model).__module__}:{type(model).__qualname__}",
         args={},

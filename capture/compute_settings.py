@@ -1,13 +1,17 @@
-"""Settings under which a model is profiled and trained: precision and the memory allocator."""
+"""Settings under which a model is profiled and trained: precision, modes, the memory allocator."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
+from torch import nn
+
+CPU = torch.device("cpu")
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt, from malloc.h."""
@@ -36,8 +40,60 @@ def keep_freed_memory() -> None:
         mallopt(_MMAP_THRESHOLD, _LARGEST)
 
 
-def lowered(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which operators compute in the type `autocast` if torch considers that safe."""
-    if autocast is None:
-        return nullcontext()
-    return torch.autocast(device.type, dtype=getattr(torch, autocast))
+@dataclass(frozen=True)
+class Precision:
+    """In which types operators compute on `device`: in those of what they read, or with `autocast`
+    in that lower one where torch considers it safe.
+    """
+
+    autocast: str | None = None
+    device: torch.device = CPU
+
+    def computing(self) -> torch.autocast:
+        """A context for passes; it can be entered again. Autocast of a caller does not reach in."""
+        return _autocast(self.autocast, self.device)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """A context in which code of the user's finds what it would find in a pass, while its
+        tensors are on the CPU.
+        """
+        with ExitStack() as entered:
+            for device in {self.device, CPU}:
+                entered.enter_context(_autocast(self.autocast, device))
+            yield
+
+
+IN_FULL = Precision()
+
+
+def _autocast(lower: str | None, device: torch.device) -> torch.autocast:
+    if lower is None:
+        return torch.autocast(device.type, enabled=False)
+    return torch.autocast(device.type, dtype=getattr(torch, lower))
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """A context in which all modules are in eval mode; afterwards each is in its own again."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+def to_train(model: nn.Module) -> nn.Module:
+    """Puts a model in training mode, but for modules that its maker has left in eval mode, such as
+    batch norm that is not to learn; a model that is wholly in eval mode, such as a pretrained one,
+    is trained whole.
+    """
+    modules = list(model.modules())
+    kept = [module for module in modules if not module.training]
+    model.train()
+    if len(kept) < len(modules):
+        for module in kept:
+            module.training = False
+    return model

@@ -7,7 +7,8 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ from pipedream.capture.capture_errors import (
     noting_lines,
     place_of,
 )
+from pipedream.capture.compute_settings import IN_FULL, Precision, eval_mode
 from pipedream.capture.constants import constants
 from pipedream.capture.determinism_check import export_deterministic
 from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
@@ -78,6 +80,8 @@ class Captured:
     structure that it returns.
     `module_paths`: the module that each graph node is a call of, or for a functional operator the
     module that calls it. `parameters`: qualified names of the parameters that each node reads.
+    `precision`: the one in which the values have the types that `values` says; whoever runs a part
+    of the model does so in it.
     """
 
     graph: Graph
@@ -89,6 +93,7 @@ class Captured:
     out_spec: OutSpec
     module_paths: Mapping[str, str]
     parameters: Mapping[str, tuple[str, ...]]
+    precision: Precision
 
     @property
     def working(self) -> tuple[str, ...]:
@@ -122,8 +127,10 @@ def capture(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     training: bool = True,
+    precision: Precision = IN_FULL,
 ) -> Captured:
-    """Captures `model`, in training or eval mode, as it runs on these inputs.
+    """Captures `model` as it runs on these inputs in this precision, in the modes in which its
+    modules are; without `training` in eval mode.
 
     Raises UserError with the reason if torch.export cannot capture the model, or if the model is
     not a fixed sequence of operators on tensors of fixed shapes.
@@ -132,12 +139,19 @@ def capture(
     args, kwargs = own
     count = len(args) + len(kwargs)
     check_call(f"{type(model).__name__}, given {count} inputs", model.forward, args, kwargs)
-    model.train(training)
+    with nullcontext() if training else eval_mode(model):
+        return _capture(model, args, kwargs, precision)
+
+
+def _capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], precision: Precision
+) -> Captured:
     check_model(model)
     check_inputs(model, args, kwargs)
-    program = export_deterministic(
-        model, lambda: _export(model, args, kwargs), lambda: model(*args, **kwargs)
-    )
+    with precision.capturing():
+        program = export_deterministic(
+            model, lambda: _export(model, args, kwargs), lambda: model(*args, **kwargs)
+        )
     module, outputs, out_spec = _unlift(program, model)
     check_operators(module, model)
     if (writer := writes_parameter(module)) is not None:
@@ -153,7 +167,7 @@ def capture(
     if not groups:
         raise UserError(f"{type(model).__name__} runs no operator: there is nothing to measure")
     try:
-        return _assemble(module, groups, outputs, out_spec)
+        return _assemble(module, groups, outputs, out_spec, precision)
     except _CannotRun as error:  # an operator that can be exported but not run
         raise capture_error(error.cause, model, place_of(error.node)) from error
 
@@ -306,23 +320,30 @@ class _CannotRun(Exception):
 
 
 class _Gradients(fx.Interpreter):
-    """Runs the graph on fake tensors and records the result of every operator.
+    """Runs the graph on fake tensors of `device` and records the result of every operator.
 
     Attributes are made fake first. Otherwise torch would compute with real values, and would for
     example count a batch in batch norm that never ran.
     """
 
-    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__(module)
-        self.mode = mode
+        self.mode, self.device = mode, device
         self.seen: dict[str, torch.Tensor] = {}
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
-        real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
-        return self.mode.from_tensor(value) if real else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        fake = value if isinstance(value, FakeTensor) else self.mode.from_tensor(value)
+        if fake.device.type == self.device.type:
+            return fake
+        return fake.detach().to(self.device).requires_grad_(fake.requires_grad)
 
     def run_node(self, n: fx.Node) -> Any:
+        if "device" in n.kwargs:
+            n = copy(n)
+            n.kwargs = {**n.kwargs, "device": self.device}
         try:
             result = super().run_node(n)
         except RuntimeError as error:
@@ -332,18 +353,22 @@ class _Gradients(fx.Interpreter):
         return result
 
 
-def _fake_values(module: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """Every tensor of the graph as a fake tensor: shape, type, and whether it needs gradients."""
+def _fake_values(module: fx.GraphModule, precision: Precision) -> dict[str, torch.Tensor]:
+    """Every tensor of the graph as a fake tensor: shape, type, and whether it needs gradients.
+
+    They are those of passes on the device of `precision`, for which autocast has rules of its own.
+    """
+    device = precision.device
     tensors = (*module.parameters(), *module.buffers())
     modes = (tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
     mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.enable_grad():
+    with mode, torch.enable_grad(), precision.computing():
         inputs = [
-            torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+            torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=device)
             for node in module.graph.nodes
             if node.op == "placeholder"
         ]
-        interpreter = _Gradients(module, mode)
+        interpreter = _Gradients(module, mode, device)
         interpreter.run(*inputs)
     return interpreter.seen
 
@@ -353,6 +378,7 @@ def _assemble(
     groups: Sequence[OperatorGroup],
     outputs: tuple[str, ...],
     out_spec: OutSpec,
+    precision: Precision,
 ) -> Captured:
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     sources = [OperatorGroup(f"Input{index}", "", [node]) for index, node in enumerate(inputs)]
@@ -360,7 +386,7 @@ def _assemble(
     owner = {node.name: name for name, group in named.items() for node in group.nodes}
     values = {
         name: Value(name, owner[name], tuple(fake.shape), fake.dtype, fake.requires_grad)
-        for name, fake in _fake_values(module).items()
+        for name, fake in _fake_values(module, precision).items()
         if name in owner
     }
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -385,6 +411,7 @@ def _assemble(
         out_spec=out_spec,
         module_paths={name: group.path for name, group in named.items()},
         parameters=parameters,
+        precision=precision,
     )
 
 

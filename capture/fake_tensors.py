@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.compute_settings import IN_FULL, Precision
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.node_modules import NodeModule, node_module
 from pipedream.capture.segment import segment
@@ -62,7 +63,10 @@ def with_memory(inputs: _Tree) -> _Tree:
 
 
 def capture_fake(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    precision: Precision = IN_FULL,
 ) -> Captured:
     """Captures a model on the meta device, like `capture`. Raises UserError.
 
@@ -92,7 +96,7 @@ def capture_fake(
             if buffer is not None:
                 module._buffers[name] = fake(buffer)
     args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs or {}))
-    return capture(model, args, kwargs)
+    return capture(model, args, kwargs, precision=precision)
 
 
 def random_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

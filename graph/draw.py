@@ -147,7 +147,10 @@ def why_text(graph: Graph, written: Path) -> str | None:
     if written.suffix != ".gv":
         return None
     if shutil.which("dot") is None:
-        reason = "the dot program is not installed (it comes with graphviz)"
+        reason = (
+            "the dot program is not installed; it comes with graphviz: apt install graphviz, brew"
+            " install graphviz or conda install graphviz"
+        )
     elif not _can_lay_out(graph):
         reason = f"{len(graph.edges)} edges over {_length(graph)} ranks may take dot minutes"
     else:

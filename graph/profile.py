@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -121,6 +121,14 @@ class ProfiledNode(ArtifactModel):
         return self.description.startswith("Input")
 
 
+class SharedParameter(ArtifactModel):
+    """A parameter that several nodes read, such as tied weights."""
+
+    bytes: _Bytes
+    learns: bool
+    """Whether it is trained: one that is frozen may be anywhere."""
+
+
 class ProfiledLoss(ArtifactModel):
     """The loss of a run config; graph.txt includes it in the last node that gives an output."""
 
@@ -225,6 +233,10 @@ class Profile(ArtifactModel):
     """What each repeat of a pass of the whole model took, forward and backward, in order."""
     reading_seconds: _NonNegative | None = None
     """What reading a minibatch takes from the passes; None without data, and on a GPU 0."""
+    shared: dict[str, SharedParameter] | None = None
+    """By name; None if they were not recorded."""
+    no_operators: str | None = None
+    """Why there is no operators.json, so that the model cannot run on meshes; None if there is."""
     nodes: tuple[ProfiledNode, ...]
 
     @cached_property
@@ -247,6 +259,21 @@ class Profile(ArtifactModel):
             input_bytes = sum(tensor.bytes for tensor in node.outputs) if node.is_input else 0
             footprints[node.id] = Footprint(node.saved_bytes, node.workspace_bytes, input_bytes)
         return footprints
+
+    @property
+    def learned_together(self) -> tuple[Sharing, ...]:
+        """The parameters that several nodes read and that learn, as far as is known."""
+        readers: dict[str, list[ProfiledNode]] = {}
+        for node in self.nodes:
+            for name in node.parameters:
+                readers.setdefault(name, []).append(node)
+        found = []
+        for name, nodes in readers.items():
+            known = (self.shared or {}).get(name)
+            if len(nodes) > 1 and (known is None or known.learns):
+                size = (nodes[0].parameter_bytes or 0) if known is None else known.bytes
+                found.append(Sharing(name, tuple(node.id for node in nodes), size))
+        return tuple(found)
 
     def divide_backward(self, graph: Graph) -> Graph:
         """The profile's graph with what graph.txt has no room for: how backward passes divide."""
@@ -298,6 +325,14 @@ class Footprint:
     saved: float
     workspace: float
     input_bytes: float = 0.0
+
+
+class Sharing(NamedTuple):
+    """A parameter and the nodes that read it. `bytes` are counted at the first of them."""
+
+    parameter: str
+    nodes: tuple[str, ...]
+    bytes: float
 
 
 @dataclass(frozen=True)

@@ -115,19 +115,24 @@ def draw(ranks: Timeline, path: Path, title: str, first: int = 0, count: int = 1
 
 
 def draw_panels(panels: Sequence[Panel], path: Path) -> None:
-    """Like `draw`, with several timelines one below the other, on the same scale."""
+    """Like `draw`, with several timelines one below the other, on the same scale; the rows of
+    several are lower, so that they are seen together.
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     rows = [len(panel.shown) for panel in panels]
     windows = [_window(p.ranks, range(p.first, p.first + p.count)) for p in panels]
     length = max(end - begin for begin, end in windows)
-    height = 1.0 + sum(1.0 + 0.5 * count for count in rows)
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-    shares = [1.0 + 0.5 * count for count in rows]
+    around, of_row = (1.0, 0.5) if len(panels) == 1 else (0.5, 0.22)
+    shares = [around + of_row * count for count in rows]
+    figure = Figure(figsize=(_WIDTH, 1.0 + sum(shares)), layout="constrained")
     all_axes = figure.subplots(len(panels), squeeze=False, height_ratios=shares)[:, 0]
     for axes, panel, (begin, _) in zip(all_axes, panels, windows, strict=True):
         _draw_panel(axes, panel, begin, begin + length)
+        if axes is not all_axes[-1]:
+            axes.set_xlabel("")
+            axes.tick_params(axis="x", labelbottom=False)
     visible = (e for p in panels for events in p.ranks.values() for e in events if e.end > e.begin)
     kinds = {event.action.kind for event in visible}
     colours = {style.name: style.colour for kind, style in STYLES.items() if kind in kinds}

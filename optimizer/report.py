@@ -47,7 +47,7 @@ def print_report(
     if outcome.schedules:
         print_table(console, _schedule_table(outcome))
     machine = None if profile is None else profile.machine
-    for remark in (*_assumptions(outcome, machine), _remark(outcome)):
+    for remark in (*outcome.notes, *_assumptions(outcome, machine), _remark(outcome)):
         console.print(remark, markup=False, soft_wrap=not console.is_terminal)
 
 
@@ -314,8 +314,9 @@ def _remark(outcome: Outcome) -> str:
     if predicted.cost_model == DEFAULT_COST_MODEL and predicted.simulated is not None:
         bound = predicted.lower_bound_seconds
         gap = _gap(predicted.simulated.seconds_per_minibatch / bound - 1) if bound else "no bound"
+        found = f"The fastest of {outcome.cuts} {what} simulated"
         return (
-            f"The fastest of {outcome.cuts} {what} simulated; {gap}"
+            f"{'The stages of --split' if outcome.given else found}; {gap}"
             f" ({show_seconds(bound)} by a lower bound)."
         )
     seconds, bound = predicted.seconds_per_minibatch, predicted.lower_bound_seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipedream.capture.capture_errors import failing_module
-from pipedream.capture.compute_settings import keep_freed_memory, lowered
+from pipedream.capture.compute_settings import Precision, keep_freed_memory
 from pipedream.capture.export import Captured, Value, capture, flatten_inputs, rebuild
 from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.programs.joint import CannotDivide
@@ -31,6 +32,7 @@ from pipedream.graph.profile import (
     ProfiledNode,
     ProfiledTensor,
     ProfiledUpdate,
+    SharedParameter,
     Totals,
 )
 from pipedream.graph.sharding.operators import OperatorProfile
@@ -113,19 +115,19 @@ def measure(
     """
     torch.set_num_threads(settings.threads)
     keep_freed_memory()
-    with lowered(loaded.autocast, torch.device("cpu")):
-        captured = (capture_fake if settings.meta else capture)(
-            loaded.model, loaded.args, loaded.kwargs
-        )
+    precision = Precision(loaded.autocast, settings.device)
+    captured = (capture_fake if settings.meta else capture)(
+        loaded.model, loaded.args, loaded.kwargs, precision=precision
+    )
     inputs = flatten_inputs(loaded.args, loaded.kwargs)
     if is_contending_process():
-        with lowered(loaded.autocast, settings.device):
+        with precision.computing():
             run_contending_passes(passes(captured, inputs, settings.device))
         sys.exit()
     size_up = footprints_fake if settings.meta else footprints
     split = backward_splits_fake if settings.meta else backward_splits
     try:
-        with lowered(loaded.autocast, settings.device):
+        with precision.computing():
             kept = size_up(captured, inputs, settings.device)
             with contention(settings.workers - 1):
                 times = _time(captured, inputs, loaded, kept, settings, progress)
@@ -140,13 +142,15 @@ def measure(
     measured = _Measurements(captured, times, kept, splits, updated, summed, read)
     graph = _timed(captured, times)
     profile = _profile(measured, graph, settings)
-    precision, size = lowered(loaded.autocast, settings.device), settings.batch_size
+    size, ending = settings.batch_size, _ending(loaded, captured)
     try:
         operators = profile_operators(
-            captured, inputs, size, settings.device, precision, graph, *_ending(loaded, captured)
+            captured, inputs, size, settings.device, precision.computing(), graph, *ending
         )
     except CannotDivide as error:
-        return Measured(graph, profile, no_operators=str(error))
+        reason = str(error)
+        profile = profile.model_copy(update={"no_operators": reason})
+        return Measured(graph, profile, no_operators=reason)
     return Measured(graph, profile, operators)
 
 
@@ -267,6 +271,7 @@ def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profi
             for name, update in measured.updates.items()
         },
         gradient_sum_bytes_per_second=measured.gradient_sum_rate,
+        shared=dict(_shared(measured.captured)),
         nodes=tuple(
             _node(measured, name, leaving[name], owned)
             for name, owned in _owned(graph, measured.captured)
@@ -280,6 +285,15 @@ def _owned(graph: Graph, captured: Captured) -> Iterator[tuple[str, tuple[str, .
     for name in graph.nodes:
         yield name, tuple(p for p in captured.parameters[name] if p not in seen)
         seen.update(captured.parameters[name])
+
+
+def _shared(captured: Captured) -> Iterator[tuple[str, SharedParameter]]:
+    """The parameters that several nodes read."""
+    readers = Counter(name for names in captured.parameters.values() for name in names)
+    for name, count in readers.items():
+        if count > 1:
+            parameter = captured.module.get_parameter(name)
+            yield name, SharedParameter(bytes=parameter.nbytes, learns=parameter.requires_grad)
 
 
 def _leaving(captured: Captured) -> dict[str, list[Value]]:

@@ -69,6 +69,11 @@ _GROUPS = {
             " train and write nothing.",
         ),
         option(
+            "--unchecked",
+            "Do not compare the first passes of the pipeline with those of the model itself before"
+            " training: saves a few passes of the whole model.  [default: compare]",
+        ),
+        option(
             "--timeout SECONDS",
             "How long a worker may be silent before it counts as lost.",
             FiniteRange(min=1, max=1e6),

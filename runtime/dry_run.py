@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from pipedream.capture.capture_errors import blaming_modules
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.loss import load_loss, load_metrics
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.memory import free_memory
@@ -87,7 +87,7 @@ def _loss(job: Job, examples: Examples) -> float:
     config = job.config
     model = load_config_model(config, job.directory, names=examples.input_names)
     batch = examples.first()
-    with lowered(config.autocast, examples.device):
+    with Precision(config.autocast, examples.device).computing():
         with blaming_modules(config.model.source, model):
             output = model(*batch.inputs)
         value = load_loss(config.loss, job.directory)(output, batch.target).item()

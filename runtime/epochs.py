@@ -7,11 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import astuple
-from typing import Any
 
 import torch
 
-from pipedream.capture.compute_settings import lowered
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.graph.errors import UserError
 from pipedream.graph.timeline import Event
@@ -19,14 +17,12 @@ from pipedream.runtime.data.reader import Reader
 from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine, minibatches_read
 from pipedream.runtime.engine.evaluation import Evaluation, EvaluationTotals
-from pipedream.runtime.engine.executor import Executor
 from pipedream.runtime.engine.training_segment import (
     Position,
     TrainingSegment,
     shifted,
     training_segments,
 )
-from pipedream.runtime.local_stage import LocalStage
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.summary import Losses
 from pipedream.runtime.supervise.status import Status, current_status, publishing_status
@@ -179,27 +175,15 @@ class _Training:
 
     def _engine(self) -> Engine:
         """Not kept as an attribute: in a reference cycle with it, both would outlive the epoch."""
-        executors = {stage.stage: self._executor(stage) for stage in self.local.stages}
-        transport = self.context.transport
+        context = self.context
+        executors = {
+            stage.stage: context.executor(
+                stage, context.weights[stage.stage], context.stepping, self._on_loss
+            )
+            for stage in self.local.stages
+        }
+        transport = context.transport
         return Engine(executors, transport, self._after, self._before, self.events)
-
-    def _executor(self, stage: LocalStage) -> Executor:
-        context, local, job = self.context, self.local, self.local.job
-        together = job.policy.uniform_updates
-        return Executor(
-            stage_modules=stage.stage_modules,
-            transport=context.transport,
-            assignment=context.assignment,
-            loss=self._loss,
-            weights=context.weights[stage.stage],
-            stepping=context.stepping,
-            groups=context.groups[stage.stage],
-            on_loss=self._on_loss,
-            rng=local.rng,
-            per_update=job.config.microbatches if together else job.config.accumulate,
-            recompute=job.plan.stages[stage.stage].recompute,
-            sharding=stage.sharding,
-        )
 
     def _delays(self, segment: TrainingSegment) -> dict[int, int]:
         """By how many updates the weights of each minibatch will be old, if they are predicted."""
@@ -220,10 +204,6 @@ class _Training:
                 self.local.actions(len(segment)), own, stages, varying
             )
         ]
-
-    def _loss(self, output: Any, target: Any) -> torch.Tensor:
-        with lowered(self.local.job.config.autocast, self.local.device):
-            return self.local.loss(output, target)
 
     def _on_loss(self, minibatch: int, loss: torch.Tensor) -> None:
         self.losses.send(minibatch, loss)

@@ -45,7 +45,8 @@ class Job:
 
     `restarted`: the launcher has started it again after a failure. `replan`: the plan.json to plan
     again from if there are fewer workers than the plan has; None to refuse that. `plan_folder`:
-    where plan.json is, if anywhere.
+    where plan.json is, if anywhere. `unchecked`: the passes of the pipeline are not compared with
+    those of the model first.
     """
 
     plan: Plan
@@ -70,6 +71,7 @@ class Job:
     plan_folder: Path | None = None
     evaluate_only: bool = False
     checkpoint: Path | None = None
+    unchecked: bool = False
 
     @property
     def checkpoints(self) -> Path:

@@ -21,7 +21,10 @@ from pipedream.schedule.schedule import Schedule
 
 
 class LocalModel:
-    """All ranks build the same model from the same seed; each keeps the `stages` that it runs."""
+    """All ranks build the same model from the same seed; each keeps the `stages` that it runs.
+
+    `captures`: on rank 0 the whole model, until the stages have been compared with it.
+    """
 
     def __init__(self, job: Job, rank_info: RankInfo) -> None:
         self.job, self.rank_info = job, rank_info
@@ -31,7 +34,10 @@ class LocalModel:
         self.rng = MinibatchRng(job.config.seed, self.device)
         self.loss = load_loss(job.config.loss, job.directory)
         self.metrics = load_metrics(job.config.held_out_metrics, job.directory)
-        self._build(capture_all(job, self.examples, rank_info))
+        captures = capture_all(job, self.examples, rank_info)
+        self.first = captures.first
+        self.captures = captures if rank_info.rank == 0 and not job.unchecked else None
+        self._build(captures)
 
     def _build(self, captures: Captures) -> None:
         """Keeps this rank's stages of the captured model; the others are freed."""
@@ -76,7 +82,7 @@ class LocalModel:
             self.job.plan,
             [stage for stage, _ in self.workers],
             self.rng,
-            self.job.config.autocast,
+            captures.whole.precision,
             backend=self.job.config.compile,
             first=captures.whole,
         )

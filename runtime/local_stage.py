@@ -95,7 +95,7 @@ class LocalStage:
 
     def _stage_module(self, captured: Captured) -> StageModule:
         plan, config = self.job.plan, self.job.config
-        return seeded_module(captured, plan, self.stage, self.rng, config.autocast, config.compile)
+        return seeded_module(captured, plan, self.stage, self.rng, config.compile)
 
     def _divide(
         self, whole: StageModule, captures: Captures, mesh_device: int, loss: Loss | None

@@ -34,20 +34,12 @@ def check_stages(
 
 
 def _check_tied(job: Job, tied: Mapping[str, Sequence[int]]) -> None:
+    teams = job.plan.rank_assignment
+    ranks = [[rank for team in stage for rank in team.ranks] for stage in teams]
     for name, stages in tied.items():
-        holders = f"parameter {name} is used in stages {' and '.join(map(str, stages))}"
-        if not job.policy.uniform_updates:
-            raise UserError(
-                f"{holders}: with {job.schedule} each stage would learn its own; use "
-                "--schedule flush, gpipe or 2bw, or untie the weights"
-            )
-        teams = [team for stage in stages for team in job.plan.rank_assignment[stage]]
-        ranks = [rank for team in teams for rank in team.ranks]
-        if len(set(ranks)) < len(ranks) and not job.policy.drains:
-            raise UserError(
-                f"{holders}, which share a rank: give these stages different ranks, or train "
-                "with --schedule flush or gpipe"
-            )
+        problem = job.policy.unshared(name, stages, ranks)
+        if problem is not None:
+            raise UserError(problem)
 
 
 def _check_order(job: Job, schedule: Schedule) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
@@ -12,10 +13,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.compute_settings import lowered
-from pipedream.capture.export import Captured
+from pipedream.capture.compute_settings import Precision, eval_mode
 from pipedream.capture.loss import Loss, checked, load_loss
 from pipedream.comm.buckets import StageGroups, make_groups
 from pipedream.comm.rank_info import alone, environment
@@ -24,6 +25,7 @@ from pipedream.comm.transport import Transport
 from pipedream.graph.choices import MICROBATCHES
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, read_plan, workers_by_rank
+from pipedream.runtime.agreement import Agreement
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.action_stream import ActionStream
@@ -34,16 +36,23 @@ from pipedream.runtime.engine.forward import ForwardExecutor
 from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.engine.training_segment import TrainingSegment
 from pipedream.runtime.engine.weights import Weights
-from pipedream.runtime.optim.gradient_sums import GradientSums
+from pipedream.runtime.optim.gradient_sums import GradientSums, with_gradients
 from pipedream.runtime.stages.by_kind import ByMinibatch, Call, StageForms, part_of
-from pipedream.runtime.stages.partition import holds_first, interfaces, links, tied
-from pipedream.runtime.stages.stage_module import StageModule, StageModules
+from pipedream.runtime.stages.model_state import ModelState
+from pipedream.runtime.stages.partition import holds_first
+from pipedream.runtime.stages.stage_module import StageModule
+from pipedream.runtime.stages.staged_model import StagedModel
 from pipedream.schedule.action import Action
 from pipedream.schedule.channel import rank_links
 from pipedream.schedule.schedule import Schedule, forwards
-from pipedream.schedule.spec import PipelineSpec
 
 Order = Literal["flush", "gpipe"]
+
+_STATES = 8
+"""So many states of the model are kept as captured: a loop may freeze and thaw in turn."""
+
+_OFTEN = 20
+"""A model that was captured anew so many times is one that changes all the time."""
 
 
 class Pipeline:
@@ -97,15 +106,16 @@ class Pipeline:
             if isinstance(loss, str)
             else checked(loss, getattr(loss, "__name__", type(loss).__name__))
         )
-        self.autocast, self.timeout, self.weigh = autocast, timeout, weigh
+        self.timeout, self.weigh = timeout, weigh
         self.rank = self._join(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.rng = MinibatchRng(seed, self.device)
+        self.rng, self.precision = MinibatchRng(seed, self.device), Precision(autocast, self.device)
         self.workers = workers_by_rank(self.plan.rank_assignment)[self.rank]
         self.stages = [stage for stage, _ in self.workers]
-        self.trained = self._forms(training=True)
-        self.tried = self._forms(training=False)
-        self.gradients: dict[int, GradientSums] = {}
-        self.checked = 0
+        self.agreement = Agreement(model, self.device)
+        self.staged = lru_cache(_STATES)(self._stage)
+        self.now: StagedModel | None = None
+        self.transports: dict[Any, Transport] = {}
+        self.groups: dict[Any, Sequence[StageGroups]] = {}
 
     def _join(self, wanted: str) -> int:
         """Meets the other ranks; returns the rank. Raises UserError."""
@@ -124,8 +134,16 @@ class Pipeline:
         self.backend = backend if backend in dist.get_backend() else "gloo"
         return info.rank
 
-    def _forms(self, training: bool) -> StageForms:
-        return StageForms(self.model, self.plan, self.stages, self.rng, self.autocast, training)
+    def _stage(self, _: ModelState) -> StagedModel:
+        """The model, which is in this state now."""
+        forms = StageForms(self.model, self.plan, self.stages, self.rng, self.precision)
+        if self.staged.cache_info().misses == _OFTEN:
+            warnings.warn(
+                "the model changes from call to call and is captured each time, which takes long:"
+                " keep what changes, such as a count of steps, outside of it",
+                stacklevel=2,
+            )
+        return StagedModel(forms, self.schedule, self.microbatches)
 
     def __call__(
         self, *args: Any, target: Any = None, weights: Tensor | None = None, **kwargs: Any
@@ -135,103 +153,152 @@ class Pipeline:
 
         `args` and `kwargs` are what the model takes, `target` goes to the loss; their tensors have
         the examples as first dimension. `weights`: the part that each example has in the mean, as a
-        tensor [examples]; by default as `weigh` says.
+        tensor [examples]; by default as `weigh` says. The model runs as it is at this moment: each
+        module in its mode, with the parameters that learn. Under torch.no_grad there is a loss
+        alone.
 
         Raises UserError, and PeerLost if a rank is gone.
         """
-        loss = self._train(args, kwargs, target, weights)
-        anchor = torch.zeros((), device=self.device, requires_grad=True)
-        computed: Tensor = _Computed.apply(anchor, loss, self._add_gradients)  # type: ignore[no-untyped-call]
-        return computed
-
-    def _parts(self, args: Any, kwargs: Mapping[str, Any], weights: Tensor | None) -> list[float]:
-        """The part of each microbatch in the mean."""
-        if weights is None:
-            first = Call(args, kwargs).tensors[0]
-            counted = self.weigh(*args, **kwargs) if self.weigh else torch.ones(len(first))
-            weights = counted.double() / counted.double().sum().clamp(min=1e-300)
-        return [
-            float(call.tensors[0].sum()) for call in Call((weights,), {}).split(self.microbatches)
-        ]
-
-    def _add_gradients(self, factor: float) -> None:
-        for stage, executor in self.executors.items():
-            self.gradients[stage].add(executor.weights, factor)
-
-    def _train(
-        self, args: Any, kwargs: Mapping[str, Any], target: Any, weights: Tensor | None
-    ) -> Tensor:
-        calls = Call(args, kwargs).split(self.microbatches)
-        parts = self._parts(args, kwargs, weights)
-        self._check_same(calls)
-        forms = [self.trained.of(call) for call in calls]
-        losses: list[Tensor] = []
-        for stage, executor in self.executors.items():
-            executor.stage_modules = ByMinibatch(stage, forms)
-            executor.on_loss = lambda _, loss: losses.append(loss.double() / len(calls))
+        minibatch = self._minibatch(args, kwargs, target, weights)
         self.rng.epoch += 1
-        self.model.train()
-        # The engine makes the mean of the microbatches' gradients.
-        data = _Data(calls, _cut(target, calls), [part * len(calls) for part in parts], self.device)
-        actions = Schedule(self.spec, len(calls)).actions(*self.workers)
-        self._run(self.executors, actions, data)
-        return self._sum(losses)
+        learns = any(parameter.requires_grad for parameter in self.model.parameters())
+        if not (learns and torch.is_grad_enabled()):
+            return self._try(minibatch)
+        return with_gradients(*self._train(minibatch))
 
     @torch.no_grad()
     def evaluate(
         self, *args: Any, target: Any = None, weights: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
-        """The mean loss of a minibatch in eval mode, on all ranks. Raises as a call does."""
-        calls = Call(args, kwargs).split(self.microbatches)
-        parts = self._parts(args, kwargs, weights)
-        sizes = Sizes(sum(map(len, calls)), len(calls[0]))
-        factors = [
-            part * sizes.examples / len(call) for part, call in zip(parts, calls, strict=True)
+        """The mean loss of a minibatch in eval mode, on all ranks; afterwards each module is in its
+        own mode again. Raises as a call does.
+        """
+        with eval_mode(self.model):
+            return self._try(self._minibatch(args, kwargs, target, weights))
+
+    def _minibatch(
+        self, args: Any, kwargs: Mapping[str, Any], target: Any, weights: Tensor | None
+    ) -> _Minibatch:
+        # A loop for evaluation may be in inference mode, in which nothing can be captured.
+        with torch.inference_mode(False):
+            args, kwargs, target = pytree.tree_map_only(
+                Tensor, lambda x: x.clone() if x.is_inference() else x, (args, kwargs, target)
+            )
+            calls = Call(args, kwargs).split(self.microbatches)
+            if weights is None:
+                weights = torch.ones(sum(map(len, calls)))
+                weights = (self.weigh(*args, **kwargs) if self.weigh else weights).double()
+                weights = weights / weights.sum()
+            cut = Call((weights,), {}).split(self.microbatches)
+            factors = [float(call.tensors[0].sum()) for call in cut]
+            return _Minibatch(calls, _cut(target, calls), factors, self.device)
+
+    def _forms(
+        self, minibatch: _Minibatch, what: str
+    ) -> tuple[StagedModel, Sequence[Mapping[int, StageModule]]]:
+        """The stages for each microbatch, of the model as it is now. Raises UserError unless all
+        ranks have the same.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            staged = self.now = self.staged(ModelState.of(self.model))
+            forms = [staged.forms.of(call) for call in minibatch.calls]
+        texts = [staged.forms.texts[call.kind] for call in minibatch.calls]
+        own = [each for stage in self.stages for each in staged.parameters(stage).values()]
+        self.agreement.check(what, texts, minibatch.calls[0].tensors, own)
+        if what == "training":
+            self.agreement.note_trained(own)
+        return staged, forms
+
+    def _train(self, minibatch: _Minibatch) -> tuple[Tensor, list[tuple[Parameter, Tensor]]]:
+        """The loss, and the gradients of the parameters of this rank that learn."""
+        staged, forms = self._forms(minibatch, "training")
+        weights = {stage: Weights(staged.parameters(stage)) for stage in self.stages}
+        gradients = {stage: GradientSums() for stage in self.stages}
+        losses: list[Tensor] = []
+        executors = {
+            stage: Executor(
+                stage_modules=ByMinibatch(stage, forms),
+                transport=self._transport(staged),
+                assignment=self.plan.rank_assignment,
+                loss=self._loss,
+                weights=weights[stage],
+                stepping=gradients[stage],
+                groups=self._groups(staged)[stage],
+                on_loss=lambda _, loss: losses.append(loss.double() / len(forms)),
+                rng=self.rng,
+                recompute=self.plan.stages[stage].recompute,
+            )
+            for stage in self.stages
+        }
+        actions = Schedule(staged.spec, len(forms)).actions(*self.workers)
+        # The engine makes the mean of the microbatches' gradients.
+        self._run(executors, staged, actions, minibatch.times([len(forms)] * len(forms)))
+        return self._sum(losses), [
+            (weights[stage].parameters[name], gradient)
+            for stage in self.stages
+            for name, gradient in gradients[stage].gradients.items()
         ]
-        forms, totals = [self.tried.of(call) for call in calls], EvaluationTotals()
-        self._average_buffers()
+
+    @torch.no_grad()
+    def _try(self, minibatch: _Minibatch) -> Tensor:
+        """The loss alone."""
+        staged, forms = self._forms(minibatch, "evaluation")
+        sizes, totals = minibatch.sizes, EvaluationTotals()
+        if not self.model.training:
+            self._average_buffers(staged)
         executors = {
             stage: EvaluationExecutor(
                 ByMinibatch(stage, forms),
-                self.transport,
+                self._transport(staged),
                 self.plan.rank_assignment,
                 self._loss,
-                self._tensors(stage, forms[0][stage]),
+                {**staged.parameters(stage), **staged.buffers(stage)},
                 sizes,
                 totals,
             )
             for stage in self.stages
         }
-        actions = forwards(self.plan.replicas, self.spec.links, len(calls), self.workers)
-        data = _Data(calls, _cut(target, calls), factors, self.device)
-        self._run(executors, actions, data)
+        actions = forwards(self.plan.replicas, staged.spec.links, len(forms), self.workers)
+        # The executors make a mean over the examples.
+        means = minibatch.times([sizes.examples / len(call) for call in minibatch.calls])
+        self._run(executors, staged, actions, means)
         return self._sum([torch.tensor(totals.loss / sizes.examples, dtype=torch.float64)])
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients down so that the norm of the whole model's is at most this; returns
         what it was, as torch.nn.utils.clip_grad_norm_ does.
         """
-        squares = [
-            parameter.grad.double().square().sum()
+        staged = self.now
+        if staged is None:
+            raise UserError("clip_grad_norm_: there are no gradients yet: call the pipeline first")
+        own = [
+            (parameter, replica == 0 and holds_first(name, stage, staged.tied))
             for stage, replica in self.workers
-            for name, parameter in self.executors[stage].weights.parameters.items()
-            if parameter.grad is not None and replica == 0 and holds_first(name, stage, self.tied)
+            for name, parameter in staged.parameters(stage).items()
         ]
+        gradients = [
+            (parameter.grad, counts) for parameter, counts in own if parameter.grad is not None
+        ]
+        squares = [gradient.double().square().sum() for gradient, counts in gradients if counts]
         norm = self._sum(squares).sqrt()
-        for executor in self.executors.values():
-            for parameter in executor.weights.parameters.values():
-                if parameter.grad is not None and norm > max_norm:
-                    parameter.grad.mul_(max_norm / (norm + 1e-6))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient, _ in gradients:
+            gradient.mul_(factor)
         return norm
 
     @torch.no_grad()
     def gather(self) -> nn.Module:
         """Brings the model of every rank up to date, to save or export it; returns it."""
-        self._average_buffers()
+        if self.now is None:
+            return self.model
+        self._average_buffers(self.now)
         own = {
             name: tensor
             for stage in self.stages
-            for name, tensor in self._tensors(stage, self._any_form(stage)).items()
+            for name, tensor in {
+                **self.now.parameters(stage),
+                **self.now.buffers(stage),
+            }.items()
         }
         held: list[list[str]] = [[] for _ in range(self.plan.workers)]
         dist.all_gather_object(held, list(own))
@@ -240,93 +307,48 @@ class Pipeline:
         for name in sorted(owner.keys() & theirs.keys()):
             value = own.get(name, theirs[name]).detach().to(self.device).contiguous()
             dist.broadcast(value, owner[name])
-            if name not in own or own[name] is not theirs[name]:
+            if name not in own:
                 theirs[name].data.copy_(value)
+        self.agreement.note_gathered()
         return self.model
 
     def _run(
-        self, executors: Mapping[int, ForwardExecutor], actions: Sequence[Action], data: _Data
+        self,
+        executors: Mapping[int, ForwardExecutor],
+        staged: StagedModel,
+        actions: Sequence[Action],
+        data: _Minibatch,
     ) -> None:
         stream = ActionStream(TrainingSegment(0, len(data.calls)), actions)
         # Dropout has random numbers of its own; those of the user's code stay alike on all ranks.
         gpus = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(gpus):
-            Engine(executors, self.transport).run(stream, data)
+            Engine(executors, self._transport(staged)).run(stream, data)
 
-    @cached_property
-    def captured(self) -> Captured:
-        captured = self.trained.first or self.tried.first
-        assert captured is not None, "a minibatch is to come first"
-        return captured
+    def _transport(self, staged: StagedModel) -> Transport:
+        key = staged.spec.links
+        if key not in self.transports:
+            ways = rank_links(self.plan.rank_assignment, key)
+            self.transports[key] = Transport(self.device, self.backend, ways)
+        return self.transports[key]
 
-    @cached_property
-    def tied(self) -> Mapping[str, Sequence[int]]:
-        return tied(self.captured, interfaces(self.captured, self.plan))
+    def _groups(self, staged: StagedModel) -> Sequence[StageGroups]:
+        key = tuple((name, tuple(stages)) for name, stages in staged.tied.items())
+        if key not in self.groups:
+            self.groups[key] = make_groups(self.plan.rank_assignment, staged.tied)
+        return self.groups[key]
 
-    @cached_property
-    def spec(self) -> PipelineSpec:
-        bounds = self.plan.max_in_flight if self.plan.schedule == self.schedule else None
-        return PipelineSpec(
-            self.schedule,
-            self.plan.replicas,
-            links(interfaces(self.captured, self.plan)),
-            self.microbatches,
-            max_in_flight=bounds,
-            tied=tuple(sorted({stage for stages in self.tied.values() for stage in stages})),
-        )
-
-    @cached_property
-    def transport(self) -> Transport:
-        ways = rank_links(self.plan.rank_assignment, self.spec.links)
-        return Transport(self.device, self.backend, ways)
-
-    @cached_property
-    def groups(self) -> Sequence[StageGroups]:
-        return make_groups(self.plan.rank_assignment, self.tied)
-
-    @cached_property
-    def executors(self) -> dict[int, Executor]:
-        """The training of this rank's stages; their modules change with the minibatches."""
-        return {stage: self._executor(stage, self._any_form(stage)) for stage in self.stages}
-
-    def _executor(self, stage: int, form: StageModule) -> Executor:
-        groups = self.groups[stage]
-        self.gradients[stage] = GradientSums(shared=groups.replicas is not None)
-        return Executor(
-            stage_modules=StageModules(form),
-            transport=self.transport,
-            assignment=self.plan.rank_assignment,
-            loss=self._loss,
-            weights=Weights(dict(form.piece.module.named_parameters())),
-            stepping=self.gradients[stage],
-            groups=groups,
-            on_loss=lambda _minibatch, _loss: None,
-            rng=self.rng,
-            recompute=self.plan.stages[stage].recompute,
-        )
-
-    def _any_form(self, stage: int) -> StageModule:
-        first, *_ = (self.trained.forms or self.tried.forms).values()
-        return first[stage]
-
-    def _tensors(self, stage: int, form: StageModule) -> dict[str, Tensor]:
-        """Parameters and buffers of a stage as they are now; `form` names those that it needs."""
-        now = self._any_form(stage).piece.module
-        known = dict(form.piece.module.named_buffers()) | dict(form.piece.module.named_parameters())
-        current = dict(now.named_buffers()) | dict(now.named_parameters())
-        return {name: current.get(name, tensor) for name, tensor in known.items()}
-
-    def _average_buffers(self) -> None:
+    def _average_buffers(self, staged: StagedModel) -> None:
         """Makes the statistics of batch norm and the like their mean over the replicas."""
         for stage in self.stages:
-            names = {name for name, _ in self.model.named_buffers()}
-            held = self._any_form(stage).piece.module.named_buffers()
-            buffers = [buffer for name, buffer in held if name in names]
-            self.transport.average(buffers, self.groups[stage].replicas)
+            buffers = list(staged.buffers(stage).values())
+            self._transport(staged).average(buffers, self._groups(staged)[stage].replicas)
 
     def _loss(self, output: Any, target: tuple[Any, float]) -> Tensor:
         target, factor = target
-        with lowered(self.autocast, self.device):
+        if factor == 0.0 or factor != factor:
+            return _uncounted(output, factor)
+        with self.precision.computing():
             return self.loss(output, target) * factor
 
     def _sum(self, values: Sequence[Tensor]) -> Tensor:
@@ -334,59 +356,40 @@ class Pipeline:
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
         for value in values:
             total += value.detach().to(self.device)
-        self.transport.begin_sum(total, None).wait()
+        assert self.now is not None
+        self._transport(self.now).begin_sum(total, None).wait()
         return total[0]
 
-    def _check_same(self, calls: Sequence[Call]) -> None:
-        """Raises UserError if ranks have begun with other weights, or have other minibatches."""
-        self.checked += 1
-        if self.checked > _CHECKED and self.checked % _CHECKED_AGAIN:
-            return
-        if self.checked == 1:
-            remedy = "call torch.manual_seed before you make it"
-            self._compare("models", self.model.parameters(), remedy)
-        remedy = "no sampler may divide the data among the ranks"
-        self._compare("minibatches", calls[0].tensors, remedy)
 
-    def _compare(self, what: str, tensors: Iterable[Tensor], remedy: str) -> None:
-        """Raises UserError on all ranks unless each has tensors of the same sums."""
-        sums = torch.tensor([float(tensor.detach().double().sum()) for tensor in tensors])
-        own = torch.cat([sums, -sums]).to(self.device)
-        largest = own.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        if not torch.equal(largest, own):
-            raise UserError(f"the ranks have different {what}: {remedy}")
-
-
-class _Computed(torch.autograd.Function):
-    """A loss whose gradients are known: `add(factor)` adds them."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, loss: Tensor, add: Callable[[float], None]) -> Tensor:
-        ctx.add = add
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *factors: Tensor) -> tuple[None, None, None]:
-        ctx.add(float(factors[0]))
-        return None, None, None
-
-
-_CHECKED = 3
-"""The first minibatches, which are compared between the ranks."""
-
-_CHECKED_AGAIN = 100
-"""Of those that follow, one in so many is compared, too."""
+def _uncounted(output: Any, value: float) -> Tensor:
+    """The loss of a microbatch in which nothing counts, such as one without labels: its mean would
+    be 0 / 0. All gradients are zero.
+    """
+    loss = torch.tensor(value)
+    for tensor in pytree.tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            nothing = torch.zeros_like(tensor)
+            loss = loss.to(tensor) + nothing.where(nothing == 0, tensor).sum()
+    return loss
 
 
 @dataclass(frozen=True)
-class _Data:
+class _Minibatch:
     """The microbatches of a minibatch; the loss of each counts `factors` times."""
 
     calls: Sequence[Call]
     targets: Sequence[Any]
     factors: Sequence[float]
     device: torch.device
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes(sum(map(len, self.calls)), len(self.calls[0]))
+
+    def times(self, factors: Sequence[float]) -> _Minibatch:
+        """Each microbatch counts so many times as much."""
+        pairs = zip(self.factors, factors, strict=True)
+        return replace(self, factors=[one * other for one, other in pairs])
 
     def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]:
         tensors = self.calls[minibatch].tensors

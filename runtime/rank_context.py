@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from pipedream.capture.compute_settings import Precision
 from pipedream.comm.buckets import make_groups
 from pipedream.comm.rendezvous import connect_store, join
 from pipedream.comm.store_messages import broadcast
@@ -15,6 +17,7 @@ from pipedream.comm.transport import Transport
 from pipedream.graph.run_config import AsynchronousConfig
 from pipedream.runtime.checkpoint.resume import begin, resume
 from pipedream.runtime.checkpoint.saver import Saver
+from pipedream.runtime.engine.executor import Executor, Updates
 from pipedream.runtime.engine.prediction import Prediction
 from pipedream.runtime.engine.training_segment import Position, whole_updates
 from pipedream.runtime.engine.weights import Weights
@@ -28,6 +31,7 @@ from pipedream.runtime.report.live_table import Display
 from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.report.peak_memory import PeakMemory
 from pipedream.runtime.report.recording import Recorder
+from pipedream.runtime.selfcheck.rehearsal import rehearse
 from pipedream.runtime.stages.partition import links
 from pipedream.runtime.supervise.graceful_stop import GracefulStop
 from pipedream.runtime.supervise.heartbeat import Heartbeats
@@ -67,6 +71,8 @@ class RankContext:
             local.device, local.backend, rank_links(self.assignment, links(local.interfaces))
         )
         self.stepping = self._stepping()
+        if not (job.unchecked or job.restarted):
+            rehearse(self)
         self.first = self._begin()
         self.saver = self._saver()
         self.weights = {stage.stage: self._weights(stage) for stage in local.stages}
@@ -76,6 +82,35 @@ class RankContext:
         self.display = self._display() if rank_info.rank == 0 else None
         self.peak_in_flight = {stage.stage: 0 for stage in local.stages}
         self.metrics: dict[str, float] = {}
+
+    def executor(
+        self,
+        stage: LocalStage,
+        weights: Weights,
+        stepping: Updates,
+        on_loss: Callable[[int, torch.Tensor], None],
+    ) -> Executor:
+        """What trains a stage of this rank."""
+        local, job = self.local, self.local.job
+        together = job.policy.uniform_updates
+        return Executor(
+            stage_modules=stage.stage_modules,
+            transport=self.transport,
+            assignment=self.assignment,
+            loss=self._loss,
+            weights=weights,
+            stepping=stepping,
+            groups=self.groups[stage.stage],
+            on_loss=on_loss,
+            rng=local.rng,
+            per_update=job.config.microbatches if together else job.config.accumulate,
+            recompute=job.plan.stages[stage.stage].recompute,
+            sharding=stage.sharding,
+        )
+
+    def _loss(self, output: Any, target: Any) -> torch.Tensor:
+        with Precision(self.local.job.config.autocast, self.local.device).computing():
+            return self.local.loss(output, target)
 
     def say(self, words: str) -> None:
         """Tells those who watch this rank what it does from now on."""

@@ -18,6 +18,7 @@ flush and gpipe, and keeps 2bw from running further ahead than two versions allo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
@@ -103,6 +104,26 @@ class Policy(ABC):
     def least_microbatches(self) -> int:
         """With fewer, passes would wait for versions in the steady state."""
         return 1
+
+    def unshared(
+        self, parameter: str, stages: Sequence[int], ranks: Sequence[Sequence[int]]
+    ) -> str | None:
+        """Why `stages`, which all use the parameter, cannot learn it together, in words; None if
+        they can. `ranks`: of every stage.
+        """
+        holders = f"parameter {parameter} is used in stages {' and '.join(map(str, stages))}"
+        if not self.uniform_updates:
+            return (
+                f"{holders}: with {self.spec.name} each stage would learn its own; use "
+                "--schedule flush, gpipe or 2bw, or untie the weights"
+            )
+        own = [rank for stage in stages for rank in ranks[stage]]
+        if len(set(own)) < len(own) and not self.drains:
+            return (
+                f"{holders}, which share a rank: give these stages different ranks, or train "
+                "with --schedule flush or gpipe"
+            )
+        return None
 
 
 class WeightStashing(Policy):

@@ -1,4 +1,4 @@
-# Sourced by test.sh and demo.sh: makes and enters the repository's own virtual environment, .venv.
+# Sourced by test.sh, demo.sh and docs.sh: makes and enters the repository's own virtual environment, .venv.
 # Installs again only when the dependencies, or the set of files that make the packages, change.
 # If the script has set torch_version, that torch is installed, in an environment of its own.
 
@@ -44,7 +44,7 @@ make_environment() {
     if [ "$(cat "$stamp" 2>/dev/null)" != "$(what_is_installed)" ]; then
         echo "== installing pipedream and what it needs into $venv (the first time takes minutes)"
         "$venv/bin/python" -m pip install -q -c "$constraints" torch || return
-        "$venv/bin/python" -m pip install -q -c "$constraints" -e '.[models,test]' \
+        "$venv/bin/python" -m pip install -q -c "$constraints" -e '.[models,test,docs]' \
             --config-settings editable_mode=strict || return
         # numba's cache of compiled code names classes: after a rename it could not be read.
         find optimizer -name '*.nb[ic]' -delete

@@ -262,8 +262,7 @@ def modules_text(package: str) -> str:
     ]:
         parts = path.relative_to(ROOT).with_suffix("").parts
         module = ".".join(("pipedream", *parts)).removesuffix(".__init__")
-        members = "\n    options: {members: false}" if path.stem == "__init__" else ""
-        blocks.append(f"::: {module}{members}")
+        blocks.append(f"::: {module}")
     return "\n\n".join(blocks)
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Checks everything: lint, format, types, import contracts, tests. Runs all of them, fails if any
-# fails. With --quick as the first argument, leaves out the tests marked `slow`. All other arguments
-# go to pytest: `scripts/test.sh tests/graph -k plan`. With --torch VERSION before all of them, runs
-# only the tests, with that torch: the types of torch are checked in the pinned version.
+# Checks everything: lint, format, types, import contracts, the site, tests. Runs all of them, fails
+# if any fails. With --quick as the first argument, leaves out the tests marked `slow`. All other
+# arguments go to pytest: `scripts/test.sh tests/graph -k plan`. With --torch VERSION before all of
+# them, runs only the tests, with that torch: the types of torch are checked in the pinned version.
 set -uo pipefail
 if [ "${1:-}" = --torch ]; then
     torch_version=${2:?name a version of torch: test.sh --torch 2.15.0}
@@ -31,6 +31,7 @@ check() {
     check ruff format --quiet --check
     check mypy -p pipedream
     check lint-imports --no-logo
+    check scripts/docs.sh
     [ -z "${failed:-}" ] || { echo "test.sh: failed: $failed" && exit 1; }
 ) >"$output" 2>&1 &
 

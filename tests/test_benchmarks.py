@@ -24,7 +24,10 @@ def names(folder: Path) -> list[str]:
 
 FOLDERS = [
     FOLDER,
-    *(FOLDER / name for name in ("architectures", "emulated", "faults", "meshes", "orders")),
+    *(
+        FOLDER / name
+        for name in ("against_plain", "architectures", "emulated", "faults", "meshes", "orders")
+    ),
 ]
 
 

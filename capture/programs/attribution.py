@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 
 from pipedream.capture.export import Captured
 from pipedream.capture.node_modules import preserve_model_state
+from pipedream.capture.programs.cut import writes
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.draws import is_draw, note_seed
 from pipedream.capture.programs.joint import CannotDivide, End, joint
@@ -76,6 +77,7 @@ def attribute(
             end,
         )
     labels.finish(traced.module.graph)
+    writes(traced)  # what a run would refuse is refused here
     summed = divisible(traced)
     graph, made = describe(summed), {node.name: node for node in summed.module.graph.nodes}
     written = {call.name: made[call.name].meta[_LABEL] for call in graph.calls}

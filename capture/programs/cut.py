@@ -58,7 +58,7 @@ def cut(joint: Joint) -> Cut:
     order = {node: place for place, node in enumerate(joint.module.graph.nodes)}
     gradients = [node for node in joint.input_gradients if node is not None]
     learned = {name: node for name, node in joint.weight_gradients.items() if node is not None}
-    forward = _before([*joint.outputs, *_writes(joint)])
+    forward = _before([*joint.outputs, *writes(joint)])
     inputs = _before(gradients) - forward
     weights = _by_weight(forward | inputs, dict(sorted(learned.items(), key=lambda e: order[e[1]])))
     later = _needed(weights.values()) | set(learned.values())
@@ -105,19 +105,20 @@ def _divide_operators(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _writes(joint: Joint) -> list[fx.Node]:
+def writes(joint: Joint) -> list[fx.Node]:
     """Operators that write into what they are given, such as the statistics of batch norm, and
-    those that draw, for the sake of the next draw after the same seed.
+    those that draw, for the sake of the next draw after the same seed. Raises CannotDivide if some
+    of them belong to the backward pass.
     """
-    writes = [
+    found = [
         node
         for node in joint.module.graph.nodes
         if isinstance(node.target, torch._ops.OpOverload)
         and (node.target._schema.is_mutable or is_draw(node))
     ]
-    if not set(joint.tangents).isdisjoint(_needed([_before(writes)])):
+    if not set(joint.tangents).isdisjoint(_needed([_before(found)])):
         raise CannotDivide("an operator of the backward pass writes into what it is given")
-    return writes
+    return found
 
 
 def _before(ends: Iterable[fx.Node]) -> set[fx.Node]:

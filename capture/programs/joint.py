@@ -62,8 +62,8 @@ def joint(
 ) -> Joint:
     """Traces `module(*inputs)`, which gives a tuple of tensors, with parameters and buffers
     `state`. `wants`: of which inputs the gradients are to be computed. `precision`: the context of
-    the forward pass, which is entered twice. `end` comes after it; inputs after those of the module
-    are for it alone.
+    the forward pass, which is entered twice. `end` comes after it, in the same; inputs after those
+    of the module are for it alone.
 
     Nothing is computed: only shapes, types and whether gradients are required matter. Raises
     CannotDivide.
@@ -83,8 +83,8 @@ def joint(
         own = [x.detach().requires_grad_(w) for x, w in zip(given, wants, strict=True)]
         with noting_seeds(), precision:
             results: Sequence[Tensor] = functional_call(module, leaves, tuple(own[:taken]))
-        if end is not None:
-            results = end(results, own)
+            if end is not None:
+                results = end(results, own)
         differentiable[:] = [k for k, result in enumerate(results) if result.requires_grad]
         ends = [results[k] for k in differentiable]
         wanted = [*(x for x in own if x.requires_grad), *(leaves[name] for name in learned)]

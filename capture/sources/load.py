@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from pipedream.capture.compute_settings import to_train
 from pipedream.capture.fake_tensors import check_on_meta, on_meta_device, with_memory
 from pipedream.capture.loss import Loss, load_loss
 from pipedream.capture.sources.datasets import huggingface
@@ -37,7 +38,7 @@ from pipedream.graph.run_config import RunConfig
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in training mode with example inputs: call it as `model(*args, **kwargs)`.
+    """A model to train (`to_train`) with example inputs: call it as `model(*args, **kwargs)`.
 
     `autocast`: the lower precision to run it in. `loss`: of its output and the `target`, if known.
     `read`: reads a minibatch by the indices of its examples, out of `examples` in total.
@@ -64,7 +65,8 @@ def load(
 
     `source` is `torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`,
     called with `args`. A factory returns a module, optionally with its example inputs and a dict of
-    keyword inputs; it gets `batch_size` if it has a parameter of that name. `inputs` describe the
+    keyword inputs; it gets `batch_size` if it has a parameter of that name. Modules that it has put
+    in eval mode stay so, but a model wholly in eval mode is trained whole. `inputs` describe the
     inputs (see `minibatch.example`) and override the model's own. With `meta` the model has no
     memory: see `pipedream.capture.fake_tensors`. Raises UserError.
     """
@@ -72,7 +74,7 @@ def load(
     model, own = _make(source, args, batch_size, None, meta)
     if library == "transformers":
         positional, named = transformers_inputs(model, source, batch_size, inputs)
-        return Loaded(model.train(), positional, named)
+        return Loaded(to_train(model), positional, named)
     if not inputs and library == "torchvision":
         inputs = (image_shape(name, args),)
     if not inputs and library == "timm":
@@ -83,8 +85,8 @@ def load(
             "--input 128:int64:50257 for integers, once per input, without the batch dimension"
         )
     if inputs or own is None:
-        return Loaded(model.train(), examples(inputs, batch_size))
-    return Loaded(model.train(), *own)
+        return Loaded(to_train(model), examples(inputs, batch_size))
+    return Loaded(to_train(model), *own)
 
 
 def load_config(
@@ -141,7 +143,7 @@ def load_config_model(
         model = bind_inputs(model, names, source, config.data.source)
     elif config.loss == "output" and source.startswith("transformers:"):
         model = take_labels(model, source)
-    return model.to(getattr(torch, config.dtype)).train()
+    return to_train(model.to(getattr(torch, config.dtype)))
 
 
 def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | None]:

@@ -9,6 +9,8 @@ from itertools import chain, islice
 
 from pipedream.graph.choices import BEST_ORDER, DEFAULT_ORDER, ScheduleName
 from pipedream.graph.errors import UserError
+from pipedream.graph.plan import Plan
+from pipedream.graph.units import show_bytes
 from pipedream.optimizer.choose.bound import lower_bound
 from pipedream.optimizer.choose.candidates import DATA_PARALLEL, candidates, data_parallel
 from pipedream.optimizer.choose.division import Division
@@ -16,9 +18,16 @@ from pipedream.optimizer.choose.expected import expected
 from pipedream.optimizer.choose.neighbours import Neighbours
 from pipedream.optimizer.choose.ordered import best_ordered_plan
 from pipedream.optimizer.choose.trial import Trial, Trials
-from pipedream.optimizer.search.outcome import Outcome, Rival, ScheduleTime, placed_outcome
+from pipedream.optimizer.search.outcome import (
+    Outcome,
+    Rival,
+    ScheduleTime,
+    check_shared,
+    placed_outcome,
+)
 from pipedream.optimizer.search.planner import check, optimize
 from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.split import Split
 
 _SPENT = 300_000
 """Actions simulated, about, from each of the best candidates: about a second."""
@@ -88,6 +97,8 @@ def _time_of(outcome: Outcome) -> ScheduleTime:
 def choose(request: Request) -> Outcome:
     """The fastest plan that was found. Raises UserError if no plan fits the memory."""
     check(request.planning, request)
+    if request.split is not None:
+        return _as_given(request, request.split)
     trials = Trials(request)
     found = list(_found(request, trials))
     fitting = _distinct([trial for _, trial in found if trial.fits])
@@ -104,6 +115,40 @@ def choose(request: Request) -> Outcome:
         _outcome(request, best, trials),
         rivals=tuple(_rivals(found, best)),
         schedules=tuple(_under_others(request, starts, steps)),
+    )
+
+
+def _as_given(request: Request, split: Split) -> Outcome:
+    """The plan with the user's stages, whether or not they fit, and what they would take under
+    other schedules. Raises UserError if the schedule does not allow them.
+    """
+    graph, devices = request.planning, request.cluster.devices
+    if sum(split.replicas) > devices:
+        raise UserError(
+            f"--split: {len(split.replicas)} stages of {', '.join(map(str, split.replicas))}"
+            f" workers, and there are {devices} of them: give more --machines, or fewer stages or"
+            " --replicas"
+        )
+    check_shared(request, graph, split.ends(graph), split.replicas)
+    division, trials = Division.given(split, graph), Trials(request)
+    trial = trials.settle(division)
+    if trial is None:
+        raise UserError("--split: it takes too long to simulate: give fewer stages or devices")
+    outcome = _outcome(request, trial, trials)
+    schedules = tuple(_under_others(request, [division], None))
+    return replace(
+        outcome, given=True, schedules=schedules, notes=_too_large(outcome.plan, request)
+    )
+
+
+def _too_large(plan: Plan, request: Request) -> tuple[str, ...]:
+    """The stages that do not fit their devices, in words."""
+    types, machine = request.device_types, request.cluster.machine
+    return tuple(
+        f"Does not fit: stage {stage.stage} needs {show_bytes(stage.memory_bytes)} of"
+        f" {show_bytes(least)}; give --memory more, --recompute always, or another --split."
+        for stage in plan.stages
+        if stage.memory_bytes > (least := types.worst_of_machines(map(machine, stage.ranks)).memory)
     )
 
 
@@ -202,10 +247,10 @@ def _rivals(found: Sequence[tuple[str, Trial]], best: Trial) -> list[Rival]:
 
 
 def _under_others(
-    request: Request, starts: Sequence[Division], steps: Neighbours
+    request: Request, starts: Sequence[Division], steps: Neighbours | None
 ) -> Iterator[ScheduleTime]:
     """The fastest plan found under each of the schedules that people choose between, with as many
-    minibatches per update.
+    minibatches per update; without `steps` it is the fastest of `starts`.
     """
     microbatches = request.settings.microbatches
     for schedule in _SCHEDULES:
@@ -221,8 +266,9 @@ def _under_others(
         tried = (_tried(division, trials) for division in starts)
         fitting = [trial for trial in tried if trial is not None and trial.fits]
         if fitting:
-            start = min(fitting, key=lambda trial: trial.seconds)
-            best = climb(start, trials, steps, trials.spent + _SPENT_ON_OTHERS)
+            best = min(fitting, key=lambda trial: trial.seconds)
+            if steps is not None:
+                best = climb(best, trials, steps, trials.spent + _SPENT_ON_OTHERS)
             count = best.plan.predicted.microbatches
             microbatches = max(microbatches, count or 0)
             yield ScheduleTime(schedule, best.division.replicas, best.seconds, count)

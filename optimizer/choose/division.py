@@ -9,6 +9,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
+from pipedream.optimizer.search.split import Split
 from pipedream.optimizer.search.stages import PlacedStage
 
 
@@ -32,6 +33,11 @@ class Division(NamedTuple):
                     before |= 1 << graph.position[name]
             downsets.append(before)
         return Division(tuple(downsets), tuple(stage.ranks for stage in plan.stages))
+
+    @staticmethod
+    def given(split: Split, graph: PlanningGraph) -> Division:
+        """That of the user, each stage on the next ranks."""
+        return Division(split.downsets(graph), in_order(split.replicas))
 
     @property
     def replicas(self) -> tuple[int, ...]:

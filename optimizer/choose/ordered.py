@@ -17,6 +17,7 @@ import numpy as np
 from pipedream.graph.choices import BEST_ORDER, DEFAULT_ORDER
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
+from pipedream.graph.units import show_bytes
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.expected import expected
 from pipedream.optimizer.choose.neighbours import Neighbours
@@ -46,7 +47,7 @@ def best_ordered_plan(request: Request) -> Outcome:
     assert request.order not in (None, DEFAULT_ORDER)
     plans = OrderedPlans(request)
     found = sorted(_found(request, plans), key=lambda each: each.seconds)
-    fitting = [each for each in found if each.fits]
+    fitting = [each for each in found if each.fits or request.split is not None]
     if not fitting:
         raise UserError(_nothing(request, found))
     outcome = _outcome(request, fitting[0], len(plans.known))
@@ -54,6 +55,15 @@ def best_ordered_plan(request: Request) -> Outcome:
         outcome,
         rivals=tuple(_rivals(fitting[0], found)),
         schedules=tuple(_in_longer_rounds(request, fitting[0])),
+        given=request.split is not None,
+        notes=() if fitting[0].fits else (_too_large(fitting[0]),),
+    )
+
+
+def _too_large(plan: OrderedPlan) -> str:
+    return (
+        f"Does not fit: a rank needs {show_bytes(plan.rank_bytes)}; give --memory more,"
+        " --recompute always, or another --split."
     )
 
 
@@ -62,6 +72,13 @@ def _nothing(request: Request, found: Sequence[OrderedPlan]) -> str:
         return (
             f"--order {request.order}: no plan found fits --memory: give --microbatches fewer,"
             " --recompute always, or v-min or v-half, which hold least"
+        )
+    if request.split is not None:
+        counts = ",".join(map(str, request.split.replicas))
+        return (
+            f"--order {request.order}: no pipeline of this order has the stages of --split, with"
+            f" {counts} workers, on {request.cluster.devices} devices: give each rank as many"
+            " stages, and each stage as many replicas, or leave out --order"
         )
     each = "" if request.stages_each is None else f" of {request.stages_each} stages on each"
     return (
@@ -78,13 +95,14 @@ def _found(request: Request, plans: OrderedPlans) -> Iterator[OrderedPlan]:
     every = [name for name in ROUND_ORDERS if name != AUTO]
     wanted = every if request.order in (AUTO, BEST_ORDER) else [str(request.order)]
     tried = [
-        plans.try_out(order, shape, even(request.planning, shape))
+        plans.try_out(order, shape, _begin(request, shape))
         for order in wanted
         for shape in shapes(request, order)
     ]
     begun = sorted((each for each in tried if each is not None), key=_rank)
     near = [each for each in begun if each.seconds <= begun[0].seconds * _AROUND]
-    best = sorted((_climb(request, plans, each) for each in near), key=_rank)
+    movable = request.split is None
+    best = sorted((_climb(request, plans, each) if movable else each for each in near), key=_rank)
     if request.order != AUTO:
         yield from best
     if request.order in (AUTO, BEST_ORDER):
@@ -93,6 +111,13 @@ def _found(request: Request, plans: OrderedPlans) -> Iterator[OrderedPlan]:
             ordered = plans.try_out(AUTO, shape, division)
             if ordered is not None:
                 yield ordered
+
+
+def _begin(request: Request, shape: Shape) -> Division:
+    """The division of a shape to begin with: the user's, if there is one."""
+    if request.split is None:
+        return even(request.planning, shape)
+    return Division(request.split.downsets(request.planning), shape.of_stages)
 
 
 def shapes(request: Request, order: str) -> Iterator[Shape]:
@@ -112,7 +137,9 @@ def shapes(request: Request, order: str) -> Iterator[Shape]:
             for rank_map in rules.maps or (loop,):
                 places = rank_map(count, stages_each)
                 for ranks in _layouts(cluster, count, replicas):
-                    yield Shape(places, ranks)
+                    shape = Shape(places, ranks)
+                    if request.split is None or request.split.replicas == shape.replicas:
+                        yield shape
 
 
 def _divisors(count: int) -> list[int]:

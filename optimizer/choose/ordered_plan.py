@@ -40,6 +40,11 @@ class Shape:
         return len(self.places) // len(self.ranks)
 
     @property
+    def replicas(self) -> tuple[int, ...]:
+        """Of each stage."""
+        return tuple(map(len, self.of_stages))
+
+    @property
     def of_stages(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each stage."""
         return tuple(self.ranks[place] for place in self.places)

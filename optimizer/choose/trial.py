@@ -57,9 +57,11 @@ class Trials:
         self.spent = 0
 
     def try_out(self, division: Division, within: float = inf) -> Trial | None:
-        """None if it takes longer than `within` or too long to simulate; raises UserError where
-        the schedule does not allow it.
+        """None if it takes longer than `within` or too long to simulate, or if stages would each
+        learn their own of a parameter; raises UserError where the schedule does not allow it.
         """
+        if not all(map(self.request.allows, division.downsets)):
+            return None
         if division in self.known:
             return self.known[division]
         if division not in self.bounds:

@@ -143,6 +143,17 @@ GROUPS = {
             " anywhere]",
             COUNT,
         ),
+        option(
+            "--split NAME,NAME,...",
+            "Price your own stages: each but the first begins with this node, or with the first"
+            " node of this module, and has all up to the next. One device for each, or --replicas."
+            "  [default: the fastest]",
+        ),
+        option(
+            "--replicas N,N,...",
+            "With --split: the devices of each stage. One number alone: of the whole model."
+            "  [default: 1]",
+        ),
     ),
     "Schedule and memory": (
         option(

@@ -47,7 +47,7 @@ def main(**values: Any) -> None:
         choices, options, task, outcome, simulation = _choose(options)
     else:
         task = make_task(options)
-        outcome, simulation = _plan(task, options)
+        task, outcome, simulation = _plan(task, options)
     outcome = replace(outcome, plan=task.expanded(outcome.plan))
 
     from pipedream.optimizer.cli import output
@@ -56,8 +56,9 @@ def main(**values: Any) -> None:
     # First of all: `pd-optimize ... | head` ends with the first line that is too many.
     modules = None if task.profile is None else task.profile.modules
     folder = options.folder
+    whole = task.request.graph if task.sharding is None else task.profiled
     written = output.write_plan_files(
-        outcome.plan, task.request, folder, simulation, modules, task.placement_notes
+        outcome.plan, task.request, folder, simulation, whole, modules, task.placement_notes
     )
     print_report(outcome, task.request.graph, profile=task.profile)
     if task.sharding is not None:
@@ -78,18 +79,18 @@ def main(**values: Any) -> None:
     output.say_next(outcome.plan, options.folder, profiled)
 
 
-def _plan(task: Task, options: Options) -> tuple[Outcome, Simulation | None]:
-    """The best plan, with its simulated figures, and the simulation if --timeline wants it.
+def _plan(task: Task, options: Options) -> tuple[Task, Outcome, Simulation | None]:
+    """The best plan, with its simulated figures, and the simulation if --timeline wants it; and the
+    task with the schedule that was chosen.
 
     Raises UserError if there is no plan.
     """
-    from pipedream.optimizer.choose.chooser import best_plan
+    from pipedream.optimizer.choose.tied import plan_shared
     from pipedream.optimizer.cli.like import recorded_options
     from pipedream.optimizer.simulate.simulator import MOST_MOVES, QUICK_MOVES, simulate_plan
 
-    request = task.request
     try:
-        outcome = best_plan(request)
+        request, outcome, notes = plan_shared(task.request, task.any_schedule)
     except MemoryError as error:
         raise UserError(
             f"{named(options)}: not enough memory here to plan for so many devices; give fewer"
@@ -101,7 +102,11 @@ def _plan(task: Task, options: Options) -> tuple[Outcome, Simulation | None]:
     plan = outcome.plan if simulation is None else simulation.noted_in(outcome.plan)
     recorded = recorded_options(options, request.footprints is not None)
     plan = plan.model_copy(update={"asked": recorded, "batch_size": task.batch_size})
-    return replace(outcome, plan=plan), simulation if options.timeline else None
+    task, outcome = (
+        replace(task, request=request),
+        replace(outcome, plan=plan, notes=(*notes, *outcome.notes)),
+    )
+    return task, outcome, simulation if options.timeline else None
 
 
 def _choose(options: Options) -> tuple[Choices, Options, Task, Outcome, Simulation | None]:
@@ -115,7 +120,7 @@ def _choose(options: Options) -> tuple[Choices, Options, Task, Outcome, Simulati
 
     by_size = options_by_size(options, _typed)
     tasks = _tasks(by_size, options.graph)
-    planned: dict[int, tuple[Outcome, Simulation | None]] = {}
+    planned: dict[int, tuple[Task, Outcome, Simulation | None]] = {}
 
     def choice(size: int) -> Choice:
         if size not in tasks:
@@ -124,12 +129,12 @@ def _choose(options: Options) -> tuple[Choices, Options, Task, Outcome, Simulati
             planned[size] = _plan(tasks[size][1], tasks[size][0])
         except UserError as error:
             return Choice(None, error.format_message(), size)
-        return Choice(planned[size][0].plan, None, size)
+        return Choice(planned[size][1].plan, None, size)
 
     choices = Choices(tuple(map(choice, by_size)), options.global_batch)
     print_choices(choices)
     best = choices.best.batch_size
-    return choices, *tasks[best], *planned[best]
+    return choices, tasks[best][0], *planned[best]
 
 
 def _tasks(by_size: Mapping[int, Options | None], folder: Path) -> dict[int, tuple[Options, Task]]:

@@ -35,6 +35,8 @@ class Options:
     fewer_machines: bool
     epsilon: float | None
     layers: int | None
+    split: str | None
+    replicas: str | None
 
     schedule: ScheduleName | None
     order: str | None

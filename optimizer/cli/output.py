@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -11,7 +12,7 @@ import click
 from pipedream.graph import timeline
 from pipedream.graph.command import write_whole, writing
 from pipedream.graph.draw import draw, why_text
-from pipedream.graph.model import format_graph
+from pipedream.graph.model import Graph, format_graph
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.profile import BATCH_SIZES_TABLE
 from pipedream.graph.tables import make_console, print_table
@@ -40,25 +41,41 @@ def write_plan_files(
     request: Request,
     folder: Path,
     simulation: Simulation | None,
+    whole: Graph,
     modules: Mapping[str, str] | None = None,
     notes: Mapping[str, str] = _NO_NOTES,
 ) -> str:
     """Writes plan.json, graph.txt and pictures, of the simulation too if there is one; returns a
-    line that names them. `modules`: the path of the module of each node; `notes`: what is to be
-    written at nodes in the picture.
+    line that names them. `whole`: the graph that graph.txt is to have; `modules`: the path of the
+    module of each node; `notes`: what is to be written at nodes in the picture.
 
     Raises UserError if the folder cannot be written.
     """
-    staged = request.graph.with_stages(plan.stage_of)
+    staged = _on_devices(request.graph.with_stages(plan.stage_of), plan)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_plan(plan, folder / "plan.json")
-        write_whole(folder / "graph.txt", format_graph(staged))
+        write_whole(folder / "graph.txt", format_graph(whole.with_stages(plan.stage_of)))
         picture = draw(staged, folder / "graph", modules=modules, notes=notes)
         drawn = "" if simulation is None else _draw(simulation, plan, folder, request.memory)
     why = why_text(staged, picture)
     files = f"{folder}/plan.json, graph.txt, {picture.name}"
     return f"Written: {files}" + (f" ({why})" if why else "") + drawn
+
+
+def _on_devices(graph: Graph, plan: Plan) -> Graph:
+    """The graph with the times that nodes take on the slowest device of their stage."""
+    cluster, nodes, stages = plan.cluster, graph.nodes, plan.stages
+    speeds = [min(cluster.device(rank).speed for rank in stage.ranks) for stage in stages]
+    return graph.with_nodes(
+        replace(
+            nodes[name],
+            forward_seconds=nodes[name].forward_seconds / speeds[stage],
+            backward_seconds=nodes[name].backward_seconds / speeds[stage],
+        )
+        for name, stage in plan.stage_of.items()
+        if speeds[stage] != 1
+    )
 
 
 def print_sharding(plan: Plan, sharding: ModelSharding) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipedream.optimizer.cli.options import Options
     from pipedream.optimizer.search.latency import Latency
     from pipedream.optimizer.search.request import Request
+    from pipedream.optimizer.search.split import Split
     from pipedream.optimizer.sharding.model_sharding import ModelSharding
 
 
@@ -30,8 +31,9 @@ class Task:
 
     `numbers`: of workers to sweep over; `profile`: of the graph, if there is one; `runs`: by which
     the graph was calibrated, newest last; `profiled`: the graph before that, and its `batch_size`,
-    None if no profile says it; `sharding`: of the operators, with --mesh; then the graph, the
-    footprints and the cluster of the request are those of a team.
+    None if no profile says it; `any_schedule`: whether the user leaves it open; `sharding`: of the
+    operators, with --mesh; then the graph, the footprints and the cluster of the request are those
+    of a team.
     """
 
     request: Request
@@ -40,6 +42,7 @@ class Task:
     runs: Sequence[CalibrationRun]
     profiled: Graph
     batch_size: int | None
+    any_schedule: bool = False
     sharding: ModelSharding | None = None
 
     def expanded(self, plan: Plan) -> Plan:
@@ -128,9 +131,12 @@ def make_task(options: Options) -> Task:
         weight_prediction=options.weight_prediction,
         order=options.order,
         stages_each=options.stages_per_rank,
+        sharing=() if profile is None else profile.learned_together,
+        split=_split(options, graph, profile),
     )
     size = None if profile is None else profile.batch_size
-    return Task(request, numbers, profile, runs, profiled, size, sharding)
+    open_to_choice = options.schedule is None and goal is None and not options.weight_prediction
+    return Task(request, numbers, profile, runs, profiled, size, open_to_choice, sharding)
 
 
 def _model_sharding(
@@ -156,6 +162,11 @@ def _model_sharding(
 
     mesh = _mesh(options.mesh)
     path = options.graph.with_name("operators.json")
+    if profile is not None and profile.no_operators is not None:
+        raise UserError(
+            f"--mesh: the model cannot run on a mesh: {profile.no_operators}; plan it without"
+            " --mesh"
+        )
     if not path.exists() or profile is None:
         raise UserError(
             f"--mesh: there is no {path if profile else options.profile_path}: pd-profile writes it"
@@ -175,6 +186,36 @@ def _mesh(text: str) -> tuple[int, ...]:
     if not sizes or min(sizes) < 1:
         raise UserError(f"--mesh {text}: write the size of each axis, such as 2 or 2,4")
     return sizes
+
+
+def _split(options: Options, graph: Graph, profile: Profile | None) -> Split | None:
+    """The stages that --split and --replicas give. Raises UserError."""
+    if options.split is None and options.replicas is None:
+        return None
+    option = "--split" if options.split is not None else "--replicas"
+    others = {
+        "--straight": options.straight,
+        "--fewer-machines": options.fewer_machines,
+        "--layers": options.layers,
+        "--epsilon": options.epsilon,
+        "--sweep": options.sweep,
+        f"--cost-model {options.cost_model}": options.cost_model not in (None, "network"),
+    }
+    for other, given in others.items():
+        if given:
+            raise UserError(
+                f"{option} says what the stages are, to be simulated: leave out {other}"
+            )
+    from pipedream.optimizer.search.split import split_of
+
+    names = tuple(name.strip() for name in (options.split or "").split(",") if name.strip())
+    try:
+        counts = None if options.replicas is None else list(map(int, options.replicas.split(",")))
+    except ValueError:
+        counts = [0]
+    if counts is not None and min(counts) < 1:
+        raise UserError(f"--replicas {options.replicas}: write a number for each stage: 2,1,1")
+    return split_of(names, counts, graph, {} if profile is None else profile.modules)
 
 
 def _with_schedule(options: Options) -> Options:

@@ -30,8 +30,8 @@ from pipedream.optimizer.simulate.simulator import simulate_plan
 if TYPE_CHECKING:
     import pandas as pd
 
-_DRAWN = 8
-"""Ranks and minibatches drawn of each plan."""
+_DRAWN, _RANKS = 8, 4
+"""Minibatches, and ranks, drawn of each plan."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ def draw_comparison(contenders: list[Contender], path: Path) -> None:
             simulation.events,
             first=simulation.steady_from,
             count=_DRAWN,
-            most_rows=_DRAWN,
+            most_rows=_RANKS,
         )
         for contender in contenders
         if (simulation := contender.simulation) is not None

@@ -150,8 +150,9 @@ class MemoryModel:
 
     def _amounts(self, start: int, ends: States) -> tuple[Floats, Floats, Floats, Floats]:
         """Bytes of parameters, and of what a minibatch saves, receives and sends."""
+        own = self._parameters[-1, ends] - self._parameters[-1, start]
         return (
-            self._parameters[-1, ends] - self._parameters[-1, start],
+            own + self.cuts.copied_bytes(start)[ends],
             self._saved[-1, ends] - self._saved[-1, start],
             self.cuts.bytes_received(start)[ends],
             self.cuts.bytes_across[ends],
@@ -176,6 +177,7 @@ class MemoryModel:
         last = np.zeros((1, columns))
         saved = self._saved[:, ends] - self._saved[:, start, None]
         before = self._parameters[:, ends] - self._parameters[:, start, None]
+        before = before + self.cuts.copied_bytes(start)[ends]
         whole = before[-1:]
         whole_round = uniform_updates(self.settings.schedule)
         gradients = 0 * before + whole if whole_round else whole - before

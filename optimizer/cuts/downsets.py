@@ -133,6 +133,17 @@ class Cuts:
                 total[self.holds[readers].any(axis=0)] += size
         return total
 
+    def copied_bytes(self, start: int) -> Floats:
+        """[state]: bytes of parameters that the stage from `start` to the state reads and that are
+        counted at an earlier node, in another stage.
+        """
+        total = np.zeros(len(self))
+        for size, (first, *others) in self.graph.shared:
+            readers = [node for node in others if not self.holds[node, start]]
+            if self.holds[first, start] and readers:
+                total[self.holds[readers].any(axis=0)] += size
+        return total
+
 
 def _sum(sets: NDArray[np.uint8], values: Floats) -> Floats:
     """For each set, a row of bits, the sum of the values of its members.

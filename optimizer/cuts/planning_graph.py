@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedream.graph.model import Graph, Node
-from pipedream.graph.profile import Footprint
+from pipedream.graph.profile import Footprint, Sharing
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -25,6 +25,7 @@ class PlanningGraph:
     `follows` names the working node, None for one that reads an input. `footprints` say what each
     node keeps in memory [default: its outputs]. Seconds per minibatch: `update`, per byte of
     parameters; `call`, in every stage; `reading`, in the first and the last stage, which read it.
+    `sharing`: parameters that several nodes read.
     """
 
     graph: Graph
@@ -34,6 +35,7 @@ class PlanningGraph:
     update: float = 0.0
     call: float = 0.0
     reading: float = 0.0
+    sharing: tuple[Sharing, ...] = ()
 
     @staticmethod
     def of(
@@ -42,6 +44,7 @@ class PlanningGraph:
         update: float = 0.0,
         call: float = 0.0,
         reading: float = 0.0,
+        sharing: tuple[Sharing, ...] = (),
     ) -> PlanningGraph:
         inputs = {
             name
@@ -59,7 +62,7 @@ class PlanningGraph:
             if name in unread:
                 producer = graph.predecessors[name][0] if graph.predecessors[name] else None
                 follows[name] = producer if producer is None else follows.get(producer, producer)
-        return PlanningGraph(graph, names, follows, footprints, update, call, reading)
+        return PlanningGraph(graph, names, follows, footprints, update, call, reading, sharing)
 
     def __len__(self) -> int:
         return len(self.names)
@@ -140,6 +143,20 @@ class PlanningGraph:
             for name, footprint in (self.footprints or {}).items()
             if footprint.input_bytes and name in self.follows
         )
+
+    @cached_property
+    def shared(self) -> tuple[tuple[float, tuple[int, ...]], ...]:
+        """For each parameter that several nodes read: its bytes, and these nodes."""
+        return tuple((each.bytes, self._neighbours(each.nodes)) for each in self.sharing)
+
+    @cached_property
+    def shared_masks(self) -> tuple[int, ...]:
+        """The nodes of `shared` as bits."""
+        return tuple(sum(1 << node for node in nodes) for _, nodes in self.shared)
+
+    def keeps_together(self, downset: int) -> bool:
+        """Whether no parameter is read on both sides of the cut."""
+        return all(downset & mask in (0, mask) for mask in self.shared_masks)
 
     def stage_of(self, stages: Sequence[Sequence[int]]) -> dict[str, int]:
         """The stage of every node of the graph, given the working nodes of each stage."""

@@ -168,7 +168,14 @@ class NothingFits(UserError):
 def _message(memory: MemoryModel, request: Request) -> str:
     cuts, allowed = memory.cuts, request.recompute != "never"
     closest = _least(memory, request, allowed)
-    assert closest is not None
+    if closest is None:
+        assert request.sharing
+        return (
+            f"parameter {request.sharing[0].parameter}: what uses it stays in one stage with"
+            f" --schedule {request.schedule}, where each stage would learn its own, and then there"
+            f" are too few stages for {request.cluster.devices} devices; use --schedule flush,"
+            " gpipe or 2bw, or untie the weights"
+        )
     # The least memory: as much recomputation as the user allows.
     limit = MemoryLimit(0.0, memory, "always" if allowed else "never")
     workers = worker_memory(memory, limit, closest.stages, request.device_types)
@@ -220,7 +227,7 @@ def _least(memory: MemoryModel, request: Request, recompute: bool) -> Solution |
 def _remedies(memory: MemoryModel, request: Request) -> Iterator[str]:
     """What would make a plan fit, each tried by planning."""
     graph, settings, allowed = memory.cuts.graph, memory.settings, request.recompute != "never"
-    cuts = memory.cuts if len(memory.cuts) <= _FEW else Cuts(graph, prefixes(graph, _FEW))
+    cuts = memory.cuts if len(memory.cuts) <= _FEW else request.cuts(prefixes(graph, _FEW))
     memory = MemoryModel(cuts, settings)
 
     def helps(memory: MemoryModel, request: Request, recompute: bool) -> bool:
@@ -231,7 +238,8 @@ def _remedies(memory: MemoryModel, request: Request) -> Iterator[str]:
     if recomputing:
         yield "--recompute auto"
     if settings.schedule != "flush":
-        flush = MemoryModel(cuts, replace(settings, schedule="flush"))
+        divided = Cuts(graph, prefixes(graph, _FEW)) if graph.sharing else cuts
+        flush = MemoryModel(divided, replace(settings, schedule="flush"))
         if helps(flush, request, allowed):
             yield "--schedule flush"
         elif not allowed and not recomputing and helps(flush, request, True):
@@ -269,7 +277,7 @@ def _batch_divided(graph: PlanningGraph, part: int) -> PlanningGraph:
         )
         for name, kept in graph.footprints.items()
     }
-    return PlanningGraph.of(smaller, footprints)
+    return PlanningGraph.of(smaller, footprints, sharing=graph.sharing)
 
 
 def _items(worker: WorkerMemory) -> str:

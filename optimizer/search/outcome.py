@@ -83,7 +83,8 @@ class Outcome:
     worker and data parallelism need on each device; `memory` what a device has, None for no limit.
     `measured`: the memory of the stages comes from measured footprints. `rivals`: the plans that
     were simulated and lost, the fastest first; `schedules`: what others would take. `rank_bytes`:
-    the most that a rank holds of all its stages, where it has several.
+    the most that a rank holds of all its stages, where it has several; `notes`: further lines;
+    `given`: the stages are the user's.
     """
 
     plan: Plan
@@ -96,6 +97,8 @@ class Outcome:
     rivals: tuple[Rival, ...] = ()
     schedules: tuple[ScheduleTime, ...] = ()
     rank_bytes: float | None = None
+    notes: tuple[str, ...] = ()
+    given: bool = False
 
     def batch_seconds(self, goal: Latency) -> float:
         """Seconds of a batch, sum t_i + (B - 1) max t_j."""
@@ -364,13 +367,29 @@ def _stages(
     )
 
 
+def check_shared(
+    request: Request, graph: PlanningGraph, ends: Sequence[int], sizes: Sequence[int]
+) -> None:
+    """Raises UserError if stages that end there share parameters that they cannot learn together,
+    as pd-train would.
+    """
+    policy = request.settings.policy(sizes)
+    for shared, (_, nodes) in zip(request.sharing, graph.shared, strict=True):
+        stages = sorted({sum(end <= node for end in ends) for node in nodes})
+        problem = policy.unshared(shared.parameter, stages, [[stage] for stage in range(len(ends))])
+        if len(stages) > 1 and problem is not None:
+            raise UserError(problem)
+
+
 def given_plan(
     request: Request, graph: PlanningGraph, ends: Sequence[int], sizes: Sequence[int]
 ) -> Outcome:
-    """The plan with these stages, which are runs of `graph`'s nodes; no limit is checked.
+    """The plan with these stages, which are runs of `graph`'s nodes; no limit of memory is checked.
 
     Stage s ends before node `ends[s]`, on the next `sizes[s]` devices, a submesh of the cluster.
+    Raises UserError if stages share parameters that they cannot learn together.
     """
+    check_shared(request, graph, ends, sizes)
     cuts = Cuts(graph, [(1 << end) - 1 for end in (0, *ends)])
     mesh = Mesh(request.cluster.machines)
     stages, begin = [], 0

@@ -85,12 +85,18 @@ def rough_plan(request: Request, most_cuts: int) -> Outcome:
     check(graph, request)
     if request.latency is not None:
         return plan_latency(graph, request, request.latency, most_cuts)
-    memory = request.memory_model(_few_cuts(graph, most_cuts))
+    memory = request.memory_model(_few_cuts(request, most_cuts))
     return make_outcome(memory, request, _planned(memory, request), 0.0, exact=False)
 
 
+def _few_cuts(request: Request, most: int) -> Cuts:
+    cuts = _any_cuts(request.planning, most)
+    allowed = request.cuts(cuts.downsets)
+    return cuts if len(allowed) == len(cuts) else allowed
+
+
 @lru_cache(maxsize=2)
-def _few_cuts(graph: PlanningGraph, most: int) -> Cuts:
+def _any_cuts(graph: PlanningGraph, most: int) -> Cuts:
     return Cuts(graph, all_downsets(graph, most) or prefixes(graph, most))
 
 
@@ -120,13 +126,13 @@ def plan_throughput(graph: PlanningGraph, request: Request, most_cuts: int | Non
     downsets = all_downsets(graph, listed)
     cuts, best = None, None
     if downsets is not None:
-        cuts = Cuts(graph, downsets)
+        cuts = request.cuts(downsets)
         best = _among_all(cuts, request, limit)
         if best is not None and best.proven:
             return _best_of_all(cuts, request, best)
     bins = bins_of(graph) if most_cuts is None else bins_of(graph, most_cuts * _FOR_EACH_CUT)
     many = most_cuts or _many(graph, bins, request)
-    likely = request.memory_model(Cuts(graph, likely_cuts(graph, bins, many)))
+    likely = request.memory_model(request.cuts(likely_cuts(graph, bins, many)))
     solution = _planned(likely, request)
     if best is None or solution.cost < best.solution.cost * (1 - TIE):
         best = _Best(likely, solution, proven=False)
@@ -162,7 +168,7 @@ def _among_all(cuts: Cuts, request: Request, limit: int) -> _Best | None:
     if len(cuts) > few:
         likely = {*prefixes(cuts.graph, 2 * _FEW)}
         likely |= {cuts.downsets[index] for index in lightest(cuts, _FEW)}
-        memory = request.memory_model(Cuts(cuts.graph, in_order(likely)))
+        memory = request.memory_model(request.cuts(in_order(likely)))
         solution = _solve(memory, request)
         if solution is not None:
             best = _narrowed(cuts, request, few, _Best(memory, solution, proven=False))
@@ -281,12 +287,12 @@ def plan_latency(
     if downsets is None:
         bins = bins_of(graph)
         if goal.layers is None:
-            cuts = Cuts(graph, likely_cuts(graph, bins, limit))
+            cuts = request.cuts(likely_cuts(graph, bins, limit))
         else:
             distinct = list(dict.fromkeys(map(tuple, orders(graph))))
-            cuts = Cuts(graph, layer_cuts(graph, distinct, goal.layers))
+            cuts = request.cuts(layer_cuts(graph, distinct, goal.layers))
     else:
-        cuts = Cuts(graph, downsets)
+        cuts = request.cuts(downsets)
     memory = request.memory_model(cuts)
     solution = narrowed(cuts, fill_order, cost_of, goal).best()
     if solution is None:

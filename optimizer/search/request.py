@@ -11,7 +11,7 @@ from pipedream.graph.choices import MICROBATCHES, InFlight, OptimizerName, Recom
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import PlannedGraph
-from pipedream.graph.profile import Footprint, TrainingOverheads
+from pipedream.graph.profile import Footprint, Sharing, TrainingOverheads
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
 from pipedream.optimizer.cost.models import CostModel
@@ -19,6 +19,7 @@ from pipedream.optimizer.cost.stage_cost import MemoryLimit
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
+from pipedream.optimizer.search.split import Split
 from pipedream.optimizer.search.stages import Rules
 from pipedream.optimizer.simulate.workload import UPDATE_RATE
 from pipedream.schedule.policy import uniform_updates
@@ -36,7 +37,9 @@ class Request:
     - `in_flight`: as few minibatches as fill the pipeline, or as many as keep its pace and fit;
     - `update_rate`: bytes of parameters that the optimizer updates per second;
     - `overheads`: measured costs of training besides its nodes, where the profile has them;
-    - `order`: of the passes on a rank, and `stages_each`: stages of a rank, None for the best.
+    - `order`: of the passes on a rank, and `stages_each`: stages of a rank, None for the best;
+    - `sharing`: parameters that several nodes read, and learn together;
+    - `split`: the stages, if they are given and only to be priced.
     """
 
     graph: Graph
@@ -56,6 +59,8 @@ class Request:
     overheads: TrainingOverheads | None = None
     order: str | None = None
     stages_each: int | None = None
+    sharing: tuple[Sharing, ...] = ()
+    split: Split | None = None
 
     @cached_property
     def planned_graph(self) -> PlannedGraph:
@@ -72,7 +77,7 @@ class Request:
     @cached_property
     def planning(self) -> PlanningGraph:
         """The graph to divide, with the overheads that the cost model counts."""
-        return PlanningGraph.of(self.graph, self.footprints, *self._seconds_besides)
+        return PlanningGraph.of(self.graph, self.footprints, *self._seconds_besides, self.sharing)
 
     @property
     def _seconds_besides(self) -> tuple[float, float, float]:
@@ -117,6 +122,16 @@ class Request:
     def device_types(self) -> DeviceTypes:
         """The types of device, with the bytes that may be used of each."""
         return DeviceTypes.of(self.cluster, self.memory)
+
+    def allows(self, downset: int) -> bool:
+        """Whether a stage may end there: not between nodes that share a parameter, if each stage
+        would learn its own.
+        """
+        return uniform_updates(self.schedule) or self.planning.keeps_together(downset)
+
+    def cuts(self, downsets: Sequence[int]) -> Cuts:
+        """Those of the downsets at which a stage may end."""
+        return Cuts(self.planning, [downset for downset in downsets if self.allows(downset)])
 
     def memory_model(self, cuts: Cuts) -> MemoryModel:
         return MemoryModel(cuts, self.settings)

@@ -7,7 +7,7 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
 from pipedream.graph.sharding.notation import show_placements
 from pipedream.graph.sharding.requests import PlacementTexts
-from pipedream.optimizer.sharding.model_sharding import ModelSharding, flops_per_second
+from pipedream.optimizer.sharding.model_sharding import ModelSharding
 
 
 def expand(plan: Plan, sharding: ModelSharding, profile: Profile, whole: Graph) -> Plan:
@@ -15,7 +15,7 @@ def expand(plan: Plan, sharding: ModelSharding, profile: Profile, whole: Graph) 
     `whole`: the graph before it was divided, which says what one worker takes.
     """
     count = sharding.devices
-    rate, stages = flops_per_second(sharding.profile), []
+    rate, stages = sharding.flops_per_second, []
     for stage in plan.stages:
         names = {name for node in stage.nodes for name in profile.node[node].parameters}
         parameters = {
@@ -27,7 +27,7 @@ def expand(plan: Plan, sharding: ModelSharding, profile: Profile, whole: Graph) 
         texts = PlacementTexts(parameters=parameters, flops_per_second=rate)
         changed = {"ranks": ranks, "mesh": sharding.mesh, "placements": texts}
         stages.append(stage.model_copy(update=changed))
-    seconds = sum(node.compute_seconds for node in whole.nodes.values())
+    seconds = sum(node.compute_seconds for node in whole.nodes.values()) / sharding.speed
     predicted = plan.predicted.model_copy(update={"one_worker_seconds": seconds})
     fields = {"cluster": sharding.cluster, "stages": tuple(stages), "predicted": predicted}
     return Plan.model_validate(plan.model_copy(update=fields).model_dump())

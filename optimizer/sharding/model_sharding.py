@@ -48,14 +48,32 @@ class ModelSharding:
                 f"--mesh: teams of {devices} devices do not divide the {cluster.machines[0]} of the"
                 " innermost level: give --machines with a multiple of it"
             )
+        _check_alike(cluster, devices)
         requests = Requests(_parameters(shards, len(mesh), profile), _ends(profile, len(mesh)))
         linked = LinkedMesh.of(mesh, range(devices), cluster)
         try:
-            seconds = estimated_seconds(profile.graph, flops_per_second(profile))
+            seconds = estimated_seconds(profile.graph, _rate(profile, cluster))
             assignment = propagate(profile.graph, linked, requests, seconds)
         except UserError as error:
             raise UserError(f"--shard: {error.format_message()}") from error
-        return ModelSharding(cluster, profile, assignment)
+        sharding = ModelSharding(cluster, profile, assignment)
+        if devices > 1 and all(sharding.work_share(call) == 1 for call in profile.graph.calls):
+            raise UserError(
+                f"--mesh: nothing is divided among the {devices} devices of a team, which would all"
+                " do the same: say which parameters are, with --shard, such as --shard"
+                f" '{_example(profile)}=S(0)" + ",R" * (len(mesh) - 1) + "', or leave --mesh out"
+            )
+        return sharding
+
+    @property
+    def speed(self) -> float:
+        """Of all devices."""
+        return self.cluster.device(0).speed
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """On these devices; None if it is not known."""
+        return _rate(self.profile, self.cluster)
 
     @property
     def mesh(self) -> Mesh:
@@ -71,6 +89,8 @@ class ModelSharding:
         first, *others = self.cluster.machines
         machines = (first // self.devices, *others)
         fields: dict[str, object] = {"machines": machines}
+        if len(machines) == 1:  # where each device is a machine
+            fields["machine_kinds"] = self.cluster.machine_kinds[:: self.devices]
         if self.cluster.all_reduce:  # they were measured over all devices of a level
             fields["all_reduce"] = (None, *self.cluster.all_reduce[1:])
         return self.cluster.model_copy(update=fields)
@@ -114,6 +134,36 @@ def flops_per_second(profile: OperatorProfile) -> float | None:
     counts = {call.name: flops(call.operator) for call in profile.graph.calls}
     seconds = sum(profile.seconds.get(name, 0.0) for name, count in counts.items() if count)
     return sum(counts.values()) / seconds if seconds else None
+
+
+def _rate(profile: OperatorProfile, cluster: Cluster) -> float | None:
+    """`flops_per_second` on the devices of the cluster."""
+    profiled = flops_per_second(profile)
+    return None if profiled is None else profiled * cluster.device(0).speed
+
+
+def _check_alike(cluster: Cluster, devices: int) -> None:
+    """Raises UserError if not all devices are as fast, or those of a team are not of one type."""
+    speeds = {cluster.device(rank).speed for rank in range(cluster.devices)}
+    if len(speeds) > 1:
+        raise UserError(
+            "--mesh: the devices of the cluster have several speeds,"
+            f" {' and '.join(f'{speed:g}' for speed in sorted(speeds))}: plan for those of one"
+        )
+    for first in range(0, cluster.devices, devices):
+        names = {cluster.device(rank).name for rank in range(first, first + devices)}
+        if len(names) > 1:
+            raise UserError(
+                f"--mesh: the {devices} devices of a team would be of several types,"
+                f" {' and '.join(sorted(names))}: give machines whose devices are alike"
+            )
+
+
+def _example(profile: OperatorProfile) -> str:
+    """The name of a parameter that can be divided."""
+    inputs = profile.graph.inputs
+    matrices = (e.name for e in inputs if e.role == "parameter" and len(e.type.shape) > 1)
+    return next(matrices, "*.weight")
 
 
 def _parameters(

@@ -65,7 +65,9 @@ def _work_shares(sharding: ModelSharding) -> dict[tuple[str, bool], float]:
 
 
 def _moved_seconds(sharding: ModelSharding) -> Counter[tuple[str, bool]]:
-    """Of redistributions, at the node that computes the value, or first reads it."""
+    """Of redistributions, at the node that computes the value, or first reads it: as seconds of
+    the device that was profiled, so that they take on any device what the links take.
+    """
     found: Counter[tuple[str, bool]] = Counter()
     graph = sharding.assignment.graph
     makers = {value: call.name for call in graph.calls for value in (*call.results, call.name)}
@@ -77,7 +79,7 @@ def _moved_seconds(sharding: ModelSharding) -> Counter[tuple[str, bool]]:
         name = makers.get(each.value) or readers.get(each.value)
         if name is not None:
             key = sharding.profile.nodes[name], name in sharding.backward
-            found[key] += each.seconds  # type: ignore[assignment]
+            found[key] += each.seconds * sharding.speed  # type: ignore[assignment]
     return found
 
 

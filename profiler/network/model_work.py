@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import capture, flatten_inputs
 from pipedream.capture.sources.load import Loaded
 from pipedream.profiler.network.interference import Work
@@ -23,8 +23,8 @@ def model_work(loaded: Loaded, device: torch.device) -> Work:
 
     Raises UserError if the model cannot be captured.
     """
-    with lowered(loaded.autocast, torch.device("cpu")):
-        captured = capture(loaded.model, loaded.args, loaded.kwargs)
+    precision = Precision(loaded.autocast, device)
+    captured = capture(loaded.model, loaded.args, loaded.kwargs, precision=precision)
     once = passes(captured, flatten_inputs(loaded.args, loaded.kwargs), device)
     own = [parameter for parameter in captured.module.parameters() if parameter.requires_grad]
     listening: list[Callable[[], None]] = []
@@ -39,7 +39,7 @@ def model_work(loaded: Loaded, device: torch.device) -> Work:
     def run(reached: Callable[[], None]) -> None:
         reached()
         listening[:] = [reached]
-        with lowered(loaded.autocast, device):
+        with precision.computing():
             once()
 
     return Work(run, places=1 + len(own), gradient_bytes=sum(p.nbytes for p in own))

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
 from pipedream.comm.transport import TensorType
+from pipedream.graph.errors import UserError
 from pipedream.graph.sharding.regions import Region, held_region
 from pipedream.graph.sharding.tiles import TileTransfers, Transfer
 from pipedream.runtime.stages.crossings import Crossing, Crossings
@@ -67,6 +70,15 @@ class DeviceMessages:
         whole = tuple(Part(number, region) for number, region in enumerate(self.held))
         return list(self.parts.values()) == [whole] and not any(self.gathers)
 
+    def check(self, action: Action, values: Sequence[Tensor]) -> None:
+        """Raises UserError unless these are of the types and shapes that both sides know. The other
+        one would take what fits, and leave the rest of its memory as it was.
+        """
+        for crossing, held, value in zip(self.crossings, self.held, values, strict=True):
+            if value.dtype != crossing.value.dtype or value.shape != held.shape:
+                known = TensorType(held.shape, crossing.value.dtype)
+                raise _not_as_agreed(action, crossing.value.name, value, known)
+
     def types(self, other: int) -> list[TensorType]:
         """Of the tensors that the other device sends."""
         return [
@@ -85,3 +97,14 @@ def _parts(
             if here == device:
                 parts.setdefault(there, []).append(Part(number, each.region))
     return {there: tuple(parts[there]) for there in sorted(parts)}
+
+
+def _not_as_agreed(action: Action, name: str, value: Tensor, agreed: TensorType) -> UserError:
+    assert action.peer is not None
+    shown = [f"{list(each.shape)} of {str(each.dtype)[6:]}" for each in (value, agreed)]
+    what = "the gradient of " * (action.kind is Kind.SEND_GRADIENT) + name
+    return UserError(
+        f"stage {action.stage}: {what}, in minibatch {action.minibatch}, is {shown[0]} where stage"
+        f" {action.peer[0]} waits for {shown[1]}, as the model was captured: leave its weights as"
+        " they were made, and give operators of your own a fake implementation of what they return"
+    )

@@ -184,12 +184,11 @@ class Evaluation:
         plan: Plan,
         workers: Sequence[Worker],
         sizes: Sizes,
-        device: torch.device,
     ) -> Evaluation:
         """For a model without `obstacle`; `rest`: captured for a smaller last minibatch."""
 
         def stage_module(captured: Captured, stage: int) -> StageModule:
-            return StageModule.of(captured, plan, stage, device, lambda _, piece: plain(piece))
+            return StageModule.of(captured, plan, stage, lambda _, piece: plain(piece))
 
         stage_modules = {
             stage: StageModules(

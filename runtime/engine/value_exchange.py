@@ -38,8 +38,11 @@ class ValueExchange:
             self.transport.post(self._channel(action, other), messages.types(other))
 
     def send(self, action: Action, crossings: Crossings, values: Sequence[Tensor]) -> None:
-        """`values`: as this device holds them. Raises PeerLost."""
+        """`values`: as this device holds them. Raises PeerLost, and UserError if they are not what
+        the other worker waits for.
+        """
         messages = self._messages(action, crossings)
+        messages.check(action, values)
         for other, parts in messages.parts.items():
             pieces = [
                 cut(values[part.number], messages.held[part.number], part.region) for part in parts

@@ -1,23 +1,29 @@
-"""Gradients for an optimizer of the user's: they are added to those that the parameters have."""
+"""Gradients for an optimizer of the user's: those of a call, which the loss that it returns adds to
+the parameters.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import Parameter
 
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.stepping import Scale
 
 
 class GradientSums:
-    """In the place of `Stepping` for one stage: an update changes no weights, and keeps its
-    gradients until they are added.
-
-    `shared`: whether gradients come in memory that the next round uses again.
+    """In the place of `Stepping` for one stage: an update changes no weights, and leaves its
+    `gradients` here, by name.
     """
 
-    def __init__(self, shared: bool) -> None:
-        self.shared, self.scale = shared, Scale()
-        self.gradients: dict[str, Tensor] = {}
+    def __init__(self) -> None:
+        self.scale = Scale()
+        self.gradients: Mapping[str, Tensor] = {}
 
     def agree(self, stage: int, weights: Weights, divisor: int) -> None:
         raise AssertionError("the user's loop clips, if anybody does")
@@ -32,14 +38,29 @@ class GradientSums:
 
         weights.update({}, leave, number)
 
-    def add(self, weights: Weights, factor: float) -> None:
-        """Adds the gradients of the last update, times `factor`, to those of the parameters."""
-        for name, gradient in self.gradients.items():
-            parameter = weights.parameters[name]
-            if parameter.grad is not None:
-                parameter.grad.add_(gradient, alpha=factor)
-            elif factor != 1.0 or self.shared:
-                parameter.grad = gradient * factor
-            else:
-                parameter.grad = gradient
-        self.gradients = {}
+
+def with_gradients(loss: Tensor, gradients: Sequence[tuple[Parameter, Tensor]]) -> Tensor:
+    """The loss as a scalar that autograd knows: it depends on these parameters, and its gradient of
+    each is the one given. What autograd does with a loss it does with this one: several are added
+    up and scaled, a graph that is retained can be gone through again, and one that is not needed
+    any more is freed. It cannot be differentiated twice.
+    """
+    # Where no parameter of this rank learns, a loop calls backward, too.
+    anchor = torch.zeros((), device=loss.device, requires_grad=True)
+    parameters = [parameter for parameter, _ in gradients]
+    known = [gradient for _, gradient in gradients]
+    computed: Tensor = _Computed.apply(loss, known, anchor, *parameters)  # type: ignore[no-untyped-call]
+    return computed
+
+
+class _Computed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *_: Tensor) -> Tensor:
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
+        scaled = [gradient * factor for gradient in ctx.saved_tensors]
+        return None, None, None, *scaled

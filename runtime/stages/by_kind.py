@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import Captured, capture, flatten_inputs
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
@@ -75,22 +76,24 @@ class Peeking(Protocol):
 
 @dataclass(eq=False)
 class StageForms:
-    """The stages of `plan` that a rank runs, of a `model` captured in training or eval mode.
+    """The stages of `plan` that a rank runs, of a `model` captured as it is, or in eval mode.
 
-    `originals`: by stage the form whose buffers the others share. Raises UserError where a kind of
-    minibatch makes another model of it than the one that was planned.
+    `texts`: what each kind of minibatch was captured as. `originals`: by stage the form whose
+    buffers the others share. Raises UserError where a kind of minibatch makes another model of it
+    than the one that was planned.
     """
 
     model: nn.Module
     plan: Plan
     stages: Sequence[int]
     rng: MinibatchRng
-    autocast: str | None = None
+    precision: Precision
     training: bool = True
     backend: str | None = None
     first: Captured | None = None
     originals: dict[int, StageModule] = field(default_factory=dict)
     forms: dict[Kind, dict[int, StageModule]] = field(default_factory=dict)
+    texts: dict[Kind, str] = field(default_factory=dict)
     data: Peeking | None = None
     known: dict[int, dict[int, StageModule]] = field(default_factory=dict)
 
@@ -109,17 +112,20 @@ class StageForms:
     def of(self, call: Call) -> dict[int, StageModule]:
         """The stages for calls of this kind, by number."""
         if call.kind not in self.forms:
-            with self._all_on_cpu():
-                captured = capture(self.model, call.args, call.kwargs, self.training)
+            with _on_cpu(self.model):
+                captured = capture(
+                    self.model, call.args, call.kwargs, self.training, self.precision
+                )
             if self.first is None:
                 self.first = captured
             elif told := difference(self.first, captured, self.plan):
                 raise UserError(f"for inputs {_shapes(call)} the model differs: {told}")
+            self.texts[call.kind] = _text(captured)
             self.forms[call.kind] = {stage: self._form(captured, stage) for stage in self.stages}
         return self.forms[call.kind]
 
     def _form(self, captured: Captured, stage: int) -> StageModule:
-        form = seeded_module(captured, self.plan, stage, self.rng, self.autocast, self.backend)
+        form = seeded_module(captured, self.plan, stage, self.rng, self.backend)
         original = self.originals.setdefault(stage, form)
         sharding = original.program.sharding
         if sharding is not None:
@@ -130,16 +136,25 @@ class StageForms:
         form.share(original, [name for name, _ in self.model.named_buffers()])
         return form
 
-    @contextmanager
-    def _all_on_cpu(self) -> Iterator[None]:
-        """Has the whole model in one place, where the rank's own stages are on a GPU by now."""
-        forms = [form for forms in self.forms.values() for form in forms.values()]
-        own = [form.piece.module for form in (*self.originals.values(), *forms)]
-        for module in own:
-            module.to("cpu")
+
+@contextmanager
+def _on_cpu(model: nn.Module) -> Iterator[None]:
+    """Has the whole model in one place, where the rank's own stages are on a GPU by now."""
+    held = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers())]
+    for tensor, data in held:
+        tensor.data = data.cpu()
+    try:
         yield
-        for module in own:
-            module.to(self.rng.device)
+    finally:
+        for tensor, data in held:
+            tensor.data = data
+
+
+def _text(captured: Captured) -> str:
+    """All that stages and messages are made of, but for the values of tensors."""
+    values = [(v.name, v.shape, v.dtype, v.requires_grad) for v in captured.values.values()]
+    learn = [(name, p.requires_grad) for name, p in captured.module.named_parameters()]
+    return f"{captured.module.code}{values}{learn}"
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
+from pipedream.capture.equivalence import Tolerance, check_equivalence
 from pipedream.capture.export import Captured, capture
+from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
@@ -34,7 +35,8 @@ class Captures:
     `buffers`: those of all its buffers. `evaluation`: a rank's part in evaluating the held-out
     data, None if that is not asked for or cannot go through the pipeline.
     `target`: that of a full minibatch. `model`: if minibatches vary in shape, to capture it for
-    others.
+    others. `first`: the minibatch it was captured for. `tolerance`: by how much the passes of the
+    pipeline may differ from the model's, if that was looked at.
     """
 
     whole: Captured
@@ -44,8 +46,13 @@ class Captures:
     persistent: Set[str]
     buffers: Set[str]
     evaluation: Evaluation | None
-    target: Any
+    first: Batch
     model: nn.Module | None = None
+    tolerance: Tolerance | None = None
+
+    @property
+    def target(self) -> Any:
+        return self.first.target
 
 
 def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
@@ -53,9 +60,12 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
     model = load_config_model(job.config, job.directory, names=examples.input_names)
     _check_config(job, examples, model)
     first = examples.first()
-    with lowered(job.config.autocast, torch.device("cpu")):
-        whole = capture(model, first.inputs)
-        rest = _rest(job, examples, model, first, whole)
+    precision = Precision(job.config.autocast, examples.device)
+    whole = capture(model, first.inputs, precision=precision)
+    rest = _rest(job, examples, model, first, whole)
+    tolerance = None
+    if rank_info.rank == 0 and not job.unchecked:
+        tolerance = _check(job, model, first, whole, rest, examples.sizes.rest)
     return Captures(
         whole,
         rest,
@@ -64,8 +74,9 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
         frozenset(model.state_dict()),
         frozenset(name for name, _ in model.named_buffers()),
         _evaluation(job, examples, rank_info, model, first),
-        first.target,
+        first,
         model if job.config.data.varying else None,
+        tolerance,
     )
 
 
@@ -80,6 +91,33 @@ def _check_config(job: Job, examples: Examples, model: nn.Module) -> None:
         raise UserError(f"{option}: {told}{': leave it out' * (not job.evaluate_only)}")
     optimizer = make_optimizer(job.optimizer, dict(model.named_parameters()))
     LearningRate(job.config.scheduler, optimizer, job.directory)
+
+
+def _check(
+    job: Job,
+    model: nn.Module,
+    first: Batch,
+    whole: Captured,
+    rest: Captured | None,
+    examples: int,
+) -> Tolerance | None:
+    """Compares what was captured with the model; `rest` is for so many of the `examples`. Raises
+    UserError if they differ.
+    """
+    loss = load_loss(job.config.loss, job.directory)
+
+    def check(captured: Captured, batch: Batch) -> Tolerance | None:
+        return check_equivalence(
+            model,
+            captured,
+            batch.inputs,
+            {},
+            lambda output: loss(output, batch.target),
+        )
+
+    if rest is not None:
+        check(rest, first.first(examples))
+    return check(whole, first)
 
 
 def _rest(
@@ -105,7 +143,8 @@ def _evaluation(
     if job.config.evaluate_every is None or not job.evaluate:
         return None
     assert examples.held_out is not None, "checked before"
-    captured, rest = capture(model, first.inputs, training=False), None
+    precision = Precision(device=examples.device)
+    captured, rest = capture(model, first.inputs, training=False, precision=precision), None
     sizes = Sizes(len(examples.held_out), job.config.batch_size)
     why = obstacle(captured, job.plan, examples.to_try().batch(0), examples.kind)
     if why is None and sizes.rest:
@@ -113,10 +152,9 @@ def _evaluation(
             rest = capture_rest(model, first, sizes.rest, captured, job.plan, training=False)
         except UserError as error:
             why = f"for the last {sizes.rest} of {sizes.examples} examples {error}"
-    model.train()
     if why is None:
         workers = job.workers_of(rank_info.rank)
-        return Evaluation.of(captured, rest, job.plan, workers, sizes, examples.device)
+        return Evaluation.of(captured, rest, job.plan, workers, sizes)
     scheduler = job.config.scheduler
     if scheduler is not None and scheduler.needs_held_out:
         raise UserError(

@@ -101,13 +101,17 @@ def links(interfaces: Sequence[StageInterface]) -> tuple[tuple[int, int], ...]:
 
 
 def tied(captured: Captured, interfaces: Sequence[StageInterface]) -> dict[str, tuple[int, ...]]:
-    """Returns the parameters that several stages hold, by their first name, with those stages."""
+    """Returns the parameters that several stages hold and learn, by their first name, with those
+    stages.
+    """
     first: dict[int, str] = {}
     holders: dict[str, dict[int, None]] = {}
     for interface in interfaces:
         for node in interface.nodes:
             for name in captured.parameters[node]:
                 parameter = captured.module.get_parameter(name)
+                if not parameter.requires_grad:
+                    continue
                 holders.setdefault(first.setdefault(id(parameter), name), {})[interface.stage] = (
                     None
                 )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import Captured, OutSpec, capture, rebuild
 from pipedream.capture.loss import Loss
 from pipedream.capture.programs.loss_end import LossEnd
@@ -46,9 +46,7 @@ def plain(piece: Segment) -> Compute:
     return run
 
 
-def make_compute(
-    piece: Segment, device: torch.device, autocast: str | None, backend: str | None = None
-) -> Compute:
+def make_compute(piece: Segment, precision: Precision, backend: str | None = None) -> Compute:
     """Raises UserError for a torch.compile `backend` that does not exist."""
     run = plain(piece)
     if backend is not None:
@@ -62,10 +60,18 @@ def make_compute(
         run = torch.compile(run, backend=backend, dynamic=False)
 
     def compute(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
-        with lowered(autocast, device):
-            return run(tensors, inputs)
+        with precision.computing():
+            return run(tensors, tuple(map(_not_a_leaf, inputs)))
 
     return compute
+
+
+def _not_a_leaf(received: Tensor) -> Tensor:
+    """Another name of a tensor from another stage. Of leaves autocast makes one copy for all that
+    read them, in which their gradients would add up in the lower type; in the plain model this is
+    no leaf.
+    """
+    return received.view_as(received) if received.requires_grad else received
 
 
 @dataclass(frozen=True)
@@ -89,21 +95,23 @@ class StageModule:
         captured: Captured,
         plan: Plan,
         stage: int,
-        device: torch.device,
         compute: Callable[[Captured, Segment], Compute],
-        autocast: str | None = None,
         backend: str | None = None,
     ) -> StageModule:
         """Builds a stage of the plan from `captured`; `compute` may still change the piece.
 
-        `autocast` and `backend` are settings of the program; `compute` has its own. Raises
-        UserError if the model is not the one that was planned.
+        `backend` is a setting of the program; `compute` has its own. Raises UserError if the model
+        is not the one that was planned.
         """
-        every = interfaces(captured, plan)
+        every, precision = interfaces(captured, plan), captured.precision
         interface, ends = every[stage], crossings(captured, plan, every, stage)
-        piece = freeze_constants(interface.build(captured).to(device), captured.owner)
+        built = interface.build(captured)
+        for tensor in (*built.module.parameters(), *built.module.buffers()):
+            if tensor.device != precision.device:
+                tensor.data = tensor.data.to(precision.device)  # they stay those of the model
+        piece = freeze_constants(built.to(precision.device), captured.owner)
         run = compute(captured, piece)
-        program = StageProgram(piece, device, autocast, backend, ends)
+        program = StageProgram(piece, precision, backend, ends)
         outputs, out_spec = captured.outputs, captured.out_spec
         return StageModule(interface, piece, run, outputs, out_spec, program, ends)
 
@@ -124,12 +132,7 @@ class StageModule:
 
 
 def seeded_module(
-    captured: Captured,
-    plan: Plan,
-    stage: int,
-    rng: MinibatchRng,
-    autocast: str | None,
-    backend: str | None,
+    captured: Captured, plan: Plan, stage: int, rng: MinibatchRng, backend: str | None
 ) -> StageModule:
     """The stage of a captured model, to train: its random operators draw from `rng`.
 
@@ -138,9 +141,10 @@ def seeded_module(
 
     def compute(captured: Captured, piece: Segment) -> Compute:
         seed_each(piece, operator_positions(captured.module), rng)
-        return make_compute(piece, rng.device, autocast, backend)
+        return make_compute(piece, captured.precision, backend)
 
-    return StageModule.of(captured, plan, stage, rng.device, compute, autocast, backend)
+    assert rng.device.type == captured.precision.device.type
+    return StageModule.of(captured, plan, stage, compute, backend)
 
 
 class ModuleChoice(Protocol):
@@ -174,7 +178,8 @@ def capture_rest(
 
     Raises UserError if the model does not accept so few, or its stages would be others.
     """
-    captured = capture(model, batch.first(rest).inputs, training=training)
+    inputs = batch.first(rest).inputs
+    captured = capture(model, inputs, training=training, precision=whole.precision)
     told = difference(whole, captured, plan)
     if told is not None:
         raise UserError(f"the model differs: {told}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.programs.joint import CannotDivide, End, joint
 from pipedream.capture.programs.loss_end import LOSS, LossEnd, Target
 from pipedream.capture.programs.program import Program
@@ -32,7 +32,7 @@ class NamedProgram:
 
 
 class StageProgram:
-    """`piece` as programs, under the settings of its module: `autocast` and torch.compile's
+    """`piece` as programs, under the settings of its module: its `precision` and torch.compile's
     `backend`. All inputs of the piece have the same shapes each time. With `sharding` they are the
     programs of one device of a mesh, and with `loss` they then end in it.
     """
@@ -43,12 +43,11 @@ class StageProgram:
     def __init__(
         self,
         piece: Segment,
-        device: torch.device,
-        autocast: str | None,
+        precision: Precision,
         backend: str | None,
         crossings: Crossings,
     ) -> None:
-        self.piece, self.device, self.autocast, self.backend = piece, device, autocast, backend
+        self.piece, self.precision, self.backend = piece, precision, backend
         self.crossings = crossings
         self.made: NamedProgram | None = None
         self.obstacle: str | None = None
@@ -129,7 +128,7 @@ class StageProgram:
             state = {name: sharding.whole_like(name, tensor) for name, tensor in state.items()}
             known = [self._whole(name, values[name]) for name in inputs]
         wants = [tensor.requires_grad for tensor in known]
-        precision = lowered(self.autocast, self.device)
+        precision = self.precision.computing()
         traced = joint(self.piece.module, state, known, wants, precision, end)
         if end is not None:
             again = joint(self.piece.module, state, known, wants, precision, end)

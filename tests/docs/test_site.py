@@ -91,6 +91,12 @@ def reference() -> ModuleType:
     return module
 
 
+def test_the_reference_has_what_a_package_itself_defines(reference: ModuleType) -> None:
+    """Pages link to it, and the build of the site, a check of test.sh, found nothing there."""
+    assert "pipedream.graph.sharding.rules" in reference.modules_text("pipedream.graph").split()
+    assert "members: false" not in reference.modules_text("pipedream.graph")
+
+
 @pytest.mark.parametrize("path", PAGES, ids=named)
 def test_generated_parts_are_there(path: Path, reference: ModuleType) -> None:
     text = path.read_text()

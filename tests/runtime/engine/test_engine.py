@@ -137,9 +137,7 @@ def executor(
     again: bool,
 ) -> Executor:
     plan = plan_of(captured, orders.schedule.spec.replicas)
-    stage_module = StageModule.of(
-        captured, plan, interface.stage, CPU, lambda _, piece: plain(piece)
-    )
+    stage_module = StageModule.of(captured, plan, interface.stage, lambda _, piece: plain(piece))
     parameters = dict(stage_module.piece.module.named_parameters())
     optimizer = make_optimizer(OPTIMIZER, parameters)
     config, rate = chain_config(OPTIMIZER), LearningRate(None, optimizer, Path())

@@ -53,16 +53,26 @@ onload = () => {
 
 
 class Reader(HTMLParser):
-    """The elements of a page, with their attributes, and its text."""
+    """The elements of a page, with their attributes and the class of what is around them, and its
+    text.
+    """
 
     def __init__(self, page: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.around: list[tuple[str, str | None]] = []
         self.texts: list[str] = []
+        self._open: list[tuple[str, str | None]] = [("page", None)]
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
+        self.around.append((tag, self._open[-1][1]))
+        if tag not in ("meta", "img"):
+            self._open.append((tag, dict(attrs).get("class")))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop()[0] == tag
 
     def handle_data(self, data: str) -> None:
         self.texts.append(data.strip())
@@ -232,6 +242,17 @@ def test_the_page_loads_and_executes_nothing(tmp_path: Path) -> None:
     assert policy is not None
     assert policy.startswith("default-src 'none';")
     assert all((image["src"] or "").startswith("data:image/png;") for image in read.all("img"))
+
+
+def test_what_is_wider_than_a_phone_scrolls_in_a_box_of_its_own(tmp_path: Path) -> None:
+    """The page itself never scrolls sideways: see test_in_a_browser_it_fits_the_window."""
+    read = Reader(written(finished(tmp_path)))
+    (viewport,) = (e["content"] for e in read.all("meta") if e.get("name") == "viewport")
+    assert viewport == "width=device-width, initial-scale=1"
+    for tag in ("table", "img"):
+        boxes = [box for name, box in read.around if name == tag]
+        assert boxes == ["wide"] * len(boxes) != []
+    assert "; scroll it sideways" in read.texts
 
 
 def test_names_of_users_and_files_stay_text(tmp_path: Path) -> None:

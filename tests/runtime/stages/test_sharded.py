@@ -126,7 +126,7 @@ def test_losses(tmp_path: Path, loss: str) -> None:
 def test_a_loss_that_differs_from_call_to_call_is_no_part_of_the_passes(constant: bool) -> None:
     whole = captured("Perceptron")
     plan = sharded_plan("Perceptron", Case("run"), whole)
-    module = StageModule.of(whole, plan, 0, torch.device("cpu"), lambda _, piece: plain(piece))
+    module = StageModule.of(whole, plan, 0, lambda _, piece: plain(piece))
     names = frozenset(name for name, _ in module.piece.module.named_parameters())
     module.program.sharding = StageSharding(plan, 0, 0, names)
     module.end_in(cross_entropy if constant else Rising())

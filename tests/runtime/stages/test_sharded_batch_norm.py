@@ -36,7 +36,7 @@ def assigned(model: str, case: Case) -> Assignment:
     whole = captured(model, torch.float64)
     plan = sharded_plan(model, case, whole)
     sharding = _Noting(plan, 0, 0, frozenset())
-    module = StageModule.of(whole, plan, 0, torch.device("cpu"), lambda _, piece: plain(piece))
+    module = StageModule.of(whole, plan, 0, lambda _, piece: plain(piece))
     module.program.sharding = sharding
     module.end_in(cross_entropy)
     images = torch.randn(8, *MODELS[model][0], dtype=torch.float64)

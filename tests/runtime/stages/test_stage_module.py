@@ -15,7 +15,6 @@ from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.stages.stage_module import StageModule, StageModules, capture_rest, plain
 
 BATCH = Batch((torch.randn(4, 6),), None)
-CPU = torch.device("cpu")
 
 
 class Fixed(small_models.Chain):
@@ -128,4 +127,4 @@ def test_buffers_are_shared_where_a_device_has_copies_of_them() -> None:
 
 
 def stage_module(captured: Captured, plan: Plan) -> StageModule:
-    return StageModule.of(captured, plan, 0, CPU, lambda _, piece: plain(piece))
+    return StageModule.of(captured, plan, 0, lambda _, piece: plain(piece))

@@ -13,7 +13,7 @@ from plans import cut, make_plan
 from torch import Tensor, nn
 from training import chain_config
 
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import capture
 from pipedream.comm.buckets import StageGroups
 from pipedream.comm.transport import Transport
@@ -99,8 +99,8 @@ class OneRank:
     losses: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        with lowered(self.autocast, CPU):
-            captured = capture(self.model, self.data.batches[0].inputs)
+        self.precision = Precision(self.autocast)
+        captured = capture(self.model, self.data.batches[0].inputs, precision=self.precision)
         ones = (1,) * self.stages
         plan = make_plan(captured.graph, cut(captured.graph, self.stages), ones)
         spec = PipelineSpec(
@@ -114,12 +114,12 @@ class OneRank:
         self.schedule = Schedule(spec, len(self.data.batches))
         ranks = [[0]] * self.stages
         self.orders = Orders.of(self.schedule, ranks, lambda _: self._passes())
-        self.rng, settings = MinibatchRng(5, CPU), (self.autocast, True, self.backend)
+        self.rng, settings = MinibatchRng(5, CPU), (self.precision, True, self.backend)
         self.forms = StageForms(self.model, plan, range(self.stages), self.rng, *settings)
         self.executors = {
             stage: self._executor(
                 stage,
-                seeded_module(captured, plan, stage, self.rng, self.autocast, self.backend),
+                seeded_module(captured, plan, stage, self.rng, self.backend),
             )
             for stage in range(self.stages)
         }
@@ -162,7 +162,7 @@ class OneRank:
         return ByData(stage, self.forms)
 
     def _loss(self, output: Any, target: Any) -> Tensor:
-        with lowered(self.autocast, CPU):
+        with self.precision.computing():
             return self.loss(output, target)
 
     def train(self) -> OneRank:

@@ -1,0 +1,267 @@
+"""Compares a captured model with the model that it was captured from, on real inputs.
+
+A capture may leave out, freeze or reorder what a model does without anybody's notice. So before it
+is trained, both run forward and backward on the same inputs, and everything that training sees of
+them is compared: outputs, loss, gradients, buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipedream.capture.compute_settings import Precision
+from pipedream.capture.export import Captured, flatten_inputs, rebuild
+from pipedream.graph.errors import UserError
+
+Figures: TypeAlias = Mapping[str, Tensor | None]
+"""What passes gave, by a name for messages, such as `the gradient of fc.weight`."""
+
+_RELATIVE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+"""By how much of its size a figure may differ, in each type that operators may compute in."""
+
+_OF_ROUNDING = 3.0
+"""A figure may differ by so many times what it changes by if all parameters are rounded once."""
+
+_OF_ALL = 1e-3
+"""A gradient may also differ by this part of the relative difference of all gradients together:
+some are zero but for rounding.
+"""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """By how much each figure may differ between two ways to compute it.
+
+    `relative`: in parts of its size; `rounding`: by name how much it changes if all parameters are
+    rounded once; `gradients`: root mean square of an element of all gradients.
+    """
+
+    relative: float
+    rounding: Mapping[str, float]
+    gradients: float
+
+    @staticmethod
+    def of(figures: Figures, rounded: Figures, dtype: torch.dtype) -> Tolerance:
+        """For operators that compute in `dtype`. `rounded`: of parameters that were rounded."""
+        rounding = {
+            name: distance(figures[name], rounded[name], gradients=True)
+            for name in figures.keys() & rounded.keys()
+        }
+        gradients = [
+            each for name, each in figures.items() if _is_gradient(name) and each is not None
+        ]
+        squares = sum(_norm(each) ** 2 for each in gradients)
+        elements = sum(each.numel() for each in gradients)
+        return Tolerance(_RELATIVE[dtype], rounding, math.sqrt(squares / max(1, elements)))
+
+    def most(self, name: str, value: Tensor) -> float:
+        """The largest distance from this figure, as `distance` has it."""
+        most = max(self.relative * _norm(value), _OF_ROUNDING * self.rounding.get(name, 0.0))
+        if _is_gradient(name):
+            size = self.gradients * math.sqrt(value.numel())
+            most = max(most, _OF_ALL * self.relative * size)
+        return most
+
+
+def gradient_of(name: str) -> str:
+    """What the gradient of a parameter is called."""
+    return f"{_GRADIENT}{name}"
+
+
+def buffer_of(name: str) -> str:
+    """What a buffer after the forward pass is called."""
+    return f"buffer {name}"
+
+
+_GRADIENT = "the gradient of "
+
+
+def _is_gradient(name: str) -> bool:
+    return name.startswith(_GRADIENT)
+
+
+def check_equivalence(
+    model: nn.Module,
+    captured: Captured,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Tolerance | None:
+    """Raises UserError if the captured model computes something else than `model` does.
+
+    `captured` was captured for such inputs, and shares parameters and buffers with `model`, which
+    is in the same mode. Without a `loss` of what the model returns, only the forward pass is
+    compared. Buffers are as before afterwards, and so
+    are torch's random numbers.
+
+    Returns by how much figures of these passes may differ; None without a `loss`.
+    """
+    parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    inputs = flatten_inputs(args, kwargs)
+
+    def of_model() -> Any:
+        return model(*args, **kwargs)
+
+    def of_captured(tensors: Mapping[str, Tensor] = {}) -> Any:
+        results = functional_call(captured.module, dict(tensors), tuple(inputs))
+        return rebuild(results, captured.out_spec)
+
+    def passes(run: Callable[[], Any], learned: Mapping[str, Tensor]) -> Figures:
+        with _unchanged_buffers(model) as buffers, _fixed_draws(model):
+            with captured.precision.capturing():
+                output = run()
+                value = None if loss is None else loss(output)
+            figures = {**_outputs(output), **buffers()}
+            return figures if value is None else {**figures, **of_loss(value, learned)}
+
+    dtype = compute_type(model, captured.precision)
+    with torch.set_grad_enabled(loss is not None):
+        own = passes(of_model, parameters)
+        found = passes(of_captured, parameters)
+        if loss is None:
+            _compare(model, own, found, Tolerance(_RELATIVE[dtype], {}, 0.0))
+            return None
+        rounded = rounded_once(parameters, dtype)
+        tolerance = Tolerance.of(found, passes(lambda: of_captured(rounded), rounded), dtype)
+    _compare(model, own, found, tolerance)
+    return tolerance
+
+
+def _compare(model: nn.Module, own: Figures, found: Figures, tolerance: Tolerance) -> None:
+    name = type(model).__name__
+    if own.keys() != found.keys():
+        raise UserError(
+            f"self-check: {name} gives {', '.join(own)}, and captured {', '.join(found)}"
+        )
+    for what, expected in own.items():
+        reference = expected if expected is not None else found[what]
+        if reference is None:
+            continue
+        most = tolerance.most(what, reference)
+        if (apart := distance(expected, found[what], _is_gradient(what))) > most:
+            raise UserError(difference(what, f"{name} as captured", apart, _norm(reference), most))
+
+
+def difference(what: str, where: str, apart: float, size: float, most: float) -> str:
+    """The message for a figure that differs."""
+    return (
+        f"self-check: {what} in {where} differs from the model's own by {apart:.3g} (it is "
+        f"{size:.3g} large; rounding explains {most:.2g}): this would train something else; please "
+        "report it; --unchecked (checked=False) trains all the same"
+    )
+
+
+def distance(one: Tensor | None, other: Tensor | None, gradients: bool = False) -> float:
+    """The norm of the difference; infinite for other shapes or types, or if one alone is finite.
+
+    A missing gradient counts as zero.
+    """
+    if one is None or other is None:
+        there = one if other is None else other
+        return 0.0 if there is None else _norm(there) if gradients else math.inf
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return math.inf
+    if one.numel() == 0 or torch.equal(one, other):
+        return 0.0
+    a, b = (as_double(each) for each in (one, other))
+    finite = a.isfinite()
+    if not torch.equal(finite, b.isfinite()):
+        return math.inf
+    return float(torch.where(finite, a - b, 0.0).norm())
+
+
+def as_double(tensor: Tensor) -> Tensor:
+    """Its numbers in float64, those of complex ones in pairs."""
+    tensor = tensor.detach()
+    return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
+
+
+def _norm(tensor: Tensor) -> float:
+    double = as_double(tensor)
+    return float(double[double.isfinite()].norm()) if double.numel() else 0.0
+
+
+def compute_type(model: nn.Module, precision: Precision) -> torch.dtype:
+    """The coarsest type that the operators of the model compute in."""
+    used = {torch.float64} | ({getattr(torch, precision.autocast)} if precision.autocast else set())
+    for parameter in model.parameters():
+        used.add(parameter.dtype.to_real())
+    return max(used & _RELATIVE.keys(), key=_RELATIVE.__getitem__)
+
+
+def of_loss(value: Tensor, parameters: Mapping[str, Tensor]) -> Figures:
+    """The loss, and its gradients by these parameters."""
+    if not value.requires_grad or not parameters:
+        return {"the loss": value.detach()}
+    gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+    named = zip(map(gradient_of, parameters), gradients, strict=True)
+    return {"the loss": value.detach(), **dict(named)}
+
+
+def rounded_once(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies of the parameters, each number changed at random by at most one unit of rounding."""
+    generator, unit = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
+
+    def rounded(tensor: Tensor) -> Tensor:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        noise = 2 * torch.rand(real.shape, generator=generator) - 1
+        changed = (real.double() * (1 + unit * noise.double().to(real.device))).to(real.dtype)
+        return torch.view_as_complex(changed) if tensor.is_complex() else changed
+
+    return {n: rounded(each.detach()).requires_grad_() for n, each in parameters.items()}
+
+
+def _outputs(output: Any) -> Figures:
+    """The tensors that a model returns, and in their names what else it returns."""
+    leaves = pytree.tree_leaves(output)
+    return {
+        f"output {number} ({type(leaf).__name__}{'' if isinstance(leaf, Tensor) else f' {leaf}'})"
+        f" of {len(leaves)}": leaf.detach().clone() if isinstance(leaf, Tensor) else None
+        for number, leaf in enumerate(leaves)
+    }
+
+
+@contextmanager
+def _unchanged_buffers(model: nn.Module) -> Iterator[Callable[[], Figures]]:
+    """Yields what gives copies of the buffers as they are; they are as before on exit."""
+    before = [
+        (part, name, buffer, buffer.clone())
+        for part in model.modules()
+        for name, buffer in part.named_buffers(recurse=False)
+    ]
+    try:
+        yield lambda: {buffer_of(n): b.detach().clone() for n, b in model.named_buffers()}
+    finally:
+        for part, name, buffer, value in before:
+            part._buffers[name] = buffer
+            with torch.no_grad():
+                buffer.copy_(value)
+
+
+class _FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Seeds before every random operator alike: so it does not matter how many there are before."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            torch.manual_seed(0)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _fixed_draws(model: nn.Module) -> Iterator[None]:
+    tensors = (*model.parameters(), *model.buffers())
+    gpus = {each.device for each in tensors if each.device.type == "cuda"}
+    with torch.random.fork_rng(gpus), _FixedDraws():  # type: ignore[no-untyped-call]
+        yield

@@ -1,0 +1,99 @@
+"""What a captured model depends on besides its inputs: once it changes, the model is captured anew.
+
+A capture has fixed which modules are in training mode, which parameters learn, and what Python code
+made of the attributes of modules. It reads the very tensors that the model had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (list, tuple, set, frozenset)
+_MODULES_OWN = frozenset(vars(nn.Module())) - {"training"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """Equal to that of another time if nothing has changed in between. `items`: what there is, each
+    under its name; `kept` are the objects that were compared by identity, lest it be reused.
+    """
+
+    items: tuple[tuple[str, Any], ...]
+    kept: tuple[Any, ...]
+
+    @staticmethod
+    def of(model: nn.Module) -> ModelState:
+        look = _Look()
+        items = tuple(item for path, module in model.named_modules() for item in look(path, module))
+        return ModelState(items, tuple(look.kept.values()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelState) and self.items == other.items
+
+    def __hash__(self) -> int:
+        return hash(self.items)
+
+
+class _Look:
+    def __init__(self) -> None:
+        self.kept: dict[int, Any] = {}
+        self.known: dict[int, Any] = {}
+
+    def __call__(self, path: str, module: nn.Module) -> Iterator[tuple[str, Any]]:
+        """What a capture depends on in one module, apart from those inside it."""
+        yield path, (self._identity(module), type(module), self._hooks(module))
+        for name, parameter in module._parameters.items():
+            yield f"{path}.{name}", self._tensor(parameter)
+        for name, buffer in module._buffers.items():
+            yield f"{path}.{name}", self._tensor(buffer)
+        for name, value in vars(module).items():
+            if name not in _MODULES_OWN:
+                yield f"{path}.{name}", self._value(value)
+
+    def _identity(self, thing: Any) -> int:
+        self.kept[id(thing)] = thing
+        return id(thing)
+
+    def _hooks(self, module: nn.Module) -> tuple[int, ...]:
+        hooks = (hook for name in _HOOKS for hook in vars(module)[name].values())
+        return tuple(self._identity(hook) for hook in hooks)
+
+    def _tensor(self, tensor: Tensor | None) -> Any:
+        if tensor is None:
+            return None
+        hooked = tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None)
+        kind = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad, bool(hooked))
+        return self._identity(tensor), *kind
+
+    def _value(self, value: Any) -> Any:
+        """A plain value as it is, with its type: 1 is equal to True. Data in containers and objects
+        that have nothing else count, too; everything else by its identity.
+        """
+        if isinstance(value, _PLAIN):
+            return type(value), value if value == value else "nan"
+        if id(value) in self.known:
+            return self.known[id(value)]
+        if isinstance(value, Tensor):  # a constant of the capture
+            return *self._tensor(value), None if value.is_inference() else value._version
+        self.known[id(value)] = self._identity(value)  # it may contain itself
+        self.known[id(value)] = found = (self._identity(value), self._content(value))
+        return found
+
+    def _content(self, value: Any) -> Any:
+        if isinstance(value, dict):
+            return tuple((str(key), self._value(each)) for key, each in value.items())
+        if isinstance(value, _CONTAINERS):
+            return tuple(self._value(each) for each in value)
+        if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):
+            return None
+        own = vars(value)
+        if not all(isinstance(each, (*_PLAIN, *_CONTAINERS, dict)) for each in own.values()):
+            return None  # no record of settings
+        return tuple((name, self._value(each)) for name, each in own.items())

@@ -1,0 +1,60 @@
+"""A model as it is at one time, divided into the stages of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from pipedream.capture.export import Captured
+from pipedream.graph.choices import ScheduleName
+from pipedream.runtime.stages.by_kind import StageForms
+from pipedream.runtime.stages.partition import interfaces, links, tied
+from pipedream.schedule.spec import PipelineSpec
+
+
+@dataclass(eq=False)
+class StagedModel:
+    """`forms`: this rank's stages, of which at least one form is there. Their parameters and
+    buffers are those of the model.
+    """
+
+    forms: StageForms
+    schedule: ScheduleName
+    microbatches: int
+
+    @property
+    def captured(self) -> Captured:
+        captured = self.forms.first
+        assert captured is not None, "a minibatch is to come first"
+        return captured
+
+    @cached_property
+    def tied(self) -> Mapping[str, Sequence[int]]:
+        """The parameters that several stages hold."""
+        return tied(self.captured, interfaces(self.captured, self.forms.plan))
+
+    @cached_property
+    def spec(self) -> PipelineSpec:
+        plan = self.forms.plan
+        return PipelineSpec(
+            self.schedule,
+            plan.replicas,
+            links(interfaces(self.captured, plan)),
+            self.microbatches,
+            max_in_flight=plan.max_in_flight if plan.schedule == self.schedule else None,
+            tied=tuple(sorted({stage for stages in self.tied.values() for stage in stages})),
+        )
+
+    def parameters(self, stage: int) -> dict[str, Parameter]:
+        """Of one stage, by their names in the model."""
+        return dict(self.forms.originals[stage].piece.module.named_parameters())
+
+    def buffers(self, stage: int) -> dict[str, Tensor]:
+        """Those of the model, without the constants of a capture."""
+        names = {name for name, _ in self.forms.model.named_buffers()}
+        held = self.forms.originals[stage].piece.module.named_buffers()
+        return {name: buffer for name, buffer in held if name in names}

@@ -1,0 +1,98 @@
+"""Takes a module of the zoo through all ways of training it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+
+from pipedream.capture.export import Captured
+from pipedream.graph.errors import UserError
+from zoo.learned import SMALLER, Learned, evaluated, plain
+from zoo.piped import Pipelined, Way, captured_for
+from zoo.specimens import Specimen
+from zoo.verdict import Verdict, judge
+
+TRAINING: Mapping[str, Way] = {
+    "whole": Way(),
+    "2 stages": Way(2),
+    "3 stages": Way(3),
+    "whole, halves": Way(halves=True),
+    "2 stages, halves": Way(2, halves=True),
+    "3 stages, halves": Way(3, halves=True),
+    "recompute": Way(3, recompute=True),
+    "halves, recompute": Way(3, halves=True, recompute=True),
+    "smaller": Way(2, sizes=SMALLER),
+}
+EVALUATION: Mapping[str, Way] = {"eval": Way(), "eval, 3 stages": Way(3)}
+
+
+def survey(specimen: Specimen, *only: str) -> dict[str, Verdict]:
+    """By the name of each way [default: all], or `capture`, what has come of it."""
+    with specimen.precision(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = dict(_trained(specimen, only))
+        return found | dict(_evaluated(specimen, only))
+
+
+def _trained(specimen: Specimen, only: tuple[str, ...]) -> Iterator[tuple[str, Verdict]]:
+    ways = {name: way for name, way in TRAINING.items() if not only or name in only}
+    if not ways:
+        return
+    try:
+        expected = plain(specimen)
+    except (RuntimeError, ValueError) as error:
+        yield "plain", Verdict("refused", f"PyTorch itself: {str(error).splitlines()[0]}")
+        return
+    captured, refusal = _captured(specimen, training=True)
+    if captured is None:
+        yield "capture", refusal
+        return
+    for name, way in ways.items():
+        if way.stages > len(captured.working):
+            continue
+        reference = expected
+        if way.sizes is SMALLER:
+            try:
+                reference = plain(specimen, SMALLER)
+            except (RuntimeError, ValueError):  # such as a batch norm of one example
+                continue
+        if specimen.random:
+            reference = Pipelined(specimen, Way(sizes=way.sizes), captured).train()
+
+        def run(way: Way = way) -> Learned:
+            return Pipelined(specimen, way, captured).train()
+
+        yield name, judge(reference, run, specimen.dtype)
+
+
+def _evaluated(specimen: Specimen, only: tuple[str, ...]) -> Iterator[tuple[str, Verdict]]:
+    ways = {name: way for name, way in EVALUATION.items() if not only or name in only}
+    if not ways:
+        return
+    captured, refusal = _captured(specimen, training=False)
+    if captured is None:
+        yield "capture, eval", refusal
+        return
+    expected = evaluated(specimen)
+    for name, way in ways.items():
+        if way.stages > len(captured.working):
+            continue
+        if specimen.random:
+            expected = Pipelined(specimen, Way(), captured, training=False).evaluate()
+
+        def run(way: Way = way) -> Learned:
+            return Pipelined(specimen, way, captured, training=False).evaluate()
+
+        yield name, judge(expected, run, specimen.dtype)
+
+
+def _captured(specimen: Specimen, training: bool) -> tuple[Captured | None, Verdict]:
+    """The module, or why it is refused."""
+    try:
+        return captured_for(specimen, training), Verdict("equal")
+    except UserError as error:
+        line = error.format_message()
+        return None, Verdict("refused" if "\n" not in line else "WRONG", line)
+    except Exception as error:  # what no user should see
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        return None, Verdict("WRONG", f"capture ends in {type(error).__name__}: {reason}")

@@ -1,0 +1,59 @@
+"""A hundred small modules, each trained right or refused: see tests/support/zoo."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from zoo.specimens import zoo
+from zoo.survey import survey
+
+ZOO = zoo()
+WRONG = {
+    "a GRU by programs": (
+        "gru",
+        "LastState",
+        "StateGiven",
+        "StepsWritten",
+        "BackwardInTime",
+        "EncoderDecoder",
+        "SameTwice",
+    ),
+    "buffers under no_grad": (
+        "Average",
+        "CounterUnread",
+        "-Copied",
+        "-Queue",
+        "CodeBook",
+        "IndexAssigned",
+        "WrittenThroughView",
+    ),
+    "zeros_like and copy_": ("inplace-Copy",),
+    "refused, or needs a GPU": ("batch norm, cumulative", "sync batch norm"),
+}
+"""What is known to be wrong, by parts of names."""
+QUICK = ("2 stages, halves",)
+"""The way that touches most: capture, a cut, messages, and programs."""
+
+pytestmark = pytest.mark.slow
+
+
+def _marked(name: str) -> Any:
+    known = [why for why, parts in WRONG.items() if any(part in name for part in parts)]
+    return pytest.param(name, marks=[pytest.mark.xfail(reason=why) for why in known])
+
+
+@pytest.mark.parametrize("name", [_marked(name) for name in ZOO])
+def test_a_module_is_trained_right_or_refused(name: str) -> None:
+    torch.set_num_threads(1)
+    specimen = ZOO[name]
+    found = survey(specimen, *QUICK)
+    assert not {way: str(each) for way, each in found.items() if each.is_wrong}
+    refused = [each.line for each in found.values() if each.word == "refused"]
+    if specimen.refused is None:
+        assert not refused
+    else:
+        assert refused
+        assert all(re.search(specimen.refused, line) for line in refused)
