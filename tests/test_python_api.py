@@ -213,6 +213,8 @@ def test_from_a_model_to_a_trained_one(tmp_path: Path, monkeypatch: pytest.Monke
     assert "final_loss" in run._repr_html_()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan", "run"]
     assert (torch.get_num_threads(), gc.get_threshold()) == (threads, collector)
+    tried = pipedream.evaluate(planned, config, "run")
+    assert tried["held_out_loss"] == pytest.approx(run.summary["held_out_loss"])
     with pytest.raises(pipedream.UserError, match="-o run: there are checkpoints"):
         pipedream.train(planned, config, "run")
     with pytest.raises(pipedream.UserError, match="--bandwidth"):

@@ -158,6 +158,12 @@ def nowhere(output: Tensor, target: Tensor) -> Tensor:
     return output.sum() * torch.nan
 
 
+def margin(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """A metric: by how much the best class is ahead, in sum, and of how many examples."""
+    best = output.topk(2, -1).values
+    return (best[:, 0] - best[:, 1]).sum(), len(target)
+
+
 class Noisy(nn.Module):
     """A classifier with dropout and batch norm."""
 
