@@ -84,6 +84,7 @@ class LocalModel:
             captures.whole.precision,
             backend=self.job.config.compile,
             first=captures.whole,
+            checked=self.rank_info.rank == 0 and not self.job.unchecked,
         )
 
     def _forget_other_stages(self) -> None:

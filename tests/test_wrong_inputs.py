@@ -169,7 +169,10 @@ WRONG = [
     ("pd-profile good.txt -o out", r"good.txt: this is a graph: pd-optimize takes it as GRAPH$"),
     ("pd-profile plan.json -o out", r"plan.json: this is a plan: pd-train takes it as PLAN$"),
     ("pd-train run.yaml --config plan.json", r"run.yaml: this is a run config: .* as --config"),
-    ("pd-train plan.json --config plan.json", r"plan.json: this is a plan: .* here is a run config"),
+    (
+        "pd-train plan.json --config plan.json",
+        r"plan.json: this is a plan: .* here is a run config",
+    ),
     ("pd-train good.txt --config run.yaml", r"good.txt: this is a graph: pd-optimize takes it as"),
     ("pd-profile torchvision:resnet999 -o out", r"resnet999.*did you mean"),
     ("pd-profile nowhere:model -o out", r"there is no module nowhere"),

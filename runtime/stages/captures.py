@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from pipedream.capture.checks.equivalence import Tolerance, check_equivalence
 from pipedream.capture.compute_settings import Precision
-from pipedream.capture.equivalence import Tolerance, check_equivalence
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.load import load_config_model

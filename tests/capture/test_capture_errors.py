@@ -27,6 +27,7 @@ class Model(nn.Module):
         self.count = 0
         self.log: list[Any] = []
         self.last: Tensor | None = None
+        self.mean = torch.zeros(4)
         self.function = function
 
     def forward(self, x: Tensor) -> Any:
@@ -91,6 +92,12 @@ def remembered(model: Model, x: Tensor) -> Tensor:
     before = x if model.last is None else model.last
     model.last = x.detach()  # here
     return model.layer(x + before)
+
+
+def remembered_tensor(model: Model, x: Tensor) -> Tensor:
+    y: Tensor = model.layer(x) + model.mean
+    model.mean = y.mean(0).detach()  # here
+    return y
 
 
 def python_random(model: Model, x: Tensor) -> Tensor:
@@ -176,6 +183,7 @@ GALLERY: list[tuple[Callable[..., Any], str]] = [
     (counted, "count changes as it runs.*make it a buffer"),
     (appended, "log changes as it runs"),
     (remembered, "last changes as it runs"),
+    (remembered_tensor, "mean changes as it runs.*make it a buffer"),
     (python_random, "Python's random.*draw from torch"),
     (numpy_random, "numpy.random.*draw from torch"),
     (returned_object, "returns a Result, an object.*register_dataclass"),

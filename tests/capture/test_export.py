@@ -188,6 +188,63 @@ def test_a_stretch_without_gradient_stays_without() -> None:
     assert_transparent(Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(2, 4))
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_capture_is_the_same_where_gradients_are_off(context: Callable[[], Any]) -> None:
+    """Such as for the evaluation of a model that was planned in training."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                scale = x.abs().amax(1, keepdim=True)
+                scale = scale + 1
+            return self.layer(x / scale)
+
+    model = Scaled()
+    expected = capture(model, (torch.randn(2, 4),))
+    with context():
+        captured = capture(model, (torch.randn(2, 4),))
+    assert captured.graph.fingerprint == expected.graph.fingerprint
+    assert captured.values == expected.values
+
+
+def test_a_value_that_no_gradient_comes_to_wants_none() -> None:
+    """A layer in front of `detach` learns nothing, and is not decayed either: none is not zero."""
+
+    class Detached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            return self.second(torch.tanh(h).detach() * (h > 0))
+
+    captured = capture(Detached(), (torch.randn(3, 4),))
+    wanting = [value.name for value in captured.values.values() if value.requires_grad]
+    assert wanting == list(captured.outputs)
+
+
+def test_a_parameter_and_a_buffer_that_are_returned_are_values() -> None:
+    """Such as for a penalty in the loss."""
+
+    class Returned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.table = nn.Linear(4, 4), nn.Buffer(torch.arange(3.0))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.layer(x), self.layer.weight, self.table, self.layer.weight
+
+    captured = assert_transparent(Returned(), torch.randn(3, 4))
+    assert [captured.values[name].requires_grad for name in captured.outputs] == [
+        True, True, False, True,
+    ]  # fmt: skip
+
+
 def test_tied_weights_go_by_their_first_name() -> None:
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 4), nn.Linear(4, 10, bias=False))
     model[2].weight = model[0].weight

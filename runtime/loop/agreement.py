@@ -22,14 +22,16 @@ _CHECKED_AGAIN = 100
 
 
 class Agreement:
-    """Of the ranks of a `model`. A check is a sum of three numbers over the ranks; values are
-    compared where a parameter is new, and those of some minibatches.
+    """Of the ranks of a `model`. `trained`: the parameters that this rank has trained, the only
+    ones that it has up to date unless all were `gathered`. A check compares a few numbers of all
+    ranks; values only where a parameter is new, and those of some minibatches.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.compared: dict[int, nn.Parameter] = {}
         self.trained: dict[int, nn.Parameter] | None = None
+        self.gathered = True
         self.checks = 0
 
     def check(
@@ -69,13 +71,14 @@ class Agreement:
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on a rank has only these up to date."""
         self.trained = {id(parameter): parameter for parameter in parameters}
+        self.gathered = False
 
     def note_gathered(self) -> None:
         """All ranks have everything up to date."""
-        self.trained = None
+        self.gathered = True
 
     def _is_stale(self, own: Iterable[nn.Parameter]) -> bool:
-        if self.trained is None:
+        if self.trained is None or self.gathered:
             return False
         old = self.compared.keys() - self.trained.keys()
         return any(id(parameter) in old for parameter in own)
