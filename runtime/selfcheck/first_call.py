@@ -12,6 +12,7 @@ from pipedream.capture.checks.equivalence import gradient_of
 from pipedream.capture.export import Captured
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.loop.staged_model import StagedModel
 from pipedream.runtime.selfcheck.fingerprint import fingerprint
 from pipedream.runtime.selfcheck.reference import (
     Expected,
@@ -24,7 +25,6 @@ from pipedream.runtime.selfcheck.reference import (
     worst_of,
 )
 from pipedream.runtime.stages.partition import interfaces
-from pipedream.runtime.stages.staged_model import StagedModel
 from pipedream.schedule.action import Worker
 
 
