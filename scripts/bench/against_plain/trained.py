@@ -66,10 +66,13 @@ def loss_function(name: str) -> Callable[..., torch.Tensor] | None:
 
 
 class Trainings:
-    """Of one model in one precision; what the ways have in common is captured once."""
+    """Of one model in one precision; what the ways have in common is captured once. `unchecked`:
+    without the self-check at the start.
+    """
 
-    def __init__(self, name: str, precision: str, folder: Path) -> None:
-        self.name, self.precision, self.folder = name, precision, folder
+    def __init__(self, name: str, precision: str, folder: Path, unchecked: bool = False) -> None:
+        self.name, self.precision, self.unchecked = name, precision, unchecked
+        self.folder = folder / f"{name}-{precision}"
         self.compared = MODELS[name]
         self.captured: dict[str, Captured] = {}
         self.captures: dict[str, Captures] = {}
@@ -123,7 +126,8 @@ class Trainings:
         model = load_config_model(config, folder, names=examples.input_names)
         precision = Precision(config.autocast, CPU)
         captured = capture(model, examples.first().inputs, precision=precision)
-        job = Job(make_plan(captured, plain, {}), config, folder, folder / RUN)
+        plan = make_plan(captured, plain, {})
+        job = Job(plan, config, folder, folder / RUN, unchecked=self.unchecked)
         first = RankInfo(0, 1, 0, 1, "", 0)
         self.captures[way.minibatches] = capture_all(job, Examples(job, CPU), first)
 
@@ -134,7 +138,7 @@ class Trainings:
             examples.first()  # the others have to be of its kind
             return captures
 
-        save = ("--save-every", str(MICROBATCHES))
+        save = ("--save-every", str(MICROBATCHES), *(["--unchecked"] if self.unchecked else []))
         words = (folder / PLAN, "--config", folder / CONFIG, "-o", folder / RUN, *save)
         report = "pipedream.runtime.report"
         with (
