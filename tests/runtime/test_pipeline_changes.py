@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from pipedream.capture.compute_settings import eval_mode
 from pipedream.capture.export import capture
 from pipedream.comm.rank_info import RankInfo
+from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.runtime.pipeline import Pipeline
 
