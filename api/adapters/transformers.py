@@ -80,13 +80,18 @@ class PipelineTrainer(Trainer):
         """All ranks have the same minibatches, so what Trainer gathers from ranks is there."""
         self.args.average_tokens_across_devices = False  # all devices have the same tokens
         accelerator: Any = self.accelerator
-        accelerator.prepare_model = lambda model, **_: model
+        accelerator.prepare_model = self._as_it_is
         accelerator.prepare_data_loader = self._same_on_all_ranks
         accelerator.gather = lambda tensors: tensors
         accelerator.pad_across_processes = lambda tensors, *_, **__: tensors
         accelerator.clip_grad_norm_ = lambda _parameters, norm, **_: self.pipeline.clip_grad_norm_(
             norm
         )
+
+    def _as_it_is(self, model: nn.Module, **_: Any) -> nn.Module:
+        models: list[Any] = self.accelerator._models
+        models.append(model)
+        return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The pipeline moves what this rank computes."""
@@ -131,6 +136,15 @@ class PipelineTrainer(Trainer):
             arguments["target"] = arguments.pop("labels", None)
         return arguments
 
+    def _items_evaluated(self, inputs: dict[str, Any]) -> Tensor | int | None:
+        """What Trainer divides the loss of a minibatch by in evaluation; for some models it counts
+        the first token, too. Earlier versions leave it to the model.
+        """
+        if "num_items_in_batch" not in Trainer.prediction_step.__code__.co_varnames:
+            return None
+        items: Tensor | int | None = self._get_num_items_in_batch([inputs], self.args.device)
+        return items
+
     def _smoothed(self, outputs: Any, labels: Tensor) -> Tensor:
         assert self.label_smoother is not None
         loss: Tensor = self.label_smoother(outputs, labels, shift_labels=is_causal(self.model))
@@ -144,7 +158,7 @@ class PipelineTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
         inputs = self._prepare_inputs(inputs)
-        arguments = self._arguments(inputs, None)
+        arguments = self._arguments(inputs, self._items_evaluated(inputs))
         if prediction_loss_only:
             return self.pipeline.evaluate(**arguments), None, None
         labels = [inputs.get(name) for name in self.label_names]

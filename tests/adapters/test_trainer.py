@@ -138,16 +138,16 @@ def _piped(rank: int, ranks: int, folder: Path, plans: Any, port: int) -> dict[s
         plan = plans["label_smoothing_factor" in case]
         make = partial(PipelineTrainer, plan=plan, microbatches=2)
         told[name] = _train(make, folder / "piped", name)
-    make = partial(PipelineTrainer, plan=plans[False], microbatches=2)
+    make = partial(PipelineTrainer, plan=plans["dropout"], microbatches=2)
     told["resumed"] = _resumed(make, folder)
     return told
 
 
-def _plan(smoothed: bool) -> Any:
+def _plan(smoothed: bool, dropout: float = 0.0) -> Any:
     batch = torch.utils.data.default_collate(_data(4, 1))
     if smoothed:  # the model does not get the labels
         batch.pop("labels")
-    graph = capture(_model(), (), batch).graph
+    graph = capture(_model(dropout), (), batch).graph
     return make_plan(graph, cut(graph, 2), (1, 1), "flush")
 
 
@@ -156,7 +156,7 @@ def _plan(smoothed: bool) -> Any:
 def test_what_trainer_does_is_done_on_two_ranks(tmp_path: Path) -> None:
     """Evaluation, metrics, predictions, smoothed labels, accumulation, the best model, resuming."""
     (expected,) = run_processes(_plain, 1, tmp_path, seconds=200.0)
-    plans = {smoothed: _plan(smoothed) for smoothed in (False, True)}
+    plans = {False: _plan(False), True: _plan(True), "dropout": _plan(False, 0.1)}
     results = run_processes(_piped, 2, tmp_path, plans, free_port(), seconds=300.0)
     assert results[0].pop("resumed") == results[1].pop("resumed")
     for told in results:
