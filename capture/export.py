@@ -8,7 +8,6 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -316,12 +315,13 @@ class _Gradients(fx.Interpreter):
         fake = value if isinstance(value, FakeTensor) else self.mode.from_tensor(value)
         if fake.device.type == self.device.type:
             return fake
-        return fake.detach().to(self.device).requires_grad_(fake.requires_grad)
+        return torch.empty_like(fake, device=self.device).requires_grad_(fake.requires_grad)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        placed = {"device": self.device} if kwargs.get("device") is not None else {}
+        return super().call_function(target, args, {**kwargs, **placed})
 
     def run_node(self, n: fx.Node) -> Any:
-        if "device" in n.kwargs:
-            n = copy(n)
-            n.kwargs = {**n.kwargs, "device": self.device}
         result = super().run_node(n)
         if isinstance(result, torch.Tensor) and n.op != "get_attr":
             self.seen[n.name] = result

@@ -1,4 +1,4 @@
-"""Autocast: what stages send is of the types that were agreed, and they learn what a loop learns."""
+"""Autocast: what stages send is of the types that were agreed, and they learn what loops learn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
         q, k, v = self.q(normed), self.k(normed), self.v(normed)
-        mask = torch.full((x.shape[1], x.shape[1]), torch.finfo(q.dtype).min).triu(1)
+        size = x.shape[1], x.shape[1]
+        mask = torch.full(size, torch.finfo(q.dtype).min, device=x.device).triu(1).to(q)
         weights = (q @ k.transpose(1, 2) + mask).softmax(-1, dtype=torch.float32).to(q.dtype)
         return x + self.out(weights @ v)
 
@@ -84,9 +85,12 @@ def test_a_capture_knows_the_types_that_are_computed(autocast: str | None) -> No
 
 
 def test_types_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU autocast has layer norm in float32 that a CPU computes in the type it is given."""
+    """On a GPU autocast has layer norm in float32 that a CPU computes in the type it is given.
+    Without a GPU torch has no autograd for tensors that claim to be on one.
+    """
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), _batches()[0][0]
+    model.requires_grad_(torch.cuda.is_available())
     types = {}
     for device in ("cpu", "cuda"):
         captured = capture(model, (x,), precision=Precision("float16", torch.device(device)))
