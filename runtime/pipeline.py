@@ -212,7 +212,7 @@ class Pipeline:
         what it was, as torch.nn.utils.clip_grad_norm_ does.
         """
         squares = [
-            parameter.grad.double().square().sum()
+            _real(parameter.grad).double().square().sum()
             for stage, replica in self.workers
             for name, parameter in self.executors[stage].weights.parameters.items()
             if parameter.grad is not None and replica == 0 and holds_first(name, stage, self.tied)
@@ -350,12 +350,17 @@ class Pipeline:
 
     def _compare(self, what: str, tensors: Iterable[Tensor], remedy: str) -> None:
         """Raises UserError on all ranks unless each has tensors of the same sums."""
-        sums = torch.tensor([float(tensor.detach().double().sum()) for tensor in tensors])
+        sums = torch.tensor([float(_real(tensor.detach()).double().sum()) for tensor in tensors])
         own = torch.cat([sums, -sums]).to(self.device)
         largest = own.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         if not torch.equal(largest, own):
             raise UserError(f"the ranks have different {what}: {remedy}")
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The parts of complex numbers are numbers of their own."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class _Computed(torch.autograd.Function):
