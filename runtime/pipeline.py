@@ -139,10 +139,24 @@ class Pipeline:
 
         Raises UserError, and PeerLost if a rank is gone.
         """
+        self._check_autocast()
         loss = self._train(args, kwargs, target, weights)
         anchor = torch.zeros((), device=self.device, requires_grad=True)
         computed: Tensor = _Computed.apply(anchor, loss, self._add_gradients)  # type: ignore[no-untyped-call]
         return computed
+
+    def _check_autocast(self) -> None:
+        """Raises UserError if autocast of the caller asks for what the pipeline does not do."""
+        kind = self.device.type
+        lower = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        if torch.is_autocast_enabled(kind) and lower != self.precision.autocast:
+            remedy = f'give Pipeline autocast="{lower}"'
+            if lower == "float16":
+                remedy = "use bfloat16: gradients are there before a scaler scales the loss"
+            raise UserError(
+                f"the pipeline is called under autocast to {lower}, and it computes in"
+                f" {self.precision.autocast or 'the types of the weights'}: {remedy}"
+            )
 
     def _parts(self, args: Any, kwargs: Mapping[str, Any], weights: Tensor | None) -> list[float]:
         """The part of each microbatch in the mean."""
@@ -182,6 +196,7 @@ class Pipeline:
         self, *args: Any, target: Any = None, weights: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
         """The mean loss of a minibatch in eval mode, on all ranks. Raises as a call does."""
+        self._check_autocast()
         calls = Call(args, kwargs).split(self.microbatches)
         parts = self._parts(args, kwargs, weights)
         sizes = Sizes(sum(map(len, calls)), len(calls[0]))

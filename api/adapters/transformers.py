@@ -36,6 +36,9 @@ class PipelineTrainer(Trainer):
     ) -> None:
         """The other arguments are Trainer's. Raises UserError if the plan is for other ranks."""
         super().__init__(*args, **kwargs)
+        for name in ("fp16", "fp16_full_eval", "bf16_full_eval"):
+            if getattr(self.args, name):
+                raise UserError(f"{name}: not supported by a pipeline: use bf16=True, or float32")
         self.args.average_tokens_across_devices = False  # all devices have the same tokens
         self.args.save_only_model = True
         accelerator: Any = self.accelerator

@@ -4,6 +4,7 @@ learn: on one worker, in stages, replicas and halves, under an optimizer and a n
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import one_rank
@@ -90,7 +91,10 @@ def test_runs_learn_what_a_loop_does(tmp_path: Path) -> None:
         )
         for number, replicas in enumerate([(1,), (1, 1), (2,)])
     ]
-    run_jobs(jobs, 180.0)
+    begun = replace(jobs[1], run=tmp_path / "begun", epochs=1)
+    both = replace(jobs[1], run=tmp_path / "both", epochs=2)
+    run_jobs([*jobs, begun, replace(begun, epochs=2, resume=True), both], 180.0)
+    assert losses(begun) == losses(both)
     for job in jobs:
         assert losses(job) == pytest.approx(expected[0], abs=1e-9)
         for name, tensor in weights(job).items():

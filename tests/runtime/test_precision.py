@@ -184,5 +184,33 @@ def _lowered(compute: Any) -> Any:
     return run
 
 
+def test_autocast_of_the_caller_is_not_ignored() -> None:
+    """A loop in `torch.autocast` trained in float32, or by casts of weights that had changed."""
+    x, y = _batches()[0]
+    pipeline = Pipeline(_model(), _plan(1), F.mse_loss, device="cpu")
+    for dtype, remedy in (
+        (torch.bfloat16, 'give Pipeline autocast="bfloat16"'),
+        (torch.float16, "use bfloat16"),
+    ):
+        with torch.autocast("cpu", dtype), pytest.raises(UserError, match=remedy):
+            pipeline(x, target=y)
+
+
+def test_casts_of_weights_are_not_kept_from_call_to_call() -> None:
+    """Within the caller's context torch would keep them, of weights that an optimizer changes."""
+    model = _model()
+    module = OneRank(model, Data([Batch((_batches()[0][0],), None)]), 1, autocast="bfloat16")
+    (stage,) = module.modules.values()
+    weights = {n: p.detach().requires_grad_() for n, p in stage.piece.module.named_parameters()}
+    with torch.autocast("cpu", torch.bfloat16):
+        (first,) = stage.compute(weights, _batches()[0][:1])
+        for weight in weights.values():
+            weight.data.mul_(0.5)
+        (second,) = stage.compute(weights, _batches()[0][:1])
+    (fresh,) = stage.compute(weights, _batches()[0][:1])
+    assert torch.equal(second, fresh)
+    assert not torch.equal(first, fresh)
+
+
 def test_precision_is_in_full_by_default() -> None:
     assert capture(nn.Linear(2, 2), (torch.ones(1, 2),)).precision == IN_FULL
