@@ -362,12 +362,11 @@ class _Gradients(fx.Interpreter):
         fake = value if isinstance(value, FakeTensor) else self.mode.from_tensor(value)
         if fake.device.type == self.device.type:
             return fake
-        return fake.detach().to(self.device).requires_grad_(fake.requires_grad)
+        return torch.empty_like(fake, device=self.device).requires_grad_(fake.requires_grad)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": self.device}
-        return super().call_function(target, args, kwargs)
+        placed = {"device": self.device} if kwargs.get("device") is not None else {}
+        return super().call_function(target, args, {**kwargs, **placed})
 
     def run_node(self, n: fx.Node) -> Any:
         try:

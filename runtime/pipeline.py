@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.checks.equivalence import as_double
 from pipedream.capture.compute_settings import Precision, eval_mode
 from pipedream.capture.loss import Loss, load_loss
 from pipedream.capture.loss import checked as checked_loss
@@ -345,7 +346,7 @@ class Pipeline:
         gradients = [
             (parameter.grad, counts) for parameter, counts in own if parameter.grad is not None
         ]
-        squares = [gradient.double().square().sum() for gradient, counts in gradients if counts]
+        squares = [as_double(gradient).square().sum() for gradient, counts in gradients if counts]
         norm = self._sum(squares).sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient, _ in gradients:

@@ -384,3 +384,20 @@ class Words(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.a(x)).mean((1, 2))
+
+
+class Filtered(nn.Module):
+    """Learned complex filters between layers, and a complex table that turns like rotary ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.filters = nn.ParameterList(torch.randn(2, 4, dtype=torch.complex64).unbind())
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for each in self.filters:
+            x = torch.tanh(torch.fft.irfft(torch.fft.rfft(x) * each, n=6))
+        pairs = torch.view_as_complex(x.unflatten(-1, (3, 2)))
+        return self.last(torch.view_as_real(pairs * self.turns).flatten(-2))
