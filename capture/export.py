@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,8 @@ from pipedream.capture.constants import constants
 from pipedream.capture.grouping import OperatorGroup, group_by_module
 from pipedream.capture.rewrites.functionalize import make_dense, make_functional, writes_parameter
 from pipedream.capture.rewrites.no_grad import inference_as_no_grad, inline_no_grad
-from pipedream.capture.rewrites.writes import changes_something
+from pipedream.capture.rewrites.recording import Recording
+from pipedream.capture.rewrites.writes import changes_something, written_attributes
 from pipedream.capture.sources.user_code import check_call, place
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
@@ -169,6 +170,7 @@ def _capture(
         raise cannot_capture(
             model, f"{reason}; make it a buffer, or leave it to the optimizer", place_of(writer)
         )
+    _check_state(module, model)
     make_functional(module)
     make_dense(module)
     fixed = constants(module)
@@ -198,13 +200,43 @@ def _distinct(inputs: Any) -> Any:
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """The graph of one example has the operators of that of two."""
+    recording = Recording(model)
+    program = _export_as(model, args, kwargs, recording)
+    two: Any = pytree.tree_map_only(torch.Tensor, _two_examples, (args, kwargs))
+    if recording.doubtful and any(
+        one.shape != other.shape
+        for one, other in zip(flatten_inputs(args, kwargs), flatten_inputs(*two), strict=True)
+    ):
+        more = Recording(model)
+        with suppress(UserError):
+            _export_as(model, two[0], two[1], more)
+        if len(more.contiguous) == len(recording.contiguous) and more.contiguous != (
+            recording.contiguous
+        ):
+            program = _export_as(model, args, kwargs, Recording(model, as_in=more))
+    return program
+
+
+def _two_examples(tensor: torch.Tensor) -> torch.Tensor:
+    """Of one example."""
+    if not tensor.dim() or tensor.shape[0] != 1:
+        return tensor
+    return tensor.detach().repeat(2, *[1] * (tensor.dim() - 1)).requires_grad_(tensor.requires_grad)
+
+
+def _export_as(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording
+) -> ExportedProgram:
     try:
         with (
             _suppress_output(),
             noting_lines(),
             functions_as_operators(),
             inference_as_no_grad(),
+            recording,
             functions_on_gradients(model) as called,
+            recording.watching_buffers(),
             model.register_forward_hook(check_output),
             warnings.catch_warnings(),
         ):
@@ -240,6 +272,16 @@ def _suppress_output() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def _check_state(module: fx.GraphModule, model: nn.Module) -> None:
+    """Raises UserError if the model keeps values from call to call otherwise than in buffers."""
+    own = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for node in module.graph.nodes:
+        for state in written_attributes(node):
+            if state not in own:
+                reason = f"it writes into {state}, which is no buffer: register it as one"
+                raise cannot_capture(model, reason, place_of(node))
 
 
 def _unlift(

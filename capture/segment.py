@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from pipedream.capture.export import Captured
-from pipedream.capture.rewrites.writes import targets
+from pipedream.capture.rewrites.writes import changes_something, targets
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,6 @@ def freeze_constants(part: Segment, owned: Collection[str]) -> Segment:
             part.module.register_buffer(name, values[node], persistent=False)
             with graph.inserting_before(node):
                 node.replace_all_uses_with(graph.get_attr(name))
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(changes_something)
     part.module.recompile()
     return part

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from pipedream.capture.rewrites.writes import changes_something
+
 HOOK = "seed_hook"
 """Where the meta of a node says which module has seeded the generator for its draw."""
 
@@ -89,7 +91,7 @@ def take_draws(joint: fx.GraphModule) -> Draws:
     drawn = [_as_input(joint.graph, node) for node in results]
     for node in reversed(inside):
         joint.graph.erase_node(node)
-    joint.graph.eliminate_dead_code()
+    joint.graph.eliminate_dead_code(changes_something)
     return Draws(fx.GraphModule(joint, graph), drawn)
 
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from pipedream.capture.rewrites.writes import declared
+from pipedream.capture.rewrites.writes import changes_something, declared
 
 
 def make_functional(traced: fx.GraphModule) -> fx.GraphModule:
@@ -36,7 +36,7 @@ def make_functional(traced: fx.GraphModule) -> fx.GraphModule:
     with mode, torch.no_grad():
         functional = make_fx(functionalize(run))(*inputs)
     _note_last_writes(functional, traced)
-    functional.graph.eliminate_dead_code()
+    functional.graph.eliminate_dead_code(changes_something)
     functional.recompile()
     return functional
 

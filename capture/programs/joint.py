@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from pipedream.capture.autograd_functions import SPACE
 from pipedream.capture.programs.draws import HOOK, Draws, is_draw, noting_seeds, take_draws
 from pipedream.capture.programs.functional import make_functional
-from pipedream.capture.rewrites.writes import declared
+from pipedream.capture.rewrites.writes import changes_something, declared
 
 End: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 """Of the outputs of a module and all inputs, what the passes give in the place of the outputs."""
@@ -137,7 +137,7 @@ def _drop_renaming(traced: fx.GraphModule) -> None:
         if node.target in _RENAMING:
             node.replace_all_uses_with(node.args[0])
             traced.graph.erase_node(node)
-    traced.graph.eliminate_dead_code()
+    traced.graph.eliminate_dead_code(changes_something)
 
 
 def _named(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from pipedream.capture.rewrites.writes import aliases, attribute, body, operands, targets
+from pipedream.capture.rewrites.writes import aliases, attribute, body, declared, operands, targets
 
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 _DETACH = torch.ops.aten.detach.default
@@ -86,6 +86,8 @@ class _Inlining:
                 copies[node] = copies[node.args[0]][node.args[1]]
             elif node not in copies and node.op != "output" and not _is_inlined(node):
                 copies[node] = self._copy(node, read, part)
+                if not gradients and node.args and node.args[0] in declared(node):
+                    copies[node] = copies[node.args[0]]  # which is still what it was for autograd
         (end,) = part.graph.find_nodes(op="output")
         results = fx.map_arg(end.args[0], copies.__getitem__)
         if part is self.module:

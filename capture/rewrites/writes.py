@@ -68,6 +68,12 @@ def attribute(state: fx.Node) -> object:
     return value
 
 
+def written_attributes(node: fx.Node) -> Iterator[str]:
+    """The names of the parameters and buffers that an operator writes into, also through views."""
+    for target in targets(node):
+        yield from (str(each.target) for each in aliases(target) if each.op == "get_attr")
+
+
 def changes_something(node: fx.Node) -> bool:
     """Whether an operator that nobody reads is needed all the same."""
     return bool(node.is_impure()) or bool(targets(node))
