@@ -114,7 +114,9 @@ def failing_module(error: BaseException, model: nn.Module) -> str:
         frame, traceback_ = traceback_.tb_frame, traceback_.tb_next
         known = frame.f_locals
         module = known.get("self")
-        if frame.f_code.co_name != "_call_impl" or id(module) not in paths:
+        if frame.f_code.co_name != "_call_impl" or not isinstance(module, nn.Module):
+            continue
+        if id(module) not in paths:
             continue
         path, shown = paths[id(module)], " ".join(module.extra_repr().split())
         inputs = pytree.tree_leaves((known.get("args"), known.get("kwargs")))
