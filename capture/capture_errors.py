@@ -31,6 +31,10 @@ _LONGEST_REPR = 100
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that depend on the data
 
 _FUNCTORCH = "it uses torch.func or vmap; write the batched operators instead"
+_SPARSE = (
+    "it computes with sparse tensors, which torch.export cannot trace; use dense ones, or "
+    "index_add and scatter"
+)
 _GENERATOR = (
     "it draws from a torch.Generator of its own, which no checkpoint has; draw from torch's, "
     "leaving generator= out"
@@ -59,8 +63,7 @@ _KNOWN = (
      "values of others (torch.tensor([...]): write torch.stack), or calls an extension, and "
      "tensors have no data during the capture; register an extension with torch.library.custom_op "
      "and a fake implementation"),
-    (r"_sparse_|[Ss]parse\w*(CPU|CUDA|Meta)\b|[Ss]parse tensor", "it computes with sparse tensors, "
-     "which torch.export cannot trace; use dense ones, or index_add and scatter"),
+    (r"_sparse_|[Ss]parse\w*(CPU|CUDA|Meta)\b|[Ss]parse tensor", _SPARSE),
     (r"UnsupportedOperatorException|NotImplementedError: (aten|\w+)::", "torch.export cannot "
      "trace this operator; use others, or register it with torch.library.custom_op"),
     (r"SymInt|SymBool|SymFloat", DATA_DEPENDENT),
@@ -114,7 +117,9 @@ def failing_module(error: BaseException, model: nn.Module) -> str:
         frame, traceback_ = traceback_.tb_frame, traceback_.tb_next
         known = frame.f_locals
         module = known.get("self")
-        if frame.f_code.co_name != "_call_impl" or id(module) not in paths:
+        if frame.f_code.co_name != "_call_impl" or not isinstance(module, nn.Module):
+            continue
+        if id(module) not in paths:
             continue
         path, shown = paths[id(module)], " ".join(module.extra_repr().split())
         inputs = pytree.tree_leaves((known.get("args"), known.get("kwargs")))
@@ -196,6 +201,8 @@ def check_operators(module: fx.GraphModule, model: nn.Module) -> None:
             shape = value.shape if isinstance(value, torch.Tensor) else [value]
             if any(isinstance(size, SYMBOLIC) for size in shape):
                 raise cannot_capture(model, DATA_DEPENDENT, place_of(node))
+            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+                raise cannot_capture(model, _SPARSE, place_of(node))
         if isinstance(node.kwargs.get("generator"), fx.Node):
             raise cannot_capture(model, _GENERATOR, place_of(node))
         if getattr(node.target, "__module__", "").startswith("torch._functorch"):
