@@ -17,13 +17,16 @@ from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.sources.user_code import blame, is_the_users, package_folders, place
+from pipedream.capture.sources.user_code import blame, blaming, is_the_users, package_folders, place
 from pipedream.graph.errors import UserError
 
 DATA_DEPENDENT = (
     "its control flow, a number or a shape depends on the data; use torch.where or masks of fixed "
     "shape, or move this part out of the model"
 )
+
+_LONGEST_REPR = 100
+"""Characters of what a layer says of itself."""
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that depend on the data
 
@@ -91,7 +94,7 @@ def capture_error(error: BaseException, model: nn.Module, where: str = "") -> Us
             "capture; pass validate_args=False"
         )
     elif reason is None:
-        reason = blame(error).removeprefix(place(error))
+        reason = blame(error).removeprefix(place(error)) + failing_module(error, model)
     return cannot_capture(model, reason, place(error) or where or _place_in_library(error))
 
 
@@ -99,6 +102,43 @@ def _passed(error: BaseException, folder: str) -> bool:
     """Whether the error came through code of this folder."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(folder in frame.filename for frame in frames)
+
+
+def failing_module(error: BaseException, model: nn.Module) -> str:
+    """`; in layer.3: Linear(in_features=4, out_features=4, bias=True), given [2, 5]` for the
+    innermost module of `model` whose call raised the error, or empty.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    found, traceback_ = "", error.__traceback__
+    while traceback_ is not None:
+        frame, traceback_ = traceback_.tb_frame, traceback_.tb_next
+        known = frame.f_locals
+        module = known.get("self")
+        if frame.f_code.co_name != "_call_impl" or id(module) not in paths:
+            continue
+        path, shown = paths[id(module)], " ".join(module.extra_repr().split())
+        inputs = pytree.tree_leaves((known.get("args"), known.get("kwargs")))
+        given = ", ".join(_kind(each) for each in inputs if isinstance(each, torch.Tensor))
+        layer = f"{type(module).__name__}({shown[:_LONGEST_REPR]})" if path else "the model itself"
+        found = f"; in {path + ': ' if path else ''}{layer}" + f", given {given}" * bool(given)
+    return found
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """`[2, 5]`, with the type if that is not the usual one."""
+    usual = tensor.dtype == torch.get_default_dtype()
+    return f"{list(tensor.shape)}" + f" of {str(tensor.dtype)[6:]}" * (not usual)
+
+
+@contextmanager
+def blaming_modules(source: str, model: nn.Module) -> Iterator[None]:
+    """Turns any error of a call of `model` inside into a UserError that names the module."""
+    try:
+        with blaming(source):
+            yield
+    except UserError as error:
+        told = failing_module(error.__cause__, model) if error.__cause__ else ""
+        raise UserError(error.message + told) from error
 
 
 def cannot_capture(model: nn.Module, reason: str, where: str = "") -> UserError:

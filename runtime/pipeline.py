@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.checks.equivalence import as_double
 from pipedream.capture.compute_settings import Precision, eval_mode
-from pipedream.capture.loss import Loss, checked, load_loss
+from pipedream.capture.loss import Loss, load_loss
+from pipedream.capture.loss import checked as checked_loss
 from pipedream.comm.buckets import StageGroups, make_groups
 from pipedream.comm.rank_info import alone, environment
 from pipedream.comm.rendezvous import choose_device, connect_store, join
@@ -41,6 +43,8 @@ from pipedream.runtime.loop.outputs import OutputExecutor, together
 from pipedream.runtime.loop.staged_model import StagedModel
 from pipedream.runtime.loop.whole_state import whole_state
 from pipedream.runtime.optim.gradient_sums import GradientSums, with_gradients
+from pipedream.runtime.selfcheck.first_call import compare, expect
+from pipedream.runtime.selfcheck.reference import Expected, Settings
 from pipedream.runtime.stages.by_kind import ByMinibatch, Call, StageForms, part_of
 from pipedream.runtime.stages.partition import holds_first
 from pipedream.runtime.stages.stage_module import StageModule
@@ -83,13 +87,15 @@ class Pipeline:
         autocast: Literal["bfloat16"] | None = None,
         seed: int = 0,
         timeout: float = 300.0,
+        checked: bool = True,
     ) -> None:
         """`loss(output, target)` is a mean over the examples; "output" for models that return
         theirs, or the name of a function of torch.nn.functional. `weigh`: where the mean is over
         something else, such as tokens, how many of these each example has, as a tensor [examples];
         it gets what the model gets. `microbatches`: into how many a
         minibatch is cut. `device`: cpu or cuda, by default cuda if there is one. `seed`: of
-        dropout. `timeout`: seconds after which a silent rank is taken for lost.
+        dropout. `timeout`: seconds after which a silent rank is taken for lost. `checked`: whether
+        what is captured, and the first minibatch, are compared with the model itself.
 
         Raises UserError if the plan is for another number of ranks, has several stages on one, or
         a mesh.
@@ -109,9 +115,9 @@ class Pipeline:
         self.loss: Loss = (
             load_loss(loss, Path())
             if isinstance(loss, str)
-            else checked(loss, getattr(loss, "__name__", type(loss).__name__))
+            else checked_loss(loss, getattr(loss, "__name__", type(loss).__name__))
         )
-        self.timeout, self.weigh = timeout, weigh
+        self.timeout, self.weigh, self.checked = timeout, weigh, checked
         self.rank = self._join(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.rng, self.precision = MinibatchRng(seed, self.device), Precision(autocast, self.device)
         self.workers = workers_by_rank(self.plan.rank_assignment)[self.rank]
@@ -142,6 +148,7 @@ class Pipeline:
     def _stage(self, _: ModelState) -> StagedModel:
         """The model, which is in this state now."""
         forms = StageForms(self.model, self.plan, self.stages, self.rng, self.precision)
+        forms.checked = self.checked and self.rank == 0
         if self.staged.cache_info().misses == _OFTEN:
             warnings.warn(
                 "the model changes from call to call and is captured each time, which takes long:"
@@ -233,33 +240,58 @@ class Pipeline:
 
     def _train(self, minibatch: _Minibatch) -> tuple[Tensor, list[tuple[Parameter, Tensor]]]:
         """The loss, and the gradients of the parameters of this rank that learn."""
+        first = self.now is None  # all ranks have the whole model, as it is
         staged, forms = self._forms(minibatch, "training")
-        weights = {stage: Weights(staged.parameters(stage)) for stage in self.stages}
-        gradients = {stage: GradientSums() for stage in self.stages}
-        losses: list[Tensor] = []
+        # The engine makes the mean of the microbatches' gradients.
+        data = minibatch.times([len(forms)] * len(forms))
+        expected = self._expected(staged, data) if self.checked and first else None
+        sums = {stage: GradientSums() for stage in self.stages}
+        losses: dict[int, Tensor] = {}
         executors = {
-            stage: Executor(
-                stage_modules=ByMinibatch(stage, forms),
-                transport=self._transport(staged),
-                assignment=self.plan.rank_assignment,
-                loss=self._loss,
-                weights=weights[stage],
-                stepping=gradients[stage],
-                groups=self._groups(staged)[stage],
-                on_loss=lambda _, loss: losses.append(loss.double() / len(forms)),
-                rng=self.rng,
-                recompute=self.plan.stages[stage].recompute,
-            )
+            stage: self._executor(staged, stage, forms, sums[stage], losses.__setitem__)
             for stage in self.stages
         }
         actions = Schedule(staged.spec, len(forms)).actions(*self.workers)
-        # The engine makes the mean of the microbatches' gradients.
-        self._run(executors, staged, actions, minibatch.times([len(forms)] * len(forms)))
-        return self._sum(losses), [
-            (weights[stage].parameters[name], gradient)
+        self._run(executors, staged, actions, data)
+        if expected is not None:
+            gradients = [own.gradients for own in sums.values()]
+            compare(expected, staged, self.workers, losses, gradients)
+        loss = self._sum([each.double() / len(forms) for each in losses.values()])
+        return loss, [
+            (executors[stage].weights.parameters[name], gradient)
             for stage in self.stages
-            for name, gradient in gradients[stage].gradients.items()
+            for name, gradient in sums[stage].gradients.items()
         ]
+
+    def _executor(
+        self,
+        staged: StagedModel,
+        stage: int,
+        forms: Sequence[Mapping[int, StageModule]],
+        sums: GradientSums,
+        on_loss: Callable[[int, Tensor], None],
+    ) -> Executor:
+        return Executor(
+            stage_modules=ByMinibatch(stage, forms),
+            transport=self._transport(staged),
+            assignment=self.plan.rank_assignment,
+            loss=self._loss,
+            weights=Weights(staged.parameters(stage)),
+            stepping=sums,
+            groups=self._groups(staged)[stage],
+            on_loss=on_loss,
+            rng=self.rng,
+            recompute=self.plan.stages[stage].recompute,
+        )
+
+    def _expected(self, staged: StagedModel, data: _Minibatch) -> Mapping[str, Expected] | None:
+        captures = [staged.forms.captures[call.kind] for call in data.calls]
+        batches = [
+            Batch(tuple(call.tensors), (target, factor))
+            for call, target, factor in zip(data.calls, data.targets, data.factors, strict=True)
+        ]
+        pairs = zip(captures, batches, strict=True)
+        return expect(staged, dict(enumerate(pairs)), Settings(self._loss, self.rng, 1.0))
 
     @torch.no_grad()
     def _try(self, minibatch: _Minibatch) -> Tensor:
@@ -314,7 +346,7 @@ class Pipeline:
         gradients = [
             (parameter.grad, counts) for parameter, counts in own if parameter.grad is not None
         ]
-        squares = [gradient.double().square().sum() for gradient, counts in gradients if counts]
+        squares = [as_double(gradient).square().sum() for gradient, counts in gradients if counts]
         norm = self._sum(squares).sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient, _ in gradients:

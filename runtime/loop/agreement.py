@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipedream.capture.checks.equivalence import as_double
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
 
@@ -100,7 +101,7 @@ class Agreement:
 
     def _compare(self, what: str, tensors: Iterable[Tensor], remedy: str) -> None:
         """Raises UserError on all ranks unless each has tensors of the same sums."""
-        sums = torch.tensor([float(tensor.detach().double().sum()) for tensor in tensors])
+        sums = torch.tensor([float(as_double(tensor).sum()) for tensor in tensors])
         sums = sums.nan_to_num()
         own = torch.cat([sums, -sums]).to(self.device)
         if not torch.equal(_largest(own), own):

@@ -299,4 +299,5 @@ def test_a_change_on_one_rank_is_refused_on_all() -> None:
     for said in run_processes(_on_one_rank, 2, _plan(), free_port()):
         assert len(said) == len(expected)
         for message, part in zip(said, expected, strict=True):
-            assert part in message and "\n" not in message
+            assert part in message
+            assert "\n" not in message

@@ -91,6 +91,18 @@ class NothingToLearn(nn.Module):
         return self.c(torch.relu(torch.tanh(self.a(x))) * 2)
 
 
+class DetachedLater(nn.Module):
+    """No gradient comes to the second layer; a later stage than its own detaches what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = torch.tanh(self.a(x))
+        return self.c(first + torch.tanh(self.b(first)).detach())
+
+
 class Convolved(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -130,6 +142,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "convolution": (Convolved, 2),
     "buffers": (small_models.Averaging, 3),
     "no gradient": (small_models.Aside, 3),
+    "no gradient from a later stage": (DetachedLater, 2),
     "piece of a gradient": (small_models.Token, 2),
     "dropout": (Dropping, 3),
 }
@@ -154,7 +167,10 @@ def test_halves_as_programs_learn_what_whole_passes_under_autograd_do(
     assert whole.obstacles == ["unused"] * stages
 
 
-@pytest.mark.parametrize("name", ["chain", "tied", "chunks", "convolution", "no gradient"])
+PLAIN = ["chain", "tied", "chunks", "convolution", "no gradient", "no gradient from a later stage"]
+
+
+@pytest.mark.parametrize("name", PLAIN)
 def test_halves_learn_what_the_plain_model_does(name: str) -> None:
     make, stages = CASES[name]
     halves, model, data = (

@@ -54,7 +54,7 @@ def owned(inputs: Inputs) -> Inputs:
 
 def plain(specimen: Specimen, sizes: Sequence[Sequence[int]] = WHOLE) -> Learned:
     """Three updates in a loop, each from the mean loss of its microbatches."""
-    learned, model = Learned(), specimen.model().train()
+    learned, model = Learned(), specimen.model()
     learning = optimizer(list(model.parameters()))
     for update, microbatches in enumerate(sizes):
         losses = []

@@ -19,6 +19,7 @@ from plans import make_plan
 from schedules import assigned
 from torch import Tensor, nn
 
+from pipedream.capture.compute_settings import IN_FULL
 from pipedream.capture.export import Captured, capture, flatten_inputs
 from pipedream.comm.buckets import StageGroups, make_groups
 from pipedream.comm.transport import Transport
@@ -110,7 +111,7 @@ class Pipelined:
 
     def _forms(self, stage: int, first: Captured) -> StageForms:
         model = self.specimen.model()
-        forms = StageForms(model, self.plan, [stage], self.rng, training=self.training, first=first)
+        forms = StageForms(model, self.plan, [stage], self.rng, IN_FULL, self.training, first=first)
         call = Call(*self.specimen.call(0, 0, self.way.sizes[0][0]))
         own = _adopted(copy.deepcopy(first), model)
         forms.forms[call.kind] = {stage: forms._form(own, stage)}
@@ -146,7 +147,7 @@ class Pipelined:
             assignment=self.assignment,
             loss=self._loss,
             weights=Weights(dict(form.piece.module.named_parameters())),
-            stepping=GradientSums(shared=False),
+            stepping=GradientSums(),
             groups=groups,
             on_loss=lambda minibatch, loss: self.learned.losses.append(loss.item()),
             rng=self.rng,
@@ -173,10 +174,9 @@ class Pipelined:
         for executor in executors.values():
             stepping = executor.stepping
             assert isinstance(stepping, GradientSums)
-            stepping.add(executor.weights, 1.0)
-            for name, parameter in executor.weights.parameters.items():
-                if parameter.grad is not None:
-                    gradients[name] = parameter.grad.detach().clone()
+            for name, gradient in stepping.gradients.items():
+                executor.weights.parameters[name].grad = gradient
+                gradients[name] = gradient.detach().clone()
         losses = self.learned.losses[before:]
         self.learned.losses[before:] = [sum(losses) / len(losses)]
         self.learned.outputs.append(self.given)

@@ -42,9 +42,9 @@ class Specimen:
         return torch.float32 if self.single else torch.float64
 
     def model(self) -> nn.Module:
-        """The same each time."""
+        """The same each time, in training mode."""
         torch.manual_seed(11)
-        return self.make()
+        return self.make().train()
 
     def call(self, update: int, microbatch: int, examples: int) -> Inputs:
         """The same each time."""

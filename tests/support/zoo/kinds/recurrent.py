@@ -8,7 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from zoo.specimens import Inputs, add, sequences, specimen
+from zoo.specimens import Inputs, add, specimen
+
+
+def steps(examples: int) -> Inputs:
+    """Three of six numbers."""
+    return (torch.randn(examples, 3, 6),), {}
 
 
 class Steps(nn.Module):
@@ -49,10 +54,10 @@ def _layer(name: str) -> nn.Module:
 
 
 for _name in LAYERS:
-    add(_name, lambda name=_name: _layer(name), sequences, kind="recurrent")  # type: ignore[misc]
+    add(_name, lambda name=_name: _layer(name), steps, kind="recurrent")  # type: ignore[misc]
 
 
-@specimen(sequences)
+@specimen(steps)
 class LastState(nn.Module):
     """Only the last state of a GRU is used."""
 
@@ -65,7 +70,7 @@ class LastState(nn.Module):
         return self.out(last[-1])
 
 
-@specimen(sequences)
+@specimen(steps)
 class CellState(nn.Module):
     """All three that an LSTM gives."""
 
@@ -79,7 +84,7 @@ class CellState(nn.Module):
 
 
 def _with_state(examples: int) -> Inputs:
-    return (torch.randn(examples, 5, 6), torch.randn(examples, 4)), {}
+    return (torch.randn(examples, 3, 6), torch.randn(examples, 4)), {}
 
 
 @specimen(_with_state)
@@ -95,7 +100,7 @@ class StateGiven(nn.Module):
         return self.out(steps + last[0][:, None])
 
 
-@specimen(sequences)
+@specimen(steps)
 class StateLearned(nn.Module):
     """The state to begin with is a parameter."""
 
@@ -127,18 +132,18 @@ class Cells(nn.Module):
         return self.out(torch.stack(steps, 1))
 
 
-add("rnn cells", lambda: Cells(nn.RNNCell(6, 4)), sequences, kind="recurrent")
+add("rnn cells", lambda: Cells(nn.RNNCell(6, 4)), steps, kind="recurrent")
 add(
     "rnn cells relu",
     lambda: Cells(nn.RNNCell(6, 4, nonlinearity="relu")),
-    sequences,
+    steps,
     kind="recurrent",
 )
-add("gru cells", lambda: Cells(nn.GRUCell(6, 4)), sequences, kind="recurrent")
-add("lstm cells", lambda: Cells(nn.LSTMCell(6, 4), pair=True), sequences, kind="recurrent")
+add("gru cells", lambda: Cells(nn.GRUCell(6, 4)), steps, kind="recurrent")
+add("lstm cells", lambda: Cells(nn.LSTMCell(6, 4), pair=True), steps, kind="recurrent")
 
 
-@specimen(sequences)
+@specimen(steps)
 class StepsWritten(nn.Module):
     """Each step is written into what has room for all."""
 
@@ -147,17 +152,17 @@ class StepsWritten(nn.Module):
         self.cell, self.out = nn.GRUCell(6, 4), nn.Linear(4, 2)
 
     def forward(self, x: Tensor) -> Tensor:
-        steps = x.new_zeros(len(x), 5, 4)
+        steps = x.new_zeros(len(x), 3, 4)
         state = x.new_zeros(len(x), 4)
-        for number in range(5):
+        for number in range(3):
             state = self.cell(x[:, number], state)
             steps[:, number] = state
         return self.out(steps)
 
 
 def _packed(examples: int) -> Inputs:
-    lengths = torch.tensor([5, 3, 2, 1][:examples])
-    return (torch.randn(examples, 5, 6), lengths), {}
+    lengths = torch.tensor([3, 3, 2, 1][:examples])
+    return (torch.randn(examples, 3, 6), lengths), {}
 
 
 @specimen(_packed, refused="cannot be captured")
@@ -174,7 +179,7 @@ class Packed(nn.Module):
         return self.out(steps)
 
 
-@specimen(sequences)
+@specimen(steps)
 class BackwardInTime(nn.Module):
     """A GRU over the steps in reverse, put in order again."""
 
@@ -187,7 +192,7 @@ class BackwardInTime(nn.Module):
         return self.out(steps.flip(1))
 
 
-@specimen(sequences)
+@specimen(steps)
 class EncoderDecoder(nn.Module):
     """The last state of one GRU begins another."""
 
@@ -202,7 +207,7 @@ class EncoderDecoder(nn.Module):
         return self.out(steps)
 
 
-@specimen(sequences)
+@specimen(steps)
 class SameTwice(nn.Module):
     """One GRU reads what it has given."""
 
@@ -216,7 +221,7 @@ class SameTwice(nn.Module):
         return again
 
 
-@specimen(sequences, random=True)
+@specimen(steps, random=True)
 class Dropping(nn.Module):
     """Dropout between two layers of an LSTM."""
 

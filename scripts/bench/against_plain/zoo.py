@@ -1,9 +1,12 @@
-"""Is every module of the zoo trained right, or refused? `python scripts/bench/zoo.py [PATTERN]...`
+"""Trains every module of the zoo, or sees it refused: `python scripts/bench/against_plain/zoo.py`.
+
+`[PATTERN]...` are parts of names.
 
 Takes the modules of tests/support/zoo whose names contain one of the patterns [default: all]
 through all ways of training, each against a plain loop: whole, and cut in 2 and 3 stages; by
 autograd, and by programs, with backward passes in halves; with recompute; with smaller minibatches;
-in eval mode. Prints a table, writes zoo.json, and ends with 1 if a module is trained to something else.
+in eval mode. Prints a table, writes zoo.json, and ends with 1 if a module is trained to something
+else.
 
 `--ways 'whole, 2 stages'`: these alone, separated by semicolons. `--out FILE`: instead of zoo.json.
 """

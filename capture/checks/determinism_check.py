@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from pipedream.capture.capture_errors import cannot_capture
@@ -93,7 +93,12 @@ def _same_again(
     program: ExportedProgram,
     export: Callable[[], ExportedProgram],
 ) -> bool:
-    """Whether the state that a call left behind does not change the next export."""
+    """Whether the state that a call left behind does not change the next export, nor is a tensor
+    that the program reads: each call would read another one.
+    """
+    read = {id(constant) for constant in program.constants.values()}
+    if any(read & _tensors(old) for old, _ in changes):
+        return False
     for _, new in changes:
         new.restore()
     try:
@@ -103,6 +108,12 @@ def _same_again(
     finally:
         for old, _ in changes:
             old.restore()
+
+
+def _tensors(attribute: _Attribute) -> set[int]:
+    """The identities of the tensors that it was, or had in its list or dict."""
+    items = attribute.items.values() if isinstance(attribute.items, dict) else attribute.items
+    return {id(each) for each in (attribute.value, *(items or ())) if isinstance(each, Tensor)}
 
 
 def _text(program: ExportedProgram) -> str:
