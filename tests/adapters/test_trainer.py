@@ -64,7 +64,7 @@ def _model(dropout: float = 0.0) -> Any:
         vocab_size=30, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=False
     )
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = dropout
-    return _transformers().GPT2LMHeadModel(config)
+    return _transformers().GPT2LMHeadModel(config).double()
 
 
 def _data(examples: int, seed: int) -> list[dict[str, torch.Tensor]]:
@@ -164,6 +164,6 @@ def test_what_trainer_does_is_done_on_two_ranks(tmp_path: Path) -> None:
             plain_log, plain_metrics, plain_predictions = expected[name]
             assert len(log) == len(plain_log), name
             for here, there in zip(log, plain_log, strict=True):
-                assert here == pytest.approx(there, rel=1e-4, abs=2e-5), name
-            assert metrics == pytest.approx(plain_metrics, rel=1e-4, abs=2e-5), name
-            np.testing.assert_allclose(predictions, plain_predictions, atol=2e-4)
+                assert here == pytest.approx(there, rel=1e-6, abs=1e-6), name
+            assert metrics == pytest.approx(plain_metrics, rel=1e-6, abs=1e-6), name
+            np.testing.assert_allclose(predictions, plain_predictions, atol=1e-5)
