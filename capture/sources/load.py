@@ -150,7 +150,8 @@ def load_config_model(
     elif config.loss == "output" and source.startswith("transformers:"):
         model = take_labels(model, source)
     dtype = getattr(torch, config.dtype)
-    return to_train(model._apply(lambda tensor: in_type(tensor, dtype)))
+    model._apply(lambda tensor: in_type(tensor, dtype))  # type: ignore[no-untyped-call]
+    return to_train(model)
 
 
 def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | None]:
