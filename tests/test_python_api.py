@@ -72,19 +72,6 @@ X, LINEAR = torch.randn(2, 4), torch.nn.Linear(4, 4)
 GRAPH = Path(__file__).parent / "optimizer" / "translation.txt"
 
 
-@pytest.mark.parametrize("call", ["optimize", "train"])
-def test_a_misspelt_option_is_told_with_the_closest(call: str, tmp_path: Path) -> None:
-    functions = {
-        "optimize": lambda: pipedream.optimize(
-            GRAPH, machines=2, bandwidth="1GB", sheduled="flush"
-        ),
-        "train": lambda: pipedream.train("plan.json", "run.yaml", tmp_path, sheduled="flush"),
-    }
-    told = f"{call}: no option is called sheduled; did you mean schedule\\?"
-    with pytest.raises(pipedream.UserError, match=told):
-        functions[call]()
-
-
 def test_stages_of_the_users_own_are_priced() -> None:
     planned = pipedream.optimize(GRAPH, machines=3, bandwidth="1GB/s", split="enc", replicas=(2, 1))
     assert planned.plan.replicas == (2, 1)
