@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from pipedream.capture.checks.equivalence import Tolerance, check_equivalence
-from pipedream.capture.compute_settings import Precision
+from pipedream.capture.compute_settings import Precision, eval_mode
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.load import load_config_model
@@ -153,6 +153,9 @@ def _evaluation(
         except UserError as error:
             why = f"for the last {sizes.rest} of {sizes.examples} examples {error}"
     if why is None:
+        if rank_info.rank == 0 and not job.unchecked:
+            with eval_mode(model):
+                check_equivalence(model, captured, first.inputs, {})
         workers = job.workers_of(rank_info.rank)
         return Evaluation.of(captured, rest, job.plan, workers, sizes)
     scheduler = job.config.scheduler
