@@ -11,6 +11,9 @@ from torch import fx, nn
 
 from pipedream.capture.rewrites.functionalize import writes_shared_memory
 
+IN_PLACE = "InPlace"
+"""The description of a node of several groups that read and write the same memory."""
+
 
 @dataclass
 class OperatorGroup:
@@ -86,7 +89,7 @@ def _join_shared_memory(groups: list[OperatorGroup], module: fx.GraphModule) -> 
         for index in joined[1:]:
             first.nodes += groups[index].nodes
             groups[index].nodes = []
-        first.description = first.description if len(joined) == 1 else "InPlace"
+        first.description = first.description if len(joined) == 1 else IN_PLACE
         of = {node: index for index, group in enumerate(groups) for node in group.nodes}
     return [group for group in groups if group.nodes]
 

@@ -152,6 +152,8 @@ def _profile_model(options: Mapping[str, Any]) -> None:
         measured = _measurement(options, args)(options["batch_size"])
         written = write_files(measured, output)
         print_report(measured.profile, options["sort"], options["top"])
+        if measured.undivided:
+            click.echo(f"Not divisible: {measured.undivided}")
         click.echo(f"Written: {written}")
     planned = output if sizes is not None else output / "graph.txt"
     click.echo(f"Next: pd-optimize {planned} --machines 2 --bandwidth 1GB")

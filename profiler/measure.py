@@ -21,6 +21,7 @@ from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.programs.joint import CannotDivide
 from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.capture.sources.load import Loaded
+from pipedream.capture.undivided import undivided
 from pipedream.comm.memory import free_memory
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
@@ -84,12 +85,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """What pd-profile writes of a model. Without `operators`, `no_operators` says why."""
+    """What pd-profile writes of a model. Without `operators`, `no_operators` says why. `undivided`:
+    what the user should know of a large part that cannot be divided.
+    """
 
     graph: Graph
     profile: Profile
     operators: OperatorProfile | None = None
     no_operators: str = ""
+    undivided: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,8 +154,8 @@ def measure(
     except CannotDivide as error:
         reason = str(error)
         profile = profile.model_copy(update={"no_operators": reason})
-        return Measured(graph, profile, no_operators=reason)
-    return Measured(graph, profile, operators)
+        return Measured(graph, profile, None, reason, undivided(captured))
+    return Measured(graph, profile, operators, undivided=undivided(captured))
 
 
 def _cannot_run(model: str, error: Exception, loaded: Loaded) -> UserError:
