@@ -1,4 +1,4 @@
-"""Trains every module of the zoo, or sees it refused: `python scripts/bench/against_plain/zoo.py`.
+"""Trains every module of the zoo, or sees it refused: `python scripts/bench/against_plain/zoo_table.py`.
 
 `[PATTERN]...` are parts of names.
 
@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 for _folder in ("tests/support", "tests/runtime/support", "tests/schedule/support"):
     sys.path.insert(0, str(ROOT / _folder))
 
