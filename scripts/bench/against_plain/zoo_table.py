@@ -1,6 +1,6 @@
-"""Trains every module of the zoo, or sees it refused: `python scripts/bench/against_plain/zoo_table.py`.
+"""Trains every module of the zoo, or sees it refused.
 
-`[PATTERN]...` are parts of names.
+`python scripts/bench/against_plain/zoo_table.py [PATTERN]...`: patterns are parts of names.
 
 Takes the modules of tests/support/zoo whose names contain one of the patterns [default: all]
 through all ways of training, each against a plain loop: whole, and cut in 2 and 3 stages; by
