@@ -195,8 +195,8 @@ RULE = (
     f"allowed is {FACTOR:g} times the largest difference between the plain loop and {{reruns}} "
     "reruns of it in which each number that an operator computes, but for whole ones, is moved at "
     "random by up to half a unit in the last place of its type: of each loss, that of the losses "
-    "before it included, and of the gradient of each parameter, in its norm; at least {FACTOR:g} "
-    "units in the last place"
+    "before it included, and of the gradient of each parameter, in its norm; at least "
+    f"{FACTOR:g} units in the last place"
 )
 
 

@@ -1,6 +1,6 @@
-"""Trains every module of the zoo, or sees it refused: `python scripts/bench/against_plain/zoo.py`.
+"""Trains every module of the zoo, or sees it refused.
 
-`[PATTERN]...` are parts of names.
+`python scripts/bench/against_plain/zoo_table.py [PATTERN]...`: patterns are parts of names.
 
 Takes the modules of tests/support/zoo whose names contain one of the patterns [default: all]
 through all ways of training, each against a plain loop: whole, and cut in 2 and 3 stages; by
@@ -23,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 for _folder in ("tests/support", "tests/runtime/support", "tests/schedule/support"):
     sys.path.insert(0, str(ROOT / _folder))
 
