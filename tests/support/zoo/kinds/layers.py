@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
 from zoo.specimens import Inputs, add, between, pictures, sequences, specimen, tokens
 
 

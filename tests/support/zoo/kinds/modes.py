@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
 from zoo.specimens import Inputs, specimen, vectors
 
 

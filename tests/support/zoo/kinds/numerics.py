@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
 from zoo.specimens import Inputs, add, sequences, specimen
 
 
@@ -78,7 +79,7 @@ for _name, _function in {
     "logcumsumexp": lambda h: torch.logcumsumexp(h, 1),
     "sort": lambda h: h.sort(1).values,
     "argsort, gather": lambda h: h.gather(1, h.detach().argsort(1)),
-    "topk": lambda h: torch.cat(h.topk(3, 1)[:1] + (h[:, :3],), 1),
+    "topk": lambda h: torch.cat((*h.topk(3, 1)[:1], h[:, :3]), 1),
     "median": lambda h: h - h.median(1, keepdim=True).values,
     "kthvalue": lambda h: h / h.abs().kthvalue(2, 1, keepdim=True).values,
     "max": lambda h: h * h.max(1, keepdim=True).values,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
 from zoo.specimens import between, pictures, sequences, specimen
 
 
