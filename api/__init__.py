@@ -1,6 +1,7 @@
 """Profile, plan and train a PyTorch model as a pipeline, from Python.
 
-`profile`, `optimize` and `train` do what the commands pd-profile, pd-optimize and pd-train do;
+`profile`, `optimize` and `train` do what the commands pd-profile, pd-optimize and pd-train do,
+`evaluate` what pd-train --evaluate-only does;
 `Pipeline` is for a training loop of one's own; `pipedream.adapters` has it for the trainers of
 other libraries. `MetricsWriter` is the base of those that get what a run measures.
 """
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from pipedream.profiling import Profiled, profile
     from pipedream.runtime.pipeline import Pipeline
     from pipedream.runtime.report.metrics.writer import MetricsWriter
-    from pipedream.training import Run, train
+    from pipedream.training import Run, evaluate, train
 
 _PLACES = {
     "MetricsWriter": "pipedream.runtime.report.metrics.writer",
@@ -25,6 +26,7 @@ _PLACES = {
     "Profiled": "pipedream.profiling",
     "Run": "pipedream.training",
     "UserError": "pipedream.graph.errors",
+    "evaluate": "pipedream.training",
     "optimize": "pipedream.planning",
     "profile": "pipedream.profiling",
     "train": "pipedream.training",
@@ -37,6 +39,7 @@ __all__ = [
     "Profiled",
     "Run",
     "UserError",
+    "evaluate",
     "optimize",
     "profile",
     "train",

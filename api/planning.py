@@ -73,7 +73,8 @@ def optimize(
     `bandwidth=("100GB/s", "10GB/s")`.
 
     `options` are those of pd-optimize, with `_` for `-`: `optimize(graph, cluster="cluster.yaml",
-    memory="16GB", schedule="flush")`. Raises UserError.
+    memory="16GB", schedule="flush")`; `split=("layer2", "layer3"), replicas=(2, 1, 1)` prices your
+    own stages. Raises UserError.
     """
     with TemporaryDirectory() as folder, _quick_collector():
         made = Path(folder) / "plan"

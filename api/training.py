@@ -1,4 +1,4 @@
-"""`pipedream.train`: pd-train from Python."""
+"""`pipedream.train` and `pipedream.evaluate`: pd-train from Python."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.planning import Planned
 from pipedream.runtime.cli import main as pd_train
+from pipedream.runtime.job import EVALUATION
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,8 +81,35 @@ def train(
 
     Raises UserError with what pd-train says if it fails, KeyboardInterrupt if it was stopped.
     """
+    _run(plan, config, {"output": Path(output), **options})
+    return Run(Path(output))
+
+
+@partial(checked, command=pd_train)
+def evaluate(
+    plan: Planned | Plan | str | Path,
+    config: Mapping[str, Any] | str | Path,
+    output: str | Path,
+    **options: Any,
+) -> dict[str, Any]:
+    """Evaluates the newest checkpoint of the run in `output`, or `checkpoint=FOLDER`, on the
+    held-out data: loss, accuracy and the metrics of the run config, as in evaluation.json.
+
+    Arguments and errors are those of `train`.
+    """
+    _run(plan, config, {"output": Path(output), "evaluate_only": True, **options})
+    found: dict[str, Any] = json.loads((Path(output) / EVALUATION).read_text("utf-8"))
+    return found
+
+
+def _run(
+    plan: Planned | Plan | str | Path,
+    config: Mapping[str, Any] | str | Path,
+    options: Mapping[str, Any],
+) -> None:
+    """Runs pd-train. Raises UserError with its last word if it fails, KeyboardInterrupt."""
     with TemporaryDirectory() as folder, _as_file(config) as file:
-        asked = {"config": file, "output": Path(output), **options}
+        asked = {"config": file, **options}
         command = [_program(), str(_written(plan, Path(folder))), *words(asked)]
         code, lines = _follow(command)
     if code == 130:
@@ -89,7 +117,6 @@ def train(
     if code:
         said = [line for line in lines if line.startswith("pd-train: ")]
         raise UserError((said or [*lines] or ["pd-train failed"])[-1][:2_000])
-    return Run(Path(output))
 
 
 def _follow(command: Sequence[str]) -> tuple[int, Sequence[str]]:

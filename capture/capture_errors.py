@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.sources.user_code import blame, is_the_users, package_folders, place
+from pipedream.capture.sources.user_code import blame, blaming, is_the_users, package_folders, place
 from pipedream.graph.errors import UserError
 
 DATA_DEPENDENT = (
@@ -25,9 +25,16 @@ DATA_DEPENDENT = (
     "shape, or move this part out of the model"
 )
 
+_LONGEST_REPR = 100
+"""Characters of what a layer says of itself."""
+
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)  # numbers that depend on the data
 
 _FUNCTORCH = "it uses torch.func or vmap; write the batched operators instead"
+_SPARSE = (
+    "it computes with sparse tensors, which torch.export cannot trace; use dense ones, or "
+    "index_add and scatter"
+)
 _GENERATOR = (
     "it draws from a torch.Generator of its own, which no checkpoint has; draw from torch's, "
     "leaving generator= out"
@@ -56,8 +63,7 @@ _KNOWN = (
      "values of others (torch.tensor([...]): write torch.stack), or calls an extension, and "
      "tensors have no data during the capture; register an extension with torch.library.custom_op "
      "and a fake implementation"),
-    (r"_sparse_|[Ss]parse\w*(CPU|CUDA|Meta)\b|[Ss]parse tensor", "it computes with sparse tensors, "
-     "which torch.export cannot trace; use dense ones, or index_add and scatter"),
+    (r"_sparse_|[Ss]parse\w*(CPU|CUDA|Meta)\b|[Ss]parse tensor", _SPARSE),
     (r"UnsupportedOperatorException|NotImplementedError: (aten|\w+)::", "torch.export cannot "
      "trace this operator; use others, or register it with torch.library.custom_op"),
     (r"SymInt|SymBool|SymFloat", DATA_DEPENDENT),
@@ -91,7 +97,7 @@ def capture_error(error: BaseException, model: nn.Module, where: str = "") -> Us
             "capture; pass validate_args=False"
         )
     elif reason is None:
-        reason = blame(error).removeprefix(place(error))
+        reason = blame(error).removeprefix(place(error)) + failing_module(error, model)
     return cannot_capture(model, reason, place(error) or where or _place_in_library(error))
 
 
@@ -99,6 +105,45 @@ def _passed(error: BaseException, folder: str) -> bool:
     """Whether the error came through code of this folder."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(folder in frame.filename for frame in frames)
+
+
+def failing_module(error: BaseException, model: nn.Module) -> str:
+    """`; in layer.3: Linear(in_features=4, out_features=4, bias=True), given [2, 5]` for the
+    innermost module of `model` whose call raised the error, or empty.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    found, traceback_ = "", error.__traceback__
+    while traceback_ is not None:
+        frame, traceback_ = traceback_.tb_frame, traceback_.tb_next
+        known = frame.f_locals
+        module = known.get("self")
+        if frame.f_code.co_name != "_call_impl" or not isinstance(module, nn.Module):
+            continue
+        if id(module) not in paths:
+            continue
+        path, shown = paths[id(module)], " ".join(module.extra_repr().split())
+        inputs = pytree.tree_leaves((known.get("args"), known.get("kwargs")))
+        given = ", ".join(_kind(each) for each in inputs if isinstance(each, torch.Tensor))
+        layer = f"{type(module).__name__}({shown[:_LONGEST_REPR]})" if path else "the model itself"
+        found = f"; in {path + ': ' if path else ''}{layer}" + f", given {given}" * bool(given)
+    return found
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """`[2, 5]`, with the type if that is not the usual one."""
+    usual = tensor.dtype == torch.get_default_dtype()
+    return f"{list(tensor.shape)}" + f" of {str(tensor.dtype)[6:]}" * (not usual)
+
+
+@contextmanager
+def blaming_modules(source: str, model: nn.Module) -> Iterator[None]:
+    """Turns any error of a call of `model` inside into a UserError that names the module."""
+    try:
+        with blaming(source):
+            yield
+    except UserError as error:
+        told = failing_module(error.__cause__, model) if error.__cause__ else ""
+        raise UserError(error.message + told) from error
 
 
 def cannot_capture(model: nn.Module, reason: str, where: str = "") -> UserError:
@@ -156,6 +201,8 @@ def check_operators(module: fx.GraphModule, model: nn.Module) -> None:
             shape = value.shape if isinstance(value, torch.Tensor) else [value]
             if any(isinstance(size, SYMBOLIC) for size in shape):
                 raise cannot_capture(model, DATA_DEPENDENT, place_of(node))
+            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+                raise cannot_capture(model, _SPARSE, place_of(node))
         if isinstance(node.kwargs.get("generator"), fx.Node):
             raise cannot_capture(model, _GENERATOR, place_of(node))
         if getattr(node.target, "__module__", "").startswith("torch._functorch"):

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from pipedream.capture.functionalize import reachable, writes_shared_memory, written
+from pipedream.capture.rewrites.functionalize import writes_shared_memory
+from pipedream.capture.rewrites.writes import reachable, targets
 
 
 def constants(module: fx.GraphModule) -> frozenset[fx.Node]:
@@ -18,8 +19,8 @@ def constants(module: fx.GraphModule) -> frozenset[fx.Node]:
     Those that an output of the model depends on are left out.
     """
     varying = {node for together in writes_shared_memory(module) for node in together}
-    states = [written(node) for node in module.graph.nodes]
-    changing = {state.target for state in states if state is not None and state.op == "get_attr"}
+    states = [state for node in module.graph.nodes for state in targets(node)]
+    changing = {state.target for state in states if state.op == "get_attr"}
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     fixed: set[fx.Node] = set()
     for node in module.graph.nodes:
@@ -37,6 +38,7 @@ def constants(module: fx.GraphModule) -> frozenset[fx.Node]:
 
 
 def _random_or_writing(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    return written(node) is not None or torch.Tag.nondeterministic_seeded in node.target.tags
+    if targets(node):
+        return True
+    drawing = torch.Tag.nondeterministic_seeded
+    return isinstance(node.target, torch._ops.OpOverload) and drawing in node.target.tags

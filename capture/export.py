@@ -7,8 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
-from copy import copy
+from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.autograd_check import check_backward_passes, functions_on_gradients
 from pipedream.capture.autograd_functions import functions_as_operators
 from pipedream.capture.capture_errors import (
     FirstUseOfData,
@@ -32,11 +30,15 @@ from pipedream.capture.capture_errors import (
     noting_lines,
     place_of,
 )
+from pipedream.capture.checks.autograd_check import check_backward_passes, functions_on_gradients
+from pipedream.capture.checks.determinism_check import export_deterministic
 from pipedream.capture.compute_settings import IN_FULL, Precision, eval_mode
 from pipedream.capture.constants import constants
-from pipedream.capture.determinism_check import export_deterministic
-from pipedream.capture.functionalize import make_dense, make_functional, writes_parameter
 from pipedream.capture.grouping import OperatorGroup, group_by_module
+from pipedream.capture.rewrites.functionalize import make_dense, make_functional, writes_parameter
+from pipedream.capture.rewrites.no_grad import inference_as_no_grad, inline_no_grad
+from pipedream.capture.rewrites.recording import Recording
+from pipedream.capture.rewrites.writes import changes_something, written_attributes
 from pipedream.capture.sources.user_code import check_call, place
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
@@ -168,6 +170,7 @@ def _capture(
         raise cannot_capture(
             model, f"{reason}; make it a buffer, or leave it to the optimizer", place_of(writer)
         )
+    _check_state(module, model)
     make_functional(module)
     make_dense(module)
     fixed = constants(module)
@@ -197,12 +200,43 @@ def _distinct(inputs: Any) -> Any:
 
 
 def _export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    """The graph of one example has the operators of that of two."""
+    recording = Recording(model)
+    program = _export_as(model, args, kwargs, recording)
+    two: Any = pytree.tree_map_only(torch.Tensor, _two_examples, (args, kwargs))
+    if recording.doubtful and any(
+        one.shape != other.shape
+        for one, other in zip(flatten_inputs(args, kwargs), flatten_inputs(*two), strict=True)
+    ):
+        more = Recording(model)
+        with suppress(UserError):
+            _export_as(model, two[0], two[1], more)
+        if len(more.contiguous) == len(recording.contiguous) and more.contiguous != (
+            recording.contiguous
+        ):
+            program = _export_as(model, args, kwargs, Recording(model, as_in=more))
+    return program
+
+
+def _two_examples(tensor: torch.Tensor) -> torch.Tensor:
+    """Of one example."""
+    if not tensor.dim() or tensor.shape[0] != 1:
+        return tensor
+    return tensor.detach().repeat(2, *[1] * (tensor.dim() - 1)).requires_grad_(tensor.requires_grad)
+
+
+def _export_as(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], recording: Recording
+) -> ExportedProgram:
     try:
         with (
             _suppress_output(),
             noting_lines(),
             functions_as_operators(),
+            inference_as_no_grad(),
+            recording,
             functions_on_gradients(model) as called,
+            recording.watching_buffers(),
             model.register_forward_hook(check_output),
             warnings.catch_warnings(),
         ):
@@ -240,6 +274,16 @@ def _suppress_output() -> Iterator[None]:
         logging.disable(before)
 
 
+def _check_state(module: fx.GraphModule, model: nn.Module) -> None:
+    """Raises UserError if the model keeps values from call to call otherwise than in buffers."""
+    own = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    for node in module.graph.nodes:
+        for state in written_attributes(node):
+            if state not in own:
+                reason = f"it writes into {state}, which is no buffer: register it as one"
+                raise cannot_capture(model, reason, place_of(node))
+
+
 def _unlift(
     program: ExportedProgram, model: nn.Module
 ) -> tuple[fx.GraphModule, tuple[str, ...], OutSpec]:
@@ -275,6 +319,7 @@ def _unlift(
     returned = {name: _computed(by_name[name]) for name in dict.fromkeys(names)}
     graph.output(tuple(returned[name] for name in names))
     module = fx.GraphModule(root, graph)
+    inline_no_grad(module)
     _drop_dead(module)
     return module, tuple(returned[name].name for name in names), out_spec
 
@@ -324,7 +369,7 @@ def _drop_dead(module: fx.GraphModule) -> None:
     for node in reversed(module.graph.nodes):
         if "_assert" in str(node.target) and not node.users:
             module.graph.erase_node(node)
-    module.graph.eliminate_dead_code()
+    module.graph.eliminate_dead_code(changes_something)
     for node in list(module.graph.nodes):
         no_tensor = node.op == "placeholder" and not isinstance(node.meta.get("val"), torch.Tensor)
         if no_tensor and not node.users:
@@ -359,12 +404,13 @@ class _Gradients(fx.Interpreter):
         fake = value if isinstance(value, FakeTensor) else self.mode.from_tensor(value)
         if fake.device.type == self.device.type:
             return fake
-        return fake.detach().to(self.device).requires_grad_(fake.requires_grad)
+        return torch.empty_like(fake, device=self.device).requires_grad_(fake.requires_grad)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        placed = {"device": self.device} if kwargs.get("device") is not None else {}
+        return super().call_function(target, args, {**kwargs, **placed})
 
     def run_node(self, n: fx.Node) -> Any:
-        if "device" in n.kwargs:
-            n = copy(n)
-            n.kwargs = {**n.kwargs, "device": self.device}
         try:
             result = super().run_node(n)
         except RuntimeError as error:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import networkx as nx
 from torch import fx, nn
 
-from pipedream.capture.functionalize import writes_shared_memory
+from pipedream.capture.rewrites.functionalize import writes_shared_memory
 
 
 @dataclass

@@ -1,8 +1,9 @@
-"""The loss function that a run config names."""
+"""The loss function and the metrics that a run config names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from pipedream.graph.errors import UserError
 
 Loss = Callable[[Any, Any], Tensor]
 """(what the model returns, target) -> scalar, a mean over the minibatch."""
+
+
+Metric = Callable[[Any, Any], tuple[float, float]]
+"""(what the model returns, target) -> a sum over the examples of the minibatch, and of how many."""
 
 
 def load_loss(name: str, directory: Path) -> Loss:
@@ -90,3 +95,40 @@ def accuracy(output: Any, target: Any) -> tuple[int, int] | None:
     if target.is_floating_point() or output.shape[:-1] != target.shape:
         return None
     return int((output.argmax(-1) == target).sum()), target.numel()
+
+
+def load_metrics(named: Mapping[str, str], directory: Path) -> dict[str, Metric]:
+    """Loads the functions `package.module:function` of `held_out_metrics`. Raises UserError."""
+    return {name: _metric(name, source, directory) for name, source in named.items()}
+
+
+def _metric(name: str, source: str, directory: Path) -> Metric:
+    """The function, which raises UserError if it fails or returns no pair of numbers."""
+    function, what = load_function(source, directory), f"held_out_metrics.{name}"
+
+    def metric(output: Any, target: Any) -> tuple[float, float]:
+        with blaming(f"{what}: {source}"):
+            value = function(output, target)
+        pair = [_number(each) for each in value] if isinstance(value, (tuple, list)) else []
+        if len(pair) != 2 or pair[0] is None or pair[1] is None or pair[1] < 0:
+            raise UserError(
+                f"{what}: {source} returns {_described(value)}: return (sum, count), the sum over "
+                "the examples of the minibatch and of how many values"
+            )
+        return pair[0], pair[1]
+
+    return metric
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, Tensor):
+        return None if value.numel() != 1 or value.is_complex() else float(value)
+    return float(value) if isinstance(value, Real) else None
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    several = isinstance(value, (tuple, list))
+    inside = f" ({', '.join(map(_described, value))})" if several else ""
+    return f"a {type(value).__name__}{inside}"[:200]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from pipedream.capture.export import Captured
-from pipedream.capture.functionalize import written
+from pipedream.capture.rewrites.writes import changes_something, targets
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Segment:
     @property
     def written_buffers(self) -> tuple[str, ...]:
         """The buffers that a forward pass changes, such as the statistics of batch norm."""
-        changed = (node for each in self.module.graph.nodes for node in _changed(each))
+        changed = (node for each in self.module.graph.nodes for node in targets(each))
         return tuple(dict.fromkeys(str(node.target) for node in changed if node.op == "get_attr"))
 
     def to(self, device: torch.device) -> Segment:
@@ -86,18 +86,6 @@ def _members(captured: Captured, nodes: Collection[str]) -> set[fx.Node]:
     return members
 
 
-def _changed(node: fx.Node) -> Iterator[fx.Node]:
-    """The values that an operator writes, including statistics of batch norm."""
-    target = written(node)
-    if target is not None:
-        yield target
-    if isinstance(node.target, torch._ops.OpOverload):
-        arguments = zip(node.target._schema.arguments, node.args, strict=False)
-        for argument, value in arguments:
-            if argument.name in ("running_mean", "running_var") and isinstance(value, fx.Node):
-                yield value
-
-
 def freeze_constants(part: Segment, owned: Collection[str]) -> Segment:
     """Computes the constants of a segment once and stores them as buffers, in place; returns it.
 
@@ -125,6 +113,6 @@ def freeze_constants(part: Segment, owned: Collection[str]) -> Segment:
             part.module.register_buffer(name, values[node], persistent=False)
             with graph.inserting_before(node):
                 node.replace_all_uses_with(graph.get_attr(name))
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(changes_something)
     part.module.recompile()
     return part

@@ -87,6 +87,11 @@ def _kind(message: Sequence[TensorSpec]) -> _Kind:
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in message)
 
 
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    """The type to add up such numbers in."""
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
 class Transport:
     """The messages of one rank. Made by all ranks at the same time, with the same `rank_links`."""
 
@@ -176,7 +181,7 @@ class Transport:
         """
         if group is None or not buffers:
             return
-        sums = [buffer.double() for buffer in buffers]
+        sums = [buffer.to(_exact(buffer.dtype)) for buffer in buffers]
         self.add_up(sums, group)
         for buffer, sum_ in zip(buffers, sums, strict=True):
             buffer.copy_(sum_ / dist.get_world_size(group))  # counts stay whole numbers

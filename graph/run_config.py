@@ -228,6 +228,11 @@ class RunConfig(ArtifactModel):
     """Epochs between evaluations on the held-out data, through the pipeline. By default it is
     evaluated once, after the last epoch, on one worker.
     """
+    held_out_metrics: dict[str, str] = Field(default_factory=dict)
+    """Metrics on the held-out data beside loss and accuracy, by name: `package.module:function` of
+    (output, target), which returns `(sum, count)`: a sum over the examples of a minibatch, and of
+    how many values. The metric is the sum of all sums divided by the sum of all counts.
+    """
     seed: int = Field(default=0, ge=0, lt=2**32, strict=True)
     """Seed of the initial weights, the order of the data and dropout, which are then the same under
     every plan.
@@ -241,6 +246,16 @@ class RunConfig(ArtifactModel):
         searched = self.autocast == "float16" and self.loss_scale is None
         scales = searched or self.loss_scale not in (None, 1.0)
         return self.clip_norm is not None or self.nan == "skip" or scales
+
+    @field_validator("held_out_metrics")
+    @classmethod
+    def _check_metrics(cls, named: dict[str, str]) -> dict[str, str]:
+        for name, source in named.items():
+            if not name.isidentifier() or name in ("loss", "accuracy"):
+                raise ValueError(f"{name!r} names no metric of your own: write a word, such as f1")
+            if re.fullmatch(r"[\w.\-]+:[\w.]+", source) is None:
+                raise ValueError(f"{name}: write package.module:function, not {source!r}")
+        return named
 
     @field_validator("metrics", mode="before")
     @classmethod

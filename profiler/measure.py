@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.capture_errors import failing_module
 from pipedream.capture.compute_settings import Precision, keep_freed_memory
 from pipedream.capture.export import Captured, Value, capture, flatten_inputs, rebuild
 from pipedream.capture.fake_tensors import capture_fake
@@ -137,7 +138,7 @@ def measure(
     except (IndexError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise
-        raise _cannot_run(settings.model, error) from error
+        raise _cannot_run(settings.model, error, loaded) from error
     measured = _Measurements(captured, times, kept, splits, updated, summed, read)
     graph = _timed(captured, times)
     profile = _profile(measured, graph, settings)
@@ -153,14 +154,26 @@ def measure(
     return Measured(graph, profile, operators)
 
 
-def _cannot_run(model: str, error: Exception) -> UserError:
+def _cannot_run(model: str, error: Exception, loaded: Loaded) -> UserError:
     """The error of a model that can be captured, by shapes alone, but fails on its values."""
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if isinstance(error, IndexError):
         reason += (
             ": give fewer positions, or a lower bound of integers, with --input or in the data"
         )
-    return UserError(f"{model} cannot run on these inputs: {reason}")
+    return UserError(f"{model} cannot run on these inputs: {reason}{_failing_layer(loaded)}")
+
+
+def _failing_layer(loaded: Loaded) -> str:
+    """Where the model itself fails, in words, or empty."""
+    if any(parameter.is_meta for parameter in loaded.model.parameters()):
+        return ""
+    try:
+        with torch.no_grad():
+            loaded.model(*loaded.args, **loaded.kwargs)
+    except Exception as error:
+        return failing_module(error, loaded.model)
+    return ""
 
 
 def _timed(captured: Captured, times: Times) -> Graph:

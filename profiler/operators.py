@@ -42,8 +42,10 @@ def profile_operators(
         attributed = _attributed(captured, inputs, device, precision, loss, target)
         seconds = operator_seconds(attributed, graph, device)
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise CannotDivide(lines[0][:_LONGEST]) from error
+        said = str(error).strip()
+        if not isinstance(error, CannotDivide):
+            said = f"{type(error).__name__}: {said}"
+        raise CannotDivide(said.splitlines()[0][:_LONGEST]) from error
     return OperatorProfile(
         fingerprint=captured.graph.fingerprint,
         batch_size=batch_size,

@@ -29,6 +29,7 @@ from pipedream.graph.command import (
 
 if TYPE_CHECKING:
     from pipedream.comm.rank_info import RankInfo
+    from pipedream.graph.run_config import RunConfig
     from pipedream.runtime.job import Job
     from pipedream.runtime.supervise.heartbeat import Heartbeats
 
@@ -139,6 +140,18 @@ _GROUPS = {
             default=True,
         ),
         option(
+            "--evaluate-only",
+            "Train nothing: evaluate the newest checkpoint in the output folder on the held-out"
+            " data, print loss, accuracy and the metrics of the run config, and write them to"
+            " evaluation.json there.",
+        ),
+        option(
+            "--checkpoint FOLDER",
+            "With --evaluate-only: a checkpoint of this or another run of the model."
+            "  [default: the newest]",
+            click.Path(path_type=Path, file_okay=False, exists=True),
+        ),
+        option(
             "--trace",
             "Record every action of every epoch in trace.json (for ui.perfetto.dev), and print how"
             " each rank spent its time beside what the plan predicts.  [default: the last epoch"
@@ -199,9 +212,11 @@ def _try(plan: Path, config: Path, options: dict[str, Any]) -> int:
     """Checks the run without beginning it; its folder goes. Raises UserError if it cannot be."""
     from pipedream.runtime.dry_run import dry_run
 
-    given = [name for name in ("resume", "export") if options[name]]
+    given = [name for name in ("resume", "export", "evaluate_only") if options[name]]
     if given:
-        raise UserError(f"--dry-run checks a run from its beginning: leave --{given[0]} out")
+        raise UserError(
+            f"--dry-run checks a run from its beginning: leave --{given[0].replace('_', '-')} out"
+        )
     with TemporaryDirectory() as folder:
         for line in dry_run(_job(plan, config, Path(folder), False, options)):
             print(line, flush=True)
@@ -219,6 +234,8 @@ def _job(
 
     read, run_config = read_plan(plan), read_config(config)
     run = output or Path("runs") / config.stem
+    if options["evaluate_only"]:
+        run_config = _to_evaluate(run_config, {**options, "replan": replan})
     options["schedule"] = options["schedule"] or read.schedule
     options["epochs"] = options["epochs"] or run_config.epochs
     job = Job(
@@ -233,6 +250,21 @@ def _job(
     )
     job.check()
     return job
+
+
+def _to_evaluate(config: RunConfig, options: dict[str, Any]) -> RunConfig:
+    """The config of a run that evaluates alone, through the pipeline where shapes allow it.
+
+    Raises UserError if training is asked for, too.
+    """
+    others = ("resume", "export", "init", "save_every", "keep", "replan", "trace", "tensorboard")
+    for name in others:
+        if options[name]:
+            raise UserError(f"--evaluate-only trains nothing: leave --{name.replace('_', '-')} out")
+    if not options["evaluate"]:
+        raise UserError("--evaluate-only: leave --no-evaluate out")
+    every = None if config.data.varying else 1
+    return config.model_copy(update={"evaluate_every": every})
 
 
 def _start(job: Job, workers: int | None, max_restarts: int) -> int:

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import torch
 
+from pipedream.capture.capture_errors import blaming_modules
 from pipedream.capture.compute_settings import Precision
-from pipedream.capture.loss import load_loss
+from pipedream.capture.loss import load_loss, load_metrics
 from pipedream.capture.sources.load import load_config_model
-from pipedream.capture.sources.user_code import blaming
 from pipedream.comm.memory import free_memory
 from pipedream.comm.rank_info import LOCALHOST, RankInfo
 from pipedream.comm.rendezvous import choose_device
@@ -88,9 +88,11 @@ def _loss(job: Job, examples: Examples) -> float:
     model = load_config_model(config, job.directory, names=examples.input_names)
     batch = examples.first()
     with Precision(config.autocast, examples.device).computing():
-        with blaming(config.model.source):
+        with blaming_modules(config.model.source, model):
             output = model(*batch.inputs)
         value = load_loss(config.loss, job.directory)(output, batch.target).item()
+    for metric in load_metrics(config.held_out_metrics, job.directory).values():
+        metric(output, batch.target)
     if not math.isfinite(value) and config.nan == "stop":
         raise UserError(f"the loss of the first minibatch is {value}: look for nan in the data")
     return value

@@ -73,18 +73,30 @@ def _evaluate_if_due(context: RankContext, done: int) -> None:
 
 def _evaluate(context: RankContext, evaluation: Evaluation, epoch: int) -> None:
     """Evaluates the held-out data after `epoch` epochs. Raises as `Evaluation.run` does."""
-    local, rank_info = context.local, context.local.rank_info
     context.say(f"at the held-out data after epoch {epoch}")
-    tensors = {stage.stage: stage.saved for stage in local.stages}
-    totals = evaluation.run(local.examples.to_try(), tensors, context.transport, local.loss)
     key = f"held-out/{epoch}"
-    send_message(context.store, f"{key}/{rank_info.rank}", astuple(totals))
+    metrics = evaluate_stages(context, evaluation, key)
     if context.display is not None:
-        keys = (f"{key}/{rank}" for rank in range(rank_info.world_size))
-        of_ranks = [receive_message(context.store, each) for each in keys]
-        context.metrics = EvaluationTotals.result(of_ranks)
-        context.display.held_out(epoch, epoch * local.examples.minibatches, context.metrics)
+        context.metrics = metrics
+        minibatches = epoch * context.local.examples.minibatches
+        context.display.held_out(epoch, minibatches, context.metrics)
     _step_metric_scheduler(context, key)
+
+
+def evaluate_stages(context: RankContext, evaluation: Evaluation, key: str) -> dict[str, float]:
+    """Evaluates the held-out data with the stages' weights of now, through the pipeline. Returns
+    the metrics on rank 0, to which the others send what they have under `key`.
+    """
+    local, rank_info = context.local, context.local.rank_info
+    tensors = {stage.stage: stage.saved for stage in local.stages}
+    totals = evaluation.run(
+        local.examples.to_try(), tensors, context.transport, local.loss, local.metrics
+    )
+    send_message(context.store, f"{key}/{rank_info.rank}", astuple(totals))
+    if rank_info.rank:
+        return {}
+    keys = (f"{key}/{rank}" for rank in range(rank_info.world_size))
+    return EvaluationTotals.result([receive_message(context.store, each) for each in keys])
 
 
 def _step_metric_scheduler(context: RankContext, key: str) -> None:

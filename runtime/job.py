@@ -32,6 +32,9 @@ from pipedream.schedule.spec import PipelineSpec, in_order_of
 CHECKPOINTS = "checkpoints"
 """Folder name in that of the run."""
 
+EVALUATION = "evaluation.json"
+"""What --evaluate-only writes into the folder of the run."""
+
 SUMMARY = "summary.json"
 """File name in the folder of the run: the last that it writes but an export."""
 
@@ -66,6 +69,8 @@ class Job:
     init_optimizer: bool = True
     replan: Path | None = None
     plan_folder: Path | None = None
+    evaluate_only: bool = False
+    checkpoint: Path | None = None
     unchecked: bool = False
 
     @property
@@ -131,6 +136,7 @@ class Job:
         self.check_microbatches()
         self.check_asynchronous()
         self.check_scheduler()
+        self.check_evaluation()
         self.check_scale()
         self.check_replan()
         self.check_folder()
@@ -193,6 +199,29 @@ class Job:
                 "held-out data are tried between epochs: write evaluate_every: 1 in the run config"
                 + ", and leave --no-evaluate out"
                 * (not self.evaluate)
+            )
+
+    def check_evaluation(self) -> None:
+        """Raises UserError if the held-out data cannot be evaluated as it is asked for."""
+        config = self.config
+        if config.evaluate_every is not None and config.data.varying and self.evaluate:
+            raise UserError(
+                "evaluate_every: minibatches of varying shapes are evaluated after the run only: "
+                "leave it out"
+            )
+        if not self.evaluate_only:
+            if self.checkpoint is not None:
+                raise UserError("--checkpoint: give --evaluate-only, which evaluates it")
+            return
+        if self.checkpoint is None and self.saved is None:
+            raise UserError(
+                f"--evaluate-only: there is no checkpoint in {self.checkpoints}: give the folder "
+                "of a run with -o, or one with --checkpoint"
+            )
+        if self.checkpoint is not None and not (self.checkpoint / "state.json").exists():
+            raise UserError(
+                f"--checkpoint {self.checkpoint}: this is no checkpoint of a run, such as "
+                f"{self.checkpoints}/epoch-0001"
             )
 
     def check_microbatches(self) -> None:
@@ -263,7 +292,7 @@ class Job:
             raise UserError(f"-o {self.run}: cannot be created: {error.strerror}") from error
         if not os.access(self.run, os.W_OK | os.X_OK):
             raise UserError(f"-o {self.run}: cannot be written: Permission denied")
-        if self.saved is not None and not self.goes_on:
+        if self.saved is not None and not self.goes_on and not self.evaluate_only:
             raise UserError(
                 f"-o {self.run}: there are checkpoints of an earlier run; go on with --resume, "
                 "or give another folder"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 
-from pipedream.capture.loss import load_loss
+from pipedream.capture.loss import load_loss, load_metrics
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import choose_device
 from pipedream.runtime.data.examples import Examples
@@ -33,6 +33,7 @@ class LocalModel:
         self.examples = Examples(job, self.device)
         self.rng = MinibatchRng(job.config.seed, self.device)
         self.loss = load_loss(job.config.loss, job.directory)
+        self.metrics = load_metrics(job.config.held_out_metrics, job.directory)
         captures = capture_all(job, self.examples, rank_info)
         self.first = captures.first
         self.captures = captures if rank_info.rank == 0 and not job.unchecked else None
@@ -84,6 +85,7 @@ class LocalModel:
             captures.whole.precision,
             backend=self.job.config.compile,
             first=captures.whole,
+            checked=self.rank_info.rank == 0 and not self.job.unchecked,
         )
 
     def _forget_other_stages(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.checks.equivalence import as_double
 from pipedream.capture.compute_settings import Precision, eval_mode
-from pipedream.capture.loss import Loss, checked, load_loss
+from pipedream.capture.loss import Loss, load_loss
+from pipedream.capture.loss import checked as checked_loss
 from pipedream.comm.buckets import StageGroups, make_groups
 from pipedream.comm.rank_info import alone, environment
 from pipedream.comm.rendezvous import choose_device, connect_store, join
@@ -25,7 +27,6 @@ from pipedream.comm.transport import Transport
 from pipedream.graph.choices import MICROBATCHES
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, read_plan, workers_by_rank
-from pipedream.runtime.agreement import Agreement
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.action_stream import ActionStream
@@ -36,17 +37,24 @@ from pipedream.runtime.engine.forward import ForwardExecutor
 from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.engine.training_segment import TrainingSegment
 from pipedream.runtime.engine.weights import Weights
+from pipedream.runtime.loop.agreement import Agreement
+from pipedream.runtime.loop.model_state import ModelState
+from pipedream.runtime.loop.outputs import OutputExecutor, together
+from pipedream.runtime.loop.staged_model import StagedModel
+from pipedream.runtime.loop.whole_state import whole_state
 from pipedream.runtime.optim.gradient_sums import GradientSums, with_gradients
+from pipedream.runtime.selfcheck.first_call import compare, expect
+from pipedream.runtime.selfcheck.reference import Expected, Settings
 from pipedream.runtime.stages.by_kind import ByMinibatch, Call, StageForms, part_of
-from pipedream.runtime.stages.model_state import ModelState
 from pipedream.runtime.stages.partition import holds_first
 from pipedream.runtime.stages.stage_module import StageModule
-from pipedream.runtime.stages.staged_model import StagedModel
 from pipedream.schedule.action import Action
 from pipedream.schedule.channel import rank_links
 from pipedream.schedule.schedule import Schedule, forwards
 
 Order = Literal["flush", "gpipe"]
+
+_Evaluates = TypeVar("_Evaluates", bound=EvaluationExecutor)
 
 _STATES = 8
 """So many states of the model are kept as captured: a loop may freeze and thaw in turn."""
@@ -61,7 +69,8 @@ class Pipeline:
 
     Every rank makes the same model and the same calls, with the same whole minibatches. Gradients
     of a rank's own stages come to the parameters of `model`; the others keep none, so that an
-    optimizer of all parameters steps those of this rank. If torch.distributed is initialized
+    optimizer of all parameters steps those of this rank. The model may change between calls, on all
+    ranks alike. If torch.distributed is initialized
     already, its ranks are used.
     """
 
@@ -78,13 +87,15 @@ class Pipeline:
         autocast: Literal["bfloat16"] | None = None,
         seed: int = 0,
         timeout: float = 300.0,
+        checked: bool = True,
     ) -> None:
         """`loss(output, target)` is a mean over the examples; "output" for models that return
         theirs, or the name of a function of torch.nn.functional. `weigh`: where the mean is over
         something else, such as tokens, how many of these each example has, as a tensor [examples];
         it gets what the model gets. `microbatches`: into how many a
         minibatch is cut. `device`: cpu or cuda, by default cuda if there is one. `seed`: of
-        dropout. `timeout`: seconds after which a silent rank is taken for lost.
+        dropout. `timeout`: seconds after which a silent rank is taken for lost. `checked`: whether
+        what is captured, and the first minibatch, are compared with the model itself.
 
         Raises UserError if the plan is for another number of ranks, has several stages on one, or
         a mesh.
@@ -104,9 +115,9 @@ class Pipeline:
         self.loss: Loss = (
             load_loss(loss, Path())
             if isinstance(loss, str)
-            else checked(loss, getattr(loss, "__name__", type(loss).__name__))
+            else checked_loss(loss, getattr(loss, "__name__", type(loss).__name__))
         )
-        self.timeout, self.weigh = timeout, weigh
+        self.timeout, self.weigh, self.checked = timeout, weigh, checked
         self.rank = self._join(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.rng, self.precision = MinibatchRng(seed, self.device), Precision(autocast, self.device)
         self.workers = workers_by_rank(self.plan.rank_assignment)[self.rank]
@@ -137,6 +148,7 @@ class Pipeline:
     def _stage(self, _: ModelState) -> StagedModel:
         """The model, which is in this state now."""
         forms = StageForms(self.model, self.plan, self.stages, self.rng, self.precision)
+        forms.checked = self.checked and self.rank == 0
         if self.staged.cache_info().misses == _OFTEN:
             warnings.warn(
                 "the model changes from call to call and is captured each time, which takes long:"
@@ -176,9 +188,26 @@ class Pipeline:
         with eval_mode(self.model):
             return self._try(self._minibatch(args, kwargs, target, weights))
 
+    @torch.no_grad()
+    def predict(
+        self,
+        *args: Any,
+        target: Any = None,
+        weights: Tensor | None = None,
+        with_loss: bool = True,
+        **kwargs: Any,
+    ) -> tuple[Tensor | None, Any]:
+        """As `evaluate`; and what the model returns for the minibatch, on the CPU of all ranks. The
+        loss is None unless `with_loss`, for inputs without a target.
+        """
+        with eval_mode(self.model):
+            minibatch = self._minibatch(args, kwargs, target, weights)
+            return self._outputs(minibatch, with_loss)
+
     def _minibatch(
         self, args: Any, kwargs: Mapping[str, Any], target: Any, weights: Tensor | None
     ) -> _Minibatch:
+        self._check_precision()
         # A loop for evaluation may be in inference mode, in which nothing can be captured.
         with torch.inference_mode(False):
             args, kwargs, target = pytree.tree_map_only(
@@ -211,43 +240,80 @@ class Pipeline:
 
     def _train(self, minibatch: _Minibatch) -> tuple[Tensor, list[tuple[Parameter, Tensor]]]:
         """The loss, and the gradients of the parameters of this rank that learn."""
+        first = self.now is None  # all ranks have the whole model, as it is
         staged, forms = self._forms(minibatch, "training")
-        weights = {stage: Weights(staged.parameters(stage)) for stage in self.stages}
-        gradients = {stage: GradientSums() for stage in self.stages}
-        losses: list[Tensor] = []
+        # The engine makes the mean of the microbatches' gradients.
+        data = minibatch.times([len(forms)] * len(forms))
+        expected = self._expected(staged, data) if self.checked and first else None
+        sums = {stage: GradientSums() for stage in self.stages}
+        losses: dict[int, Tensor] = {}
         executors = {
-            stage: Executor(
-                stage_modules=ByMinibatch(stage, forms),
-                transport=self._transport(staged),
-                assignment=self.plan.rank_assignment,
-                loss=self._loss,
-                weights=weights[stage],
-                stepping=gradients[stage],
-                groups=self._groups(staged)[stage],
-                on_loss=lambda _, loss: losses.append(loss.double() / len(forms)),
-                rng=self.rng,
-                recompute=self.plan.stages[stage].recompute,
-            )
+            stage: self._executor(staged, stage, forms, sums[stage], losses.__setitem__)
             for stage in self.stages
         }
         actions = Schedule(staged.spec, len(forms)).actions(*self.workers)
-        # The engine makes the mean of the microbatches' gradients.
-        self._run(executors, staged, actions, minibatch.times([len(forms)] * len(forms)))
-        return self._sum(losses), [
-            (weights[stage].parameters[name], gradient)
+        self._run(executors, staged, actions, data)
+        if expected is not None:
+            gradients = [own.gradients for own in sums.values()]
+            compare(expected, staged, self.workers, losses, gradients)
+        loss = self._sum([each.double() / len(forms) for each in losses.values()])
+        return loss, [
+            (executors[stage].weights.parameters[name], gradient)
             for stage in self.stages
-            for name, gradient in gradients[stage].gradients.items()
+            for name, gradient in sums[stage].gradients.items()
         ]
+
+    def _executor(
+        self,
+        staged: StagedModel,
+        stage: int,
+        forms: Sequence[Mapping[int, StageModule]],
+        sums: GradientSums,
+        on_loss: Callable[[int, Tensor], None],
+    ) -> Executor:
+        return Executor(
+            stage_modules=ByMinibatch(stage, forms),
+            transport=self._transport(staged),
+            assignment=self.plan.rank_assignment,
+            loss=self._loss,
+            weights=Weights(staged.parameters(stage)),
+            stepping=sums,
+            groups=self._groups(staged)[stage],
+            on_loss=on_loss,
+            rng=self.rng,
+            recompute=self.plan.stages[stage].recompute,
+        )
+
+    def _expected(self, staged: StagedModel, data: _Minibatch) -> Mapping[str, Expected] | None:
+        captures = [staged.forms.captures[call.kind] for call in data.calls]
+        batches = [
+            Batch(tuple(call.tensors), (target, factor))
+            for call, target, factor in zip(data.calls, data.targets, data.factors, strict=True)
+        ]
+        pairs = zip(captures, batches, strict=True)
+        return expect(staged, dict(enumerate(pairs)), Settings(self._loss, self.rng, 1.0))
 
     @torch.no_grad()
     def _try(self, minibatch: _Minibatch) -> Tensor:
         """The loss alone."""
+        loss, _ = self._evaluated(minibatch, EvaluationExecutor)
+        return loss
+
+    def _outputs(self, minibatch: _Minibatch, losing: bool) -> tuple[Tensor | None, Any]:
+        loss, executors = self._evaluated(minibatch, partial(OutputExecutor, losing=losing))
+        returned = {key: each for one in executors for key, each in one.returned.items()}
+        sizes = [len(call) for call in minibatch.calls]
+        return loss if losing else None, together(returned, sizes, minibatch.factors)
+
+    def _evaluated(
+        self, minibatch: _Minibatch, kind: Callable[..., _Evaluates]
+    ) -> tuple[Tensor, list[_Evaluates]]:
         staged, forms = self._forms(minibatch, "evaluation")
         sizes, totals = minibatch.sizes, EvaluationTotals()
         if not self.model.training:
             self._average_buffers(staged)
         executors = {
-            stage: EvaluationExecutor(
+            stage: kind(
                 ByMinibatch(stage, forms),
                 self._transport(staged),
                 self.plan.rank_assignment,
@@ -262,7 +328,8 @@ class Pipeline:
         # The executors make a mean over the examples.
         means = minibatch.times([sizes.examples / len(call) for call in minibatch.calls])
         self._run(executors, staged, actions, means)
-        return self._sum([torch.tensor(totals.loss / sizes.examples, dtype=torch.float64)])
+        loss = torch.tensor(totals.loss / sizes.examples, dtype=torch.float64)
+        return self._sum([loss]), list(executors.values())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients down so that the norm of the whole model's is at most this; returns
@@ -279,7 +346,7 @@ class Pipeline:
         gradients = [
             (parameter.grad, counts) for parameter, counts in own if parameter.grad is not None
         ]
-        squares = [gradient.double().square().sum() for gradient, counts in gradients if counts]
+        squares = [as_double(gradient).square().sum() for gradient, counts in gradients if counts]
         norm = self._sum(squares).sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient, _ in gradients:
@@ -311,6 +378,24 @@ class Pipeline:
                 theirs[name].data.copy_(value)
         self.agreement.note_gathered()
         return self.model
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """`optimizer.state_dict()` of an optimizer of the whole model, with what each rank knows of
+        its own parameters, on all ranks; all call it. Each of them can load it again, and so can
+        one process, or another plan.
+        """
+        trained = self.agreement.trained
+        return whole_state(optimizer, None if trained is None else trained.values())
+
+    def _check_precision(self) -> None:
+        """It is that of the pipeline. Raises UserError if the loop is in another."""
+        kind, own = self.device.type, self.precision.autocast
+        theirs = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+        if torch.is_autocast_enabled(kind) and theirs != own:
+            raise UserError(
+                f"the pipeline is called within torch.autocast of {theirs}, and has types of its"
+                f" own: give it autocast={theirs!r} when you make it, or call it outside"
+            )
 
     def _run(
         self,

@@ -18,6 +18,7 @@ from pipedream.comm.transport import PeerLost
 from pipedream.graph.command import remove_unfinished
 from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint import files as checkpoint
+from pipedream.runtime.checkpoint.evaluate_only import EvaluationContext, evaluate_only
 from pipedream.runtime.epochs import train_epochs
 from pipedream.runtime.job import CHECKPOINTS, Job
 from pipedream.runtime.local_model import LocalModel
@@ -44,14 +45,16 @@ def train(job: Job, rank_info: RankInfo, heartbeats: Heartbeats | None = None) -
             "fewer with --replan, or make another plan with pd-optimize"
         )
     keep_freed_memory()
-    with locked(job.run) if rank_info.rank == 0 else nullcontext():
+    # A run that goes on in the folder may be evaluated meanwhile.
+    with locked(job.run) if rank_info.rank == 0 and not job.evaluate_only else nullcontext():
         try:
             store = None
             if started < planned:
                 store = connect_store(rank_info, job.timeout)
                 job, rank_info = replanned(job, rank_info, store)
             if rank_info.rank < job.plan.workers:
-                _watched(RankContext(LocalModel(job, rank_info), heartbeats, store))
+                kind = EvaluationContext if job.evaluate_only else RankContext
+                _watched(kind(LocalModel(job, rank_info), heartbeats, store))
         except RendezvousError as error:
             raise PeerLost(str(error)) from error
         except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -72,6 +75,10 @@ def _watched(context: RankContext) -> None:
 
 def _run(context: RankContext) -> None:
     local = context.local
+    if local.job.evaluate_only:
+        evaluate_only(context)
+        dist.destroy_process_group()
+        return
     if local.rank_info.rank == 0:
         said = announcement(local.job, local.examples.minibatches)
         print(f"training: {said}", file=sys.stderr, flush=True)

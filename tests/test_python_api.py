@@ -46,7 +46,10 @@ def test_keywords_are_options() -> None:
         ),
         (lambda: pipedream.profile(LINEAR), r"profile: missing .*'inputs': write profile\(model, "),
         (lambda: pipedream.profile(LINEAR, X, 3), r"profile: too many positional arguments"),
-        (lambda: pipedream.profile(LINEAR, X, repeat=3), "there is no repeat=; did you mean repeats="),
+        (
+            lambda: pipedream.profile(LINEAR, X, repeat=3),
+            "there is no repeat=; did you mean repeats=",
+        ),
         (
             lambda: pipedream.optimize(GRAPH, machines=2, bandwidth="1GB", sheduled="flush"),
             r"optimize: there is no sheduled=; did you mean schedule=\?",
@@ -67,6 +70,25 @@ def test_arguments_that_there_are_not(call: Callable[[], object], told: str) -> 
 
 X, LINEAR = torch.randn(2, 4), torch.nn.Linear(4, 4)
 GRAPH = Path(__file__).parent / "optimizer" / "translation.txt"
+
+
+@pytest.mark.parametrize("call", ["optimize", "train"])
+def test_a_misspelt_option_is_told_with_the_closest(call: str, tmp_path: Path) -> None:
+    functions = {
+        "optimize": lambda: pipedream.optimize(
+            GRAPH, machines=2, bandwidth="1GB", sheduled="flush"
+        ),
+        "train": lambda: pipedream.train("plan.json", "run.yaml", tmp_path, sheduled="flush"),
+    }
+    told = f"{call}: no option is called sheduled; did you mean schedule\\?"
+    with pytest.raises(pipedream.UserError, match=told):
+        functions[call]()
+
+
+def test_stages_of_the_users_own_are_priced() -> None:
+    planned = pipedream.optimize(GRAPH, machines=3, bandwidth="1GB/s", split="enc", replicas=(2, 1))
+    assert planned.plan.replicas == (2, 1)
+    assert "The stages of --split; at most" in planned.report
 
 
 def test_a_plan_is_shown_whole_and_by_no_folder_that_is_gone(
@@ -191,6 +213,8 @@ def test_from_a_model_to_a_trained_one(tmp_path: Path, monkeypatch: pytest.Monke
     assert "final_loss" in run._repr_html_()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan", "run"]
     assert (torch.get_num_threads(), gc.get_threshold()) == (threads, collector)
+    tried = pipedream.evaluate(planned, config, "run")
+    assert tried["held_out_loss"] == pytest.approx(run.summary["held_out_loss"])
     with pytest.raises(pipedream.UserError, match="-o run: there are checkpoints"):
         pipedream.train(planned, config, "run")
     with pytest.raises(pipedream.UserError, match="--bandwidth"):

@@ -113,6 +113,9 @@ RUNS = {
     "flat": CONFIG.replace("0.1}", '0.1}, groups: [{match: ["*.bias"], lr: 1.0}]'),
     "muon": CONFIG.replace("SGD", "Muon"),
     "held_out": CONFIG + "scheduler: {name: ReduceLROnPlateau, metric: held_out_loss}\n",
+    "varying": CONFIG.replace(':classes"', ':classes", varying: true') + "evaluate_every: 1\n",
+    "own": CONFIG + 'held_out_metrics: {accuracy: "user:vector"}\n',
+    "own_mean": CONFIG + 'held_out_metrics: {mean: "user:vector"}\nevaluate_every: 1\n',
     "steps": CONFIG + "scheduler: {name: StepLR, args: {step_size: 0}}\n",
 }
 
@@ -169,13 +172,21 @@ WRONG = [
     ("pd-profile good.txt -o out", r"good.txt: this is a graph: pd-optimize takes it as GRAPH$"),
     ("pd-profile plan.json -o out", r"plan.json: this is a plan: pd-train takes it as PLAN$"),
     ("pd-train run.yaml --config plan.json", r"run.yaml: this is a run config: .* as --config"),
-    ("pd-train plan.json --config plan.json", r"plan.json: this is a plan: .* here is a run config"),
+    (
+        "pd-train plan.json --config plan.json",
+        r"plan.json: this is a plan: .* here is a run config",
+    ),
     ("pd-train good.txt --config run.yaml", r"good.txt: this is a graph: pd-optimize takes it as"),
     ("pd-profile torchvision:resnet999 -o out", r"resnet999.*did you mean"),
     ("pd-profile nowhere:model -o out", r"there is no module nowhere"),
     ("pd-profile user:Late -o out", r"user:Late returns a Late, not a torch.nn.Module"),
     ("pd-profile small_models:Noisy -o out", r"--input"),
     ("pd-profile small_models:Noisy --input 5 -o out", r"Noisy cannot be captured"),
+    ("pd-profile small_models:Noisy --input 5 -o out", r"linear: Linear\(.*\), given \[32, 5\]"),
+    (
+        "pd-profile small_models:Noisy --input 6:int64 -o out",
+        r"Linear\(.*given \[32, 6\] of int64",
+    ),
     ("pd-profile small_models:Noisy --input 6 --batch-size 0 -o out", r"--batch-size"),
     ("pd-profile small_models:Noisy --input 6 --device cuda:77 -o out", r"cuda:77"),
     ("pd-train nowhere.json --config run.yaml", r"nowhere.json: .*No such file"),
@@ -197,6 +208,31 @@ WRONG = [
         r"flat.yaml:4: optimizer.groups.0.lr: unknown field; known fields: args, match, name",
     ),
     ("pd-train plan.json --config held_out.yaml -o held", r"metric: .* write evaluate_every: 1"),
+    (
+        "pd-train plan.json --config varying.yaml -o v",
+        r"evaluate_every: .*varying shapes.* leave it",
+    ),
+    ("pd-train plan.json --config own.yaml", r"own.yaml:6: held_out_metrics: 'accuracy' names no"),
+    (
+        "pd-train plan.json --config run.yaml -o new --evaluate-only",
+        r"there is no checkpoint in new",
+    ),
+    (
+        "pd-train plan.json --config run.yaml --evaluate-only --resume",
+        r"--evaluate-only trains nothing: leave --resume out",
+    ),
+    (
+        "pd-train plan.json --config run.yaml --checkpoint used",
+        r"--checkpoint: give --evaluate-only",
+    ),
+    (
+        "pd-train plan.json --config run.yaml --evaluate-only --checkpoint used",
+        r"--checkpoint used: this is no checkpoint of a run",
+    ),
+    (
+        "pd-train plan.json --config own_mean.yaml --dry-run",
+        r"held_out_metrics.mean: .* returns a te",
+    ),
     ("pd-train plan.json --config run.yaml --workers 3", r"--workers 3: the plan is for 2"),
     ("pd-train plan.json --config run.yaml -o file", r"-o.*file.* is a file"),
     ("pd-train plan.json --config run.yaml -o used", r"-o used: there are checkpoints"),

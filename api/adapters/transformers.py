@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,53 +12,86 @@ import torch
 from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
+from pipedream.adapters.trainer_arguments import check
 from pipedream.graph.choices import MICROBATCHES
-from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.runtime.pipeline import Pipeline
 
 _IGNORED = -100
 """The label that the losses of transformers leave out."""
 
+_CALLS = "pipeline.json"
+"""Beside a checkpoint: of how many calls dropout has drawn."""
+
 
 class PipelineTrainer(Trainer):
     """A Trainer whose model runs as the pipeline of `plan`, one stage or more on each rank.
 
     All ranks read the same minibatches of `per_device_train_batch_size` examples, and cut them into
-    `microbatches`. The model has to return its loss. Checkpoints have the weights, as those of one
-    process, but no optimizer states. Not supported: resume_from_checkpoint, compute_metrics.
+    `microbatches`. Losses, metrics and checkpoints are those of one process, which can go on from
+    them. What is not supported is refused by its name: see `trainer_arguments`.
     """
 
     pipeline: Pipeline
 
     def __init__(
-        self, *args: Any, plan: Plan | str | Path, microbatches: int = MICROBATCHES, **kwargs: Any
+        self,
+        *args: Any,
+        plan: Plan | str | Path,
+        microbatches: int = MICROBATCHES,
+        loss: Callable[[Any, Any], Tensor] | None = None,
+        **kwargs: Any,
     ) -> None:
-        """The other arguments are Trainer's. Raises UserError if the plan is for other ranks."""
-        super().__init__(*args, **kwargs)
-        self.args.average_tokens_across_devices = False  # all devices have the same tokens
-        self.args.save_only_model = True
-        accelerator: Any = self.accelerator
-        accelerator.prepare_model = lambda model, **_: model
-        accelerator.prepare_data_loader = self._same_on_all_ranks
-        accelerator.clip_grad_norm_ = lambda _parameters, norm, **_: self.pipeline.clip_grad_norm_(
-            norm
+        """`loss` of what the model returns and the labels, which it does not get then: a mean over
+        tokens with a label, or over the examples. By default the model returns its loss. The other
+        arguments are Trainer's. Raises UserError for what is not supported, or a plan for other
+        ranks.
+        """
+        given = inspect.signature(Trainer.__init__).bind(self, *args, **kwargs).arguments
+        check(
+            given.get("args") or TrainingArguments("tmp_trainer"),
+            given,
+            type(self),
+            PipelineTrainer,
         )
+        super().__init__(*args, **kwargs)
+        self._be_one_process()
         assert isinstance(self.model, nn.Module)
-        config: Any = self.model.config
-        config.use_cache = False
+        config: Any = getattr(self.model, "config", None)
+        if config is not None:
+            config.use_cache = False
         self.count = tokens(self.model)
+        if loss is None and self.label_smoother is not None:
+            loss = self._smoothed
+        self.takes_labels = loss is None
         self.pipeline = Pipeline(
             self.model,
             plan,
-            weigh=self.count,
+            loss or "output",
             microbatches=microbatches,
             device=self.args.device.type,
             autocast="bfloat16" if self.args.bf16 else None,
             seed=self.args.seed,
         )
+
+    def _be_one_process(self) -> None:
+        """All ranks have the same minibatches, so what Trainer gathers from ranks is there."""
+        self.args.average_tokens_across_devices = False  # all devices have the same tokens
+        accelerator: Any = self.accelerator
+        accelerator.prepare_model = self._as_it_is
+        accelerator.prepare_data_loader = self._same_on_all_ranks
+        accelerator.gather = lambda tensors: tensors
+        accelerator.pad_across_processes = lambda tensors, *_, **__: tensors
+        accelerator.clip_grad_norm_ = lambda _parameters, norm, **_: self.pipeline.clip_grad_norm_(
+            norm
+        )
+
+    def _as_it_is(self, model: nn.Module, **_: Any) -> nn.Module:
+        models: list[Any] = self.accelerator._models
+        models.append(model)
+        return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The pipeline moves what this rank computes."""
@@ -78,45 +113,116 @@ class PipelineTrainer(Trainer):
     def get_total_train_batch_size(self, args: Any) -> int:
         return int(self._train_batch_size * args.gradient_accumulation_steps)
 
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint:
-            raise UserError(
-                "resume_from_checkpoint: checkpoints of PipelineTrainer have no optimizer states;"
-                " pd-train --resume goes on where a run was"
-            )
-        return super().train(None, *args, **kwargs)
-
     def compute_loss(
         self,
         model: nn.Module,
         inputs: Mapping[str, Any],
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-    ) -> Tensor:
+    ) -> Any:
         """The loss, as that of one process: a mean over all tokens that count."""
+        arguments = self._arguments(inputs, num_items_in_batch)
         if return_outputs:
-            raise UserError("compute_loss: a pipeline returns the loss alone, without outputs")
-        weights = None
-        if num_items_in_batch is not None:
-            weights = self.count(**inputs) / float(num_items_in_batch)
-        return self.pipeline(weights=weights, **inputs)
+            return self.pipeline.predict(**arguments)
+        return self.pipeline(**arguments)
+
+    def _arguments(self, inputs: Mapping[str, Any], items: Tensor | int | None) -> dict[str, Any]:
+        """Of a call of the pipeline."""
+        counted = self.count(**inputs)
+        arguments = dict(
+            inputs, weights=counted / (counted.sum() if items is None else float(items))
+        )
+        if not self.takes_labels:
+            arguments["target"] = arguments.pop("labels", None)
+        return arguments
+
+    def _items_evaluated(self, inputs: dict[str, Any]) -> Tensor | int | None:
+        """What Trainer divides the loss of a minibatch by in evaluation; for some models it counts
+        the first token, too. Earlier versions leave it to the model.
+        """
+        if "num_items_in_batch" not in Trainer.prediction_step.__code__.co_varnames:
+            return None
+        items: Tensor | int | None = self._get_num_items_in_batch([inputs], self.args.device)
+        return items
+
+    def _smoothed(self, outputs: Any, labels: Tensor) -> Tensor:
+        assert self.label_smoother is not None
+        loss: Tensor = self.label_smoother(outputs, labels, shift_labels=is_causal(self.model))
+        return loss
 
     def prediction_step(
-        self, model: nn.Module, inputs: Mapping[str, Any], *_: Any, **__: Any
-    ) -> tuple[Tensor, None, None]:
-        return self.pipeline.evaluate(**inputs), None, None
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        inputs = self._prepare_inputs(inputs)
+        arguments = self._arguments(inputs, self._items_evaluated(inputs))
+        if prediction_loss_only:
+            return self.pipeline.evaluate(**arguments), None, None
+        labels = [inputs.get(name) for name in self.label_names]
+        known = bool(labels) and all(each is not None for each in labels)
+        loss, outputs = self.pipeline.predict(**arguments, with_loss=known)
+        config = getattr(self.model, "config", None)
+        ignored = ignore_keys or getattr(config, "keys_to_ignore_at_inference", [])
+        if isinstance(outputs, Mapping):
+            logits = tuple(v for key, v in outputs.items() if key not in [*ignored, "loss"])
+        else:
+            logits = outputs[1:] if known and self.takes_labels else outputs
+        return loss, _alone(logits), _alone(tuple(labels)) if known else None
+
+    def store_flos(self) -> None:
+        """Each rank has counted those of the whole model."""
+        self.state.total_flos += self.current_flos
+        self.current_flos = 0
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         self.pipeline.gather()
         super().save_model(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As one process does, of the states of all ranks."""
+        assert self.optimizer is not None
+        optimizer: Any = self.optimizer
+        whole = self.pipeline.optimizer_state(optimizer)
+        optimizer.state_dict = lambda: whole
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)
+        finally:
+            del optimizer.state_dict
+        if self.args.should_save:
+            Path(output_dir, _CALLS).write_text(json.dumps({"calls": self.pipeline.rng.epoch}))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and (path := Path(checkpoint, _CALLS)).exists():
+            self.pipeline.rng.epoch = int(json.loads(path.read_text())["calls"])
+
+
+def _alone(values: Any) -> Any:
+    """The one value of a tuple, if it is the only one."""
+    return values[0] if isinstance(values, tuple) and len(values) == 1 else values
+
+
+def is_causal(model: Any) -> bool:
+    """Whether the loss of a model of transformers has no label for the first token."""
+    name, config = type(model).__name__, getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return False
+    kind = getattr(model, "loss_type", None)
+    return (
+        "CausalLM" in name
+        or "LMHead" in name
+        or kind in ("ForCausalLM", "ForConditionalGeneration")
+    )
 
 
 def tokens(model: nn.Module) -> Callable[..., Tensor]:
     """What the loss of a model of transformers is a mean over: a function of the model's inputs
     that returns how many tokens with a label each example has, or 1, as a tensor [examples].
     """
-    name = type(model).__name__
-    shifted = "CausalLM" in name or "LMHead" in name  # no label for the first token
+    shifted = is_causal(model)
 
     def count(labels: Tensor | None = None, **inputs: Any) -> Tensor:
         if labels is None or labels.is_floating_point() or labels.dim() < 2:

@@ -16,11 +16,18 @@ from torch import fx
 
 from pipedream.capture.programs.draws import copy_seeded, is_draw
 from pipedream.capture.programs.joint import CannotDivide, Joint
+from pipedream.capture.programs.memory import shares
+from pipedream.capture.rewrites.writes import written
 
 _DIVIDED = torch.ops.aten.convolution_backward.default
 """Its last argument says which gradients it computes: of input, weight and bias. The operators of
 batch and layer norm have such an argument too, but they need the sums over the gradients of weight
 and bias for that of the input: in two they would compute these twice.
+"""
+
+_VIEW = torch.ops.aten.view.default
+"""An operator may lay out its result in memory otherwise than in the trace, such as a batch norm of
+a transposed tensor. As nothing is written, a reshape gives the same.
 """
 
 
@@ -106,19 +113,29 @@ def _divide_operators(graph: fx.Graph) -> None:
 
 
 def writes(joint: Joint) -> list[fx.Node]:
-    """Operators that write into what they are given, such as the statistics of batch norm, and
-    those that draw, for the sake of the next draw after the same seed. Raises CannotDivide if some
-    of them belong to the backward pass.
+    """Operators that write into buffers, such as the statistics of batch norm, those that read what
+    was there before, and those that draw, for the sake of the next draw after the same seed. Raises
+    CannotDivide if the backward pass needs some of them.
     """
-    found = [
-        node
-        for node in joint.module.graph.nodes
-        if isinstance(node.target, torch._ops.OpOverload)
-        and (node.target._schema.is_mutable or is_draw(node))
-    ]
-    if not set(joint.tangents).isdisjoint(_needed([_before(found)])):
-        raise CannotDivide("an operator of the backward pass writes into what it is given")
-    return found
+    ends: list[fx.Node] = []
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in joint.module.graph.nodes:
+        for target in written(node):
+            ends += [*readers.get(_memory(target), ()), node]
+        for source in node.all_input_nodes:
+            readers.setdefault(_memory(source), []).append(node)
+        if is_draw(node):
+            ends.append(node)
+    if not set(joint.tangents).isdisjoint(_needed([_before(ends)])):
+        raise CannotDivide("the backward pass needs a buffer that the forward pass writes into")
+    return ends
+
+
+def _memory(node: fx.Node) -> fx.Node:
+    """The value whose memory a view shows."""
+    while node.op == "call_function" and shares(node) and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node
 
 
 def _before(ends: Iterable[fx.Node]) -> set[fx.Node]:
@@ -154,5 +171,7 @@ def _part(joint: Joint, members: Set[fx.Node], results: Sequence[fx.Node]) -> Pa
             copies[source] = graph.call_method("pop", (box,))
             needs.append(source)
     copy_seeded(joint.module, graph, inside, copies)
+    for view in graph.find_nodes(op="call_function", target=_VIEW):
+        view.target = torch.ops.aten.reshape.default
     graph.output(tuple(copies[node] for node in results))
     return Part(fx.GraphModule(joint.module, graph), needs, list(results))

@@ -108,7 +108,7 @@ def describe_operator(
 
 def _call(node: fx.Node) -> OperatorCall:
     assert isinstance(node.target, torch._ops.OpOverload), node.target
-    value = node.meta["val"]
+    value = node.meta.get("val", ())  # () of those that only look at something, and give nothing
     described, sources = describe_operator(node.target, node.args, node.kwargs, value)
     results: list[str | None] = [node.name]
     if isinstance(value, tuple | list):

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from pipedream.capture.rewrites.writes import changes_something
+
 HOOK = "seed_hook"
 """Where the meta of a node says which module has seeded the generator for its draw."""
 
@@ -89,7 +91,7 @@ def take_draws(joint: fx.GraphModule) -> Draws:
     drawn = [_as_input(joint.graph, node) for node in results]
     for node in reversed(inside):
         joint.graph.erase_node(node)
-    joint.graph.eliminate_dead_code()
+    joint.graph.eliminate_dead_code(changes_something)
     return Draws(fx.GraphModule(joint, graph), drawn)
 
 
@@ -157,19 +159,10 @@ def _reads_shape_alone(node: fx.Node) -> bool:
 
 
 def _unfit(graph: fx.Graph, members: Set[fx.Node]) -> set[fx.Node]:
-    """Of the members those that have to stay: draws whose seed another draw shares that stays, and
-    what is written into where the value before is read outside.
-    """
+    """Of the members those that have to stay: draws whose seed another draw shares that stays."""
     draws = [node for node in graph.nodes if is_draw(node)]
     staying = {node.meta.get(HOOK) for node in draws if node not in members}
-    unfit = {node for node in members if is_draw(node) and node.meta.get(HOOK) in staying}
-    for node in members:
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            unfit.update(
-                source for source in node.all_input_nodes if not members >= source.users.keys()
-            )
-    return unfit
+    return {node for node in members if is_draw(node) and node.meta.get(HOOK) in staying}
 
 
 def _as_input(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 
 from pipedream.capture.autograd_functions import SPACE
 from pipedream.capture.programs.draws import HOOK, Draws, is_draw, noting_seeds, take_draws
+from pipedream.capture.programs.functional import make_functional
+from pipedream.capture.rewrites.writes import changes_something, declared
 
 End: TypeAlias = Callable[[Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 """Of the outputs of a module and all inputs, what the passes give in the place of the outputs."""
@@ -35,7 +37,7 @@ class CannotDivide(Exception):
 class Joint:
     """`module` computes the outputs from the placeholders `weights` (parameters and buffers by
     name), `inputs` and `draws`, and the gradients from these and the placeholders `tangents`: the
-    gradients of the outputs with the numbers `differentiable`.
+    gradients of the outputs with the numbers `differentiable`. It writes into buffers alone.
 
     `input_gradients`: None for an input that wants none or has none; so `weight_gradients`, of the
     parameters.
@@ -101,12 +103,23 @@ def joint(
             outputs = passes(fake[0], fake[1], [])
             tangents = [torch.empty_like(outputs[k]) for k in differentiable]
             traced = make_fx(passes)(fake[0], fake[1], tangents)
+        _drop_renaming(traced)
+        traced = make_functional(traced)
     except Exception as error:  # whatever operators raise that cannot be traced
         raise CannotDivide(f"{type(error).__name__}: {error}") from error
     if end is not None and not all(HOOK in n.meta for n in traced.graph.nodes if is_draw(n)):
         raise CannotDivide("the loss draws random numbers")
-    _drop_renaming(traced)
-    return _named(traced, names, learned, wants, differentiable, counts)
+    divided = _named(traced, names, learned, wants, differentiable, counts)
+    _check_writes(divided)
+    return divided
+
+
+def _check_writes(joint: Joint) -> None:
+    """The parts of the graph run at other times than the trace: what is read must not change."""
+    buffers = {node for name, node in joint.weights.items() if name not in joint.weight_gradients}
+    for node in joint.module.graph.nodes:
+        if not buffers.issuperset(declared(node)):
+            raise CannotDivide(f"{node.target} writes into what is no buffer")
 
 
 def _check(module: fx.GraphModule) -> None:
@@ -114,7 +127,8 @@ def _check(module: fx.GraphModule) -> None:
     for part in module.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == SPACE:
-                raise CannotDivide(f"{node.target} is code of the user's")
+                name = str(node.target).split(".")[1]
+                raise CannotDivide(f"the autograd function {name} is code of the user's")
 
 
 def _drop_renaming(traced: fx.GraphModule) -> None:
@@ -123,7 +137,7 @@ def _drop_renaming(traced: fx.GraphModule) -> None:
         if node.target in _RENAMING:
             node.replace_all_uses_with(node.args[0])
             traced.graph.erase_node(node)
-    traced.graph.eliminate_dead_code()
+    traced.graph.eliminate_dead_code(changes_something)
 
 
 def _named(

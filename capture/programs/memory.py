@@ -27,9 +27,9 @@ def _is_alone(node: fx.Node) -> bool:
         source = node.args[0] if node.args else None
         if node.target is operator.getitem:
             assert isinstance(source, fx.Node)
-            if not _shares(source):
+            if not shares(source):
                 return True
-        elif not _shares(node):
+        elif not shares(node):
             return True
         if not isinstance(source, fx.Node):
             return False
@@ -37,7 +37,7 @@ def _is_alone(node: fx.Node) -> bool:
     return False
 
 
-def _shares(node: fx.Node) -> bool:
+def shares(node: fx.Node) -> bool:
     """Whether a result may share memory with an argument."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target in _HIDDEN_VIEWS:
         return True

@@ -16,7 +16,13 @@ from pipedream.capture.fake_tensors import check_on_meta, on_meta_device, with_m
 from pipedream.capture.loss import Loss, load_loss
 from pipedream.capture.sources.datasets import huggingface
 from pipedream.capture.sources.image_folder import image_folder
-from pipedream.capture.sources.minibatch import Dataset, examples, minibatch, model_inputs
+from pipedream.capture.sources.minibatch import (
+    Dataset,
+    examples,
+    in_type,
+    minibatch,
+    model_inputs,
+)
 from pipedream.capture.sources.named_examples import (
     NamedExamples,
     bind_inputs,
@@ -143,7 +149,9 @@ def load_config_model(
         model = bind_inputs(model, names, source, config.data.source)
     elif config.loss == "output" and source.startswith("transformers:"):
         model = take_labels(model, source)
-    return to_train(model.to(getattr(torch, config.dtype)))
+    dtype = getattr(torch, config.dtype)
+    model._apply(lambda tensor: in_type(tensor, dtype))  # type: ignore[no-untyped-call]
+    return to_train(model)
 
 
 def load_data(config: RunConfig, directory: Path) -> tuple[Dataset, Dataset | None]:

@@ -37,13 +37,13 @@ def minibatch(
 ) -> tuple[tuple[Tensor, ...], Any]:
     """The examples at these indices as (inputs, target), with a tensor [batch, ...] per input.
 
-    Floating-point tensors get `dtype`. Raises UserError if an example is not a pair, an input is
+    They get the type of `in_type`. Raises UserError if an example is not a pair, an input is
     not a tensor, or examples differ in shape; and if the dataset raises an error, with the user's
     file and line.
     """
     inputs, target = pytree.tree_map_only(
         Tensor,
-        lambda value: value.to(dtype) if value.is_floating_point() else value,
+        lambda value: in_type(value, dtype),
         _together(dataset, list(indices), source),
     )
     inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
@@ -53,6 +53,13 @@ def minibatch(
                 f"{source}: an input is a {type(value).__name__}: give tensors, arrays or numbers"
             )
     return inputs, target
+
+
+def in_type(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a floating-point type; complex numbers with parts of that type. Others stay."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def model_inputs(inputs: tuple[Tensor, ...], target: Any, loss: str) -> tuple[Any, ...]:

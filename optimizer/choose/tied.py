@@ -21,7 +21,7 @@ from pipedream.schedule.policy import uniform_updates
 
 
 class Chosen(NamedTuple):
-    """A plan, the request that it is for, and what shared parameters had to do with it, in words."""
+    """A plan, the request that it is for, and what shared parameters had to do with it in words."""
 
     request: Request
     outcome: Outcome
@@ -54,9 +54,8 @@ def plan_shared(request: Request, any_schedule: bool) -> Chosen:
         return Chosen(request, together, (f"{held}; --schedule flush may divide them.",))
     apart = best_plan(flush)
     if all(_holds_all(stage.nodes, request.sharing) for stage in apart.plan.stages):
-        return Chosen(
-            request, together, f"{held}, and a flush would not be faster with them apart."
-        )
+        note = f"{held}, and a flush would not be faster with them apart."
+        return Chosen(request, together, (note,))
     one, other = _seconds(together.plan, request), _seconds(apart.plan, flush)
     if other < one:
         note = f"{held}; planned with a flush instead, {one / other:.2f} times as fast."

@@ -46,8 +46,8 @@ def write_plan_files(
     notes: Mapping[str, str] = _NO_NOTES,
 ) -> str:
     """Writes plan.json, graph.txt and pictures, of the simulation too if there is one; returns a
-    line that names them. `whole`: the graph that graph.txt is to have; `modules`: the path of the module of each node; `notes`: what is to be
-    written at nodes in the picture.
+    line that names them. `whole`: the graph that graph.txt is to have; `modules`: the path of the
+    module of each node; `notes`: what is to be written at nodes in the picture.
 
     Raises UserError if the folder cannot be written.
     """

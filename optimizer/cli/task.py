@@ -164,7 +164,8 @@ def _model_sharding(
     path = options.graph.with_name("operators.json")
     if profile is not None and profile.no_operators is not None:
         raise UserError(
-            f"--mesh: the model cannot run on a mesh: {profile.no_operators}; plan it without --mesh"
+            f"--mesh: the model cannot run on a mesh: {profile.no_operators}; plan it without"
+            " --mesh"
         )
     if not path.exists() or profile is None:
         raise UserError(

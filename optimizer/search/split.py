@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
@@ -46,7 +47,7 @@ def split_of(
     places = [_first(name, typed, planning, modules) for name in names]
     if places and places[0] == 0:
         names, places = names[1:], places[1:]
-    for before, (earlier, later) in enumerate(zip(places, places[1:], strict=False)):
+    for before, (earlier, later) in enumerate(pairwise(places)):
         if later <= earlier:
             raise UserError(_backwards(typed, planning, names[before : before + 2], earlier, later))
     counts = tuple(replicas or (1,) * (len(places) + 1))

@@ -61,9 +61,7 @@ class ModelSharding:
             raise UserError(
                 f"--mesh: nothing is divided among the {devices} devices of a team, which would all"
                 " do the same: say which parameters are, with --shard, such as --shard"
-                f" '{_example(profile)}=S(0)"
-                + ",R" * (len(mesh) - 1)
-                + "', or leave --mesh out"
+                f" '{_example(profile)}=S(0)" + ",R" * (len(mesh) - 1) + "', or leave --mesh out"
             )
         return sharding
 

@@ -9,11 +9,13 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import nn
 
 from pipedream.capture.sources.load import load_config_model
 from pipedream.graph.command import whole
+from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.dcp import optimizer_state, write_folder
 from pipedream.runtime.checkpoint.plain_model import load_plain, state_tensors
@@ -56,6 +58,11 @@ def _save_file(model: nn.Module, target: Path) -> None:
         name: tensor.detach().cpu().clone().contiguous()
         for name, tensor in state_tensors(model).items()
     }
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.complex128:
+            raise UserError(
+                f"--export {target}: safetensors has no complex128, which {name} is: write NAME.dcp"
+            )
     with whole(target) as fresh:
         fresh.touch()
         mode = fresh.stat().st_mode

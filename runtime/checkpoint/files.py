@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from pipedream.graph.errors import UserError, read_artifact
 from pipedream.graph.sharding.regions import Region, blocks, whole
+from pipedream.runtime.checkpoint.complex_pairs import as_pairs, from_pairs, plain_name
 from pipedream.runtime.engine.training_segment import Position
 
 _INDEX = "model.safetensors.index.json"
@@ -107,13 +108,14 @@ def write_stage(
     are as `copied` gives them. Raises UserError if the disk refuses.
     """
     partial = _partial(folder, position)
-    for part, tensors in zip(_parts(partial), (model, optimizer), strict=True):
+    both = as_pairs(model), as_pairs(optimizer)
+    for part, tensors in zip(_parts(partial), both, strict=True):
         path = part / _file(stage, stages)
         with writing(path):
             part.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)  # from a run that was stopped while it wrote
             writer = _StageWriter(part, tensors, stage, stages)
-            save(dict(tensors), storage_writer=writer, no_dist=True)
+            save(tensors, storage_writer=writer, no_dist=True)
 
 
 def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -214,11 +216,13 @@ def load_model(
 
     Raises UserError of one line that names the file, and the tensor that is missing or differs.
     """
-    part, rest = _CheckpointPart(path), dict(into)
-    for name, tensor in into.items():
-        shape = tuple(tensor.shape) if whole_shape is None else whole_shape(name)
+    part, rest = _CheckpointPart(path), as_pairs(into)
+    for name, tensor in list(rest.items()):
+        own, shape = plain_name(name), tuple(tensor.shape)
+        if whole_shape is not None:
+            shape = (*whole_shape(own), *shape[into[own].dim() :])
         part.check(name, shape, tensor.dtype)
-        if (region := region_of(name, shape)) is not None:
+        if (region := region_of(own, shape)) is not None:
             del rest[name]
             part.load_region(name, region, tensor)
     part.load(rest)
@@ -239,13 +243,13 @@ def load_optimizer(
         if region is not None:
             found[key] = torch.empty(region.shape, dtype=known.properties.dtype)
             part.load_region(key, region, found[key])
-    return {**part.loaded(key for key in keys if key not in found), **found}
+    return from_pairs({**part.loaded(key for key in keys if key not in found), **found})
 
 
 def load_all(path: Path) -> dict[str, torch.Tensor]:
     """All parameters and buffers, for the plain model. Raises UserError."""
     part = _CheckpointPart(path)
-    return part.loaded(part.files)
+    return from_pairs(part.loaded(part.files))
 
 
 class _CheckpointPart:

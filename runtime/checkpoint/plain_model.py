@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import astuple
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from pipedream.capture.loss import Loss, accuracy
+from pipedream.capture.capture_errors import blaming_modules
+from pipedream.capture.loss import Loss, Metric, accuracy
 from pipedream.capture.sources.minibatch import Dataset
-from pipedream.capture.sources.user_code import blaming
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.checkpoint.files import load_all
@@ -25,6 +26,7 @@ def evaluate(
     config: RunConfig,
     loss: Loss,
     device: torch.device,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> dict[str, float]:
     """Loads the checkpoint at `path` into `model` and evaluates it in eval mode, on this worker.
 
@@ -35,10 +37,11 @@ def evaluate(
     totals = EvaluationTotals()
     with torch.no_grad():
         for batch in in_order(held_out, config, device):
-            with blaming(config.model.source):
+            with blaming_modules(config.model.source, model):
                 output = model(*batch.inputs)
             mean, hit = loss(output, batch.target).item(), accuracy(output, batch.target)
-            totals.add(mean, len(batch.inputs[0]), hit)
+            own = {name: of(output, batch.target) for name, of in (metrics or {}).items()}
+            totals.add(mean, len(batch.inputs[0]), hit, own)
     return EvaluationTotals.result([astuple(totals)])
 
 

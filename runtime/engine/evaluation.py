@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pipedream.capture.export import Captured
-from pipedream.capture.loss import Loss, accuracy
+from pipedream.capture.loss import Loss, Metric, accuracy
 from pipedream.capture.segment import Segment
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan, RankAssignment
@@ -37,15 +38,25 @@ MOST_ON_THEIR_WAY = 4
 
 @dataclass
 class EvaluationTotals:
-    """Summed losses of some examples, and how many of their `predictions` were `right`."""
+    """Summed losses of some examples, how many of their `predictions` were `right`, and by name the
+    sums of the user's `metrics` and of how many values.
+    """
 
     loss: float = 0.0
     examples: int = 0
     right: int = 0
     predictions: int = 0
+    metrics: dict[str, Sequence[float]] = field(default_factory=dict)
 
-    def add(self, loss: float, examples: int, hit: tuple[int, int] | None) -> None:
+    def add(
+        self,
+        loss: float,
+        examples: int,
+        hit: tuple[int, int] | None,
+        metrics: Mapping[str, tuple[float, float]] | None = None,
+    ) -> None:
         """Adds `examples` with this mean loss, and how many of how many predictions were right."""
+        self.metrics = _added([self.metrics, metrics or {}])
         self.loss += loss * examples
         self.examples += examples
         if hit:
@@ -54,15 +65,30 @@ class EvaluationTotals:
             self.right = self.predictions = 0
 
     @staticmethod
-    def result(of_ranks: Iterable[Sequence[float]]) -> dict[str, float]:
-        """Returns `held_out_loss` and, if there are predictions, `held_out_accuracy`.
+    def result(of_ranks: Iterable[Sequence[Any]]) -> dict[str, float]:
+        """Returns `held_out_loss`, if there are predictions `held_out_accuracy`, and the user's
+        metrics, as `held_out_NAME`.
 
         `of_ranks` has the totals of each rank, as tuples: the loss is the mean over the examples,
         the accuracy the share of right predictions.
         """
-        loss, examples, right, predictions = map(sum, zip(*of_ranks, strict=True))
+        *numbers, metrics = zip(*of_ranks, strict=True)
+        loss, examples, right, predictions = map(sum, numbers)
         mean = {"held_out_loss": loss / examples}
-        return mean | ({"held_out_accuracy": right / predictions} if predictions else {})
+        if predictions:
+            mean["held_out_accuracy"] = right / predictions
+        own = _added(metrics).items()
+        return mean | {f"held_out_{name}": total / count for name, (total, count) in own if count}
+
+
+def _added(sums: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, Sequence[float]]:
+    """The sums and counts of several, added up by name."""
+    together: dict[str, Sequence[float]] = {}
+    for each in sums:
+        for name, (total, count) in each.items():
+            before = together.get(name, (0.0, 0.0))
+            together[name] = (before[0] + total, before[1] + count)
+    return together
 
 
 def obstacle(captured: Captured, plan: Plan, first: Batch, kind: str | None) -> str | None:
@@ -85,6 +111,7 @@ class EvaluationExecutor(ForwardExecutor):
     tensors: Mapping[str, Tensor]
     sizes: Sizes
     totals: EvaluationTotals
+    metrics: Mapping[str, Metric] = field(default_factory=dict, kw_only=True)
     passes: int = field(default=0, init=False)
 
     def _prepare(
@@ -119,7 +146,8 @@ class EvaluationExecutor(ForwardExecutor):
     ) -> None:
         output, target = stage_module.output(known), self.data.target(action.minibatch)
         mean, hit = self.loss(output, target).item(), accuracy(output, target)
-        self.totals.add(mean, self.sizes.of(action.minibatch), hit)
+        own = {name: metric(output, target) for name, metric in self.metrics.items()}
+        self.totals.add(mean, self.sizes.of(action.minibatch), hit, own)
 
     def _after_forward(
         self,
@@ -188,6 +216,7 @@ class Evaluation:
         tensors: Mapping[int, Mapping[str, Tensor]],
         transport: Transport,
         loss: Loss,
+        metrics: Mapping[str, Metric],
     ) -> EvaluationTotals:
         """Evaluates this rank's minibatches with the parameters and buffers of each of its stages.
 
@@ -204,6 +233,7 @@ class Evaluation:
                 self.sizes,
                 totals,
                 sharding=stage_modules.whole.program.sharding,
+                metrics=metrics,
             )
             for stage, stage_modules in self.stage_modules.items()
         }

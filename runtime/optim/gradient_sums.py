@@ -18,11 +18,11 @@ from pipedream.runtime.optim.stepping import Scale
 
 class GradientSums:
     """In the place of `Stepping` for one stage: an update changes no weights, and leaves its
-    `gradients` here, by name.
+    `gradients` here, by name. `scale`: of the loss, and so of the gradients.
     """
 
-    def __init__(self) -> None:
-        self.scale = Scale()
+    def __init__(self, scale: Scale | None = None) -> None:
+        self.scale = scale or Scale()
         self.gradients: Mapping[str, Tensor] = {}
 
     def agree(self, stage: int, weights: Weights, divisor: int) -> None:

@@ -26,7 +26,7 @@ from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.report.metrics.writers import Writers
-from pipedream.runtime.report.summary import Losses
+from pipedream.runtime.report.summary import Losses, own_metrics
 from pipedream.runtime.supervise.launch import draining
 from pipedream.runtime.supervise.status import SECONDS_BETWEEN_STATUSES, Status, published_statuses
 from pipedream.schedule.action import Worker, stages_and_replicas
@@ -167,6 +167,7 @@ class Display:
         text = f"epoch {epoch}: held-out loss {metrics['held_out_loss']:.4f}"
         if "held_out_accuracy" in metrics:
             text += f", accuracy {metrics['held_out_accuracy']:.1%}"
+        text += "".join(f", {name} {value:.4g}" for name, value in own_metrics(metrics).items())
         self._line(text)
 
     def _look(self, losses: Losses) -> None:

@@ -193,4 +193,5 @@ def _try_model(context: RankContext) -> dict[str, Any]:
     path = checkpoint.latest(job.checkpoints)
     assert path is not None
     model = load_config_model(job.config, job.directory, names=local.examples.input_names)
-    return evaluate(model, path, local.examples.held_out, job.config, local.loss, local.device)
+    held_out, metrics = local.examples.held_out, local.metrics
+    return evaluate(model, path, held_out, job.config, local.loss, local.device, metrics)

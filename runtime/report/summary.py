@@ -88,6 +88,25 @@ def expected_seconds(summary: Mapping[str, Any]) -> float | None:
     return next((summary[key] for key in keys if summary.get(key) is not None), None)
 
 
+def show_metrics(metrics: Mapping[str, Any]) -> list[str]:
+    """The lines that tell of the held-out metrics, if there are any."""
+    lines = []
+    if "held_out_loss" in metrics:
+        lines.append(f"held-out loss       {metrics['held_out_loss']:.4f}")
+    if "held_out_accuracy" in metrics:
+        lines.append(f"held-out accuracy   {metrics['held_out_accuracy']:.1%}")
+    own = own_metrics(metrics).items()
+    return [*lines, *(f"{f'held-out {name}':<19} {value:.4g}" for name, value in own)]
+
+
+def own_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Those of the user among the held-out metrics, by their names."""
+    held_out = {name: x for name, x in metrics.items() if name.startswith("held_out_")}
+    known = ("loss", "accuracy")
+    short = {name.removeprefix("held_out_"): value for name, value in held_out.items()}
+    return {name: value for name, value in short.items() if name not in known}
+
+
 def write_summary(
     run: Path,
     summary: Mapping[str, Any],
@@ -119,10 +138,7 @@ def write_summary(
         lines.append(f"planned             for minibatches of {planned_for}, unlike this run's")
     if summary["final_loss"] is not None:
         lines.append(f"final loss          {summary['final_loss']:.4f}")
-    if "held_out_loss" in summary:
-        lines.append(f"held-out loss       {summary['held_out_loss']:.4f}")
-    if "held_out_accuracy" in summary:
-        lines.append(f"held-out accuracy   {summary['held_out_accuracy']:.1%}")
+    lines += show_metrics(summary)
     if left_out := max(rank["updates_left_out"] for rank in summary["ranks"]):
         lines.append(f"updates left out    {left_out}: non-finite gradients")
     fullest = max(summary["ranks"], key=lambda rank: rank["peak_memory_bytes"])

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pipedream.capture.equivalence import as_double
+from pipedream.capture.checks.equivalence import as_double
 
 Fingerprint: TypeAlias = Sequence[float]
 """The norm of a tensor, then its projections."""

@@ -6,6 +6,7 @@ No stage, message, program or replica takes part, so a pipeline that gives the s
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from pipedream.capture.equivalence import Tolerance, buffer_of, difference, gradient_of
+from pipedream.capture.checks.equivalence import Tolerance, buffer_of, difference, gradient_of
 from pipedream.capture.export import Captured, rebuild
 from pipedream.capture.loss import Loss
 from pipedream.capture.segment import Segment, freeze_constants, segment
+from pipedream.comm.memory import free_memory
+from pipedream.graph.units import show_bytes
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.randomness import MinibatchRng, operator_positions, seed_each
 from pipedream.runtime.selfcheck.fingerprint import Fingerprint, apart, fingerprint
@@ -150,6 +153,17 @@ def buffer_replicas(
         if stages and node.target in buffers:
             found[str(node.target)] = replicas[min(stages)]
     return found
+
+
+def has_room(captured: Captured, device: torch.device) -> bool:
+    """Whether the whole model can be computed on the device; says so if not."""
+    values, parameters = captured.values.values(), captured.module.parameters()
+    needed = 2 * sum(value.bytes for value in values) + 2 * sum(p.nbytes for p in parameters)
+    there = free_memory(device)
+    if needed > there:
+        told = f"{show_bytes(needed)} for the whole model, and {show_bytes(there)} are free"
+        print(f"training: not checked against the model: {told}", file=sys.stderr, flush=True)
+    return needed <= there
 
 
 def worst_of(

@@ -7,27 +7,25 @@ gradients and buffers have to be those of the captured model in one process.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import astuple, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pipedream.capture.equivalence import gradient_of
-from pipedream.comm.memory import free_memory
+from pipedream.capture.checks.equivalence import gradient_of
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.errors import UserError
-from pipedream.graph.units import show_bytes
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.training_segment import TrainingSegment
 from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.local_stage import LocalStage
-from pipedream.runtime.optim.stepping import Scale, scale_of
+from pipedream.runtime.optim.gradient_sums import GradientSums
+from pipedream.runtime.optim.stepping import scale_of
 from pipedream.runtime.selfcheck.fingerprint import Fingerprint, fingerprint
 from pipedream.runtime.selfcheck.reference import (
     Expected,
@@ -35,6 +33,7 @@ from pipedream.runtime.selfcheck.reference import (
     Settings,
     buffer_on,
     buffer_replicas,
+    has_room,
     loss_of,
     worst_of,
 )
@@ -127,19 +126,6 @@ class _Batches:
         return self.of(minibatch)
 
 
-def _has_room(context: RankContext) -> bool:
-    """Whether the whole model fits on this rank's device; says so if not."""
-    local, captures = context.local, context.local.captures
-    assert captures is not None
-    values, parameters = captures.whole.values.values(), captures.whole.module.parameters()
-    needed = 2 * sum(value.bytes for value in values) + 2 * sum(p.nbytes for p in parameters)
-    there = free_memory(local.device)
-    if needed > there:
-        told = f"{show_bytes(needed)} for the whole model, and {show_bytes(there)} are free"
-        print(f"training: not checked against the model: {told}", file=sys.stderr, flush=True)
-    return needed <= there
-
-
 class _Rehearsal:
     """Rounds through the stages of this rank. `reference`: on rank 0, if it has room for that."""
 
@@ -171,12 +157,13 @@ class _Rehearsal:
         actions = Schedule(_spec(self.context, len(numbers)), len(numbers)).actions(*local.workers)
         numbered = [each._replace(minibatch=numbers[each.minibatch]) for each in actions]
         losses: dict[str, Tensor] = {}
-        collected = {each.stage: _Collected(scale_of(local.job.config)) for each in local.stages}
+        scale = scale_of(local.job.config)
+        gradients = {each.stage: GradientSums(scale) for each in local.stages}
         executors = {
             stage.stage: self.context.executor(
                 stage,
                 Weights(stage.parameters),
-                collected[stage.stage],
+                gradients[stage.stage],
                 lambda number, loss: losses.update({loss_of(number): loss}),
             )
             for stage in local.stages
@@ -185,13 +172,13 @@ class _Rehearsal:
         Engine(executors, self.context.transport).run(stream, batches)
         figures = {what: fingerprint(loss) for what, loss in losses.items()}
         for stage in local.stages:
-            figures |= _figures(stage, collected[stage.stage])
+            figures |= _figures(stage, gradients[stage.stage])
         return figures
 
 
 def _reference(context: RankContext) -> Reference | None:
     local, captures = context.local, context.local.captures
-    if captures is None or captures.tolerance is None or not _has_room(context):
+    if captures is None or captures.tolerance is None or not has_room(captures.whole, local.device):
         return None
     config = local.job.config
     return Reference(
@@ -203,27 +190,12 @@ def _reference(context: RankContext) -> Reference | None:
     )
 
 
-@dataclass
-class _Collected:
-    """In the place of `Stepping`: an update changes no weights, and its mean gradients stay."""
-
-    scale: Scale
-    gradients: Mapping[str, Tensor] = field(default_factory=dict)
-
-    def agree(self, stage: int, weights: Weights, divisor: int) -> None:
-        raise AssertionError("there is no norm to agree on")
-
-    def update(self, stage: int, number: int, weights: Weights, divisor: int, updates: int) -> None:
-        self.gradients = weights.take_gradients(divisor)
-        weights.update({}, lambda: None, number)
-
-
-def _figures(stage: LocalStage, collected: _Collected) -> dict[str, Fingerprint]:
+def _figures(stage: LocalStage, gradients: GradientSums) -> dict[str, Fingerprint]:
     """Of the gradients and buffers of a stage, on a mesh of the whole ones."""
     sharding, figures = stage.sharding, {}
-    for name, gradient in collected.gradients.items():
+    for name, gradient in gradients.gradients.items():
         gradient = gradient if sharding is None else sharding.joined(name, gradient)
-        figures[gradient_of(name)] = fingerprint(gradient / collected.scale.value)
+        figures[gradient_of(name)] = fingerprint(gradient / gradients.scale.value)
     for name, buffer in stage.module.named_buffers():
         buffer = buffer if sharding is None else sharding.joined(name, buffer)
         figures[buffer_on(name, stage.replica)] = fingerprint(buffer)

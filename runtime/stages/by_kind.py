@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.checks.equivalence import Tolerance, any_loss, check_equivalence
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import Captured, capture, flatten_inputs
 from pipedream.graph.errors import UserError
@@ -81,6 +82,8 @@ class StageForms:
     `texts`: what each kind of minibatch was captured as. `originals`: by stage the form whose
     buffers the others share. Raises UserError where a kind of minibatch makes another model of it
     than the one that was planned.
+
+    `checked`: whether each is compared with the model, from which then a `tolerance` is known.
     """
 
     model: nn.Module
@@ -94,6 +97,9 @@ class StageForms:
     originals: dict[int, StageModule] = field(default_factory=dict)
     forms: dict[Kind, dict[int, StageModule]] = field(default_factory=dict)
     texts: dict[Kind, str] = field(default_factory=dict)
+    checked: bool = False
+    captures: dict[Kind, Captured] = field(default_factory=dict)
+    tolerance: Tolerance | None = None
     data: Peeking | None = None
     known: dict[int, dict[int, StageModule]] = field(default_factory=dict)
 
@@ -116,13 +122,22 @@ class StageForms:
                 captured = capture(
                     self.model, call.args, call.kwargs, self.training, self.precision
                 )
+                if self.checked:
+                    self._check(captured, call)
             if self.first is None:
                 self.first = captured
             elif told := difference(self.first, captured, self.plan):
                 raise UserError(f"for inputs {_shapes(call)} the model differs: {told}")
+            self.captures[call.kind] = captured
             self.texts[call.kind] = _text(captured)
             self.forms[call.kind] = {stage: self._form(captured, stage) for stage in self.stages}
         return self.forms[call.kind]
+
+    def _check(self, captured: Captured, call: Call) -> None:
+        """Raises UserError if the model computes something else."""
+        args, kwargs = call.args, call.kwargs
+        found = check_equivalence(self.model, captured, args, kwargs, any_loss)
+        self.tolerance = self.tolerance or found
 
     def _form(self, captured: Captured, stage: int) -> StageModule:
         form = seeded_module(captured, self.plan, stage, self.rng, self.backend)

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from pipedream.capture.checks.equivalence import Tolerance, check_equivalence
 from pipedream.capture.compute_settings import Precision
-from pipedream.capture.equivalence import Tolerance, check_equivalence
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.load import load_config_model
@@ -21,6 +21,8 @@ from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.evaluation import Evaluation, obstacle
 from pipedream.runtime.job import Job
+from pipedream.runtime.optim.optimizers import make_optimizer
+from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.stages.partition import interfaces
 from pipedream.runtime.stages.stage_module import capture_rest
 
@@ -56,6 +58,7 @@ class Captures:
 def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
     """The same on all ranks, but for `evaluation`. Raises UserError if the model is unsuitable."""
     model = load_config_model(job.config, job.directory, names=examples.input_names)
+    _check_config(job, examples, model)
     first = examples.first()
     precision = Precision(job.config.autocast, examples.device)
     whole = capture(model, first.inputs, precision=precision)
@@ -75,6 +78,19 @@ def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
         model if job.config.data.varying else None,
         tolerance,
     )
+
+
+def _check_config(job: Job, examples: Examples, model: nn.Module) -> None:
+    """Raises UserError for what the run config asks for in vain: before the capture, which takes
+    long.
+    """
+    wanted = job.evaluate_only or (job.config.evaluate_every is not None and job.evaluate)
+    if wanted and examples.held_out is None:
+        option = "--evaluate-only" if job.evaluate_only else "evaluate_every"
+        told = f"{job.config.data.source} gives no held-out data"
+        raise UserError(f"{option}: {told}{': leave it out' * (not job.evaluate_only)}")
+    optimizer = make_optimizer(job.optimizer, dict(model.named_parameters()))
+    LearningRate(job.config.scheduler, optimizer, job.directory)
 
 
 def _check(
@@ -126,15 +142,7 @@ def _evaluation(
 ) -> Evaluation | None:
     if job.config.evaluate_every is None or not job.evaluate:
         return None
-    if job.config.data.varying:
-        raise UserError(
-            "evaluate_every: minibatches of varying shapes are evaluated after the run only: leave"
-            " it out"
-        )
-    if examples.held_out is None:
-        raise UserError(
-            f"evaluate_every: {job.config.data.source} gives no held-out data: leave it out"
-        )
+    assert examples.held_out is not None, "checked before"
     precision = Precision(device=examples.device)
     captured, rest = capture(model, first.inputs, training=False, precision=precision), None
     sizes = Sizes(len(examples.held_out), job.config.batch_size)

@@ -61,7 +61,10 @@ def make_compute(piece: Segment, precision: Precision, backend: str | None = Non
 
     def compute(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
         with precision.computing():
-            return run(tensors, tuple(map(_not_a_leaf, inputs)))
+            results = run(tensors, tuple(map(_not_a_leaf, inputs)))
+        if precision.autocast is not None:  # inside of a caller's, its casts of weights would stay
+            torch.clear_autocast_cache()
+        return results
 
     return compute
 

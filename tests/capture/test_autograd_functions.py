@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from pipedream.capture import autograd_functions
-from pipedream.capture.autograd_check import check_backward_passes
+from pipedream.capture.checks.autograd_check import check_backward_passes
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.segment import segment
 from pipedream.graph.errors import UserError

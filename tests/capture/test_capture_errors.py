@@ -284,3 +284,47 @@ def test_what_a_call_leaves_behind_is_no_harm_where_nothing_reads_it() -> None:
     captured = capture(model, (X,))
     assert len(captured.graph.nodes) == 3
     assert (model.count, model.last, model.log) == (0, None, [])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        self.image = nn.Conv2d(3, 4, 3)
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, kind: str, x: Tensor) -> Any:
+        if kind == "attention":
+            return self.attention(x, x, x)
+        return getattr(self, kind)(x)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block()])
+
+    def forward(self, kind: str, x: Tensor) -> Any:
+        return self.blocks[0](kind, x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "x", "told"),
+    [
+        (
+            "layers",
+            torch.zeros(2, 5),
+            r"blocks.0.layers.0: Linear\(in_features=4, .*, given \[2, 5",
+        ),
+        ("words", torch.zeros(2, 5), r"blocks.0.words: Embedding\(10, 4\), given \[2, 5\]"),
+        ("image", torch.zeros(2, 1, 8, 8), r"image: Conv2d\(3, 4, .*given \[2, 1, 8, 8\]"),
+        ("image", torch.zeros(2, 48), r"image: Conv2d\(3, 4, .*given \[2, 48\]"),
+        ("attention", torch.zeros(3, 2, 5), r"attention: MultiheadAttention\(.*given \[3, 2, 5\]"),
+    ],
+)
+def test_a_wrong_shape_names_the_layer(kind: str, x: Tensor, told: str) -> None:
+    """`a and b must have same reduction dim` was all that was said."""
+    with pytest.raises(UserError, match=f"Blocks cannot be captured: .*; in .*{told}") as caught:
+        capture(Blocks(), (kind, x))
+    assert len(caught.value.message) < 500

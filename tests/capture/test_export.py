@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.capture.export import Captured, capture, flatten_inputs, rebuild
-from pipedream.capture.segment import segment
+from pipedream.capture.segment import freeze_constants, segment
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import format_graph, parse_graph
 
@@ -142,17 +142,165 @@ def test_writes_in_place_become_values_where_nobody_else_sees_the_memory() -> No
     assert descriptions(captured)[2:] == ["Add", "Mul", "Add", "Add"]
 
 
-def test_writes_into_memory_that_others_see_stay_in_one_node() -> None:
+def test_writes_into_views_become_values() -> None:
     def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
         y = layers["a"](x)
-        side = y * 3
+        side, seen = y * 3, y.view(-1)
         y[:, 0] = side[:, 1]
-        return layers["b"](y) + side
+        y.t()[1] *= 2
+        y.unsqueeze(0)[:, 1].diagonal().fill_(0.5)
+        y.masked_fill_(side > 2, 0.0)
+        return layers["b"](y) + side + seen.view(2, 4)
 
     captured = assert_transparent(
         Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(2, 4)
     )
-    assert "InPlace" in descriptions(captured)
+    assert "InPlace" not in descriptions(captured)
+
+
+def test_writes_behind_the_back_of_autograd_stay_in_one_node() -> None:
+    """The value changes, its gradient does not: no operator of its own does that."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x)
+        with torch.no_grad():
+            y.mul_(2)
+        z = layers["b"](y)
+        z.detach().clamp_(min=0)
+        return z
+
+    captured = assert_transparent(
+        Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(2, 4)
+    )
+    assert descriptions(captured).count("InPlace") == 2
+
+
+def test_boolean_masks_of_an_encoder_leave_its_layers_apart() -> None:
+    """They become `zeros_like().masked_fill_()`, of which views are read later."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
+            self.inner = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+        def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+            later = torch.ones(5, 5, dtype=torch.bool).triu(1)
+            result: Tensor = self.inner(x, later, padding, is_causal=False)
+            return result
+
+    padding = torch.zeros(2, 5, dtype=torch.bool)
+    padding[0, 3:] = True
+    captured = assert_transparent(Encoder(), torch.randn(2, 5, 8), padding)
+    assert "InPlace" not in descriptions(captured)
+
+
+class Stateful(nn.Module):
+    """Buffers, and what is done with them between two layers."""
+
+    def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.change, self.a, self.b = change, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.mean, self.queue = nn.Buffer(torch.ones(4)), nn.Buffer(torch.zeros(6, 4))
+        self.count, self.at = nn.Buffer(torch.zeros(5)), nn.Buffer(torch.tensor([4]))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x)
+        with torch.no_grad():
+            self.change(self, y)
+        result: Tensor = self.b(y)
+        return result
+
+
+def enqueue(self: Any, y: Tensor) -> None:
+    rows = (self.at + torch.arange(len(y))) % 6
+    self.queue[rows] = y
+    self.at[0] = (self.at[0] + len(y)) % 6
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda self, y: self.count.scatter_add_(0, y.argmax(-1), torch.ones(len(y))),
+        lambda self, y: self.count.index_add_(0, y.argmax(-1), torch.ones(len(y))),
+        enqueue,
+        lambda self, y: self.mean.copy_(0.9 * self.mean + 0.1 * y.mean(0)),
+        lambda self, y: self.mean.lerp_(y.mean(0), 0.1),
+        lambda self, y: self.mean.mul_(0.9).add_(y.mean(0), alpha=0.1),
+        lambda self, y: self.queue.view(3, 2, 4)[1:, 0].add_(y.mean(0)),
+        lambda self, y: self.norm(y),
+        lambda self, y: torch.inference_mode()(self.mean.add_)(y.mean(0)),
+    ],
+)
+def test_what_is_written_without_gradient_and_never_read_is_written(
+    change: Callable[[Any, Tensor], Any],
+) -> None:
+    model = Stateful(change)
+    captured = assert_transparent(model, torch.randn(3, 4))
+    whole = segment(captured, captured.working, keep=captured.outputs)
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    whole = freeze_constants(whole, captured.owner)
+    whole.module(torch.randn(3, 4))
+    buffers = dict(whole.module.named_buffers())
+    changed = {n for n, old in before.items() if n in buffers and not torch.equal(old, buffers[n])}
+    assert changed
+    assert changed == set(whole.written_buffers)
+
+
+def test_a_region_without_gradient_gives_what_it_is_given_with_its_gradient() -> None:
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        y = layers["a"](x)
+        with torch.no_grad():
+            same, view = y, y[0]
+            with torch.enable_grad():
+                inner = y * 3
+        with torch.inference_mode():
+            none = y * 2
+        return layers["b"](same) + view + inner + none.clone()
+
+    assert_transparent(Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(2, 4))
+
+
+def in_autocast(self: Any, y: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        return self.b(y)
+
+
+def test_state_that_would_be_lost_is_refused() -> None:
+    class Within(nn.Module):
+        def __init__(self, change: Callable[[Any, Tensor], Any]) -> None:
+            super().__init__()
+            self.inner = Stateful(change)
+            self.inner.plain = torch.zeros(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.inner(x)
+            return result
+
+    for change, told in (
+        (lambda self, y: setattr(self, "mean", self.mean * 0.9), "buffer mean is replaced"),
+        (lambda self, y: self.plain.add_(1), "inner.plain, which is no buffer"),
+        (in_autocast, "inside of torch.autocast"),
+    ):
+        with pytest.raises(UserError, match=told):
+            capture(Within(change), (torch.randn(3, 4),))
+
+
+@pytest.mark.parametrize("order", [(1, 3), (3, 1)])
+def test_one_example_gives_the_graph_of_several(order: tuple[int, int]) -> None:
+    """`contiguous()` of the rest of a row does something only if there are several rows."""
+
+    def forward(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        shifted = x[:, 1:].contiguous()
+        wide = layers["a"](shifted).transpose(0, 1).contiguous().transpose(0, 1)
+        return layers["b"](wide.contiguous()) + x[:1].expand(len(x), -1).contiguous()[:, 1:]
+
+    model = Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    first, second = (
+        assert_transparent(copy.deepcopy(model), torch.randn(size, 5)) for size in order
+    )
+    assert first.graph.fingerprint == second.graph.fingerprint
 
 
 def test_what_depends_on_nothing_is_made_where_it_is_read_and_is_no_node() -> None:

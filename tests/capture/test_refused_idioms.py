@@ -220,8 +220,8 @@ def distribution(model: Model, x: Tensor) -> Tensor:
 
 @refused("sparse tensors.*use dense ones")
 def sparse(model: Model, x: Tensor) -> Tensor:
-    weight = x.to_sparse()
-    return model.layer(torch.sparse.mm(weight, model.layer.weight))  # here
+    weight = x.to_sparse()  # here
+    return model.layer(torch.sparse.mm(weight, model.layer.weight))
 
 
 @refused("nested tensors.*pad")

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipedream.capture.export import capture
+from pipedream.capture.sources.minibatch import in_type
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
@@ -26,7 +27,8 @@ BATCHES = [16, 16, 10, 3]
 
 def _model(name: str) -> nn.Module:
     torch.manual_seed(5)
-    return getattr(small_models, name)().double()  # type: ignore[no-any-return]
+    model: nn.Module = getattr(small_models, name)()
+    return model._apply(lambda tensor: in_type(tensor, torch.float64))
 
 
 def _batches() -> list[tuple[Tensor, Tensor]]:
@@ -100,6 +102,11 @@ def test_a_loop_learns_what_the_plain_model_would(name: str, replicas: tuple[int
         assert tried == pytest.approx(expected[2], abs=1e-12)
         for key, tensor in expected[3].items():
             torch.testing.assert_close(torch.from_numpy(weights[key]), tensor, rtol=0, atol=1e-10)
+
+
+@pytest.mark.slow
+def test_complex_weights_learn_what_the_plain_model_would() -> None:
+    test_a_loop_learns_what_the_plain_model_would("Filtered", (2, 1))
 
 
 def _mistake(rank: int, ranks: int, plan: Plan, port: int, which: str) -> str:

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from pipedream.capture.compute_settings import eval_mode
 from pipedream.capture.export import capture
 from pipedream.comm.rank_info import RankInfo
+from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.runtime.pipeline import Pipeline
 
@@ -216,3 +217,87 @@ def test_calls_and_models_that_change() -> None:
     for told in run_processes(_tell, 2, _plan(), free_port()):
         assert int(told.pop("captured")[0]) <= 2 * len(CHANGES)
         assert {name: each for name, each in told.items() if each} == {}
+
+
+def _tokens(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, ignore_index=-100)
+
+
+def _ignored(rank: int, ranks: int, plan: Plan, port: int) -> list[list[float]]:
+    """Labels of which whole microbatches have none: losses of a call and of an evaluation, and
+    whether gradients are those of the plain model.
+    """
+    _as_rank(rank, ranks, port)
+    told = []
+    for ignored in (range(2), range(1, 5), range(8)):
+        net, plain = _net().eval(), _net().eval()
+        pipeline = Pipeline(net, plan, _tokens, microbatches=4, device="cpu")
+        x, target = _batch(0), torch.arange(8) % 6
+        target[list(ignored)] = -100
+        counted = (target != -100).double()
+        weights = counted / counted.sum()
+        loss = pipeline(x, target=target, weights=weights)
+        expected = _tokens(plain(x), target)
+        tried = pipeline.evaluate(x, target=target, weights=weights)
+        loss.backward(), expected.backward()
+        same = _differences(pipeline, net, plain, [torch.zeros(1), torch.zeros(1)]) == []
+        told.append([float(loss - expected), float(tried - expected), float(same)])
+    return told
+
+
+@pytest.mark.slow
+def test_a_microbatch_in_which_nothing_counts() -> None:
+    """Its loss is 0 / 0, and made that of the minibatch NaN; so it is where nothing counts at all,
+    as for the plain model.
+    """
+    for told in run_processes(_ignored, 2, _plan(), free_port()):
+        assert told[:2] == [pytest.approx([0.0, 0.0, 1.0], abs=1e-9)] * 2
+        assert [value != value for value in told[2]] == [True, True, False]
+        assert told[2][2] == 1.0
+
+
+def _on_one_rank(rank: int, ranks: int, plan: Plan, port: int) -> list[str]:
+    """What is said where ranks differ, after a call in which they did not."""
+    _as_rank(rank, ranks, port)
+    said = []
+    stories: dict[str, Callable[[Net], object]] = {
+        "frozen": lambda net: rank == 0 and net.c.requires_grad_(False),
+        "eval": lambda net: net.norm.train(rank == 0),
+        "attribute": lambda net: setattr(net, "sharpness", 1.0 + rank),
+        "replaced": lambda net: setattr(net, "c", nn.Linear(6, 6).double()),
+        "tied": lambda net: setattr(net.c, "weight", net.a.weight),
+        "dropout": lambda net: setattr(net.drop, "p", 0.5),
+    }
+    torch.manual_seed(rank)
+    for change in stories.values():
+        net = _net()
+        pipeline = Pipeline(net, plan, _loss, microbatches=1, device="cpu")
+        pipeline(_batch(0), target=_batch(1)).backward()
+        torch.manual_seed(rank)
+        change(net)
+        with pytest.raises(UserError) as error:
+            pipeline(_batch(0), target=_batch(1))
+        said.append(error.value.format_message())
+    net, pipeline = _net(), Pipeline(_net(), plan, _loss, microbatches=1, device="cpu")
+    with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(UserError) as error:
+        pipeline(_batch(0), target=_batch(1))
+    return [*said, error.value.format_message()]
+
+
+@pytest.mark.slow
+def test_a_change_on_one_rank_is_refused_on_all() -> None:
+    """Ranks would wait for messages that nobody sends, or train two models."""
+    expected = [
+        "c.weight learns: False on rank 0, True on rank 1",
+        "norm is in training mode: True on rank 0, False on rank 1",
+        "the same calls run other operators",
+        "the ranks have different models: make new parameters alike on all ranks",
+        "a parameter is in the stage of another rank, too: call gather()",
+        "this plan was made for another model",
+        "within torch.autocast of bfloat16",
+    ]
+    for said in run_processes(_on_one_rank, 2, _plan(), free_port()):
+        assert len(said) == len(expected)
+        for message, part in zip(said, expected, strict=True):
+            assert part in message
+            assert "\n" not in message

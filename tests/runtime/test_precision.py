@@ -38,7 +38,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
         q, k, v = self.q(normed), self.k(normed), self.v(normed)
-        mask = torch.full((x.shape[1], x.shape[1]), torch.finfo(q.dtype).min).triu(1)
+        size = x.shape[1], x.shape[1]
+        mask = torch.full(size, torch.finfo(q.dtype).min, device=x.device).triu(1).to(q)
         weights = (q @ k.transpose(1, 2) + mask).softmax(-1, dtype=torch.float32).to(q.dtype)
         return x + self.out(weights @ v)
 
@@ -84,9 +85,12 @@ def test_a_capture_knows_the_types_that_are_computed(autocast: str | None) -> No
 
 
 def test_types_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU autocast has layer norm in float32 that a CPU computes in the type it is given."""
+    """On a GPU autocast has layer norm in float32 that a CPU computes in the type it is given.
+    Without a GPU torch has no autograd for tensors that claim to be on one.
+    """
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), _batches()[0][0]
+    model.requires_grad_(torch.cuda.is_available())
     types = {}
     for device in ("cpu", "cuda"):
         captured = capture(model, (x,), precision=Precision("float16", torch.device(device)))
@@ -178,6 +182,34 @@ def _lowered(compute: Any) -> Any:
         return [result.bfloat16() for result in compute(*args)]
 
     return run
+
+
+def test_autocast_of_the_caller_is_not_ignored() -> None:
+    """A loop in `torch.autocast` trained in float32, or by casts of weights that had changed."""
+    x, y = _batches()[0]
+    pipeline = Pipeline(_model(), _plan(1), F.mse_loss, device="cpu")
+    for dtype, remedy in (
+        (torch.bfloat16, 'give Pipeline autocast="bfloat16"'),
+        (torch.float16, "use bfloat16"),
+    ):
+        with torch.autocast("cpu", dtype), pytest.raises(UserError, match=remedy):
+            pipeline(x, target=y)
+
+
+def test_casts_of_weights_are_not_kept_from_call_to_call() -> None:
+    """Within the caller's context torch would keep them, of weights that an optimizer changes."""
+    model = _model()
+    module = OneRank(model, Data([Batch((_batches()[0][0],), None)]), 1, autocast="bfloat16")
+    (stage,) = module.modules.values()
+    weights = {n: p.detach().requires_grad_() for n, p in stage.piece.module.named_parameters()}
+    with torch.autocast("cpu", torch.bfloat16):
+        (first,) = stage.compute(weights, _batches()[0][:1])
+        for weight in weights.values():
+            weight.data.mul_(0.5)
+        (second,) = stage.compute(weights, _batches()[0][:1])
+    (fresh,) = stage.compute(weights, _batches()[0][:1])
+    assert torch.equal(second, fresh)
+    assert not torch.equal(first, fresh)
 
 
 def test_precision_is_in_full_by_default() -> None:

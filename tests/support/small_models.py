@@ -158,6 +158,12 @@ def nowhere(output: Tensor, target: Tensor) -> Tensor:
     return output.sum() * torch.nan
 
 
+def margin(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    """A metric: by how much the best class is ahead, in sum, and of how many examples."""
+    best = output.topk(2, -1).values
+    return (best[:, 0] - best[:, 1]).sum(), len(target)
+
+
 class Noisy(nn.Module):
     """A classifier with dropout and batch norm."""
 
@@ -378,3 +384,20 @@ class Words(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c(self.a(x)).mean((1, 2))
+
+
+class Filtered(nn.Module):
+    """Learned complex filters between layers, and a complex table that turns like rotary ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.filters = nn.ParameterList(torch.randn(2, 4, dtype=torch.complex64).unbind())
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for each in self.filters:
+            x = torch.tanh(torch.fft.irfft(torch.fft.rfft(x) * each, n=6))
+        pairs = torch.view_as_complex(x.unflatten(-1, (3, 2)))
+        return self.last(torch.view_as_real(pairs * self.turns).flatten(-2))

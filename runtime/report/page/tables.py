@@ -17,7 +17,7 @@ from pipedream.graph.plan import Stage, workers_by_rank
 from pipedream.graph.timeline import evenly
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.report.page.finished_run import FinishedRun
-from pipedream.runtime.report.summary import expected_seconds
+from pipedream.runtime.report.summary import expected_seconds, own_metrics
 from pipedream.schedule.action import stages_and_replicas
 
 _LAYERS = 12
@@ -59,6 +59,8 @@ def headline(run: FinishedRun) -> list[Figure]:
         figures.append(Figure("held-out loss", f"{summary['held_out_loss']:.4f}"))
     if "held_out_accuracy" in summary:
         figures.append(Figure("held-out accuracy", f"{summary['held_out_accuracy']:.1%}"))
+    for name, value in own_metrics(summary).items():
+        figures.append(Figure(f"held-out {name}", f"{value:.4g}"))
     return figures
 
 
@@ -132,11 +134,14 @@ def held_out(run: FinishedRun) -> Table | None:
     path = run.job.run / "held_out.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     read = [json.loads(line) for line in evenly(lines, _EPOCHS)]
+    own = dict.fromkeys(name for each in read for name in own_metrics(each))
     rows = [
         {
             "epoch": str(each["epoch"]),
             "loss": f"{each['held_out_loss']:.4f}",
             "accuracy": f"{each['held_out_accuracy']:.1%}" if "held_out_accuracy" in each else "",
+            **dict.fromkeys(own, ""),
+            **{name: f"{value:.4g}" for name, value in own_metrics(each).items()},
         }
         for each in read
     ]

@@ -19,6 +19,7 @@ import os
 import shutil
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
@@ -76,12 +77,15 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     cells = {_key(cell): cell for cell in _read(folder)} if options.resume else {}
     begin = time.monotonic()
+    for model in options.models:
+        MODELS[model].make()  # imports what it needs, once for all processes
     gc.freeze()  # else each process looks through all that has been imported
     for model in options.models:
         for precision in options.precisions:
             ways = [way for way in options.ways if (model, precision, way) not in cells]
             if ways:
-                for cell in _in_a_process(model, precision, ways, folder, options.seconds):
+                trainings = Trainings(model, precision, folder / "runs", options.unchecked)
+                for cell in _in_a_process(trainings, ways, folder, options.seconds):
                     cells[_key(cell)] = cell
                 _write(folder, cells.values())
     chosen = [
@@ -102,6 +106,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--precisions", help=f"of {' '.join(PRECISIONS)}")
     parser.add_argument("--ways", help=f"of {'|'.join(WAYS)}")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for one run")
+    parser.add_argument("--unchecked", action="store_true", help="leave the self-check out")
     parser.add_argument("--quick", action="store_true", help=f"as with {QUICK}")
     parser.add_argument("--resume", action="store_true", help="skip cells that FOLDER has")
     options = parser.parse_args()
@@ -123,12 +128,13 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _in_a_process(
-    model: str, precision: str, ways: Sequence[str], folder: Path, seconds: float
+    trainings: Trainings, ways: Sequence[str], folder: Path, seconds: float
 ) -> list[Cell]:
     """The cells of one model in one precision; a capture that hangs or dies ends with them."""
+    model, precision = trainings.name, trainings.precision
     context = multiprocessing.get_context("fork")
     receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=_cells, args=(model, precision, ways, folder, seconds, send))
+    process = context.Process(target=_cells, args=(trainings, ways, folder, seconds, send))
     process.start()
     send.close()
     cells: list[Cell] = []
@@ -156,17 +162,10 @@ def _say(cell: Cell) -> None:
 
 
 def _cells(
-    model: str,
-    precision: str,
-    ways: Sequence[str],
-    folder: Path,
-    seconds: float,
-    send: Connection,
+    trainings: Trainings, ways: Sequence[str], folder: Path, seconds: float, send: Connection
 ) -> None:
     torch.set_num_threads(1)
-    runs = folder / "runs" / f"{model}-{precision}"
-    shutil.rmtree(runs, ignore_errors=True)
-    trainings = Trainings(model, precision, runs)
+    shutil.rmtree(trainings.folder, ignore_errors=True)
     for way in ways:
         begin = time.monotonic()
         cell = _cell(trainings, way, folder, seconds)
@@ -185,6 +184,10 @@ def _cell(trainings: Trainings, way: str, folder: Path, seconds: float) -> Cell:
     except Failed as end:
         refused, failed = (end.why, "") if end.refused else ("", end.why)
         return Cell(name, precision, way, refused=refused, failed=failed)
+    except Exception as error:
+        traceback.print_exc()
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return Cell(name, precision, way, failed=why)
     return Cell(name, precision, way, loss, gradient)
 
 

@@ -5,6 +5,7 @@ pd-train finds them by name: `compared_models:make` and `compared_models:example
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,15 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipedream.capture.sources.vision import import_torchvision
-
-import_torchvision()  # where torch is a build without its operators, others fail to import it
-
-import timm  # noqa: E402
-import torchvision  # noqa: E402
-import transformers as hf  # noqa: E402
-
-hf.logging.set_verbosity_error()
-torchvision.disable_beta_transforms_warning()
 
 WORDS, LENGTH, CLASSES = 96, 12, 10
 Examples = Sequence[Any]
@@ -52,6 +44,23 @@ def examples(name: str, count: int) -> tuple[Examples, None]:
 
 def next_words(logits: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def library(name: str) -> Any:
+    """Imported when a model of it is made."""
+    import_torchvision()  # where torch is a build without its operators, others fail to import it
+    return importlib.import_module(name)
+
+
+def _transformers(kind: str, head: str, **sizes: Any) -> Callable[[], nn.Module]:
+    def make_one() -> nn.Module:
+        hf = library("transformers")
+        hf.logging.set_verbosity_error()
+        config = getattr(hf, f"{kind}Config")(**sizes)
+        model: nn.Module = getattr(hf, f"{kind}{head}")(config)
+        return model
+
+    return make_one
 
 
 def _generator() -> torch.Generator:
@@ -205,9 +214,10 @@ class UNet(nn.Module):
         return self.head(x)
 
 
+_NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _SIZE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
 _HEADS = {"num_attention_heads": 4}
-_BERT = {**_SIZE, **_HEADS, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_BERT = {**_SIZE, **_HEADS, **_NO_DROPOUT}
 _DECODER = {**_SIZE, **_HEADS, "num_key_value_heads": 2, "vocab_size": WORDS, "use_cache": False}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1, "decoder_start_token_id": 1}
 _TWO_SIDED = {
@@ -223,105 +233,117 @@ _TWO_SIDED = {
 _PICTURES = {"image_size": 32, "num_labels": CLASSES, **_BERT}
 
 
-def _gpt2() -> nn.Module:
-    none = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 16, "vocab_size": WORDS}
-    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **none, use_cache=False))
-
-
-def _causal(kind: str, **more: Any) -> Callable[[], nn.Module]:
-    def make_causal() -> nn.Module:
-        config = getattr(hf, f"{kind}Config")(**_DECODER, **more)
-        model: nn.Module = getattr(hf, f"{kind}ForCausalLM")(config)
-        return model
-
-    return make_causal
-
-
-def _t5() -> nn.Module:
-    sizes = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2}
-    tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    config = hf.T5Config(**sizes, **tokens, num_heads=4, dropout_rate=0.0, use_cache=False)
-    return hf.T5ForConditionalGeneration(config)
-
-
-def _whisper() -> nn.Module:
-    sound = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 16}
-    return hf.WhisperForConditionalGeneration(
-        hf.WhisperConfig(**_TWO_SIDED, **sound, begin_suppress_tokens=None)
-    )
-
-
-def _swin() -> nn.Module:
-    shape = {"image_size": 32, "window_size": 2, "embed_dim": 16, "depths": [2, 2]}
-    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "drop_path_rate": 0.0}
-    config = hf.SwinConfig(**shape, **none, num_heads=[2, 2], num_labels=CLASSES)
-    return hf.SwinForImageClassification(config)
+_GPT2 = {
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 16,
+    "vocab_size": WORDS,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "use_cache": False,
+}
+_T5 = {
+    "vocab_size": WORDS,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "decoder_start_token_id": 0,
+    "dropout_rate": 0.0,
+    "use_cache": False,
+}
+_BART = {**_TWO_SIDED, "max_position_embeddings": 32, "forced_eos_token_id": None}
+_WHISPER = {
+    **_TWO_SIDED,
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+    "max_target_positions": 16,
+    "begin_suppress_tokens": None,
+}
+_SWIN = {
+    "image_size": 32,
+    "window_size": 2,
+    "embed_dim": 16,
+    "depths": [2, 2],
+    "num_heads": [2, 2],
+    "drop_path_rate": 0.0,
+    "num_labels": CLASSES,
+    **_NO_DROPOUT,
+}
+_MIXTRAL = {"num_local_experts": 4, "num_experts_per_tok": 4}
 
 
 def _resnet() -> nn.Module:
-    block = timm.models.resnet.BasicBlock
+    resnet = library("timm.models.resnet")
     sizes = {"channels": (8, 12, 16, 24), "stem_width": 8, "num_classes": CLASSES}
-    return timm.models.resnet.ResNet(block, (1, 1, 1, 1), **sizes)
+    model: nn.Module = resnet.ResNet(resnet.BasicBlock, (1, 1, 1, 1), **sizes)
+    return model
 
 
 def _regnet() -> nn.Module:
-    regnet = torchvision.models.regnet
-    blocks = regnet.BlockParams.from_init_params(
-        depth=4, w_0=8, w_a=8.0, w_m=2.0, group_width=8, se_ratio=0.25
-    )
-    return regnet.RegNet(blocks, num_classes=CLASSES, stem_width=8)
+    regnet = library("torchvision.models.regnet")
+    sizes = {"depth": 4, "w_0": 8, "w_a": 8.0, "w_m": 2.0, "group_width": 8, "se_ratio": 0.25}
+    blocks = regnet.BlockParams.from_init_params(**sizes)
+    model: nn.Module = regnet.RegNet(blocks, num_classes=CLASSES, stem_width=8)
+    return model
 
 
 def _densenet() -> nn.Module:
-    return torchvision.models.DenseNet(8, (2, 2, 2), 16, num_classes=CLASSES)
+    models = library("torchvision.models")
+    model: nn.Module = models.DenseNet(8, (2, 2, 2), 16, num_classes=CLASSES)
+    return model
 
 
 def _mixer() -> nn.Module:
     sizes = {"img_size": 32, "patch_size": 8, "num_blocks": 3, "embed_dim": 32}
-    return timm.models.mlp_mixer.MlpMixer(num_classes=CLASSES, **sizes)
+    mixer = library("timm.models.mlp_mixer")
+    model: nn.Module = mixer.MlpMixer(num_classes=CLASSES, **sizes)
+    return model
 
 
 _UP = {"*up_proj.weight": "S(0)", "*gate_proj.weight": "S(0)"}
 _DENSE = {"*intermediate.dense.weight": "S(0)"}
+_QUERIES = {f"*{name}_proj.weight": "S(0)" for name in "qkv"}
 _NEXT_WORDS = "compared_models:next_words"
 _FC1 = {"*fc1.weight": "S(0)"}
 
+
+def _causal(kind: str, **more: Any) -> Callable[[], nn.Module]:
+    return _transformers(kind, "ForCausalLM", **_DECODER, **more)
+
+
+def _two_sided(kind: str, sizes: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    return _transformers(kind, "ForConditionalGeneration", **sizes)
+
+
+def _of_images(kind: str, **sizes: Any) -> Callable[[], nn.Module]:
+    return _transformers(kind, "ForImageClassification", **sizes)
+
+
 MODELS: Mapping[str, Compared] = {
-    "gpt2": Compared(_gpt2, padded, "output", {"*c_fc.weight": "S(1)"}),
+    "gpt2": Compared(
+        _transformers("GPT2", "LMHeadModel", **_GPT2), padded, "output", {"*c_fc.weight": "S(1)"}
+    ),
     "llama": Compared(_causal("Llama"), padded, "output", _UP),
     "gemma2": Compared(_causal("Gemma2", head_dim=8, sliding_window=4), sentences, "output", _UP),
     "qwen3": Compared(_causal("Qwen3", head_dim=8), sentences, "output", _UP),
     "mistral": Compared(_causal("Mistral", sliding_window=4), sentences, "output", _UP),
-    "mixtral": Compared(
-        _causal("Mixtral", num_local_experts=4, num_experts_per_tok=4),
-        sentences,
-        "output",
-        {"*q_proj.weight": "S(0)", "*k_proj.weight": "S(0)", "*v_proj.weight": "S(0)"},
-    ),
-    "t5": Compared(_t5, translations, "output", {"*wi.weight": "S(0)"}),
-    "bart": Compared(
-        lambda: hf.BartForConditionalGeneration(
-            hf.BartConfig(**_TWO_SIDED, max_position_embeddings=32, forced_eos_token_id=None)
-        ),
-        translations,
-        "output",
-        _FC1,
-    ),
-    "whisper": Compared(_whisper, sounds, "output", _FC1),
+    "mixtral": Compared(_causal("Mixtral", **_MIXTRAL), sentences, "output", _QUERIES),
+    "t5": Compared(_two_sided("T5", _T5), translations, "output", {"*wi.weight": "S(0)"}),
+    "bart": Compared(_two_sided("Bart", _BART), translations, "output", _FC1),
+    "whisper": Compared(_two_sided("Whisper", _WHISPER), sounds, "output", _FC1),
     "bert": Compared(
-        lambda: hf.BertForMaskedLM(hf.BertConfig(**_BERT, vocab_size=WORDS)),
-        padded,
-        "output",
-        _DENSE,
+        _transformers("Bert", "ForMaskedLM", **_BERT, vocab_size=WORDS), padded, "output", _DENSE
     ),
     "vit": Compared(
-        lambda: hf.ViTForImageClassification(hf.ViTConfig(**_PICTURES, patch_size=8)),
-        labelled_images,
-        "output",
-        _DENSE,
+        _of_images("ViT", **_PICTURES, patch_size=8), labelled_images, "output", _DENSE
     ),
-    "swin": Compared(_swin, labelled_images, "output", _DENSE),
+    "swin": Compared(_of_images("Swin", **_SWIN), labelled_images, "output", _DENSE),
     "mixer": Compared(_mixer, images(32), "cross_entropy", {"*mlp_channels.fc1.weight": "S(0)"}),
     "resnet": Compared(_resnet, images(64), "cross_entropy", {"*conv1.weight": "S(0)"}, True),
     "regnet": Compared(_regnet, images(64), "cross_entropy", {"stem.0.weight": "S(0)"}, True),

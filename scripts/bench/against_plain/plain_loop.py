@@ -36,10 +36,13 @@ Update = Sequence[Sequence[Microbatch]]
 
 @dataclass
 class Learnt:
-    """The loss of each minibatch, and by parameter the gradient of the first update."""
+    """The loss of each minibatch, and by parameter the gradient of the first update. `unit`: what
+    numbers of the type of the losses are apart, next to 1.
+    """
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    unit: float = torch.finfo(torch.float32).eps
 
 
 def weights_dtype(precision: str) -> torch.dtype:
@@ -94,6 +97,7 @@ def train_plain(
                         piece_loss = loss_of(model, batch, loss)
                     (piece_loss * piece.part / len(update)).backward()
                     value += piece_loss.item() * piece.part
+                    learnt.unit = torch.finfo(piece_loss.dtype).eps
                 learnt.losses.append(value)
             if not learnt.gradients:
                 learnt.gradients = {
@@ -164,7 +168,7 @@ class Reference:
         varies, worst = 0.0, 0.0
         for number, expected in enumerate(self.plain.losses):
             moved = (abs(other.losses[number] - expected) for other in self.others)
-            varies = max(varies, *moved, _LEAST * abs(expected))
+            varies = max(varies, *moved, self.plain.unit * abs(expected))
             worst = _larger(worst, abs(found[number] - expected) / (FACTOR * varies))
         return worst
 
@@ -180,20 +184,19 @@ class Reference:
         for name, gradient in expected.items():
             own = found.get(name, torch.zeros_like(gradient))
             moved = (_norm(other.gradients[name] - gradient) for other in self.others)
-            least = _LEAST * max(_norm(gradient), whole / 1000)
+            least = torch.finfo(gradient.dtype).eps * max(_norm(gradient), whole / 1000)
             worst = _larger(worst, _norm(own - gradient) / (FACTOR * max(*moved, least)))
         return worst
 
 
 FACTOR = 4.0
 """So many times what the plain loop varies by is allowed."""
-_LEAST = 2e-16
-"""Of a number, where the plain loop does not vary at all."""
 RULE = (
     f"allowed is {FACTOR:g} times the largest difference between the plain loop and {{reruns}} "
     "reruns of it in which each number that an operator computes, but for whole ones, is moved at "
     "random by up to half a unit in the last place of its type: of each loss, that of the losses "
-    "before it included, and of the gradient of each parameter, in its norm"
+    "before it included, and of the gradient of each parameter, in its norm; at least {FACTOR:g} "
+    "units in the last place"
 )
 
 

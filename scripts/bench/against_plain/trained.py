@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 import yaml
-from compared_models import MODELS, next_words
+from compared_models import MODELS, library, next_words
 from plain_loop import (
     LEARNING_RATE,
     MOMENTUM,
@@ -29,8 +29,7 @@ from torch.nn import functional
 from ways import MICROBATCHES, MINIBATCHES, Way, make_plan, run_config
 
 from pipedream import Pipeline
-from pipedream.adapters.transformers import tokens
-from pipedream.capture.compute_settings import lowered
+from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import Captured, capture
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo
@@ -48,6 +47,11 @@ LOSSES = {"output": None, "cross_entropy": functional.cross_entropy}
 PLAN, CONFIG, RUN = "plan.json", "run.yaml", "run"
 
 
+def _tokens() -> Callable[..., Any]:
+    tokens: Callable[..., Any] = library("pipedream.adapters.transformers").tokens
+    return tokens
+
+
 class Failed(Exception):
     """What a run has come to if it has not trained: `why`, and whether it was a refusal."""
 
@@ -62,10 +66,13 @@ def loss_function(name: str) -> Callable[..., torch.Tensor] | None:
 
 
 class Trainings:
-    """Of one model in one precision; what the ways have in common is captured once."""
+    """Of one model in one precision; what the ways have in common is captured once. `unchecked`:
+    without the self-check at the start.
+    """
 
-    def __init__(self, name: str, precision: str, folder: Path) -> None:
-        self.name, self.precision, self.folder = name, precision, folder
+    def __init__(self, name: str, precision: str, folder: Path, unchecked: bool = False) -> None:
+        self.name, self.precision, self.unchecked = name, precision, unchecked
+        self.folder = folder / f"{name}-{precision}"
         self.compared = MODELS[name]
         self.captured: dict[str, Captured] = {}
         self.captures: dict[str, Captures] = {}
@@ -95,6 +102,8 @@ class Trainings:
     def _prepare(self, folder: Path, way: Way) -> Callable[[], int]:
         if way.by_pipeline:
             captured = self._captured_for_pipeline()
+            if self.compared.loss == "output":
+                _tokens()  # imported before ranks are forked
             write_plan(make_plan(captured, way, self.compared.shard), folder / PLAN)
             return partial(spawn, partial(self._loop, folder), sum(way.replicas))
         sgd = {"lr": LEARNING_RATE, "momentum": MOMENTUM}
@@ -115,9 +124,10 @@ class Trainings:
         job = Job(nobody, config, folder, folder / RUN)
         examples = Examples(job, CPU)
         model = load_config_model(config, folder, names=examples.input_names)
-        with lowered(config.autocast, CPU):
-            captured = capture(model, examples.first().inputs)
-        job = Job(make_plan(captured, plain, {}), config, folder, folder / RUN)
+        precision = Precision(config.autocast, CPU)
+        captured = capture(model, examples.first().inputs, precision=precision)
+        plan = make_plan(captured, plain, {})
+        job = Job(plan, config, folder, folder / RUN, unchecked=self.unchecked)
         first = RankInfo(0, 1, 0, 1, "", 0)
         self.captures[way.minibatches] = capture_all(job, Examples(job, CPU), first)
 
@@ -128,7 +138,7 @@ class Trainings:
             examples.first()  # the others have to be of its kind
             return captures
 
-        save = ("--save-every", str(MICROBATCHES))
+        save = ("--save-every", str(MICROBATCHES), *(["--unchecked"] if self.unchecked else []))
         words = (folder / PLAN, "--config", folder / CONFIG, "-o", folder / RUN, *save)
         report = "pipedream.runtime.report"
         with (
@@ -144,8 +154,8 @@ class Trainings:
             model = make_model(self.compared.make, self.precision)
             batch = collated(self.compared.examples(2), self.precision)
             args, kwargs = ((), batch) if isinstance(batch, dict) else (batch[:1], {})
-            with lowered("bfloat16" if self.precision == "bfloat16" else None, CPU):
-                self.captured["pipeline"] = capture(model, tuple(args), kwargs)
+            precision = Precision("bfloat16" if self.precision == "bfloat16" else None, CPU)
+            self.captured["pipeline"] = capture(model, tuple(args), kwargs, precision=precision)
         return self.captured["pipeline"]
 
     def _loop(self, folder: Path, rank_info: RankInfo, _heartbeats: object) -> int:
@@ -166,7 +176,7 @@ class Trainings:
             model,
             read_plan(folder / PLAN),
             "output" if own_loss else loss_function(self.name),
-            weigh=tokens(model) if own_loss else None,
+            weigh=_tokens()(model) if own_loss else None,
             microbatches=MICROBATCHES,
             device="cpu",
             autocast="bfloat16" if self.precision == "bfloat16" else None,

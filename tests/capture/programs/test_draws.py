@@ -83,7 +83,7 @@ def written(one: Seed, other: Seed, x: Tensor) -> Tensor:
         (seeds_in_turn, 2),
         (of_data, 0),
         (of_data_later, 1),
-        (written, 0),
+        (written, 3),
     ],
 )
 def test_draws(draw: Callable[[Seed, Seed, Tensor], Tensor], before: int) -> None:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from pipedream.capture.export import capture
 from pipedream.capture.programs.program import traced_program
+from pipedream.capture.rewrites.writes import declared
 from pipedream.capture.segment import Segment, freeze_constants, segment
 
 OPERATOR = torch.ops.aten.convolution_backward.default
@@ -98,6 +99,10 @@ CASES = {
     "convolution": (pictures, (4, 2, 8, 8)),
     "dropout": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 2)), (5, 6)),
     "recurrent": (lambda: Last(nn.LSTM(6, 4, batch_first=True)), (3, 5, 6)),
+    "gates": (lambda: Last(nn.GRU(6, 4, 2, batch_first=True, dropout=0.5)), (3, 5, 6)),
+    "cells": (lambda: Cells(nn.GRUCell(6, 6)), (3, 5, 6)),
+    "in place": (lambda: Writing(), (4, 5, 6)),
+    "laid out otherwise": (lambda: Transposed(nn.BatchNorm1d(5), nn.Linear(6, 2)), (4, 6, 5)),
     "nothing to learn": (lambda: nn.Sequential(nn.ReLU(), nn.Softmax(-1)), (5, 6)),
 }
 
@@ -110,6 +115,54 @@ class Last(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.inner(x)[0]
         return out
+
+
+class Cells(nn.Module):
+    """A loop that writes each step's result into a tensor."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, results = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+        for step in range(x.shape[1]):
+            state = self.cell(x[:, step], state)
+            results[:, step] = state
+        return results * x
+
+
+class Writing(nn.Module):
+    """Writes into values, views of them, and a buffer that is read before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mean = nn.Linear(6, 6), nn.Buffer(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        before = y + self.mean
+        self.mean.mul_(0.9).add_(y.detach().mean((0, 1)), alpha=0.1)
+        z = y * 2
+        z.mul_(before)
+        z += self.mean
+        z[:, 0] = before[:, 1]
+        z[1] *= y[0]
+        z.masked_fill_(x > 1, 0.5)
+        z.view(-1, 6)[2].copy_(y[0, 0])
+        z.transpose(0, 1)[3].scatter_(1, torch.tensor([[0, 2]]), before[0, :1, :2])
+        z.index_add_(1, torch.tensor([0, 1]), before[:, :2])
+        return z + before
+
+
+class Transposed(nn.Module):
+    def __init__(self, norm: nn.Module, layer: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.layer = norm, layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layer(self.norm(x.transpose(1, 2)))
+        return result
 
 
 def stage(model: nn.Module, given: Tensor) -> tuple[Segment, dict[str, Tensor]]:
@@ -160,6 +213,40 @@ def test_the_passes_give_what_autograd_gives(name: str) -> None:
             torch.testing.assert_close(found[which], expected, **CLOSE)
     for which, tensor in state.items():  # the statistics of batch norm too
         torch.testing.assert_close(weights[which], tensor.detach(), **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["gates", "in place", "picked"])
+def test_nothing_is_written_but_buffers(name: str) -> None:
+    make, shape = CASES[name]
+    given = torch.randn(shape)
+    whole, state = stage(make(), given)
+    joint = traced_program(whole.module, state, [given], [True]).joint
+    buffers = {joint.weights[name] for name, tensor in state.items() if not tensor.requires_grad}
+    targets = {each for node in joint.module.graph.nodes for each in declared(node)}
+    assert targets <= buffers
+    assert bool(targets) == (name == "in place")
+
+
+def test_a_value_from_before_a_buffer_is_written_is_read_before() -> None:
+    """The backward pass alone needs the product of the buffer that the forward pass overwrites."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Buffer(torch.full((4,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            result = x * self.scale.exp()
+            self.scale.add_(1)
+            return result
+
+    given = torch.randn(3, 4)
+    whole, state = stage(Scaled(), given)
+    program = traced_program(whole.module, state, [given], [True])
+    for number in (2.0, 3.0):
+        _, saved = program.forward(state, [given])
+        (gradient,), _ = program.backward(saved, [torch.ones(3, 4)])
+        torch.testing.assert_close(gradient, torch.full((3, 4), number).exp())
 
 
 def test_weights_come_in_the_order_of_a_backward_pass() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from pipedream.capture.export import capture
 from pipedream.capture.sources import vision
 from pipedream.capture.sources.load import load, load_config, load_config_model, load_data
 from pipedream.capture.sources.minibatch import example, minibatch
@@ -29,6 +30,11 @@ NOT_A_FUNCTION = 3
 
 def plain(width=4):
     return nn.Linear(3, width).eval()
+
+def partly_in_eval_mode():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[1].eval()
+    return model
 
 def with_inputs(batch_size):
     return nn.Bilinear(2, 3, 4), (torch.ones(batch_size, 2), torch.ones(batch_size, 3))
@@ -118,6 +124,19 @@ def test_factory_from_the_current_directory_is_in_training_mode(user: Callable[.
     assert loaded.model.out_features == 7
     assert loaded.model.training
     assert [tuple(value.shape) for value in loaded.args] == [(2, 3)]
+
+
+def test_what_a_factory_leaves_in_eval_mode_stays_so(user: Callable[..., str]) -> None:
+    """Batch norm that was not to learn was put back into training mode."""
+    name = user()
+    loaded = load(f"{name}:partly_in_eval_mode", {}, 2, ("3",)).model
+    trained = load_config_model(run_config(f"{name}:partly_in_eval_mode", f"{name}:data"), Path())
+    for model in (loaded, trained):
+        assert [module.training for module in model.modules()] == [True, True, False]
+        x = torch.randn(4, 3)
+        in_eval = capture(model, (x,), training=False).module.code
+        assert [module.training for module in model.modules()] == [True, True, False]
+        assert capture(model, (x,)).module.code == in_eval  # batch norm is all that differs
 
 
 def test_factory_is_told_the_batch_size_and_may_give_its_inputs(user: Callable[..., str]) -> None:

@@ -12,7 +12,8 @@ import pytest
 from commands import typed
 from sharded_runs import write_config
 
-from pipedream.graph.cluster import Cluster, Link
+from pipedream.graph.cluster import Cluster, DeviceType, Link
+from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, read_graph
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.profile import Profile, read_profile
@@ -22,6 +23,7 @@ from pipedream.graph.sharding.placement import Mesh, Replicate, Shard
 from pipedream.graph.sharding.propagate import propagate
 from pipedream.graph.sharding.regions import held_region
 from pipedream.graph.sharding.requests import Requests
+from pipedream.optimizer.cli.cluster_options import _of_speed
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.optimizer.sharding.table import traffic_table
 from pipedream.optimizer.sharding.team_graph import team_footprints, team_graph
@@ -215,6 +217,8 @@ def test_the_report_says_what_is_placed_how(folder: Path) -> None:
         (["--mesh", "2", "--sweep", "1..4"], "--sweep does not know teams of devices"),
         (["--mesh", "2", "--export", "torch"], "--export torch does not know teams of devices"),
         (["--mesh", "2", "--profile", "none.json"], "none.json"),
+        (["--mesh", "2"], "--mesh: nothing is divided among the 2 devices of a team"),
+        (["--mesh", "2,2"], "which would all do the same: say which parameters are, with --shard"),
     ],
 )
 def test_mistakes_are_told_in_one_line(folder: Path, options: list[str], told: str) -> None:
@@ -233,6 +237,54 @@ def test_operators_are_needed_and_have_to_be_of_the_graph(folder: Path, tmp_path
     operators = json.loads((folder / "operators.json").read_text()) | {"fingerprint": "another"}
     (tmp_path / "operators.json").write_text(json.dumps(operators))
     assert "the operators of another graph: run pd-profile again" in typed(tmp_path, words).error
+
+
+def test_what_stands_in_the_way_of_a_mesh_is_told_again(folder: Path, tmp_path: Path) -> None:
+    """pd-profile knows why there is no operators.json."""
+    profile = json.loads((folder / "profile.json").read_text())
+    (tmp_path / "graph.txt").write_text((folder / "graph.txt").read_text())
+    (tmp_path / "profile.json").write_text(json.dumps(profile | {"no_operators": "it draws lots"}))
+    said = typed(tmp_path, ["pd-optimize", "graph.txt", *OPTIONS, "--mesh", "2"]).error
+    assert "the model cannot run on a mesh: it draws lots; plan it without --mesh" in said
+
+
+def test_faster_devices_compute_faster_and_send_as_before(
+    profiled: tuple[Graph, Profile, OperatorProfile],
+) -> None:
+    """The seconds of a device: a tenth of its work, and all of its messages."""
+    graph, profile, _ = profiled
+    fast = ModelSharding.of((2,), SHARDS, profiled[2], _of_speed(FOUR, 10))
+    same = replace(fast, cluster=FOUR)
+    sent = sum(each.seconds for each in redistributions(fast.assignment))
+    slow, quick = (
+        sum(node.compute_seconds for node in team_graph(graph, profile, each).nodes.values())
+        for each in (same, fast)
+    )
+    assert quick / 10 == pytest.approx((slow - sent) / 10 + sent)
+    assert fast.flops_per_second == pytest.approx(10 * same.flops_per_second)
+
+
+def test_the_report_of_faster_devices(folder: Path) -> None:
+    """What takes a tenth is computing alone, also in the picture; graph.txt stays as profiled."""
+    plan = optimize(folder, "--mesh", "2", *SHARD_WORDS, "--speed", "10")
+    alone = sum(node.compute_seconds for node in read_graph(folder / "graph.txt").nodes.values())
+    assert plan.predicted.one_worker_seconds == pytest.approx(alone / 10)
+    assert [kind.speed for kind in plan.cluster.kinds] == [10]
+    written = read_graph(folder / "plan/graph.txt")
+    before = read_graph(folder / "graph.txt")
+    assert written.arrays.forward == pytest.approx(before.arrays.forward)
+
+
+def test_devices_of_a_team_are_alike(profiled: tuple[Graph, Profile, OperatorProfile]) -> None:
+    kinds = (DeviceType(name="a", memory=1e9), DeviceType(name="b", memory=2e9))
+    names = ("a", "a", "b", "b")
+    four = FOUR.model_copy(update={"kinds": kinds, "machine_kinds": names})
+    assert ModelSharding.of((2,), SHARDS, profiled[2], four).teams.machine_kinds == ("a", "b")
+    with pytest.raises(UserError, match="devices of a team would be of several types, a and b"):
+        ModelSharding.of((4,), SHARDS, profiled[2], four)
+    faster = (kinds[0], DeviceType(name="b", speed=2.0))
+    with pytest.raises(UserError, match="have several speeds, 1 and 2"):
+        ModelSharding.of((2,), SHARDS, profiled[2], four.model_copy(update={"kinds": faster}))
 
 
 def test_the_picture_says_how_parameters_are_divided(folder: Path) -> None:

@@ -13,7 +13,7 @@ from plans import cut, make_plan
 from training import run_jobs
 
 from pipedream.capture.export import capture
-from pipedream.capture.loss import load_loss
+from pipedream.capture.loss import load_loss, load_metrics
 from pipedream.capture.sources.load import load_config_model
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.checkpoint.files import load_all
@@ -49,7 +49,8 @@ def test_it_is_what_the_plain_model_does(
     tmp_path: Path, replicas: tuple[int, ...], autocast: str | None
 ) -> None:
     """Dropout and batch norm in eval mode; 21 examples are five minibatches and one more."""
-    chosen = config("Noisy", "classes", examples=84).model_copy(update={"autocast": autocast})
+    own = {"autocast": autocast, "held_out_metrics": {"margin": "small_models:margin"}}
+    chosen = config("Noisy", "classes", examples=84).model_copy(update=own)
     assert_as_plain(chosen, replicas, (torch.randn(4, 6),), tmp_path / "run")
 
 
@@ -69,7 +70,11 @@ def assert_as_plain(
     graph = capture(model(), inputs).graph
     plan = make_plan(graph, cut(graph, 3), replicas)
     job = Job(plan, chosen, SUPPORT, run, epochs=3)
-    run_jobs([job])
+    older = job.checkpoints / "epoch-0002"
+    again = replace(job, evaluate_only=True)
+    run_jobs([job, again, replace(again, run=run.with_name("again"), checkpoint=older)])
+    assert_told_again(job, tried(job)[-1], "epoch-0003")
+    assert_told_again(replace(job, run=run.with_name("again")), tried(job)[0], "epoch-0002")
     assert [found["epoch"] for found in tried(job)] == [2, 3]
     _, held_out = small_models.classes(84)
     for found in tried(job):
@@ -82,11 +87,33 @@ def assert_as_plain(
             chosen,
             load_loss(chosen.loss, SUPPORT),
             torch.device("cpu"),
+            load_metrics(chosen.held_out_metrics, SUPPORT),
         )
         assert found["held_out_loss"] == pytest.approx(plain["held_out_loss"], rel=1e-6)
         assert found.get("held_out_accuracy") == plain.get("held_out_accuracy")
+        assert found.get("held_out_margin") == pytest.approx(plain.get("held_out_margin"))
     summary = json.loads((job.run / "summary.json").read_text())
     assert summary["held_out_loss"] == tried(job)[-1]["held_out_loss"]
+
+
+def assert_told_again(job: Job, expected: dict[str, float], name: str) -> None:
+    """--evaluate-only found what the run had found when it wrote the checkpoint."""
+    found = json.loads((job.run / "evaluation.json").read_text())
+    assert Path(found["checkpoint"]).name == name
+    assert found["held_out_examples"] == 21
+    for key in expected.keys() - {"epoch"}:
+        assert found[key] == pytest.approx(expected[key], rel=1e-6)
+
+
+def test_a_metric_is_exact_over_a_smaller_last_minibatch() -> None:
+    """A mean of means would be 0.5: the sum of all sums over the sum of all counts is 0.2. What
+    no minibatch has a value of is left out.
+    """
+    one, other = EvaluationTotals(), EvaluationTotals()
+    one.add(1.0, 4, None, {"found": (0.0, 4.0), "none": (0.0, 0.0)})
+    other.add(1.0, 1, None, {"found": (1.0, 1.0), "none": (0.0, 0.0)})
+    sent = json.loads(json.dumps([astuple(one), astuple(other)]))
+    assert EvaluationTotals.result(sent) == {"held_out_loss": 1.0, "held_out_found": 0.2}
 
 
 @pytest.mark.slow

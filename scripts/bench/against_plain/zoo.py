@@ -1,4 +1,6 @@
-"""Is every module of the zoo trained right, or refused? `python scripts/bench/zoo.py [PATTERN]...`
+"""Trains every module of the zoo, or sees it refused: `python scripts/bench/against_plain/zoo.py`.
+
+`[PATTERN]...` are parts of names.
 
 Takes the modules of tests/support/zoo whose names contain one of the patterns [default: all]
 through all ways of training, each against a plain loop: whole, and cut in 2 and 3 stages; by

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipedream.capture.checks.equivalence import as_double
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
 
@@ -22,14 +23,16 @@ _CHECKED_AGAIN = 100
 
 
 class Agreement:
-    """Of the ranks of a `model`. A check is a sum of three numbers over the ranks; values are
-    compared where a parameter is new, and those of some minibatches.
+    """Of the ranks of a `model`. `trained`: the parameters that this rank has trained, the only
+    ones that it has up to date unless all were `gathered`. A check compares a few numbers of all
+    ranks; values only where a parameter is new, and those of some minibatches.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model, self.device = model, device
         self.compared: dict[int, nn.Parameter] = {}
         self.trained: dict[int, nn.Parameter] | None = None
+        self.gathered = True
         self.checks = 0
 
     def check(
@@ -69,13 +72,14 @@ class Agreement:
     def note_trained(self, parameters: Iterable[nn.Parameter]) -> None:
         """From now on a rank has only these up to date."""
         self.trained = {id(parameter): parameter for parameter in parameters}
+        self.gathered = False
 
     def note_gathered(self) -> None:
         """All ranks have everything up to date."""
-        self.trained = None
+        self.gathered = True
 
     def _is_stale(self, own: Iterable[nn.Parameter]) -> bool:
-        if self.trained is None:
+        if self.trained is None or self.gathered:
             return False
         old = self.compared.keys() - self.trained.keys()
         return any(id(parameter) in old for parameter in own)
@@ -97,7 +101,7 @@ class Agreement:
 
     def _compare(self, what: str, tensors: Iterable[Tensor], remedy: str) -> None:
         """Raises UserError on all ranks unless each has tensors of the same sums."""
-        sums = torch.tensor([float(tensor.detach().double().sum()) for tensor in tensors])
+        sums = torch.tensor([float(as_double(tensor).sum()) for tensor in tensors])
         sums = sums.nan_to_num()
         own = torch.cat([sums, -sums]).to(self.device)
         if not torch.equal(_largest(own), own):

@@ -40,10 +40,10 @@ some are zero but for rounding.
 
 @dataclass(frozen=True)
 class Tolerance:
-    """By how much each figure may differ between two ways to compute it.
+    """By how much a figure may differ between two ways to compute it.
 
-    `relative`: in parts of its size; `rounding`: by name how much it changes if all parameters are
-    rounded once; `gradients`: root mean square of an element of all gradients.
+    `relative`: in parts of its size; `rounding`: by name in which part of its size it changes if
+    all parameters are rounded once; `gradients`: root mean square of an element of all gradients.
     """
 
     relative: float
@@ -53,23 +53,24 @@ class Tolerance:
     @staticmethod
     def of(figures: Figures, rounded: Figures, dtype: torch.dtype) -> Tolerance:
         """For operators that compute in `dtype`. `rounded`: of parameters that were rounded."""
-        rounding = {
-            name: distance(figures[name], rounded[name], gradients=True)
-            for name in figures.keys() & rounded.keys()
-        }
-        gradients = [
-            each for name, each in figures.items() if _is_gradient(name) and each is not None
-        ]
-        squares = sum(_norm(each) ** 2 for each in gradients)
-        elements = sum(each.numel() for each in gradients)
+        rounding, squares, elements = dict[str, float](), 0.0, 0
+        for name, figure in figures.items():
+            if figure is None:
+                continue
+            size = _norm(figure)
+            changed = distance(figure, rounded.get(name), is_gradient(name))
+            rounding[name] = changed / size if size else 0.0
+            if is_gradient(name):
+                squares, elements = squares + size**2, elements + figure.numel()
         return Tolerance(_RELATIVE[dtype], rounding, math.sqrt(squares / max(1, elements)))
 
     def most(self, name: str, value: Tensor) -> float:
         """The largest distance from this figure, as `distance` has it."""
-        most = max(self.relative * _norm(value), _OF_ROUNDING * self.rounding.get(name, 0.0))
-        if _is_gradient(name):
-            size = self.gradients * math.sqrt(value.numel())
-            most = max(most, _OF_ALL * self.relative * size)
+        size = _norm(value)
+        most = max(self.relative, _OF_ROUNDING * self.rounding.get(name, 0.0)) * size
+        if is_gradient(name):
+            typical = self.gradients * math.sqrt(value.numel())
+            most = max(most, _OF_ALL * self.relative * typical)
         return most
 
 
@@ -86,7 +87,8 @@ def buffer_of(name: str) -> str:
 _GRADIENT = "the gradient of "
 
 
-def _is_gradient(name: str) -> bool:
+def is_gradient(name: str) -> bool:
+    """Whether a figure is the gradient of a parameter."""
     return name.startswith(_GRADIENT)
 
 
@@ -148,7 +150,7 @@ def _compare(model: nn.Module, own: Figures, found: Figures, tolerance: Toleranc
         if reference is None:
             continue
         most = tolerance.most(what, reference)
-        if (apart := distance(expected, found[what], _is_gradient(what))) > most:
+        if (apart := distance(expected, found[what], is_gradient(what))) > most:
             raise UserError(difference(what, f"{name} as captured", apart, _norm(reference), most))
 
 
@@ -197,6 +199,17 @@ def compute_type(model: nn.Module, precision: Precision) -> torch.dtype:
     for parameter in model.parameters():
         used.add(parameter.dtype.to_real())
     return max(used & _RELATIVE.keys(), key=_RELATIVE.__getitem__)
+
+
+def any_loss(output: Any) -> Tensor:
+    """A number that depends on all elements of what a model returns, each in another way."""
+    generator, total = torch.Generator().manual_seed(0), torch.zeros((), dtype=torch.float64)
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            real = torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf
+            weights = torch.rand(real.shape, generator=generator) + 0.5
+            total = total.to(real.device) + (real.double() * weights.to(real.device)).sum()
+    return total
 
 
 def of_loss(value: Tensor, parameters: Mapping[str, Tensor]) -> Figures:

@@ -1,0 +1,81 @@
+"""The first minibatch of a loop of the user's own, compared with the captured model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pipedream.capture.checks.equivalence import gradient_of
+from pipedream.capture.export import Captured
+from pipedream.graph.errors import UserError
+from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.loop.staged_model import StagedModel
+from pipedream.runtime.selfcheck.fingerprint import fingerprint
+from pipedream.runtime.selfcheck.reference import (
+    Expected,
+    Reference,
+    Settings,
+    buffer_on,
+    buffer_replicas,
+    has_room,
+    loss_of,
+    worst_of,
+)
+from pipedream.runtime.stages.partition import interfaces
+from pipedream.schedule.action import Worker
+
+
+def expect(
+    staged: StagedModel,
+    minibatches: Mapping[int, tuple[Captured, Batch]],
+    settings: Settings,
+) -> Mapping[str, Expected] | None:
+    """The figures of these microbatches, which rank 0 computes for all; None if it has no room.
+
+    To be called by all ranks, where each has the whole model up to date.
+    """
+    forms, told = staged.forms, [None]
+    if dist.get_rank() == 0:
+        told = [_figures(staged, minibatches, settings)]
+    dist.broadcast_object_list(told, 0, device=forms.rng.device)
+    return told[0]
+
+
+def _figures(
+    staged: StagedModel,
+    minibatches: Mapping[int, tuple[Captured, Batch]],
+    settings: Settings,
+) -> Any:
+    forms, captured = staged.forms, staged.captured
+    if forms.tolerance is None or not has_room(captured, forms.rng.device):
+        return None
+    names = frozenset(name for name, _ in forms.model.named_buffers())
+    faces, replicas = interfaces(captured, forms.plan), forms.plan.replicas
+    replicas_of = buffer_replicas(captured, faces, replicas, names)
+    return Reference(settings, replicas_of, forms.tolerance).round(minibatches)
+
+
+def compare(
+    expected: Mapping[str, Expected],
+    staged: StagedModel,
+    workers: Sequence[Worker],
+    losses: Mapping[int, Tensor],
+    gradients: Iterable[Mapping[str, Tensor]],
+) -> None:
+    """Raises UserError on all ranks if one of the figures of this rank's `workers` is too far from
+    what is expected on any of them.
+    """
+    figures = {loss_of(number): fingerprint(loss) for number, loss in losses.items()}
+    for own in gradients:
+        figures |= {gradient_of(name): fingerprint(each) for name, each in own.items()}
+    for stage, replica in workers:
+        for name, buffer in staged.buffers(stage).items():
+            figures[buffer_on(name, replica)] = fingerprint(buffer)
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, worst_of(expected, figures, f"rank {dist.get_rank()}"))
+    parts, message = max(ranks)
+    if parts > 1:
+        raise UserError(message)
