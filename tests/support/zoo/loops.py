@@ -20,10 +20,10 @@ from zoo.specimens import Inputs, Specimen, loss_of
 def by_pipeline(specimen: Specimen, captured: Captured) -> Learned:
     """As `plain`: each minibatch is cut into two microbatches."""
     meet()
-    learned, model, given = Learned(), specimen.model(), list[Tensor]()
+    learned, model, given = Learned(), specimen.model(), list[list[Tensor]]()
 
     def loss(output: Any, target: Any) -> Tensor:
-        given.extend(tensors_of(output))
+        given.append(tensors_of(output))
         return loss_of(output)
 
     plan = make_plan(captured.graph, [captured.graph.order], (1,), "flush")
@@ -35,7 +35,8 @@ def by_pipeline(specimen: Specimen, captured: Captured) -> Learned:
         value = pipeline(*args, **kwargs)
         value.backward()
         learned.losses.append(value.item())
-        learned.outputs.append(list(given))
+        # Before the first of them the run has compared its passes with the model's.
+        learned.outputs.append([tensor for each in given[-2:] for tensor in each])
         named = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         learned.gradients.append({n: gradient.clone() for n, gradient in named.items()})
         if learning is not None:
