@@ -259,9 +259,14 @@ def _adopted(captured: Captured, model: nn.Module) -> Captured:
 
 
 def _groups(assignment: RankAssignment, tied: Any) -> Sequence[StageGroups]:
+    meet()
+    return make_groups(assignment, tied)
+
+
+def meet() -> None:
+    """Makes this process the only rank."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    return make_groups(assignment, tied)
 
 
 def captured_for(specimen: Specimen, training: bool = True) -> Captured:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from pipedream.capture.export import Captured
 from pipedream.graph.errors import UserError
 from zoo.learned import SMALLER, Learned, evaluated, plain
+from zoo.loops import by_pipeline
 from zoo.piped import Pipelined, Way, captured_for
 from zoo.specimens import Specimen
 from zoo.verdict import Verdict, judge
+
+PIPELINE = Way()
+"""A loop of the user's own; the others are by the engine alone."""
 
 TRAINING: Mapping[str, Way] = {
     "whole": Way(),
@@ -22,6 +26,7 @@ TRAINING: Mapping[str, Way] = {
     "recompute": Way(3, recompute=True),
     "halves, recompute": Way(3, halves=True, recompute=True),
     "smaller": Way(2, sizes=SMALLER),
+    "Pipeline": PIPELINE,
 }
 EVALUATION: Mapping[str, Way] = {"eval": Way(), "eval, 3 stages": Way(3)}
 
@@ -48,21 +53,31 @@ def _trained(specimen: Specimen, only: tuple[str, ...]) -> Iterator[tuple[str, V
         yield "capture", refusal
         return
     for name, way in ways.items():
-        if way.stages > len(captured.working):
-            continue
-        reference = expected
-        if way.sizes is SMALLER:
-            try:
-                reference = plain(specimen, SMALLER)
-            except (RuntimeError, ValueError):  # such as a batch norm of one example
-                continue
-        if specimen.random:
-            reference = Pipelined(specimen, Way(sizes=way.sizes), captured).train()
+        reference = _reference(specimen, way, captured, expected)
+        if reference is not None and way.stages <= len(captured.working):
+            yield name, judge(reference, _run(specimen, way, captured), specimen.dtype)
 
-        def run(way: Way = way) -> Learned:
-            return Pipelined(specimen, way, captured).train()
 
-        yield name, judge(reference, run, specimen.dtype)
+def _reference(
+    specimen: Specimen, way: Way, captured: Captured, expected: Learned
+) -> Learned | None:
+    """What is to be learned in this way: what a loop learns, or of draws what the whole module
+    does; None where a loop fails, such as with a batch norm of one example.
+    """
+    if specimen.random:
+        return Pipelined(specimen, Way(sizes=way.sizes), captured).train()
+    if way.sizes is not SMALLER:
+        return expected
+    try:
+        return plain(specimen, SMALLER)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _run(specimen: Specimen, way: Way, captured: Captured) -> Callable[[], Learned]:
+    if way is PIPELINE:
+        return lambda: by_pipeline(specimen, captured)
+    return lambda: Pipelined(specimen, way, captured).train()
 
 
 def _evaluated(specimen: Specimen, only: tuple[str, ...]) -> Iterator[tuple[str, Verdict]]:

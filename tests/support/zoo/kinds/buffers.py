@@ -367,8 +367,12 @@ NORMS = {
     "batch norm, momentum 0.5": lambda: nn.BatchNorm1d(6, momentum=0.5),
     "sync batch norm": lambda: nn.SyncBatchNorm(6),
 }
+REFUSED = {
+    "batch norm, cumulative": "depends on the data",
+    "sync batch norm": "PyTorch itself.*GPU",
+}
 for _name, _make in NORMS.items():
-    add(_name, lambda make=_make: between(make()), kind="buffers")  # type: ignore[misc]
+    add(_name, lambda make=_make: between(make()), kind="buffers", refused=REFUSED.get(_name))  # type: ignore[misc]
 
 
 @specimen()

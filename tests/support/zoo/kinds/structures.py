@@ -214,7 +214,7 @@ class BooleanMask(Layers):
         return self.b(torch.tanh(h)) * mask.any(1, keepdim=True)
 
 
-@specimen(lambda n: ((), {}), refused="input|example|tensor|first dimension")
+@specimen(lambda n: ((), {}))
 class NoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -286,12 +286,6 @@ class OneHot(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return torch.tanh(self.a(F.one_hot(x, 12).to(self.a.weight.dtype)))
-
-
-@specimen(refused="nothing to learn|depends on no parameter|no parameter|runs no operator")
-class NothingToLearn(nn.Module):
-    def forward(self, x: Tensor) -> Any:
-        return x.tanh() * 2
 
 
 @specimen(refused="runs no operator|nothing")
