@@ -257,8 +257,16 @@ def _unchanged_buffers(model: nn.Module) -> Iterator[Callable[[], Figures]]:
     finally:
         for part, name, buffer, value in before:
             part._buffers[name] = buffer
-            with torch.no_grad():
-                buffer.copy_(value)
+            restore(buffer, value)
+
+
+def restore(buffer: Tensor, value: Tensor) -> None:
+    """Gives a buffer its value again, if it has changed; one that cannot be written has not: a view
+    in which elements share memory.
+    """
+    if not torch.equal(buffer, value):
+        with torch.no_grad():
+            buffer.copy_(value)
 
 
 class _FixedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

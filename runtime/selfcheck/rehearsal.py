@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from pipedream.capture.checks.equivalence import gradient_of
+from pipedream.capture.checks.equivalence import gradient_of, restore
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.errors import UserError
@@ -209,7 +209,7 @@ def _unchanged_buffers(stage: LocalStage) -> Iterator[None]:
         yield
     finally:
         for buffer, value in before:
-            buffer.copy_(value)
+            restore(buffer, value)
 
 
 def _agree(context: RankContext, key: str, worst: tuple[float, str]) -> None:
