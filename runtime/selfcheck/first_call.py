@@ -13,7 +13,7 @@ from pipedream.capture.export import Captured
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.loop.staged_model import StagedModel
-from pipedream.runtime.selfcheck.fingerprint import fingerprint
+from pipedream.runtime.selfcheck.fingerprint import Fingerprint, fingerprint
 from pipedream.runtime.selfcheck.reference import (
     Expected,
     Reference,
@@ -68,12 +68,17 @@ def compare(
     """Raises UserError on all ranks if one of the figures of this rank's `workers` is too far from
     what is expected on any of them.
     """
-    figures = {loss_of(number): fingerprint(loss) for number, loss in losses.items()}
-    for own in gradients:
-        figures |= {gradient_of(name): fingerprint(each) for name, each in own.items()}
+    figures: dict[str, Fingerprint | None] = {
+        loss_of(number): fingerprint(loss) for number, loss in losses.items()
+    }
     for stage, replica in workers:
+        for name, parameter in staged.parameters(stage).items():
+            if parameter.requires_grad:
+                figures[gradient_of(name)] = None
         for name, buffer in staged.buffers(stage).items():
             figures[buffer_on(name, replica)] = fingerprint(buffer)
+    for own in gradients:
+        figures |= {gradient_of(name): fingerprint(each) for name, each in own.items()}
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, worst_of(expected, figures, f"rank {dist.get_rank()}"))
     parts, message = max(ranks)

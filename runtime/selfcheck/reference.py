@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from pipedream.capture.checks.equivalence import Tolerance, buffer_of, difference, gradient_of
+from pipedream.capture.checks.equivalence import (
+    Tolerance,
+    buffer_of,
+    difference,
+    gradient_of,
+    is_gradient,
+)
 from pipedream.capture.export import Captured, rebuild
 from pipedream.capture.loss import Loss
 from pipedream.capture.segment import Segment, freeze_constants, segment
@@ -167,16 +173,34 @@ def has_room(captured: Captured, device: torch.device) -> bool:
 
 
 def worst_of(
-    expected: Mapping[str, Expected], figures: Mapping[str, Fingerprint], where: str
+    expected: Mapping[str, Expected], figures: Mapping[str, Fingerprint | None], where: str
 ) -> tuple[float, str]:
-    """How far the figure that is furthest off is, in parts of what is allowed, and the message."""
+    """How far the figure that is furthest off is, in parts of what is allowed, and the message.
+
+    None stands for a gradient that is missing. Where the model has none, zeros are another thing:
+    weight decay and momentum would move the parameter.
+    """
     worst, told = 0.0, ""
-    for what in expected.keys() & figures.keys():
-        wanted = expected[what]
-        off = apart(wanted.fingerprint, figures[what])
-        parts = 0.0 if not off else off / wanted.most if wanted.most else math.inf
+    for what, figure in figures.items():
+        wanted = expected.get(what)
+        if wanted is None and (figure is None or not is_gradient(what)):
+            continue
+        parts, message = _compared(what, wanted, figure, f"the pipeline ({where})")
         if parts > worst:
-            place = f"the pipeline ({where})"
-            told = difference(what, place, off, wanted.fingerprint[0], wanted.most)
-            worst = parts
+            worst, told = parts, message
     return worst, told
+
+
+def _compared(
+    what: str, wanted: Expected | None, figure: Fingerprint | None, where: str
+) -> tuple[float, str]:
+    if wanted is None:
+        return math.inf, (
+            f"self-check: {what} in {where} is there, and the model's own is not: weight decay and "
+            "momentum would move the parameter; leave out what the loss does not depend on, or "
+            "freeze it; --unchecked (checked=False) trains all the same"
+        )
+    size, most = wanted.fingerprint[0], wanted.most
+    off = size if figure is None else apart(wanted.fingerprint, figure)
+    parts = 0.0 if not off else off / most if most else math.inf
+    return parts, difference(what, where, off, size, most)

@@ -101,6 +101,8 @@ class _Batches:
     def __init__(self, context: RankContext, numbers: Sequence[int]) -> None:
         self.numbers, local = list(numbers), context.local
         self.examples, self.first, self.device = local.examples, local.first, local.device
+        varying, stream = self.examples.config.data.varying, self.examples.stream
+        self.epoch = None if varying or stream is not None else self.examples.epoch(1)
         self.read: dict[int, Batch] = {}
 
     def of(self, number: int) -> Batch:
@@ -110,10 +112,11 @@ class _Batches:
         return self.read[number]
 
     def _read(self, number: int) -> Batch:
-        sizes, varying = self.examples.sizes, self.examples.config.data.varying
-        if self.examples.stream is None and not varying:
-            return self.examples.epoch(1).batch(number)
-        return self.first.first(sizes.of(number)) if not varying else self.first
+        if self.epoch is not None:
+            return self.epoch.batch(number)
+        if self.examples.config.data.varying:
+            return self.first
+        return self.first.first(self.examples.sizes.of(number))
 
     def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]:
         tensors = self.of(minibatch).to(self.device).inputs
@@ -150,7 +153,7 @@ class _Rehearsal:
         )
         return {what: astuple(each) for what, each in figures.items()}
 
-    def run(self, batches: _Batches) -> dict[str, Fingerprint]:
+    def run(self, batches: _Batches) -> dict[str, Fingerprint | None]:
         """The figures that this rank has of a round, by name."""
         local, numbers = self.context.local, batches.numbers
         local.rng.epoch = 0
@@ -170,7 +173,9 @@ class _Rehearsal:
         }
         stream = ActionStream(TrainingSegment(0, len(numbers)), numbered)
         Engine(executors, self.context.transport).run(stream, batches)
-        figures = {what: fingerprint(loss) for what, loss in losses.items()}
+        figures: dict[str, Fingerprint | None] = {
+            what: fingerprint(loss) for what, loss in losses.items()
+        }
         for stage in local.stages:
             figures |= _figures(stage, gradients[stage.stage])
         return figures
@@ -190,12 +195,18 @@ def _reference(context: RankContext) -> Reference | None:
     )
 
 
-def _figures(stage: LocalStage, gradients: GradientSums) -> dict[str, Fingerprint]:
+def _figures(stage: LocalStage, gradients: GradientSums) -> dict[str, Fingerprint | None]:
     """Of the gradients and buffers of a stage, on a mesh of the whole ones."""
-    sharding, figures = stage.sharding, {}
-    for name, gradient in gradients.gradients.items():
-        gradient = gradient if sharding is None else sharding.joined(name, gradient)
-        figures[gradient_of(name)] = fingerprint(gradient / gradients.scale.value)
+    sharding, figures = stage.sharding, dict[str, Fingerprint | None]()
+    for name, parameter in stage.parameters.items():
+        if not parameter.requires_grad:
+            continue
+        gradient = gradients.gradients.get(name)
+        if gradient is not None and sharding is not None:
+            gradient = sharding.joined(name, gradient)
+        figures[gradient_of(name)] = (
+            None if gradient is None else fingerprint(gradient / gradients.scale.value)
+        )
     for name, buffer in stage.module.named_buffers():
         buffer = buffer if sharding is None else sharding.joined(name, buffer)
         figures[buffer_on(name, stage.replica)] = fingerprint(buffer)

@@ -4,6 +4,7 @@ each before training begins, with the same line on all ranks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -176,10 +177,12 @@ PLANTED: Mapping[str, tuple[Plant, str, Sequence[int], str]] = {
 }
 
 
-def _plan(order: str, replicas: Sequence[int]) -> Plan:
-    """Cut where both x and y cross."""
-    graph = capture(checked_models.Varied(), (torch.randn(4, 6),)).graph
+def _plan(order: str, replicas: Sequence[int], model: str) -> Plan:
+    """Cut where both x and y cross. A head is in the first stage."""
+    graph = capture(getattr(checked_models, model)(), (torch.randn(4, 6),)).graph
     names = list(graph.order)
+    if model == "Auxiliary":
+        names.insert(1, names.pop())
     (cut,) = (at for at, name in enumerate(names) if "Sigmoid" in graph.nodes[name].description)
     data = make_plan(graph, [names[: cut + 1], names[cut + 1 :]], replicas, "flush").model_dump(
         exclude_none=True
@@ -191,15 +194,17 @@ def _plan(order: str, replicas: Sequence[int]) -> Plan:
     return Plan.model_validate(data)
 
 
-def _job(folder: Path, order: str, replicas: Sequence[int]) -> Job:
-    (folder / order).mkdir(exist_ok=True)
+def _job(folder: Path, order: str, replicas: Sequence[int], model: str = "Varied") -> Job:
     changes: dict[str, object] = {"drop_last": False, "batch_size": 5, "evaluate_every": None}
     prepare(folder, "Chain", "zb-h1", [[0], [1]], **changes)
-    text = (folder / "run.yaml").read_text().replace("small_models:Chain", "checked_models:Varied")
-    (folder / "run.yaml").write_text(text)
+    text = (
+        (folder / "run.yaml").read_text().replace("small_models:Chain", f"checked_models:{model}")
+    )
+    loss = "loss: checked_models:of_the_first\n" * (model == "Auxiliary")
+    (folder / "run.yaml").write_text(text + loss)
     config = read_config(folder / "run.yaml")
-    plan = _plan(order, replicas)
-    run = folder / f"{order}-{'-'.join(map(str, replicas))}"
+    plan = _plan(order, replicas, model)
+    run = folder / f"{model}-{order}-{'-'.join(map(str, replicas))}"
     return Job(plan, config, folder, run, schedule="flush", epochs=1)
 
 
@@ -232,6 +237,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[str]
     right = {"right 1f1b": "1f1b", "right zb-h1": "zb-h1"}
     jobs |= {name: _job(folder, order, (1, 1)) for name, order in right.items()}
     jobs["right replicas"] = _job(folder, "1f1b", (2, 1))
+    jobs["a head that the loss ignores"] = _job(folder, "1f1b", (1, 1), "Auxiliary")
     ports = {name: free_port() for name in jobs}
     (found,) = run_processes(_ends, 1, jobs, ports, seconds=280)
     return found  # type: ignore[no-any-return]
@@ -250,3 +256,15 @@ def test_a_planted_mistake_is_noticed(ends: Mapping[str, Sequence[str]], name: s
 @pytest.mark.parametrize("name", ["right 1f1b", "right zb-h1", "right replicas"])
 def test_without_a_mistake_it_trains(ends: Mapping[str, Sequence[str]], name: str) -> None:
     assert set(ends[name]) == {"trained"}
+
+
+@pytest.mark.slow
+def test_zeros_where_the_model_has_no_gradient_are_noticed(
+    ends: Mapping[str, Sequence[str]],
+) -> None:
+    """The loss ignores what the first stage sends to the last: its gradient comes back as zeros,
+    which weight decay and momentum do not take for none.
+    """
+    told = set(ends["a head that the loss ignores"])
+    assert len(told) == 1
+    assert re.match(r"self-check: the gradient of head\.\w+ .* is there, and .* not", told.pop())
