@@ -217,8 +217,10 @@ def of_loss(value: Tensor, parameters: Mapping[str, Tensor]) -> Figures:
     if not value.requires_grad or not parameters:
         return {"the loss": value.detach()}
     gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-    named = zip(map(gradient_of, parameters), gradients, strict=True)
-    return {"the loss": value.detach(), **dict(named)}
+    return {"the loss": value.detach()} | {
+        gradient_of(name): gradient.to_dense() if gradient is not None else None
+        for name, gradient in zip(parameters, gradients, strict=True)
+    }
 
 
 def rounded_once(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -395,7 +395,8 @@ def test_what_can_be_captured_and_not_run_is_one_line(run: Run, tmp_path: Path) 
         "        super().__init__(4, 2)\n"
     )
     assert run("picky:Net", "--input", "3", "-o", "out") == (
-        2, "", "pd-profile: picky:Net cannot run on these inputs: no tiles of 3\n",
+        2, "", "pd-profile: picky:Net cannot run on these inputs: no tiles of 3; in the model "
+        "itself, given [32, 3]\n",
     )  # fmt: skip
     code, _, err = run("picky:Words", "--input", "3:int64:9", "-o", "out")
     assert code == 2

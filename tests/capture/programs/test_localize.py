@@ -117,10 +117,15 @@ class OnMesh:
         }
 
 
-def plain_weights(traced: Traced) -> dict[str, Tensor]:
+def plain_weights(traced: Traced, rounded: float = 0.0) -> dict[str, Tensor]:
+    """`rounded`: by which part of itself each number is first changed at random, at most."""
     joint, values = traced.joint, traced.values
-    program = Program(joint)
+    program, generator = Program(joint), torch.Generator().manual_seed(0)
     weights = {name: values[node].clone() for name, node in joint.weights.items()}
+    for weight in weights.values():
+        if weight.is_floating_point():
+            noise = 2 * torch.rand(weight.shape, generator=generator, dtype=weight.dtype) - 1
+            weight.mul_(1 + rounded * noise)
     for update in range(UPDATES):
         torch.manual_seed(update)
         inputs, tangents = ([values[n] for n in nodes] for nodes in (joint.inputs, joint.tangents))
@@ -134,8 +139,11 @@ def plain_weights(traced: Traced) -> dict[str, Tensor]:
 
 
 def train(rank: int, ranks: int, port: int, model: str) -> dict[Mesh, tuple[float, float]]:
-    """By mesh: the largest difference of a weight in parts of the largest weight of its parameter,
-    and the share of all weights that this rank holds.
+    """By mesh: the largest difference of a weight in parts of the largest weight of its parameter
+    and of what is allowed, and the share of all weights that this rank holds.
+
+    Allowed is 1e-12, or what one device itself differs by if its weights are rounded once at the
+    start: ten updates of a ResNet make more of that with some processors' kernels than with others.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
@@ -143,6 +151,8 @@ def train(rank: int, ranks: int, port: int, model: str) -> dict[Mesh, tuple[floa
     traced = traced_model(model)
     expected = plain_weights(traced)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    varied = plain_weights(traced, rounded=torch.finfo(torch.float64).eps)
+    allowed = max(1e-12, *(_off(varied[name], expected[name]) for name in shapes))
     found: dict[Mesh, tuple[float, float]] = {}
     for mesh in MESHES:
         if groups[mesh].device is None:
@@ -153,7 +163,8 @@ def train(rank: int, ranks: int, port: int, model: str) -> dict[Mesh, tuple[floa
             torch.manual_seed(update)
             stage.update(shapes)
         weights = stage.whole_weights(shapes)
-        found[mesh] = max(_off(weights[name], expected[name]) for name in shapes), share
+        off = max(_off(weights[name], expected[name]) for name in shapes)
+        found[mesh] = off / allowed, share
     dist.destroy_process_group()
     return found
 
@@ -175,7 +186,7 @@ def test_ten_updates_are_those_of_one_device(model: str) -> None:
     assert [len(found) for found in ranks] == [4, 4, 3, 3]
     for found in ranks:
         for mesh, (off, share) in found.items():
-            assert off < 1e-12, mesh
+            assert off < 1, mesh
             assert share < 1, mesh
 
 

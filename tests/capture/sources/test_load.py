@@ -196,7 +196,7 @@ def test_mistakes_in_a_factory_are_one_line(user: Callable[..., str], tmp_path: 
     assert "its signature is plain(width)" in message(f"{name}:plain", {"wide": 1})
     assert "write package.module:name" in message(f"{name}:")
     assert message(f"{name}:raises", {"width": 3}) == (
-        f"{name}:raises: {tmp_path}/{name}.py:21: ValueError: width 3 is too small"
+        f"{name}:raises: {tmp_path}/{name}.py:26: ValueError: width 3 is too small"
     )
 
 

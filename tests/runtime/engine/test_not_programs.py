@@ -63,13 +63,13 @@ class Between(nn.Module):
     [
         (Straight.apply, "code of the user's"),
         (scaled, "DataDependent"),
-        (doubled, "an operator of the backward pass writes"),
+        (doubled, None),
     ],
 )
 def test_stages_that_cannot_be_divided(
-    operator: Callable[[Tensor], Tensor], why: str, recompute: bool
+    operator: Callable[[Tensor], Tensor], why: str | None, recompute: bool
 ) -> None:
-    """The other stages run as programs."""
+    """The other stages run as programs; so does one whose backward pass writes in place (None)."""
     torch.manual_seed(3)
     model = Between(operator).double()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -80,5 +80,5 @@ def test_stages_that_cannot_be_divided(
     torch.testing.assert_close(halves.losses, whole.losses, rtol=0.0, atol=1e-12)
     torch.testing.assert_close(halves.state, whole.state, rtol=0.0, atol=1e-12)
     told = [text for text in halves.obstacles if text is not None]
-    assert len(told) == 1
-    assert why in told[0]
+    assert len(told) == (why is not None)
+    assert all(why in text for text in told if why is not None)
