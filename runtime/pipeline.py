@@ -392,9 +392,12 @@ class Pipeline:
         kind, own = self.device.type, self.precision.autocast
         theirs = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
         if torch.is_autocast_enabled(kind) and theirs != own:
+            remedy = f"give it autocast={theirs!r} when you make it, or call it outside"
+            if theirs == "float16":
+                remedy = "use bfloat16: gradients are there before a scaler scales the loss"
             raise UserError(
                 f"the pipeline is called within torch.autocast of {theirs}, and has types of its"
-                f" own: give it autocast={theirs!r} when you make it, or call it outside"
+                f" own: {remedy}"
             )
 
     def _run(

@@ -189,7 +189,7 @@ def test_autocast_of_the_caller_is_not_ignored() -> None:
     x, y = _batches()[0]
     pipeline = Pipeline(_model(), _plan(1), F.mse_loss, device="cpu")
     for dtype, remedy in (
-        (torch.bfloat16, 'give Pipeline autocast="bfloat16"'),
+        (torch.bfloat16, "give it autocast='bfloat16'"),
         (torch.float16, "use bfloat16"),
     ):
         with torch.autocast("cpu", dtype), pytest.raises(UserError, match=remedy):

@@ -181,7 +181,8 @@ def test_a_run_that_fails_leaves_nothing_frozen(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(trainer, "train_epochs", fail)
     before = gc.get_freeze_count()
-    local = SimpleNamespace(rank_info=SimpleNamespace(rank=1))
+    job = SimpleNamespace(evaluate_only=False)
+    local = SimpleNamespace(rank_info=SimpleNamespace(rank=1), job=job)
     context: Any = SimpleNamespace(display=None, local=local, writers=Writers({}))
     with pytest.raises(UserError):
         trainer._run(context)
