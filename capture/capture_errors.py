@@ -80,6 +80,10 @@ _CACHE = (
 )
 
 
+_TAKEN = frozenset({*dir(fx.GraphModule), "meta"}) - {*dir(nn.Module)}
+"""Attributes of a captured model, which a parameter or a module of these names would replace."""
+
+
 def capture_error(error: BaseException, model: nn.Module, where: str = "") -> UserError:
     """The UserError for an error that `model` raised during the capture, or at `FILE:LINE: `."""
     known = f"{type(error).__name__}: {error}"
@@ -220,6 +224,9 @@ def check_model(model: nn.Module) -> None:
             )
         if module._backward_hooks or module._backward_pre_hooks:
             raise cannot_capture(model, _hooked(_called(path)))
+    own = (*model._parameters, *model._buffers, *model._modules)
+    for name in sorted(_TAKEN.intersection(own)):
+        raise cannot_capture(model, f"its {name} has a name that torch.fx needs itself: rename it")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise cannot_capture(

@@ -163,7 +163,7 @@ def _capture(
         program = export_deterministic(
             model, lambda: _export(model, args, kwargs), lambda: model(*args, **kwargs)
         )
-    module, outputs, out_spec = _unlift(program, model)
+    module, out_spec = _unlift(program, model)
     check_operators(module, model)
     if (writer := writes_parameter(module)) is not None:
         reason = "it writes into a parameter, and a pipeline keeps several versions of it"
@@ -173,6 +173,7 @@ def _capture(
     _check_state(module, model)
     make_functional(module)
     make_dense(module)
+    outputs = _outputs(module)
     fixed = constants(module)
     operators = [node for node in module.graph.nodes if node.op == "call_function"]
     groups = group_by_module([node for node in operators if node not in fixed], module, model)
@@ -284,15 +285,21 @@ def _check_state(module: fx.GraphModule, model: nn.Module) -> None:
                 raise cannot_capture(model, reason, place_of(node))
 
 
-def _unlift(
-    program: ExportedProgram, model: nn.Module
-) -> tuple[fx.GraphModule, tuple[str, ...], OutSpec]:
-    """The program with parameters, buffers and constants as attributes, and its outputs.
+def _outputs(module: fx.GraphModule) -> tuple[str, ...]:
+    """The names of the values that the graph gives."""
+    (end,) = module.graph.find_nodes(op="output")
+    return tuple(value.name for value in end.args[0])
 
-    A tied parameter has the first of its names, as in `model.named_parameters()`.
+
+def _unlift(program: ExportedProgram, model: nn.Module) -> tuple[fx.GraphModule, OutSpec]:
+    """The program with parameters, buffers and constants as attributes, and how it returns.
+
+    A tied parameter has the first of its names, as in `model.named_parameters()`, and so has a
+    buffer of several modules: it is one attribute, lest a write by one name be missed by another.
     """
     attribute_values: dict[str, Any] = {**program.state_dict, **program.constants}
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    states = (*model.named_parameters(), *model.named_buffers())
+    first = {id(state): name for name, state in states}
     attributes = {
         spec.arg.name: first.get(id(attribute_values[spec.target]), spec.target)
         for spec in program.graph_signature.input_specs
@@ -301,13 +308,16 @@ def _unlift(
     root = nn.Module()
     graph = fx.Graph()
     renamed: dict[fx.Node, fx.Node] = {}
+    made: dict[str, fx.Node] = {}
     for node in program.graph.nodes:
         if node.op == "output":
             continue
         if node.op == "placeholder" and node.name in attributes:
             target = attributes[node.name]
-            _attach(root, target, attribute_values[target])
-            renamed[node] = graph.create_node("get_attr", target, name=node.name)
+            if target not in made:
+                _attach(root, target, attribute_values[target])
+                made[target] = graph.create_node("get_attr", target, name=node.name)
+            renamed[node] = made[target]
         elif node.op == "get_attr":
             _attach(root, node.target, getattr(program.graph_module, node.target))
             renamed[node] = graph.node_copy(node)
@@ -321,7 +331,7 @@ def _unlift(
     module = fx.GraphModule(root, graph)
     inline_no_grad(module)
     _drop_dead(module)
-    return module, tuple(returned[name].name for name in names), out_spec
+    return module, out_spec
 
 
 def _computed(value: fx.Node) -> fx.Node:

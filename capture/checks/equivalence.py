@@ -216,11 +216,19 @@ def of_loss(value: Tensor, parameters: Mapping[str, Tensor]) -> Figures:
     """The loss, and its gradients by these parameters."""
     if not value.requires_grad or not parameters:
         return {"the loss": value.detach()}
-    gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
-    return {"the loss": value.detach()} | {
-        gradient_of(name): gradient.to_dense() if gradient is not None else None
-        for name, gradient in zip(parameters, gradients, strict=True)
-    }
+    before = [parameter.grad for parameter in parameters.values()]
+    try:
+        for parameter in parameters.values():
+            parameter.grad = None
+        value.backward()  # type: ignore[no-untyped-call] # not `grad`: some code refuses that
+        gradients = {
+            gradient_of(name): None if each.grad is None else each.grad.to_dense()
+            for name, each in parameters.items()
+        }
+    finally:
+        for parameter, gradient in zip(parameters.values(), before, strict=True):
+            parameter.grad = gradient
+    return {"the loss": value.detach(), **gradients}
 
 
 def rounded_once(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

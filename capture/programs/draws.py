@@ -7,7 +7,7 @@ compiled and repeated. A draw that needs data stays in the forward pass, after i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -110,7 +110,20 @@ def copy_seeded(
             root.add_submodule(name, hook)
             graph.call_module(name)
             seeded = hook
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node] = _copied(graph, node, copies)
+
+
+def _copied(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """`bernoulli.p` draws into contiguous memory, whatever it is given; what it stands for since
+    the graph was made functional, `bernoulli_`, in the order in which the memory lies.
+    """
+    like = node.args[0] if node.args else None
+    if node.target is not torch.ops.aten.bernoulli.p or not isinstance(like, fx.Node):
+        return graph.node_copy(node, copies.__getitem__)
+    memory = _empty_like(graph, like)
+    return graph.call_function(
+        torch.ops.aten.bernoulli_.float, (memory, *node.args[1:]), node.kwargs
+    )
 
 
 def _empty_like(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -89,7 +89,8 @@ def test_profile_reads_back_as_written(measured: Measured, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"format": "pipedream-plan/1"}, "not one of the choices: write 'pipedream-profile/1'"),
+        ({"format": "pipedream-profile/0"}, "not one of the choices: write 'pipedream-profile/1'"),
+        ({"format": "pipedream-plan/1"}, "this is a plan: pd-train takes it as PLAN"),
         ({"batch_size": 0}, "batch_size: "),
         ({"nodes": [{"id": "node1"}]}, "nodes.0.description: is missing"),
         ({"weather": "fine"}, "weather: unknown field"),

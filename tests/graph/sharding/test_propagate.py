@@ -279,8 +279,15 @@ def test_devices_compute_together_what_one_does(name: str, timed: bool) -> None:
     whole = propagate(graph, mesh(1), Requests())
     expected = run_divided(traced, whole)
     found = run_divided(traced, assignment)
-    for value, tensor in expected.items():
+    for value in expected.keys() - _nothing(graph):
+        tensor = expected[value]
         assert torch.allclose(found[value], tensor, rtol=1e-9, atol=1e-11), value
+
+
+def _nothing(graph: OperatorGraph) -> set[str | None]:
+    """The values that are memory alone, such as what dropout is drawn into."""
+    empty = (call for call in graph.calls if call.operator.family.startswith("aten.empty"))
+    return {value for call in empty for value in call.results}
 
 
 def check(assignment: Assignment, asked: Requests) -> None:

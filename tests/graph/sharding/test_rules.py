@@ -457,7 +457,7 @@ def test_parts_too_small_for_all_devices_are_no_strategy() -> None:
     assert ("S(1)", "S(1)") in _strategies_of(lambda: x.relu(), devices=3)
 
 
-WITHOUT_RULE = {"aten.bernoulli_.float"}
+WITHOUT_RULE = {"aten.bernoulli.p"}
 """Of the models above."""
 
 

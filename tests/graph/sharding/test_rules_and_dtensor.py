@@ -37,6 +37,7 @@ STRICTER = {
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": _NONE,
     "aten._softmax_backward_data": _SUMS,
     "aten._unsafe_view": _CHUNKS,
+    "aten.bernoulli": _NONE,
     "aten.cat": _CHUNKS,
     "aten.clone": _SUMS,
     "aten.convolution": _BATCH,

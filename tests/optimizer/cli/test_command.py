@@ -237,7 +237,10 @@ WRONG = {
         "--latency 1us: 2 levels of machines but 1 latencies",
     ),
     "no cluster": (["--cluster", "none.yaml"], "none.yaml: cannot be read: No such file"),
-    "not one": (["--cluster", "graph.txt"], "graph.txt:12: found character"),
+    "not one": (
+        ["--cluster", "graph.txt"],
+        "graph.txt: this is a graph: pd-optimize takes it as GRAPH",
+    ),
     "levels": (["--machines", "2,2", "--bandwidth", "1GB"], "2 levels of machines but 1 bandwidth"),
     "no machine": (["--machines", "0", "--bandwidth", "1GB"], "at least 1 machine"),
     "machines": (["--machines", "two", "--bandwidth", "1GB"], "--machines two: give whole numbers"),

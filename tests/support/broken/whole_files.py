@@ -214,6 +214,7 @@ def _run_yaml() -> bytes:
         "data_workers": 2,
         "epochs": 3,
         "evaluate_every": 1,
+        "held_out_metrics": {"f1": "nets:f1"},
         "seed": 7,
         "dtype": "float64",
         "metrics": ["wandb", {"source": "nets:Mail", "args": {"to": "me"}}],
