@@ -313,7 +313,7 @@ class GradientReversed(Layers):
         return Reversed.apply(h).tanh()
 
 
-@specimen()
+@specimen(refused="takes gradients in its forward pass")
 class GradientInside(Layers):
     """The gradient of an energy by the input is what the model gives (a force)."""
 

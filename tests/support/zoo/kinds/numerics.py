@@ -197,7 +197,7 @@ for _name, _loss in {
     add(f"loss: {_name}", lambda loss=_loss: WithLoss(loss), _classes, kind="numerics")  # type: ignore[misc]
 
 
-@specimen(sequences)
+@specimen(sequences, refused="depends on the data")
 class Ctc(nn.Module):
     """A loss over alignments."""
 

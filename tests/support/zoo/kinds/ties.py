@@ -201,11 +201,23 @@ class Generated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.code, self.make = nn.Parameter(torch.randn(4)), nn.Linear(4, 36)
+        self.latent, self.make = nn.Parameter(torch.randn(4)), nn.Linear(4, 36)
         self.a = nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(torch.tanh(self.a(x)), self.make(self.code).view(6, 6))
+        return F.linear(torch.tanh(self.a(x)), self.make(self.latent).view(6, 6))
+
+
+@specimen(refused="its code has a name that torch.fx needs itself")
+class NamedAsInFx(nn.Module):
+    """A captured model has attributes of its own, which its parameters must not replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code, self.graph = nn.Parameter(torch.randn(6)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.graph(x * self.code)
 
 
 @specimen()
