@@ -186,22 +186,23 @@ SENTENCES = DataFactory(
 
 
 @pytest.mark.slow
-def test_minibatches_of_eight_lengths(serial: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 2, 1)], ids=str)
+def test_minibatches_of_eight_lengths(
+    replicas: tuple[int, ...], serial: ModuleType, tmp_path: Path
+) -> None:
     """Each schedule; stages are captured once for each length, and no rank waits for another that
     expects other shapes.
     """
     captured = capture(small_models.Skips(), (torch.randn(4, 3, 6),))
-    jobs, parts_of = [], []
-    for replicas in [(1, 1), (2, 1), (1, 2, 1)]:
-        parts = ("a", "bc") if len(replicas) == 2 else ("a", "b", "c")
-        plan = plan_for(captured, parts, replicas)
-        for schedule in SCHEDULES:
-            config = config_for("Skips", "float64", SGD).model_copy(update={"data": SENTENCES})
-            run = tmp_path / f"{schedule}-{'-'.join(map(str, replicas))}"
-            jobs.append(Job(plan, config, SUPPORT, run, schedule=schedule, epochs=EPOCHS))
-            parts_of.append(parts)
+    parts = ("a", "bc") if len(replicas) == 2 else ("a", "b", "c")
+    plan = plan_for(captured, parts, replicas)
+    config = config_for("Skips", "float64", SGD).model_copy(update={"data": SENTENCES})
+    jobs = [
+        Job(plan, config, SUPPORT, tmp_path / schedule, schedule=schedule, epochs=EPOCHS)
+        for schedule in SCHEDULES
+    ]
     run_jobs(jobs)
-    for job, parts in zip(jobs, parts_of, strict=True):
+    for job in jobs:
         assert_equals_serial(job, serial, skip_stages, parts)
 
 
