@@ -8,7 +8,7 @@ them is compared: outputs, loss, gradients, buffers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipedream.capture.compute_settings import Precision
+from pipedream.capture.checks.compute_types import ComputeTypes
 from pipedream.capture.export import Captured, flatten_inputs, rebuild
 from pipedream.graph.errors import UserError
 
@@ -126,10 +126,11 @@ def check_equivalence(
             figures = {**_outputs(output), **buffers()}
             return figures if value is None else {**figures, **of_loss(value, learned)}
 
-    dtype = compute_type(model, captured.precision)
     with torch.set_grad_enabled(loss is not None):
-        own = passes(of_model, parameters)
+        with ComputeTypes() as used:
+            own = passes(of_model, parameters)
         found = passes(of_captured, parameters)
+        dtype = _coarsest({each.dtype.to_real() for each in model.parameters()} | used.types)
         if loss is None:
             _compare(model, own, found, Tolerance(_RELATIVE[dtype], {}, 0.0))
             return None
@@ -193,12 +194,8 @@ def _norm(tensor: Tensor) -> float:
     return float(double[double.isfinite()].norm()) if double.numel() else 0.0
 
 
-def compute_type(model: nn.Module, precision: Precision) -> torch.dtype:
-    """The coarsest type that the operators of the model compute in."""
-    used = {torch.float64} | ({getattr(torch, precision.autocast)} if precision.autocast else set())
-    for parameter in model.parameters():
-        used.add(parameter.dtype.to_real())
-    return max(used & _RELATIVE.keys(), key=_RELATIVE.__getitem__)
+def _coarsest(types: Set[torch.dtype]) -> torch.dtype:
+    return max(types & _RELATIVE.keys(), key=_RELATIVE.__getitem__, default=torch.float64)
 
 
 def any_loss(output: Any) -> Tensor:
