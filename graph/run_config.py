@@ -237,7 +237,7 @@ class RunConfig(ArtifactModel):
     """Seed of the initial weights, the order of the data and dropout, which are then the same under
     every plan.
     """
-    dtype: Literal["float32", "float64"] = "float32"
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Type of the weights and of floating-point inputs."""
 
     @property

@@ -98,8 +98,13 @@ class Pipeline:
         what is captured, and the first minibatch, are compared with the model itself.
 
         Raises UserError if the plan is for another number of ranks, has several stages on one, or
-        a mesh.
+        a mesh, or for another `autocast`.
         """
+        if autocast not in (None, "bfloat16"):
+            raise UserError(
+                f"autocast={autocast!r}: Pipeline takes 'bfloat16' alone, since gradients are there"
+                " before a scaler scales the loss"
+            )
         self.model, self.microbatches, self.schedule = model, microbatches, schedule
         self.plan = plan if isinstance(plan, Plan) else read_plan(Path(plan))
         if any(len(own) > 1 for own in workers_by_rank(self.plan.rank_assignment).values()):

@@ -31,6 +31,9 @@ _UNFIT = {
 _NOT_ELEMENTWISE = ("Adafactor", "Muon")
 """What these do to an element of a parameter depends on the others."""
 
+_HALVES = (torch.bfloat16, torch.float16)
+"""On a CPU, fused kernels (torch 2.13) leave most elements of such parameters as they are."""
+
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -113,8 +116,8 @@ def _make(group: ParameterGroup, parameters: Mapping[str, nn.Parameter], fused: 
         raise UserError(f"optimizer {config.name} {_UNFIT[config.name]}")
     if config.name == "Muon":
         _check_matrices(parameters)
+    args = _fast(kind, config, parameters) if fused else config.args
     try:
-        args = _fast(kind, config, parameters) if fused else config.args
         return kind([{"params": list(parameters.values())}], **args)
     except Exception as error:
         problem = f"{type(error).__name__}: {error}"
@@ -135,7 +138,13 @@ def _fast(
 ) -> dict[str, Any]:
     """Returns the arguments, with the fused kernel if the class has one and they do not choose."""
     open_to_it = config.args.keys().isdisjoint(("foreach", "fused", "capturable", "differentiable"))
-    fit = all(parameter.is_floating_point() for parameter in parameters.values())
+    wrong = [name for name, each in parameters.items() if each.is_cpu and each.dtype in _HALVES]
+    if wrong and config.args.get("fused"):
+        raise UserError(
+            f"fused: torch's kernels for the CPU are wrong for {parameters[wrong[0]].dtype}, in "
+            f"which {wrong[0]} is: leave fused out"
+        )
+    fit = not wrong and all(parameter.is_floating_point() for parameter in parameters.values())
     fused = open_to_it and fit and "fused" in inspect.signature(kind).parameters
     return {"fused": True} | config.args if fused else config.args
 

@@ -196,6 +196,12 @@ def test_autocast_of_the_caller_is_not_ignored() -> None:
             pipeline(x, target=y)
 
 
+def test_an_autocast_that_wants_a_scaler_is_refused() -> None:
+    wrong: Any = "float16"
+    with pytest.raises(UserError, match="autocast='float16': Pipeline takes 'bfloat16' alone"):
+        Pipeline(_model(), _plan(1), F.mse_loss, device="cpu", autocast=wrong)
+
+
 def test_casts_of_weights_are_not_kept_from_call_to_call() -> None:
     """Within the caller's context torch would keep them, of weights that an optimizer changes."""
     model = _model()

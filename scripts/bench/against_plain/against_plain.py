@@ -1,6 +1,6 @@
 """Does every way of training learn what a plain loop of PyTorch learns?
 
-`python scripts/bench/against_plain/against_plain.py -o FOLDER` trains twenty models in three
+`python scripts/bench/against_plain/against_plain.py -o FOLDER` trains twenty models in five
 precisions and in all ways, and compares the losses of ten minibatches and the gradients of the
 first update. `--models`, `--precisions` and `--ways` choose some, `--quick` is a small part. What
 FOLDER has already of the same code of the plain loop is used again; `--resume` also skips the cells

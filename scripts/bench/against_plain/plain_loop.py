@@ -17,8 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 SEED, LEARNING_RATE, MOMENTUM = 5, 0.05, 0.9
-PRECISIONS = ("float32", "bfloat16", "float64")
-"""bfloat16: weights in float32, operators under autocast."""
+PRECISIONS = ("float32", "bfloat16", "float64", "float16", "whole-bfloat16")
+"""bfloat16, float16: weights in float32, operators under autocast; whole-bfloat16: weights, too."""
+AUTOCAST = ("bfloat16", "float16")
+SCALES = {"float16": 1024.0}
+"""Factors on the loss, without which gradients of small numbers would vanish."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,8 @@ class Learnt:
 
 
 def weights_dtype(precision: str) -> torch.dtype:
-    return torch.float64 if precision == "float64" else torch.float32
+    types = {"float64": torch.float64, "whole-bfloat16": torch.bfloat16}
+    return types.get(precision, torch.float32)
 
 
 def make_model(make: Callable[[], nn.Module], precision: str) -> nn.Module:
@@ -85,7 +89,9 @@ def train_plain(
     """The loss of an update is the mean over its minibatches."""
     learnt = Learnt()
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    lower = torch.autocast("cpu", torch.bfloat16) if precision == "bfloat16" else nullcontext()
+    lowered = precision in AUTOCAST
+    lower = torch.autocast("cpu", getattr(torch, precision)) if lowered else nullcontext()
+    scale = SCALES.get(precision, 1.0)
     with rounding or nullcontext():
         for update in updates:
             optimizer.zero_grad()
@@ -95,10 +101,13 @@ def train_plain(
                     batch = collated(examples[piece.begin : piece.end], precision)
                     with lower:
                         piece_loss = loss_of(model, batch, loss)
-                    (piece_loss * piece.part / len(update)).backward()
+                    (piece_loss * scale * piece.part / len(update)).backward()
                     value += piece_loss.item() * piece.part
                     learnt.unit = torch.finfo(piece_loss.dtype).eps
                 learnt.losses.append(value)
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= scale
             if not learnt.gradients:
                 learnt.gradients = {
                     name: parameter.grad.clone()

@@ -17,6 +17,7 @@ import torch
 import yaml
 from compared_models import MODELS, library, next_words
 from plain_loop import (
+    AUTOCAST,
     LEARNING_RATE,
     MOMENTUM,
     SEED,
@@ -149,12 +150,15 @@ class Trainings:
             code: int = cli.main.main(list(map(str, words)), "pd-train")
         return code
 
+    def _autocast(self) -> Any:
+        return self.precision if self.precision in AUTOCAST else None
+
     def _captured_for_pipeline(self) -> Captured:
         if "pipeline" not in self.captured:
             model = make_model(self.compared.make, self.precision)
             batch = collated(self.compared.examples(2), self.precision)
             args, kwargs = ((), batch) if isinstance(batch, dict) else (batch[:1], {})
-            precision = Precision("bfloat16" if self.precision == "bfloat16" else None, CPU)
+            precision = Precision(self._autocast(), CPU)
             self.captured["pipeline"] = capture(model, tuple(args), kwargs, precision=precision)
         return self.captured["pipeline"]
 
@@ -179,7 +183,7 @@ class Trainings:
             weigh=_tokens()(model) if own_loss else None,
             microbatches=MICROBATCHES,
             device="cpu",
-            autocast="bfloat16" if self.precision == "bfloat16" else None,
+            autocast=self._autocast(),
             timeout=60.0,
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)

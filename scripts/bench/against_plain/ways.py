@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from plain_loop import Microbatch, Update
+from plain_loop import AUTOCAST, SCALES, Microbatch, Update, weights_dtype
 
 from pipedream.capture.export import Captured
 from pipedream.graph.cluster import Cluster
@@ -144,7 +144,8 @@ def pieces(graph: Graph, stages: int) -> list[tuple[str, ...]]:
 def run_config(name: str, loss: str, precision: str, way: Way, seed: int, **sgd: float) -> Any:
     """For pd-train, as run.yaml has it."""
     examples = {"name": name, "count": MINIBATCHES[way.minibatches].examples}
-    lowered = {"autocast": "bfloat16"} if precision == "bfloat16" else {}
+    lowered = {"autocast": precision} if precision in AUTOCAST else {}
+    scaled = {"loss_scale": SCALES[precision]} if precision in SCALES else {}
     return {
         "format": "pipedream-run/1",
         "model": {"source": "compared_models:make", "args": {"name": name}},
@@ -155,6 +156,7 @@ def run_config(name: str, loss: str, precision: str, way: Way, seed: int, **sgd:
         "batch_size": MINIBATCHES[way.minibatches].sizes[0],
         "microbatches": MICROBATCHES,
         "seed": seed,
-        "dtype": "float64" if precision == "float64" else "float32",
+        "dtype": str(weights_dtype(precision)).removeprefix("torch."),
         **lowered,
+        **scaled,
     }

@@ -59,6 +59,26 @@ def test_the_count_of_steps_is_where_the_step_is_made(args: dict[str, bool], dev
     assert found == {"step": device, "exp_avg": "meta"}
 
 
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_weights_in_bfloat16_learn_what_plain_ones_do(name: str) -> None:
+    """By torch's fused kernel for the CPU most of their elements stayed as they were."""
+    torch.manual_seed(0)
+    ours, plain = (nn.Parameter(torch.ones(37, 33, dtype=torch.bfloat16)) for _ in range(2))
+    gradient = torch.randn(37, 33, dtype=torch.bfloat16)
+    optimizers = (
+        make_optimizer(OptimizerConfig(name=name, args={"lr": 0.1}), {"w": ours}),
+        getattr(torch.optim, name)([plain], lr=0.1),
+    )
+    for optimizer, parameter in zip(optimizers, (ours, plain), strict=True):
+        parameter.grad = gradient.clone()
+        optimizer.step()
+    assert torch.equal(ours, plain)
+    assert not torch.equal(ours, torch.ones_like(ours))
+    chosen = OptimizerConfig(name=name, args={"lr": 0.1, "fused": True})
+    with pytest.raises(UserError, match="kernels for the CPU are wrong"):
+        make_optimizer(chosen, {"w": ours})
+
+
 @pytest.mark.slow
 def test_an_embedding_with_sparse_gradients_learns_as_in_the_plain_loop(tmp_path: Path) -> None:
     """Where the plain loop has sparse gradients, the stage has dense ones of the same values."""
