@@ -73,8 +73,9 @@ class _Look:
         return self._identity(tensor), *kind
 
     def _value(self, value: Any) -> Any:
-        """A plain value as it is, with its type: 1 is equal to True. Data in containers and objects
-        that have nothing else count, too; everything else by its identity.
+        """A plain value as it is, with its type: 1 is equal to True. Likewise containers, by what is
+        in them: torch.export puts copies in their places. Everything else by its identity, and
+        objects that have nothing but data also by these.
         """
         if isinstance(value, _PLAIN):
             return type(value), value if value == value else "nan"
@@ -82,13 +83,17 @@ class _Look:
             return self.known[id(value)]
         if isinstance(value, Tensor):  # a constant of the capture
             return *self._tensor(value), None if value.is_inference() else value._version
-        self.known[id(value)] = self._identity(value)  # it may contain itself
-        self.known[id(value)] = found = (self._identity(value), self._content(value))
+        own = self._identity(value)
+        self.known[id(value)] = own  # it may contain itself
+        kind = type(value) if isinstance(value, (dict, *_CONTAINERS)) else own
+        self.known[id(value)] = found = (kind, self._content(value))
         return found
 
     def _content(self, value: Any) -> Any:
         if isinstance(value, dict):
             return tuple((str(key), self._value(each)) for key, each in value.items())
+        if isinstance(value, (set, frozenset)):
+            return frozenset(self._value(each) for each in value)
         if isinstance(value, _CONTAINERS):
             return tuple(self._value(each) for each in value)
         if isinstance(value, nn.Module) or not hasattr(value, "__dict__"):

@@ -59,7 +59,11 @@ def test_a_learning_rate_is_a_number(tmp_path: Path) -> None:
         ("batch_size: 8", "batchsize: 8", r"batchsize: .* did you mean batch_size\?"),
         ("batch_size: 8", "batch_size: 8\nepochs: 0", "epochs: "),
         ("batch_size: 8", "batch_size: 8\nmicrobatches: 0", "microbatches: "),
-        ("batch_size: 8", "batch_size: 8\ndtype: float8", "dtype: .* 'float32', 'float64' or 'bfloat16'"),
+        (
+            "batch_size: 8",
+            "batch_size: 8\ndtype: float8",
+            "dtype: .* 'float32', 'float64' or 'bfloat16'",
+        ),
         ("batch_size: 8", "batch_size: 8\nepoch: 3", r"epoch: .* did you mean epochs\?"),
         ("batch_size: 8", "batch_size: on", "batch_size: true is not a whole number"),
         ("batch_size: 8", "batch_size: 8\nbatch_size: 9", ":5: batch_size is given twice"),

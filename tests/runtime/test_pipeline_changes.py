@@ -219,6 +219,36 @@ def test_calls_and_models_that_change() -> None:
         assert {name: each for name, each in told.items() if each} == {}
 
 
+class Scaled(nn.Module):
+    """Attributes that torch.export puts copies in the place of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a = nn.LayerNorm((6,)), nn.Linear(6, 6)
+        self.scales, self.named, self.seen = [1.0, 2.0], {"shift": (0.5,)}, {"a", "norm"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x) * self.scales[0] + self.named["shift"][0]
+        return self.a(x) * self.scales[1]
+
+
+def test_a_model_that_does_not_change_is_captured_once() -> None:
+    """It was captured in each call, since the capture itself had put copies of its lists there."""
+    torch.manual_seed(0)
+    net = Scaled()
+    batches = [torch.randn(size, 6) for size in (4, 4, 3, 4, 3)]
+    graph = capture(net, (batches[0],)).graph
+    plan = make_plan(graph, cut(graph, 1), (1,), "flush")
+    pipeline = Pipeline(net, plan, F.mse_loss, microbatches=1, device="cpu")
+    for x in batches:
+        assert pipeline(x, target=x) == F.mse_loss(net(x), x).double()
+    assert pipeline.staged.cache_info().misses == 1
+    assert len(pipeline.now.forms.captures) == 2
+    net.scales[1] = 3.0
+    assert pipeline(x, target=x) == F.mse_loss(net(x), x).double()
+    assert pipeline.staged.cache_info().misses == 2
+
+
 def _tokens(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target, ignore_index=-100)
 
