@@ -73,8 +73,8 @@ class _Look:
         return self._identity(tensor), *kind
 
     def _value(self, value: Any) -> Any:
-        """A plain value as it is, with its type: 1 is equal to True. Likewise containers, by what is
-        in them: torch.export puts copies in their places. Everything else by its identity, and
+        """A plain value as it is, with its type: 1 is equal to True. Likewise containers, by what
+        is in them: torch.export puts copies in their places. Everything else by its identity, and
         objects that have nothing but data also by these.
         """
         if isinstance(value, _PLAIN):
