@@ -1,6 +1,6 @@
 """Does every way of training learn what a plain loop of PyTorch learns?
 
-`python scripts/bench/against_plain/against_plain.py -o FOLDER` trains twenty models in five
+`python scripts/bench/against_plain/against_plain.py -o FOLDER` trains twenty models in three
 precisions and in all ways, and compares the losses of ten minibatches and the gradients of the
 first update. `--models`, `--precisions` and `--ways` choose some, `--quick` is a small part. What
 FOLDER has already of the same code of the plain loop is used again; `--resume` also skips the cells
@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 from compared_models import MODELS
-from plain_loop import PRECISIONS, RULE, Reference, reference
+from plain_loop import FURTHER, PRECISIONS, RULE, Reference, reference
 from trained import Failed, Trainings, loss_function
 from ways import MINIBATCHES, WAYS
 
@@ -103,7 +103,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Formatter)
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--models", help=f"of {' '.join(MODELS)}")
-    parser.add_argument("--precisions", help=f"of {' '.join(PRECISIONS)}")
+    parser.add_argument("--precisions", help=f"of {' '.join((*PRECISIONS, *FURTHER))}")
     parser.add_argument("--ways", help=f"of {'|'.join(WAYS)}")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for one run")
     parser.add_argument("--unchecked", action="store_true", help="leave the self-check out")
@@ -112,11 +112,12 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     for name, known, mark in (
         ("models", MODELS, None),
-        ("precisions", PRECISIONS, None),
+        ("precisions", (*PRECISIONS, *FURTHER), None),
         ("ways", WAYS, "|"),
     ):
         given = getattr(options, name) or (QUICK[name] if options.quick else None)
-        chosen = list(known) if given is None else [each.strip() for each in given.split(mark)]
+        every = PRECISIONS if name == "precisions" else known
+        chosen = list(every) if given is None else [each.strip() for each in given.split(mark)]
         if unknown := [each for each in chosen if each not in known]:
             parser.error(f"--{name}: {', '.join(unknown)}: there are {', '.join(known)}")
         setattr(options, name, chosen)

@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import default_collate
 
 SEED, LEARNING_RATE, MOMENTUM = 5, 0.05, 0.9
-PRECISIONS = ("float32", "bfloat16", "float64", "float16", "whole-bfloat16")
-"""bfloat16, float16: weights in float32, operators under autocast; whole-bfloat16: weights, too."""
+PRECISIONS = ("float32", "bfloat16", "float64")
+"""bfloat16: weights in float32, operators under autocast."""
+FURTHER = ("float16", "whole-bfloat16")
+"""For pd-train: weights in float32, operators under autocast; all in bfloat16."""
 AUTOCAST = ("bfloat16", "float16")
 SCALES = {"float16": 1024.0}
 """Factors on the loss, without which gradients of small numbers would vanish."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,10 +25,16 @@ from pipedream.capture.programs.program import Kept, Program
 from pipedream.capture.segment import Segment
 from pipedream.comm.buckets import Buckets
 from pipedream.comm.rank_info import RankInfo
+from pipedream.comm.redistribute import MeshGroups
 from pipedream.comm.transport import Transport
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import read_config
+from pipedream.graph.sharding import axis
+from pipedream.graph.sharding.operators import Operator
+from pipedream.graph.sharding.placement import Partial
+from pipedream.graph.sharding.rules.strategy import R, Strategy
+from pipedream.graph.sharding.steps import Collective, Step
 from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.engine.value_exchange import ValueExchange
 from pipedream.runtime.engine.weights import Weights
@@ -162,6 +169,38 @@ def _draws_alike() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _terms_for_sums() -> Iterator[None]:
+    """A rule says that each device has the whole product where it has a term of it."""
+    right = axis.strategies
+
+    def whole(strategy: Strategy) -> Strategy:
+        outputs = (R if isinstance(each, Partial) else each for each in strategy.outputs)
+        return replace(strategy, outputs=tuple(outputs))
+
+    def wrong(operator: Operator, devices: int, *args: Any) -> tuple[Strategy, ...]:
+        return tuple(map(whole, right(operator, devices, *args)))
+
+    with patch.object(axis, "strategies", wrong):
+        yield
+
+
+@contextmanager
+def _sums_left_out() -> Iterator[None]:
+    """Devices of a mesh go on with their own terms."""
+    right = MeshGroups.redistribute
+
+    def wrong(
+        self: MeshGroups, local: Tensor, shape: tuple[int, ...], steps: Sequence[Step]
+    ) -> Tensor:
+        steps = [step for step in steps if step.collective is not Collective.ALL_REDUCE]
+        return right(self, local, shape, steps)
+
+    with patch.object(MeshGroups, "redistribute", wrong):
+        yield
+
+
+MESH = "on a mesh"
 PLANTED: Mapping[str, tuple[Plant, str, Sequence[int], str]] = {
     "capture: another operator": (_in_capture(_other_operator), "1f1b", (1, 1), "captured"),
     "capture: a write is lost": (_in_capture(_lost_write), "1f1b", (1, 1), "buffer seen"),
@@ -170,6 +209,8 @@ PLANTED: Mapping[str, tuple[Plant, str, Sequence[int], str]] = {
     "cut: gradients twice": (_input_gradients_twice, "zb-h1", (1, 1), "the gradient of"),
     "messages: another order": (_values_exchanged, "1f1b", (1, 1), "the pipeline"),
     "messages: an old one": (_old_message, "1f1b", (2, 1), "the pipeline"),
+    "rules: terms for sums": (_terms_for_sums, MESH, (1,), "the pipeline"),
+    "meshes: sums left out": (_sums_left_out, MESH, (1,), "the pipeline"),
     "sums: not added up": (_not_added_up, "1f1b", (2, 1), "the gradient of"),
     "sums: not a mean": (_not_a_mean, "1f1b", (2, 1), "the gradient of"),
     "buffers: not shared": (_buffers_apart, "1f1b", (1, 1), "buffer"),
@@ -184,10 +225,14 @@ def _plan(order: str, replicas: Sequence[int], model: str) -> Plan:
     if model == "Auxiliary":
         names.insert(1, names.pop())
     (cut,) = (at for at, name in enumerate(names) if "Sigmoid" in graph.nodes[name].description)
-    data = make_plan(graph, [names[: cut + 1], names[cut + 1 :]], replicas, "flush").model_dump(
-        exclude_none=True
-    )
-    if order != "1f1b":
+    parts = [names] if order == MESH else [names[: cut + 1], names[cut + 1 :]]
+    data = make_plan(graph, parts, replicas, "flush").model_dump(exclude_none=True)
+    if order == MESH:
+        placements = {"parameters": {"c.weight": "S(1)"}}
+        (stage,) = data["stages"]
+        stage |= {"mesh": (2,), "ranks": (0, 1), "placements": placements}
+        data["cluster"]["machines"] = (2,)
+    elif order != "1f1b":
         data["order"] = order
     for stage in data["stages"]:
         stage["in_flight"] = 4
@@ -235,6 +280,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[str]
     folder = tmp_path_factory.mktemp("planted")
     jobs = {name: _job(folder, order, counts) for name, (_, order, counts, _) in PLANTED.items()}
     right = {"right 1f1b": "1f1b", "right zb-h1": "zb-h1"}
+    jobs["right on a mesh"] = _job(folder, MESH, (1,))
     jobs |= {name: _job(folder, order, (1, 1)) for name, order in right.items()}
     jobs["right replicas"] = _job(folder, "1f1b", (2, 1))
     jobs["a head that the loss ignores"] = _job(folder, "1f1b", (1, 1), "Auxiliary")
@@ -253,7 +299,7 @@ def test_a_planted_mistake_is_noticed(ends: Mapping[str, Sequence[str]], name: s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["right 1f1b", "right zb-h1", "right replicas"])
+@pytest.mark.parametrize("name", ["right 1f1b", "right zb-h1", "right replicas", "right on a mesh"])
 def test_without_a_mistake_it_trains(ends: Mapping[str, Sequence[str]], name: str) -> None:
     assert set(ends[name]) == {"trained"}
 
