@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.capture.checks.compute_types import ComputeTypes
+from pipedream.capture.checks.rounding import RoundedOtherwise, rounded_once
 from pipedream.capture.export import Captured, flatten_inputs, rebuild
 from pipedream.graph.errors import UserError
 
@@ -30,7 +31,7 @@ _RELATIVE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 5e-3, torc
 """By how much of its size a figure may differ, in each type that operators may compute in."""
 
 _OF_ROUNDING = 3.0
-"""A figure may differ by so many times what it changes by if all parameters are rounded once."""
+"""A figure may differ by so many times what it changes by if all numbers are rounded otherwise."""
 
 _OF_ALL = 1e-3
 """A gradient may also differ by this part of the relative difference of all gradients together:
@@ -43,7 +44,7 @@ class Tolerance:
     """By how much a figure may differ between two ways to compute it.
 
     `relative`: in parts of its size; `rounding`: by name in which part of its size it changes if
-    all parameters are rounded once; `gradients`: root mean square of an element of all gradients.
+    all numbers are rounded otherwise; `gradients`: root mean square of an element of all gradients.
     """
 
     relative: float
@@ -52,7 +53,7 @@ class Tolerance:
 
     @staticmethod
     def of(figures: Figures, rounded: Figures, dtype: torch.dtype) -> Tolerance:
-        """For operators that compute in `dtype`. `rounded`: of parameters that were rounded."""
+        """For operators that compute in `dtype`. `rounded`: the figures if it rounds otherwise."""
         rounding, squares, elements = dict[str, float](), 0.0, 0
         for name, figure in figures.items():
             if figure is None:
@@ -64,13 +65,22 @@ class Tolerance:
                 squares, elements = squares + size**2, elements + figure.numel()
         return Tolerance(_RELATIVE[dtype], rounding, math.sqrt(squares / max(1, elements)))
 
-    def most(self, name: str, value: Tensor) -> float:
-        """The largest distance from this figure, as `distance` has it."""
+    @property
+    def of_lower_type(self) -> bool:
+        """Whether small figures may be nothing but rounding."""
+        return self.relative > _RELATIVE[torch.float32]
+
+    def most(self, name: str, value: Tensor, rounded: Tensor | None = None) -> float:
+        """The largest distance from this figure, as `distance` has it. `rounded`: the same figure
+        where all numbers were rounded otherwise, if it is known.
+        """
         size = _norm(value)
         most = max(self.relative, _OF_ROUNDING * self.rounding.get(name, 0.0)) * size
         if is_gradient(name):
             typical = self.gradients * math.sqrt(value.numel())
             most = max(most, _OF_ALL * self.relative * typical)
+        if rounded is not None:
+            most = max(most, _OF_ROUNDING * distance(value, rounded, is_gradient(name)))
         return most
 
 
@@ -135,7 +145,9 @@ def check_equivalence(
             _compare(model, own, found, Tolerance(_RELATIVE[dtype], {}, 0.0))
             return None
         rounded = rounded_once(parameters, dtype)
-        tolerance = Tolerance.of(found, passes(lambda: of_captured(rounded), rounded), dtype)
+        with RoundedOtherwise():
+            others = passes(lambda: of_captured(rounded), rounded)
+        tolerance = Tolerance.of(found, others, dtype)
     _compare(model, own, found, tolerance)
     return tolerance
 
@@ -226,19 +238,6 @@ def of_loss(value: Tensor, parameters: Mapping[str, Tensor]) -> Figures:
         for parameter, gradient in zip(parameters.values(), before, strict=True):
             parameter.grad = gradient
     return {"the loss": value.detach(), **gradients}
-
-
-def rounded_once(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies of the parameters, each number changed at random by at most one unit of rounding."""
-    generator, unit = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
-
-    def rounded(tensor: Tensor) -> Tensor:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        noise = 2 * torch.rand(real.shape, generator=generator) - 1
-        changed = (real.double() * (1 + unit * noise.double().to(real.device))).to(real.dtype)
-        return torch.view_as_complex(changed) if tensor.is_complex() else changed
-
-    return {n: rounded(each.detach()).requires_grad_() for n, each in parameters.items()}
 
 
 def _outputs(output: Any) -> Figures:

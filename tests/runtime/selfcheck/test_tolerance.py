@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipedream.capture.checks.equivalence import any_loss, check_equivalence
+from pipedream.capture.checks.equivalence import Tolerance, any_loss, check_equivalence
 from pipedream.capture.compute_settings import Precision
 from pipedream.capture.export import capture
 
@@ -55,3 +55,13 @@ def test_what_no_parameter_goes_through_does_not_count() -> None:
     tolerance = check_equivalence(model, capture(model, (x,)), (x,), {}, any_loss)
     assert tolerance is not None
     assert tolerance.relative == 1e-8
+
+
+def test_a_gradient_may_be_nothing_but_rounding() -> None:
+    """Those behind the gates of a RegNet in bfloat16 are: on a mesh it was refused."""
+    torch.manual_seed(0)
+    value, sums = torch.tensor([1e-4, -2e-4]), torch.tensor([3e-4, 1e-4])
+    tolerance = Tolerance(2e-2, {"the gradient of w": 0.1}, 1e-3)
+    assert tolerance.of_lower_type
+    assert tolerance.most("the gradient of w", value) < 1e-4
+    assert tolerance.most("the gradient of w", value, sums) > float((value - sums).norm())

@@ -1,0 +1,54 @@
+"""What rounding does to the figures of a pass: the pass again, with all numbers moved a little."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class RoundedOtherwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Each number that an operator computes is moved at random by up to half a unit of rounding, as
+    another order of a sum might have moved it. Whole numbers stay: counts, masks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.draws: dict[torch.device, torch.Generator] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        results = func(*args, **(kwargs or {}))
+        reads = any(isinstance(each, Tensor) for each in pytree.tree_leaves((args, kwargs)))
+        renames = any(each.alias_info is not None for each in func._schema.returns)
+        if not reads or renames:
+            return results
+        return pytree.tree_map_only(Tensor, self._moved, results)
+
+    def _moved(self, result: Tensor) -> Tensor:
+        if not result.is_floating_point() or result.numel() == 0:
+            return result
+        if result.device not in self.draws:
+            self.draws[result.device] = torch.Generator(result.device).manual_seed(0)
+        most = torch.finfo(result.dtype).eps / 2
+        noise = torch.empty_like(result).uniform_(-most, most, generator=self.draws[result.device])
+        whole = result == result.round()
+        return torch.where(whole, result, torch.addcmul(result, result, noise))
+
+
+def rounded_once(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies of the parameters, each number changed at random by at most one unit of rounding."""
+    generator, unit = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
+
+    def rounded(tensor: Tensor) -> Tensor:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        noise = 2 * torch.rand(real.shape, generator=generator) - 1
+        changed = (real.double() * (1 + unit * noise.double().to(real.device))).to(real.dtype)
+        return torch.view_as_complex(changed) if tensor.is_complex() else changed
+
+    return {n: rounded(each.detach()).requires_grad_() for n, each in parameters.items()}
