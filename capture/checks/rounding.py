@@ -41,17 +41,13 @@ class RoundedOtherwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return torch.where(whole, result, torch.addcmul(result, result, noise))
 
 
-def _noise_type(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def rounded_once(parameters: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Copies of the parameters, each number changed at random by at most one unit of rounding."""
     generator, unit = torch.Generator().manual_seed(0), torch.finfo(dtype).eps
 
     def rounded(tensor: Tensor) -> Tensor:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        noise = torch.empty(real.shape, dtype=_noise_type(real.dtype))
+        noise = torch.empty(real.shape, dtype=torch.promote_types(real.dtype, torch.float32))
         noise = noise.uniform_(-unit, unit, generator=generator).to(real.device)
         changed = torch.addcmul(real.to(noise.dtype), real, noise).to(real.dtype)
         return torch.view_as_complex(changed) if tensor.is_complex() else changed

@@ -116,6 +116,8 @@ def _make(group: ParameterGroup, parameters: Mapping[str, nn.Parameter], fused: 
         raise UserError(f"optimizer {config.name} {_UNFIT[config.name]}")
     if config.name == "Muon":
         _check_matrices(parameters)
+    if config.args.get("fused"):
+        _check_kernels(parameters)
     args = _fast(kind, config, parameters) if fused else config.args
     try:
         return kind([{"params": list(parameters.values())}], **args)
@@ -133,18 +135,25 @@ def _check_matrices(parameters: Mapping[str, Tensor]) -> None:
             )
 
 
+def _check_kernels(parameters: Mapping[str, Tensor]) -> None:
+    for name, parameter in parameters.items():
+        if _kernel_is_wrong(parameter):
+            raise UserError(
+                f"fused: torch's kernels for the CPU are wrong for {parameter.dtype}, in which "
+                f"{name} is: leave fused out"
+            )
+
+
+def _kernel_is_wrong(parameter: Tensor) -> bool:
+    return parameter.is_cpu and parameter.dtype in _HALVES
+
+
 def _fast(
     kind: type[Optimizer], config: OptimizerConfig, parameters: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Returns the arguments, with the fused kernel if the class has one and they do not choose."""
     open_to_it = config.args.keys().isdisjoint(("foreach", "fused", "capturable", "differentiable"))
-    wrong = [name for name, each in parameters.items() if each.is_cpu and each.dtype in _HALVES]
-    if wrong and config.args.get("fused"):
-        raise UserError(
-            f"fused: torch's kernels for the CPU are wrong for {parameters[wrong[0]].dtype}, in "
-            f"which {wrong[0]} is: leave fused out"
-        )
-    fit = not wrong and all(parameter.is_floating_point() for parameter in parameters.values())
+    fit = all(p.is_floating_point() and not _kernel_is_wrong(p) for p in parameters.values())
     fused = open_to_it and fit and "fused" in inspect.signature(kind).parameters
     return {"fused": True} | config.args if fused else config.args
 

@@ -59,7 +59,6 @@ def test_what_no_parameter_goes_through_does_not_count() -> None:
 
 def test_a_gradient_may_be_nothing_but_rounding() -> None:
     """Those behind the gates of a RegNet in bfloat16 are: on a mesh it was refused."""
-    torch.manual_seed(0)
     value, sums = torch.tensor([1e-4, -2e-4]), torch.tensor([3e-4, 1e-4])
     tolerance = Tolerance(2e-2, {"the gradient of w": 0.1}, 1e-3)
     assert tolerance.of_lower_type
