@@ -21,8 +21,9 @@ def machine(**fields):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # a minute on an idle machine
 def test_plans_for_the_links_between_two_workers_here(tmp_path):
-    done = typed(tmp_path, [*HERE, "--workers", "2", "-o", "plan"], seconds=120)
+    done = typed(tmp_path, [*HERE, "--workers", "2", "-o", "plan"], seconds=280)
     assert done.code == 0, done.error
     assert done.error == "Measuring the network between 2 workers of this machine\n"
     cluster = read_plan(tmp_path / "plan" / "plan.json").cluster
