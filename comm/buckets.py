@@ -19,8 +19,8 @@ from torch import Tensor
 from pipedream.comm.teams import TeamGroups, make_team_groups
 from pipedream.comm.tied_sums import TiedSums
 from pipedream.comm.transport import Sum, Transport, connect_group
+from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.plan import RankAssignment
-from pipedream.graph.sharding.placement import Mesh
 from pipedream.schedule.overlap import BUCKET_BYTES
 
 _NO_MESHES: Mapping[int, Mesh] = MappingProxyType({})

@@ -1,6 +1,6 @@
 """Redistribution of tensors among the ranks of a mesh.
 
-Executes what `graph/sharding` has planned. All that is gathered, scattered or exchanged within an
+Executes what `sharding` has planned. All that is gathered, scattered or exchanged within an
 axis goes from rank to rank (`ExchangeGroup`): parts may be of any sizes, empty ones too, and none
 is copied together with others first.
 """
@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedream.comm.exchange import ExchangeGroup, connect_exchange
-from pipedream.graph.sharding.placement import Mesh, axis_groups
-from pipedream.graph.sharding.regions import Region, blocks, held_region, intersection
-from pipedream.graph.sharding.steps import Collective, Step
-from pipedream.graph.sharding.tiles import Transfer
+from pipedream.graph.placements.placement import Mesh, axis_groups
+from pipedream.graph.placements.regions import Region, blocks, held_region, intersection
+from pipedream.sharding.steps import Collective, Step
+from pipedream.sharding.tiles import Transfer
 
 
 @dataclass(frozen=True)

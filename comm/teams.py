@@ -12,10 +12,10 @@ from torch import Tensor
 from pipedream.comm.exchange import ExchangeGroup, connect_exchange
 from pipedream.comm.redistribute import MeshGroups, gather_tiles
 from pipedream.comm.transport import connect_group
+from pipedream.graph.placements.placement import Mesh, coordinates, device_count
+from pipedream.graph.placements.regions import Region
 from pipedream.graph.plan import WorkerGroup
-from pipedream.graph.sharding.placement import Mesh, coordinates, device_count
-from pipedream.graph.sharding.regions import Region
-from pipedream.graph.sharding.tiles import Transfer
+from pipedream.sharding.tiles import Transfer
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pipedream.comm.redistribute import cut
 from pipedream.comm.transport import Transport
-from pipedream.graph.sharding.placement import Mesh, Placements, Replicate, coordinates
-from pipedream.graph.sharding.regions import Region, blocks, held_region, whole
+from pipedream.graph.placements.placement import Mesh, Placements, Replicate, coordinates
+from pipedream.graph.placements.regions import Region, blocks, held_region, whole
 
 
 @dataclass(frozen=True)

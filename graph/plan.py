@@ -23,7 +23,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.command import write_whole
 from pipedream.graph.errors import ArtifactModel, UserError, read_artifact
 from pipedream.graph.model import Graph
-from pipedream.graph.sharding.requests import PlacementTexts
+from pipedream.graph.placements.requests import PlacementTexts
 
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 

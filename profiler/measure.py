@@ -25,6 +25,7 @@ from pipedream.capture.undivided import undivided
 from pipedream.comm.memory import free_memory
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
+from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.graph.profile import (
     Footprint,
     Machine,
@@ -36,7 +37,6 @@ from pipedream.graph.profile import (
     SharedParameter,
     Totals,
 )
-from pipedream.graph.sharding.operators import OperatorProfile
 from pipedream.profiler.device import device_name, is_out_of_memory
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.operators import profile_operators

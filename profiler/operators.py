@@ -14,7 +14,7 @@ from pipedream.capture.programs.attribution import Attributed, attribute
 from pipedream.capture.programs.joint import CannotDivide
 from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.graph.model import Graph
-from pipedream.graph.sharding.operators import OperatorProfile
+from pipedream.graph.placements.operators import OperatorProfile
 from pipedream.profiler.timing.operator_times import operator_seconds
 
 _LONGEST = 200

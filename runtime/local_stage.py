@@ -14,7 +14,7 @@ from pipedream.capture.export import Captured, Value
 from pipedream.capture.loss import Loss
 from pipedream.capture.programs.loss_end import Target
 from pipedream.graph.command import write_whole
-from pipedream.graph.sharding.regions import Region
+from pipedream.graph.placements.regions import Region
 from pipedream.runtime.checkpoint.files import copied
 from pipedream.runtime.checkpoint.saver import Part
 from pipedream.runtime.engine.randomness import MinibatchRng

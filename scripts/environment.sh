@@ -29,7 +29,7 @@ what_is_installed() {
         "$venv/bin/python" -VV
         pwd # an editable install holds the path of the repository
         cat setup.cfg pyproject.toml "$constraints"
-        find api graph capture schedule comm profiler optimizer runtime -type f ! -path '*/__pycache__/*' | LC_ALL=C sort
+        find api graph sharding capture schedule comm profiler optimizer runtime -type f ! -path '*/__pycache__/*' | LC_ALL=C sort
     } | sha256sum
 }
 

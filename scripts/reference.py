@@ -35,7 +35,7 @@ COMMANDS = {
     "pd-optimize": "pipedream.optimizer.cli.command",
     "pd-train": "pipedream.runtime.cli",
 }
-FLOORS = ("graph", "capture", "schedule", "comm", "profiler", "optimizer", "runtime")
+FLOORS = ("graph", "sharding", "capture", "schedule", "comm", "profiler", "optimizer", "runtime")
 
 _MARK = re.compile(r"^<!-- (command|schema|modules): (\S+) -->$", re.MULTILINE)
 _LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([\w./-]+)(?:#[\w-]+)?\)")

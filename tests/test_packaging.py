@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("graph", "capture", "schedule", "comm", "profiler", "optimizer", "runtime")
+PACKAGES = ("graph", "sharding", "capture", "schedule", "comm", "profiler", "optimizer", "runtime")
 TOOLS = ("pd-profile", "pd-optimize", "pd-train")
 
 WITHOUT_TORCH = """

@@ -31,7 +31,7 @@ from pipedream.capture.programs.joint import CannotDivide, End, joint
 from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.capture.programs.means import divisible
 from pipedream.capture.segment import Segment, freeze_constants, segment
-from pipedream.graph.sharding.operators import OperatorGraph
+from pipedream.graph.placements.operators import OperatorGraph
 
 _LABEL = "graph_node"
 """Where the meta of an operator has the node that it belongs to, and whether it is backward."""

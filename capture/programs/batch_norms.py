@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from pipedream.capture.programs.description import read_arguments
-from pipedream.graph.sharding.operators import Operator, TensorType
-from pipedream.graph.sharding.rules import summed_types
-from pipedream.graph.sharding.rules.normalizations import elements_of_a_channel
+from pipedream.graph.placements.operators import Operator, TensorType
+from pipedream.sharding.rules import summed_types
+from pipedream.sharding.rules.normalizations import elements_of_a_channel
 
 AddUp: TypeAlias = Callable[[int, Tensor], Tensor]
 """Of the number of a sum (`summed_types`) and a device's term: the sum over the devices."""

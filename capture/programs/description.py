@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from pipedream.capture.programs.joint import Joint
-from pipedream.graph.sharding.operators import (
+from pipedream.graph.placements.operators import (
     Argument,
     Input,
     Operator,

@@ -20,17 +20,17 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from pipedream.capture.programs.batch_norms import AddUp, DividedBatchNorm
 from pipedream.capture.programs.description import executable, read_arguments, value_name
 from pipedream.capture.programs.joint import Joint
-from pipedream.graph.sharding.assignment import (
+from pipedream.graph.placements.operators import Operator, OperatorCall
+from pipedream.graph.placements.placement import Placements, Replicate, coordinates
+from pipedream.graph.placements.regions import held_region
+from pipedream.sharding.assignment import (
     Assignment,
     inner_sums,
     output_target,
     steps_between,
 )
-from pipedream.graph.sharding.operators import Operator, OperatorCall
-from pipedream.graph.sharding.placement import Placements, Replicate, coordinates
-from pipedream.graph.sharding.regions import held_region
-from pipedream.graph.sharding.rules import local_operator, summed_types
-from pipedream.graph.sharding.steps import Step
+from pipedream.sharding.rules import local_operator, summed_types
+from pipedream.sharding.steps import Step
 
 Move: TypeAlias = Callable[[Tensor, tuple[int, ...], Sequence[Step]], Tensor]
 """Of a local tensor, the shape of the whole one and steps: what the device holds after them."""

@@ -181,6 +181,15 @@ def is_the_users(file: str) -> bool:
 
 def package_folders() -> tuple[str, ...]:
     """The folders of this package, but not their parent, which may hold files of a user."""
-    folders = ("graph", "capture", "schedule", "comm", "profiler", "optimizer", "runtime")
+    folders = (
+        "graph",
+        "sharding",
+        "capture",
+        "schedule",
+        "comm",
+        "profiler",
+        "optimizer",
+        "runtime",
+    )
     parent = Path(__file__).parents[2]
     return tuple(f"{parent / name}{os.sep}" for name in folders)

@@ -157,7 +157,7 @@ def _model_sharding(
     for other, given in others.items():
         if given:
             raise UserError(f"{other} does not know teams of devices: leave it or --mesh out")
-    from pipedream.graph.sharding.operators import read_operators
+    from pipedream.graph.placements.operators import read_operators
     from pipedream.optimizer.sharding.model_sharding import ModelSharding
 
     mesh = _mesh(options.mesh)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pipedream.graph.model import Graph
+from pipedream.graph.placements.notation import show_placements
+from pipedream.graph.placements.requests import PlacementTexts
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Profile
-from pipedream.graph.sharding.notation import show_placements
-from pipedream.graph.sharding.requests import PlacementTexts
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 
 

@@ -9,15 +9,14 @@ from functools import cached_property
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
-from pipedream.graph.sharding.assignment import Assignment, LinkedMesh
-from pipedream.graph.sharding.notation import parse_placements
-from pipedream.graph.sharding.operators import (
+from pipedream.graph.placements.notation import parse_placements
+from pipedream.graph.placements.operators import (
     OperatorCall,
     OperatorProfile,
     estimated_seconds,
     flops,
 )
-from pipedream.graph.sharding.placement import (
+from pipedream.graph.placements.placement import (
     Mesh,
     Partial,
     Placements,
@@ -25,8 +24,9 @@ from pipedream.graph.sharding.placement import (
     Shard,
     device_count,
 )
-from pipedream.graph.sharding.propagate import propagate
-from pipedream.graph.sharding.requests import Requests
+from pipedream.graph.placements.requests import Requests
+from pipedream.sharding.assignment import Assignment, LinkedMesh
+from pipedream.sharding.propagate import propagate
 
 
 @dataclass(frozen=True)

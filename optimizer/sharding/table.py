@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
+from pipedream.graph.placements.notation import show_placements
+from pipedream.graph.placements.placement import Replicate
 from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.profile import Profile
-from pipedream.graph.sharding.assignment import Redistribution, redistributions
-from pipedream.graph.sharding.notation import show_placements
-from pipedream.graph.sharding.placement import Replicate
-from pipedream.graph.sharding.steps import Collective
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.report import table_of
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
+from pipedream.sharding.assignment import Redistribution, redistributions
+from pipedream.sharding.steps import Collective
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from pipedream.graph.model import Graph, Node
+from pipedream.graph.placements.placement import Placements
+from pipedream.graph.placements.regions import held_region
 from pipedream.graph.profile import Footprint, Profile
-from pipedream.graph.sharding.assignment import redistributions
-from pipedream.graph.sharding.placement import Placements
-from pipedream.graph.sharding.regions import held_region
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
+from pipedream.sharding.assignment import redistributions
 
 
 def team_graph(graph: Graph, profile: Profile, sharding: ModelSharding) -> Graph:

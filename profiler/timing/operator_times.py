@@ -19,7 +19,7 @@ from torch import Tensor
 from pipedream.capture.programs.attribution import Attributed
 from pipedream.capture.programs.description import executable, execute
 from pipedream.graph.model import Graph
-from pipedream.graph.sharding.operators import Operator, TensorType
+from pipedream.graph.placements.operators import Operator, TensorType
 from pipedream.profiler.timing.stopping_rule import no_garbage_collection
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pipedream.comm.transport import TensorType
 from pipedream.graph.errors import UserError
-from pipedream.graph.sharding.regions import Region, held_region
-from pipedream.graph.sharding.tiles import TileTransfers, Transfer
+from pipedream.graph.placements.regions import Region, held_region
 from pipedream.runtime.stages.crossings import Crossing, Crossings
 from pipedream.schedule.action import RECEIVES, Action, Kind
+from pipedream.sharding.tiles import TileTransfers, Transfer
 
 
 class Part(NamedTuple):

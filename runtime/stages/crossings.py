@@ -14,11 +14,11 @@ from functools import cached_property, lru_cache
 from pipedream.capture.export import Captured, Value
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
+from pipedream.graph.placements.placement import Mesh, Placements, Replicate
 from pipedream.graph.plan import Plan, Stage
-from pipedream.graph.sharding.assignment import LinkedMesh
-from pipedream.graph.sharding.placement import Mesh, Placements, Replicate
-from pipedream.graph.sharding.tiles import TileTransfers, match_tiles
 from pipedream.runtime.stages.partition import StageInterface
+from pipedream.sharding.assignment import LinkedMesh
+from pipedream.sharding.tiles import TileTransfers, match_tiles
 
 
 @dataclass(frozen=True)

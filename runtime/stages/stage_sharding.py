@@ -22,15 +22,15 @@ from pipedream.comm.redistribute import cut
 from pipedream.comm.teams import TeamGroups
 from pipedream.comm.tied_sums import GradientPart
 from pipedream.graph.errors import UserError
+from pipedream.graph.placements.operators import OperatorGraph, TensorType, estimated_seconds
+from pipedream.graph.placements.placement import Partial, Placements, Replicate
+from pipedream.graph.placements.regions import Region, held_region, whole
+from pipedream.graph.placements.requests import Requests
 from pipedream.graph.plan import Plan
-from pipedream.graph.sharding.assignment import Assignment, LinkedMesh, output_target, steps_between
-from pipedream.graph.sharding.operators import OperatorGraph, TensorType, estimated_seconds
-from pipedream.graph.sharding.placement import Partial, Placements, Replicate
-from pipedream.graph.sharding.propagate import propagate
-from pipedream.graph.sharding.regions import Region, held_region, whole
-from pipedream.graph.sharding.requests import Requests
-from pipedream.graph.sharding.steps import Step
 from pipedream.runtime.stages.crossings import Crossings
+from pipedream.sharding.assignment import Assignment, LinkedMesh, output_target, steps_between
+from pipedream.sharding.propagate import propagate
+from pipedream.sharding.steps import Step
 
 
 class StageSharding:

@@ -25,9 +25,9 @@ from sharded import (
 )
 
 from pipedream.graph.cluster import Link
-from pipedream.graph.sharding.placement import Mesh, Placements
-from pipedream.graph.sharding.redistribution import redistribute
-from pipedream.graph.sharding.steps import Collective, MeshTensor, Step
+from pipedream.graph.placements.placement import Mesh, Placements
+from pipedream.sharding.redistribution import redistribute
+from pipedream.sharding.steps import Collective, MeshTensor, Step
 
 RANKS = 4
 HELD_BY: tuple[tuple[Mesh, tuple[int, ...]], ...] = (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipedream.comm.tied_sums import GradientPart, TiedSums
 from pipedream.comm.transport import Transport
-from pipedream.graph.sharding.placement import device_count
+from pipedream.graph.placements.placement import device_count
 
 NO_TRANSPORT = cast("Transport", None)
 """All stages are on this rank, which sends nothing."""

@@ -15,8 +15,8 @@ from training import losses, run_jobs, weights
 
 from pipedream.capture.export import capture
 from pipedream.graph.model import read_graph
+from pipedream.graph.placements.operators import read_operators
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
-from pipedream.graph.sharding.operators import read_operators
 from pipedream.profiler.cli import main as pd_profile
 from pipedream.runtime.job import Job
 

@@ -13,8 +13,8 @@ import torch
 from commands import Done, typed
 
 from pipedream.graph.model import read_graph
+from pipedream.graph.placements.operators import read_operators, write_operators
 from pipedream.graph.profile import read_profile
-from pipedream.graph.sharding.operators import read_operators, write_operators
 from pipedream.profiler.cli import main
 
 Run = Callable[..., tuple[int, str, str]]

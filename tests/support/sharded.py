@@ -10,7 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pipedream.graph.sharding.placement import (
+from pipedream.graph.placements.placement import (
     Mesh,
     Partial,
     Placement,
@@ -19,8 +19,8 @@ from pipedream.graph.sharding.placement import (
     Shard,
     axis_groups,
 )
-from pipedream.graph.sharding.regions import check_placements
-from pipedream.graph.sharding.steps import MeshTensor, Step, make_step
+from pipedream.graph.placements.regions import check_placements
+from pipedream.sharding.steps import MeshTensor, Step, make_step
 
 Array = NDArray[np.float64]
 

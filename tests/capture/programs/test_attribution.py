@@ -19,7 +19,7 @@ from pipedream.capture.programs.attribution import Attributed, attribute
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.joint import CannotDivide, joint
 from pipedream.capture.programs.means import sum_means
-from pipedream.graph.sharding.operators import Operator
+from pipedream.graph.placements.operators import Operator
 
 CPU = torch.device("cpu")
 LAYOUT = {"aten.view", "aten.clone", "aten._unsafe_view"}

@@ -11,9 +11,9 @@ from divided import Executed, execute_divided, executed_by, held
 from torch import Tensor, nn
 
 from pipedream.capture.programs.description import execute
-from pipedream.graph.sharding.placement import Partial, Shard
-from pipedream.graph.sharding.rules import local_operator, strategies
-from pipedream.graph.sharding.rules.strategy import Strategy
+from pipedream.graph.placements.placement import Partial, Shard
+from pipedream.sharding.rules import local_operator, strategies
+from pipedream.sharding.rules.strategy import Strategy
 
 NORMS: dict[str, Callable[[], tuple[nn.Module, tuple[int, ...]]]] = {
     "rows": lambda: (nn.BatchNorm1d(3), (7, 3)),

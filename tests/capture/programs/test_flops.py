@@ -9,7 +9,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from pipedream.capture.programs.description import describe
-from pipedream.graph.sharding.operators import flops
+from pipedream.graph.placements.operators import flops
 
 
 @pytest.mark.parametrize("name", MODELS)

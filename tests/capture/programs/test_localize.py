@@ -21,8 +21,7 @@ from pipedream.capture.programs.localize import Ends, localize
 from pipedream.capture.programs.program import Program
 from pipedream.comm.redistribute import MeshGroups, cut
 from pipedream.graph.cluster import Link
-from pipedream.graph.sharding.assignment import Assignment, LinkedMesh, output_target
-from pipedream.graph.sharding.placement import (
+from pipedream.graph.placements.placement import (
     Mesh,
     Partial,
     Placements,
@@ -30,11 +29,12 @@ from pipedream.graph.sharding.placement import (
     Shard,
     device_count,
 )
-from pipedream.graph.sharding.propagate import propagate
-from pipedream.graph.sharding.redistribution import redistribute
-from pipedream.graph.sharding.regions import held_region, whole
-from pipedream.graph.sharding.requests import Requests
-from pipedream.graph.sharding.steps import Collective, MeshTensor, Step
+from pipedream.graph.placements.regions import held_region, whole
+from pipedream.graph.placements.requests import Requests
+from pipedream.sharding.assignment import Assignment, LinkedMesh, output_target
+from pipedream.sharding.propagate import propagate
+from pipedream.sharding.redistribution import redistribute
+from pipedream.sharding.steps import Collective, MeshTensor, Step
 
 RANKS, UPDATES = 4, 10
 RATE = 0.01

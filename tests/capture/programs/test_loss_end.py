@@ -20,10 +20,10 @@ from pipedream.capture.programs.means import sum_means
 from pipedream.capture.programs.program import Program
 from pipedream.capture.segment import Segment, segment
 from pipedream.graph.cluster import Link
-from pipedream.graph.sharding.assignment import Assignment, LinkedMesh, redistributions
-from pipedream.graph.sharding.placement import Replicate, Shard
-from pipedream.graph.sharding.propagate import propagate
-from pipedream.graph.sharding.requests import Requests
+from pipedream.graph.placements.placement import Replicate, Shard
+from pipedream.graph.placements.requests import Requests
+from pipedream.sharding.assignment import Assignment, LinkedMesh, redistributions
+from pipedream.sharding.propagate import propagate
 
 CPU = torch.device("cpu")
 CLASSES = torch.tensor([0, 3, 1, 3, 2, 0])

@@ -15,18 +15,18 @@ from sharded_runs import write_config
 from pipedream.graph.cluster import Cluster, DeviceType, Link
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, read_graph
+from pipedream.graph.placements.operators import OperatorProfile, flops, read_operators
+from pipedream.graph.placements.placement import Mesh, Replicate, Shard
+from pipedream.graph.placements.regions import held_region
+from pipedream.graph.placements.requests import Requests
 from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.profile import Profile, read_profile
-from pipedream.graph.sharding.assignment import LinkedMesh, redistributions
-from pipedream.graph.sharding.operators import OperatorProfile, flops, read_operators
-from pipedream.graph.sharding.placement import Mesh, Replicate, Shard
-from pipedream.graph.sharding.propagate import propagate
-from pipedream.graph.sharding.regions import held_region
-from pipedream.graph.sharding.requests import Requests
 from pipedream.optimizer.cli.cluster_options import _of_speed
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.optimizer.sharding.table import traffic_table
 from pipedream.optimizer.sharding.team_graph import team_footprints, team_graph
+from pipedream.sharding.assignment import LinkedMesh, redistributions
+from pipedream.sharding.propagate import propagate
 
 FOUR = Cluster(machines=(4,), bandwidth=(1e9,))
 SHARDS = ("*qkv=S(0, chunks=3)", "*up=S(0)", "*out=S(1)", "head=S(0)")

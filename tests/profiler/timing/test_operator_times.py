@@ -14,7 +14,7 @@ from torch import nn
 from pipedream.capture.export import capture
 from pipedream.capture.programs.attribution import Attributed, attribute
 from pipedream.graph.model import Graph
-from pipedream.graph.sharding.operators import Input, Operator, TensorType
+from pipedream.graph.placements.operators import Input, Operator, TensorType
 from pipedream.profiler.timing import operator_times
 from pipedream.profiler.timing.operator_times import operator_seconds, seconds_alone
 

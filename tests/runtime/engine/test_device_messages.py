@@ -7,8 +7,8 @@ from itertools import product
 import pytest
 from sharded_runs import Case, captured, sharded_plan
 
+from pipedream.graph.placements.placement import Mesh, device_count
 from pipedream.graph.plan import Plan
-from pipedream.graph.sharding.placement import Mesh, device_count
 from pipedream.runtime.engine.device_messages import DeviceMessages
 from pipedream.runtime.stages.crossings import Crossings, crossings
 from pipedream.runtime.stages.partition import interfaces

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pipedream.capture.export import Value
 from pipedream.graph.cluster import Cluster
+from pipedream.graph.placements.placement import Mesh, Placements, device_count
 from pipedream.graph.plan import WorkerGroup
-from pipedream.graph.sharding.placement import Mesh, Placements, device_count
 from pipedream.runtime.stages.crossings import Crossing, Crossings, Side
 from pipedream.schedule.action import Action, Kind
 

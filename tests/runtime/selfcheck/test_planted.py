@@ -28,13 +28,10 @@ from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.redistribute import MeshGroups
 from pipedream.comm.transport import Transport
 from pipedream.graph.errors import UserError
+from pipedream.graph.placements.operators import Operator
+from pipedream.graph.placements.placement import Partial
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import read_config
-from pipedream.graph.sharding import axis
-from pipedream.graph.sharding.operators import Operator
-from pipedream.graph.sharding.placement import Partial
-from pipedream.graph.sharding.rules.strategy import R, Strategy
-from pipedream.graph.sharding.steps import Collective, Step
 from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.engine.value_exchange import ValueExchange
 from pipedream.runtime.engine.weights import Weights
@@ -42,6 +39,9 @@ from pipedream.runtime.job import Job
 from pipedream.runtime.stages import captures
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.trainer import train
+from pipedream.sharding import axis
+from pipedream.sharding.rules.strategy import R, Strategy
+from pipedream.sharding.steps import Collective, Step
 
 Plant = Callable[[], AbstractContextManager[Any]]
 

@@ -22,8 +22,8 @@ from torch.nn.functional import cross_entropy
 from training import run_jobs
 
 from pipedream.capture.programs.loss_end import LOSS, Target
+from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.plan import Plan, write_plan
-from pipedream.graph.sharding.placement import Mesh
 from pipedream.runtime.checkpoint.files import load_all
 from pipedream.runtime.stages.stage_module import StageModule, plain
 from pipedream.runtime.stages.stage_sharding import StageSharding

@@ -16,11 +16,11 @@ from torch.nn.functional import cross_entropy
 
 from pipedream.capture.programs.joint import Joint
 from pipedream.capture.programs.loss_end import Target
-from pipedream.graph.sharding.assignment import Assignment, redistributions
-from pipedream.graph.sharding.placement import Partial, Replicate
+from pipedream.graph.placements.placement import Partial, Replicate
 from pipedream.runtime.stages.crossings import Crossings
 from pipedream.runtime.stages.stage_module import StageModule, plain
 from pipedream.runtime.stages.stage_sharding import StageSharding
+from pipedream.sharding.assignment import Assignment, redistributions
 
 SLOW = {"name": "SGD", "args": {"lr": 0.001, "momentum": 0.9}}
 """With larger steps a narrow ResNet is chaotic: differences in the last digit grow."""

@@ -18,9 +18,9 @@ from sharded_runs import Case, alone, captured, job_of, train_cases
 from torch import nn
 from training import run_jobs
 
+from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import RunConfig, read_config
-from pipedream.graph.sharding.placement import Mesh
 from pipedream.runtime.data.reader import Epoch
 
 WORDS = "words.weight"

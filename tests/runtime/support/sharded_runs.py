@@ -16,9 +16,9 @@ from plans import make_plan
 from training import run_jobs
 
 from pipedream.capture.export import Captured, capture
+from pipedream.graph.placements.placement import Mesh, device_count
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import RunConfig, read_config
-from pipedream.graph.sharding.placement import Mesh, device_count
 from pipedream.runtime.job import Job
 
 MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {

@@ -20,10 +20,10 @@ from pipedream.graph.cluster import read_cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.measured_run import read_measured
 from pipedream.graph.model import read_graph
+from pipedream.graph.placements.operators import read_operators
 from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import read_profile
 from pipedream.graph.run_config import read_config
-from pipedream.graph.sharding.operators import read_operators
 from pipedream.runtime.checkpoint.dcp import Folder
 from pipedream.runtime.checkpoint.files import load_all, read_state
 from pipedream.runtime.engine.training_segment import Position

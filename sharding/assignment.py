@@ -1,0 +1,246 @@
+"""How the operators of a graph are divided on a mesh, and what that moves.
+
+A value is redistributed once for each way in which operators read it, however many do. At the end
+outputs are replicated, and gradients of inputs are placed as the inputs are. A gradient of a
+parameter is placed as the parameter, or stays partial on an axis on which the parameter is whole:
+then it is summed only once for all the minibatches of an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import chain, pairwise
+from typing import Literal
+
+from pydantic import NonNegativeFloat, NonNegativeInt
+
+from pipedream.graph.cluster import Cluster, Link
+from pipedream.graph.errors import ArtifactModel
+from pipedream.graph.placements.notation import show_placements
+from pipedream.graph.placements.operators import (
+    OperatorCall,
+    OperatorGraph,
+    StageOutput,
+    TensorType,
+)
+from pipedream.graph.placements.placement import Mesh, Partial, Placements, Replicate, axis_groups
+from pipedream.sharding.redistribution import redistribute
+from pipedream.sharding.rules import summed_types
+from pipedream.sharding.rules.strategy import Strategy
+from pipedream.sharding.steps import MeshTensor, Step
+
+
+@dataclass(frozen=True)
+class LinkedMesh:
+    """A mesh of devices, and for each axis the link between neighbours in a group of the axis."""
+
+    sizes: Mesh
+    links: tuple[Link, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.links) == len(self.sizes), self
+
+    @staticmethod
+    def of(mesh: Mesh, ranks: Sequence[int], cluster: Cluster) -> LinkedMesh:
+        """Of the devices at these places of a cluster: for each axis its slowest link."""
+        levels = (
+            max(
+                (
+                    cluster.level(ranks[a], ranks[b])
+                    for g in axis_groups(mesh, axis)
+                    for a, b in pairwise(g)
+                ),
+                default=1,
+            )
+            for axis in range(len(mesh))
+        )
+        return LinkedMesh(mesh, tuple(cluster.link(level) for level in levels))
+
+    def first(self, axes: int) -> LinkedMesh:
+        """Of its first axes alone."""
+        return LinkedMesh(self.sizes[:axes], self.links[:axes])
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """For each axis of the mesh a strategy of each operator."""
+
+    graph: OperatorGraph
+    mesh: LinkedMesh
+    strategies: Mapping[str, tuple[Strategy, ...]]
+    """By the name of the call, for each axis."""
+    placed: Mapping[str, Placements]
+    """Of each value, as its operator gives it or as the graph is given it."""
+
+    def targets(self, call: str) -> tuple[Placements, ...]:
+        """How the operator wants each of the values that it reads."""
+        by_axis = (strategy.inputs for strategy in self.strategies[call])
+        return tuple(zip(*by_axis, strict=True))
+
+    @cached_property
+    def placed_inputs(self) -> Mapping[tuple[str, str], Placements]:
+        """Of what the graph is given, by role and name."""
+        return {(each.role, each.name): self.placed[each.value] for each in self.graph.inputs}
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """A value that is brought from one placement to another."""
+
+    value: str
+    """Its name; of what is added up in the middle of an operator the name of the call."""
+    source: Placements
+    target: Placements
+    steps: tuple[Step, ...]
+    often: Literal["minibatch", "update"]
+    """How often: for each minibatch, or once for all that an update is made of."""
+
+    @property
+    def bytes(self) -> int:
+        """Sent or received by the busiest device of each step."""
+        return sum(step.bytes for step in self.steps)
+
+    @property
+    def seconds(self) -> float:
+        return sum(step.seconds for step in self.steps)
+
+
+class RedistributionRow(ArtifactModel):
+    """A redistribution in a report."""
+
+    value: str
+    source: str
+    target: str
+    collectives: tuple[str, ...]
+    often: Literal["minibatch", "update"]
+    bytes: NonNegativeInt
+    seconds: NonNegativeFloat
+
+
+class ShardingReport(ArtifactModel):
+    """What a division of the operators costs; the redistributions that communicate."""
+
+    mesh: tuple[int, ...]
+    minibatch_seconds: NonNegativeFloat
+    minibatch_bytes: NonNegativeInt
+    update_seconds: NonNegativeFloat
+    """The sums of gradients."""
+    update_bytes: NonNegativeInt
+    redistributions: tuple[RedistributionRow, ...]
+
+
+def redistributions(assignment: Assignment) -> tuple[Redistribution, ...]:
+    """All of them: first what operators read, in their order, then outputs, then sums of gradients,
+    then what operators add up in their middle.
+
+    Those that need no communication, such as a slice, are among them.
+    """
+    found: dict[tuple[str, Placements, Placements, str], Redistribution] = {}
+    types = assignment.graph.types()
+    for value, target, often in _wanted(assignment):
+        source = assignment.placed[value]
+        if often == "update":
+            source = _gradient_target(source, target)
+        if source != target:
+            steps = steps_between(types[value], assignment.mesh, source, target)
+            key = value, source, target, often
+            found.setdefault(key, Redistribution(value, source, target, steps, often))
+    inner = (
+        inner_sums(call, assignment.strategies[call.name], assignment.mesh)
+        for call in assignment.graph.calls
+    )
+    return (*found.values(), *chain.from_iterable(inner))
+
+
+def inner_sums(
+    call: OperatorCall, strategies: Iterable[Strategy], mesh: LinkedMesh
+) -> tuple[Redistribution, ...]:
+    """Of what the devices add up in the middle of the operator, by its strategies on the axes."""
+    source = tuple(each.within for each in strategies)
+    target = tuple(Replicate() if each == Partial() else each for each in source)
+    if source == target:
+        return ()
+    types = summed_types(call.operator)
+    steps = (steps_between(type_, mesh, source, target) for type_ in types)
+    return tuple(Redistribution(call.name, source, target, each, "minibatch") for each in steps)
+
+
+def report(assignment: Assignment) -> ShardingReport:
+    rows = [each for each in redistributions(assignment) if each.bytes]
+    own, updates = ([e for e in rows if e.often == often] for often in ("minibatch", "update"))
+    return ShardingReport(
+        mesh=assignment.mesh.sizes,
+        minibatch_seconds=sum(each.seconds for each in own),
+        minibatch_bytes=sum(each.bytes for each in own),
+        update_seconds=sum(each.seconds for each in updates),
+        update_bytes=sum(each.bytes for each in updates),
+        redistributions=tuple(map(_row, rows)),
+    )
+
+
+def total_seconds(assignment: Assignment) -> float:
+    """Of a minibatch and of an update together."""
+    return sum(each.seconds for each in redistributions(assignment))
+
+
+@lru_cache(maxsize=200_000)
+def steps_between(
+    type_: TensorType, mesh: LinkedMesh, source: Placements, target: Placements
+) -> tuple[Step, ...]:
+    tensor = MeshTensor(type_.shape, type_.element_bytes, mesh.sizes, mesh.links)
+    return redistribute(tensor, source, target)
+
+
+def output_target(
+    output: StageOutput, placed: Placements, inputs: Mapping[tuple[str, str], Placements]
+) -> Placements:
+    """How a value is to be placed at the end of the graph. `inputs`: the placements of what the
+    graph is given, by role and name.
+    """
+    if output.role == "input gradient":
+        return inputs["input", output.name]
+    if output.role == "parameter gradient":
+        return _gradient_target(placed, inputs["parameter", output.name])
+    return (Replicate(),) * len(placed)
+
+
+def _gradient_target(placed: Placements, parameter: Placements) -> Placements:
+    """Partial where it is and the parameter is whole, else as the parameter."""
+    pairs = zip(placed, parameter, strict=True)
+    partial, whole = Partial(), Replicate()
+    return tuple(own if (own, its) == (partial, whole) else its for own, its in pairs)
+
+
+def _wanted(
+    assignment: Assignment,
+) -> Iterator[tuple[str, Placements, Literal["minibatch", "update"]]]:
+    for call in assignment.graph.calls:
+        for value, target in zip(call.reads, assignment.targets(call.name), strict=True):
+            yield value, target, "minibatch"
+    inputs = assignment.placed_inputs
+    outputs = assignment.graph.outputs
+    for output in outputs:
+        placed = assignment.placed[output.value]
+        yield output.value, output_target(output, placed, inputs), "minibatch"
+    for output in outputs:
+        if output.role == "parameter gradient":
+            yield output.value, inputs["parameter", output.name], "update"
+
+
+def _row(redistribution: Redistribution) -> RedistributionRow:
+    return RedistributionRow(
+        value=redistribution.value,
+        source=show_placements(redistribution.source),
+        target=show_placements(redistribution.target),
+        collectives=tuple(_names(redistribution.steps)),
+        often=redistribution.often,
+        bytes=redistribution.bytes,
+        seconds=redistribution.seconds,
+    )
+
+
+def _names(steps: Iterable[Step]) -> Iterator[str]:
+    for step in steps:
+        yield f"{step.collective.value} on axis {step.axis}"

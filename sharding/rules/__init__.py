@@ -1,0 +1,101 @@
+"""Rules: how each ATen operator can be divided among the devices of a mesh axis. No torch.
+
+`strategies(operator, devices)` gives the ways, `local_operator` what a device then executes. An
+operator without a rule has one way: all devices do the same. The backward pass needs no rules of
+its own kind, since it consists of ATen operators too. In a few ways the devices add something up in
+the middle of the operator (`summed_types`).
+
+`strategy`: what a rule is. `indices`: the rules of operators that are loops over indices, which is
+nearly all. `views`, `pieces`: chunks. The other files are tables by kind of operator. Begin with
+`indices`, then `products`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from pipedream.graph.placements.operators import Operator, TensorType
+from pipedream.sharding.rules import (
+    convolutions,
+    creation,
+    images,
+    lookups,
+    normalizations,
+    pieces,
+    pointwise,
+    products,
+    reductions,
+    views,
+)
+from pipedream.sharding.rules.strategy import (
+    DivisionRule,
+    Strategy,
+    fits,
+    in_chunks,
+    local_type,
+    replicated,
+)
+
+_PARTS = (
+    *(convolutions, creation, images, lookups, normalizations),
+    *(pieces, pointwise, products, reductions, views),
+)
+RULES: dict[str, DivisionRule] = {
+    name: rule for part in _PARTS for name, rule in part.rules().items()
+}
+"""By family: the name of an operator without its overload."""
+assert len(RULES) == sum(len(part.rules()) for part in _PARTS), "two rules for an operator"
+
+
+@lru_cache(maxsize=100_000)
+def strategies(
+    operator: Operator, devices: int, chunks: tuple[int, ...] = ()
+) -> tuple[Strategy, ...]:
+    """All ways to divide the operator among so many devices, the replicated one first.
+
+    Dimensions are also sharded in these numbers of chunks, where that is the same to the operator.
+    """
+    return divided_by(RULES.get(operator.family), operator, devices, chunks)
+
+
+def divided_by(
+    rule: DivisionRule | None, operator: Operator, devices: int, chunks: tuple[int, ...] = ()
+) -> tuple[Strategy, ...]:
+    """The same by a rule that need not be in the table."""
+    found = [replicated(operator)]
+    if rule is not None:
+        own = rule.divisions(operator, devices)
+        found += (each for each in in_chunks(own, chunks) if rule.allows(operator, each, devices))
+    return tuple(dict.fromkeys(each for each in found if fits(operator, each, devices)))
+
+
+def summed_types(operator: Operator) -> tuple[TensorType, ...]:
+    """Of what devices add up in the middle of the operator, where a strategy says that they do."""
+    rule = RULES.get(operator.family)
+    return () if rule is None else rule.sums(operator)
+
+
+def local_operator(operator: Operator, strategy: Strategy, devices: int, index: int) -> Operator:
+    """What the device with this index executes: the operator on its local tensors. Where the
+    strategy adds up `within` the operator, it is executed so that it does.
+
+    Where arguments are sizes they are local, too. Execute a `view` as `reshape`: local tensors may
+    lie in memory in another way than the whole.
+    """
+    return local_by(RULES.get(operator.family), operator, strategy, devices, index)
+
+
+def local_by(
+    rule: DivisionRule | None, operator: Operator, strategy: Strategy, devices: int, index: int
+) -> Operator:
+    """The same by a rule that need not be in the table."""
+    inputs = tuple(
+        local_type(type_, placement, devices, index)
+        for type_, placement in zip(operator.inputs, strategy.inputs, strict=True)
+    )
+    outputs = tuple(
+        type_ and local_type(type_, placement, devices, index)
+        for type_, placement in zip(operator.outputs, strategy.outputs, strict=True)
+    )
+    local = operator.model_copy(update={"inputs": inputs, "outputs": outputs})
+    return local if rule is None else local.with_arguments(dict(rule.arguments(operator, local)))

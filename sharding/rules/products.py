@@ -1,0 +1,92 @@
+"""Products of matrices, and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from pipedream.graph.placements.operators import Operator
+from pipedream.sharding.rules.indices import TermSum, broadcast, divisions
+from pipedream.sharding.rules.strategy import DivisionRule, Strategy
+
+CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
+
+
+def rules() -> dict[str, DivisionRule]:
+    return {
+        "aten.mm": DivisionRule(_times("mk", "kn", "mn")),
+        "aten.bmm": DivisionRule(_times("bmk", "bkn", "bmn")),
+        "aten.mv": DivisionRule(_times("mk", "k", "m")),
+        "aten.dot": DivisionRule(_times("k", "k", "")),
+        "aten.addmm": DivisionRule(_plus_times("mk", "kn", "mn")),
+        "aten.baddbmm": DivisionRule(_plus_times("bmk", "bkn", "bmn")),
+        "aten.addmv": DivisionRule(_plus_times("mk", "k", "m")),
+        "aten.linear": DivisionRule(_linear),
+        CPU_ATTENTION: DivisionRule(_attention),
+        f"{CPU_ATTENTION}_backward": DivisionRule(_attention_backward),
+    }
+
+
+def _times(first: str, second: str, result: str) -> Callable[[Operator, int], Iterator[Strategy]]:
+    return lambda operator, devices: divisions([first, second], [TermSum(result, [[0, 1]])], [0, 1])
+
+
+def _plus_times(
+    first: str, second: str, result: str
+) -> Callable[[Operator, int], Iterator[Strategy]]:
+    return partial(_added, first, second, result)
+
+
+def _added(
+    first: str, second: str, result: str, operator: Operator, devices: int
+) -> Iterator[Strategy]:
+    (output,) = operator.outputs
+    assert output is not None
+    bias = broadcast(operator.inputs[0].shape, output.shape, result)
+    return divisions([bias, first, second], [TermSum(result, [[0], [1, 2]])], [0, 1, 2])
+
+
+def _linear(operator: Operator, devices: int) -> Iterator[Strategy]:
+    """An input of any dimensions, a weight [outputs, inputs] and perhaps a bias."""
+    batch = "abcdefgh"[: len(operator.inputs[0].shape) - 1]
+    inputs, terms = [f"{batch}k", "nk"], [[0, 1]]
+    if len(operator.inputs) == 3:
+        inputs, terms = [*inputs, "n"], [[0, 1], [2]]
+    return divisions(inputs, [TermSum(f"{batch}n", terms)], range(len(inputs)))
+
+
+def _attention(operator: Operator, devices: int) -> Iterator[Strategy]:
+    """Query, key, value, and perhaps a mask that is added; the result, and for each query the
+    logarithm of the sum that its softmax divides by.
+    """
+    if operator.argument(3, 0.0):
+        return
+    inputs = _attention_letters(operator, 0, causal_at=4)
+    query, all_but_values = inputs[0], [0, 1, *range(3, len(inputs))]
+    outputs = [TermSum(query, [range(len(inputs))]), TermSum(query[:3], [all_but_values])]
+    yield from divisions(inputs, outputs, [2])
+
+
+def _attention_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
+    """Gradient, query, key, value, result, logarithms, and perhaps a mask; three gradients."""
+    if operator.argument(6, 0.0):
+        return
+    query, key, value, *mask = _attention_letters(operator, 1, causal_at=7)
+    inputs = [query, query, key, value, query, query[:3], *mask]
+    terms = [range(len(inputs))]
+    yield from divisions(inputs, [TermSum(each, terms) for each in (query, key, value)], [0])
+
+
+def _attention_letters(operator: Operator, first: int, causal_at: int) -> list[str]:
+    """Of query, the first of three inputs, of key and value, and of the mask if there is one.
+
+    Batch and heads can be divided; and the queries, unless each sees those before it alone.
+    """
+    query, key = (operator.inputs[first + k].shape for k in (0, 1))
+    letters = "bh." if operator.argument(causal_at, False) else "bhs"
+    whole = (*query[:3], key[2])
+    of_key = broadcast(key[:2], query[:2], letters[:2]) + ".."
+    masks = operator.inputs[6 if first else 3 :]
+    return [f"{letters}.", of_key, of_key] + [
+        broadcast(mask.shape, whole, f"{letters}.") for mask in masks
+    ]
