@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Checks everything: lint, format, types, import contracts, the site, tests. Runs all of them, fails
-# if any fails. With --quick as the first argument, leaves out the tests marked `slow`. All other
-# arguments go to pytest: `scripts/test.sh tests/graph -k plan`. With --torch VERSION before all of
-# them, runs only the tests, with that torch: the types of torch are checked in the pinned version.
+# if any fails, or if they take more processor time than two cores have in eight minutes.
+# First argument: --quick leaves out the tests marked `slow`, --all adds those marked `thorough`, and
+# all of the random examples, without a limit of time. All other arguments go to pytest:
+# `scripts/test.sh tests/graph -k plan`. With --torch VERSION before all of them, runs only the tests,
+# with that torch: the types of torch are checked in the pinned version.
 set -uo pipefail
 if [ "${1:-}" = --torch ]; then
     torch_version=${2:?name a version of torch: test.sh --torch 2.15.0}
@@ -35,14 +37,23 @@ check() {
     [ -z "${failed:-}" ] || { echo "test.sh: failed: $failed" && exit 1; }
 ) >"$output" 2>&1 &
 
-if [ "${1:-}" = --quick ]; then
-    shift
-    check pytest -n 2 --dist worksteal -m "not slow" "$@"
-else
-    check pytest -n 3 --dist worksteal "$@"
-fi
+budget=960 options=(-n 3 --dist worksteal --durations 40)
+case "${1:-}" in
+--quick) shift && options+=(-m "not slow") ;;
+--all) shift && budget= && export PIPEDREAM_TESTS=all ;;
+esac
+check pytest "${options[@]}" "$@"
 wait $! || failed="${failed:-}checks "
 cat "$output"
+
+# Processor time, not time: machines are shared.
+times >"$output"
+seconds=$(awk -F '[ms ]' 'NR == 2 { print int($1 * 60 + $2 + $4 * 60 + $5) }' "$output")
+echo "== $seconds s of processor time in $SECONDS s"
+[ "$seconds" -le "${budget:-$seconds}" ] || {
+    echo "test.sh: the budget is $budget s: mark what others show in part as thorough, see --durations"
+    failed="${failed:-}budget "
+}
 
 if [ -n "${failed:-}" ]; then
     echo "test.sh: failed: $failed" >&2

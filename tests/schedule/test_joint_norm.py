@@ -9,6 +9,7 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import B, F, Orders, halved, interleaved, with_norm, zero_bubble
@@ -95,7 +96,7 @@ def test_stages_that_update_by_themselves_have_none() -> None:
 # Sound ---------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_sound_with_any_links(data: st.DataObject) -> None:
     """And nothing is held for longer."""

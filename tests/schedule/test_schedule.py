@@ -13,6 +13,7 @@ from math import lcm
 from textwrap import dedent
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import policy, schedule
@@ -357,7 +358,7 @@ def test_sound_with_skips(name):
         check(schedule(name, replicas, [*chain(4), (0, 3), (1, 3)], 19, 4))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(data=st.data())
 def test_sound_with_any_links(data):
     stages = data.draw(st.integers(1, 5))

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 import torch
+from amount import examples
 from divided import run_divided
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -357,7 +358,7 @@ def random_graph(rng: random.Random) -> OperatorGraph:
     return OperatorGraph(inputs=tuple(inputs), calls=tuple(calls), outputs=outputs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from([(2,), (3,), (2, 2)]))
 def test_random_graphs(rng: random.Random, sizes: tuple[int, ...]) -> None:
     graph = random_graph(rng)

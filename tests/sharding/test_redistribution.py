@@ -8,6 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sharded import (
@@ -146,7 +147,7 @@ def counted_bytes(shape: tuple[int, ...], mesh: Mesh, step: Step) -> int:
     return busiest
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(placed())
 def test_every_step_stays_in_its_group_and_has_the_bytes_counted(
     case: tuple[tuple[int, ...], Mesh, tuple[Placements, ...]],
@@ -189,7 +190,7 @@ def test_no_step_is_forgotten(mesh: Mesh, placements: Placements) -> None:
             )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @example(  # chunks of the one dimension on the way along the other
     ((2, 2), (1, 4), ((Shard(0), Shard(0, 2)), (Replicate(), Shard(0)))), True
 )
@@ -228,7 +229,7 @@ def cheapest(tensor: MeshTensor, source: Placements, target: Placements, longest
     return reached[target]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(placed(ways=2), st.randoms(use_true_random=False))
 def test_the_steps_lead_to_the_target(
     case: tuple[tuple[int, ...], Mesh, tuple[Placements, ...]], rng: random.Random

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from sharded import MESHES, held_ids, random_placements, random_shape
 
@@ -82,7 +83,7 @@ def test_partial_tensors_are_summed_first() -> None:
         match_tiles((4,), ((2,), (Partial(),)), ((2,), (Replicate(),)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(rng=...)
 def test_every_element_arrives_once(rng: random.Random) -> None:
     shape = random_shape(rng)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from amount import examples
 from divisions import every_division
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ def request(graph, devices, bandwidth=1e9, **settings):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 @given(
     graph=graphs(most=5),
     devices=st.integers(2, 4),
@@ -51,7 +52,7 @@ def test_the_best_of_all_divisions_is_found_and_the_bound_holds(
     assert chosen.lower_bound_seconds <= best * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=examples(15))
 @given(graph=graphs(most=6), machines=st.sampled_from([(3,), (2, 2)]), data=st.data())
 def test_no_plan_of_a_formula_is_faster(graph, machines, data):
     cluster = Cluster(machines=machines, bandwidth=(1e9, 2e8)[: len(machines)])

@@ -4,6 +4,7 @@ import math
 from itertools import groupby, permutations
 
 import pytest
+from amount import examples
 from cost_models import FORMULAS
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
@@ -224,7 +225,7 @@ def two_kinds(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     graph=graphs(6),
     cluster=two_kinds(),
@@ -248,7 +249,7 @@ def test_plans_on_two_kinds_equal_brute_force(
     model="measured",
     straight=True,
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     graph=graphs(9),
     speeds=st.tuples(SPEED, SPEED, SPEED),
@@ -268,7 +269,7 @@ def test_the_certificate_holds_on_kinds_and_with_latency(graph, speeds, inner, m
     assert best <= rough.seconds_per_minibatch * (1 + 1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(graph=graphs(5), speeds=st.tuples(SPEED, SPEED, SPEED), model=st.sampled_from(["paper"]))
 def test_three_kinds_equal_brute_force(by_hand, graph, speeds, model):
     kinds = [DeviceType(name=n, speed=s) for n, s in zip("xyz", speeds, strict=True)]
@@ -319,7 +320,7 @@ def batch_on_kinds(by_hand, costs, pipeline, order, cluster, memory, recompute, 
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     graph=graphs(6),
     cluster=two_kinds(),

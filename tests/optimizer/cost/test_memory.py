@@ -3,6 +3,7 @@ import math
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -106,7 +107,7 @@ def chains():
     return st.lists(st.tuples(sizes, sizes, sizes), min_size=2, max_size=40)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(chain=chains(), schedule=st.sampled_from(SCHEDULES))
 def test_many_nodes_share_moments_and_little_is_lost(chain, schedule):
     nodes = {f"n{i}": Node(f"n{i}", "Layer", 1.0) for i in range(len(chain))}

@@ -1,6 +1,7 @@
 """What a plan takes, worked out again from plan.json: the same that the planner said."""
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import graphs
@@ -34,7 +35,7 @@ def clusters(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     graphs(7),
     clusters(),

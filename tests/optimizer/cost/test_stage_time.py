@@ -4,6 +4,7 @@ from itertools import product
 from statistics import fmean
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -58,7 +59,7 @@ def over_all_cases(seconds, workers, spread):
     return fmean(max([*(s * f for s, f in zip(each, c, strict=True)), *steady]) for c in cases)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0, 1.3]), st.integers(0, 2)), min_size=1)
     .filter(lambda stages: sum(count for _, count in stages) <= 5)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from random_graphs import graphs
@@ -27,7 +28,7 @@ def admits(bins, cuts, index):
     return fits & (bins.bytes_across <= cuts.bytes_across[index])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(graph=graphs(), work=st.sampled_from([1, 1e4, 1e7]), most=st.sampled_from([3, 5, 30, 5000]))
 def test_every_downset_is_within_a_bin(graph, work, most):
     graph = PlanningGraph.of(graph)
@@ -37,7 +38,7 @@ def test_every_downset_is_within_a_bin(graph, work, most):
     assert len(bins.merged(most)) <= most
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(graph=graphs(), work=st.sampled_from([1e6, 1e7]), most=st.sampled_from([3, 5, 30, 5000]))
 def test_the_lightest_of_a_bin_is_a_downset_of_as_few_bytes(graph, work, most):
     graph = PlanningGraph.of(graph)
@@ -52,7 +53,7 @@ def test_the_lightest_of_a_bin_is_a_downset_of_as_few_bytes(graph, work, most):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(graph=graphs(), most_states=st.sampled_from([1, 2, 4]))
 def test_what_is_forgotten_only_loosens_the_bounds(graph, most_states):
     graph = PlanningGraph.of(graph)

@@ -4,6 +4,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
+from amount import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ def best_by_hand(graph, count, cap):
     return min(scores, default=None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(graph=graphs(), count=st.integers(1, 9))
 def test_equals_every_contiguous_partition_tried(graph, count):
     planning = PlanningGraph.of(graph)

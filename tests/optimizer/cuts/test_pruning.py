@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+from amount import examples
 from cost_models import FORMULAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -35,7 +36,7 @@ def every_cut(graph):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from(SHAPES),
@@ -61,7 +62,7 @@ def test_no_cut_of_a_plan_of_interest_is_dropped(
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from(SHAPES),

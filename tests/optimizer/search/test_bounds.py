@@ -1,4 +1,5 @@
 import pytest
+from amount import examples
 from cost_models import FORMULAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ def test_a_node_that_cannot_be_replicated_well_bounds_the_time(make_graph):
         assert bound == pytest.approx(0.050)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_no_plan_is_faster(make_graph, data):
     number = st.integers(0, 9)
@@ -55,7 +56,7 @@ def test_no_plan_is_faster(make_graph, data):
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from([(2,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2)]),

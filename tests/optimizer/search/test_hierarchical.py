@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from amount import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_graphs import graphs
@@ -107,7 +108,7 @@ def check(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from([(1,), (2,), (3,), (4,)]),
@@ -119,7 +120,7 @@ def test_flat_plans_equal_brute_force(by_hand, graph, machines, model, rules):
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from([(2, 2), (3, 2), (2, 3), (1, 2), (2, 1)]),
@@ -130,14 +131,14 @@ def test_two_levels_equal_brute_force(by_hand, graph, machines, model, rules):
     check(by_hand, graph, machines, model, rules, most_cuts=14)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(graph=graphs(most=6), model=st.sampled_from(MODELS), rules=st.builds(Rules))
 def test_three_levels_equal_brute_force(by_hand, graph, model, rules):
     check(by_hand, graph, (2, 2, 2), model, rules, most_cuts=8)
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from([(2,), (3,), (4,), (2, 2), (3, 2), (2, 3)]),
@@ -155,7 +156,7 @@ def test_plans_within_memory_equal_brute_force(
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     graph=graphs(most=6),
     machines=st.sampled_from([(2, 2), (3, 2), (1, 3), (2, 3)]),

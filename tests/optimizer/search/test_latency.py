@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from amount import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_graphs import graphs
@@ -125,7 +126,7 @@ RULES = st.builds(Rules, st.booleans(), st.booleans())
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from(FLAT),
@@ -138,7 +139,7 @@ def test_one_level_equals_brute_force(by_hand, graph, machines, model, rules, go
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from(LEVELS),
@@ -150,14 +151,14 @@ def test_two_levels_equal_brute_force(by_hand, graph, machines, model, rules, go
     check(by_hand, graph, machines, model, rules, goal, most_cuts=12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(graph=graphs(most=6), goal=st.builds(Latency, st.sampled_from(BATCHES)))
 def test_three_levels_equal_brute_force(by_hand, graph, goal):
     check(by_hand, graph, (2, 2, 2), ("paper", None), Rules(), goal, most_cuts=8)
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from([*FLAT, *LEVELS]),
@@ -175,7 +176,7 @@ def test_plans_within_memory_equal_brute_force(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from([*FLAT, *LEVELS]),
@@ -186,7 +187,7 @@ def test_epsilon_loses_at_most_itself_for_each_microbatch(by_hand, graph, machin
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from([*FLAT, *LEVELS]),
@@ -200,7 +201,7 @@ def test_layers_give_a_plan_and_a_bound_that_holds(by_hand, graph, machines, mod
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from([*FLAT, *LEVELS]),
@@ -213,7 +214,7 @@ def test_some_cuts_give_a_plan_and_a_bound_that_holds(by_hand, graph, machines, 
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from([*FLAT, *LEVELS]),
@@ -242,7 +243,7 @@ def test_no_pipeline_is_sooner_than_the_bound_over_bins(
     assert bound <= best * (1 + 1e-9)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     graph=graphs(),
     machines=st.sampled_from([*FLAT, *LEVELS]),

@@ -1,6 +1,7 @@
 """The closed form of a plan, worked out by hand, and beside the simulation."""
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedules import policy, schedule
@@ -91,7 +92,7 @@ def test_sums_beside_messages_take_longer(replicas, message):
     assert form.seconds == pytest.approx(simulated, rel=0.07)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     passes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=4),
     data=st.data(),

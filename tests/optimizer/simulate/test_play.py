@@ -7,6 +7,7 @@ from itertools import combinations
 from unittest.mock import patch
 
 import pytest
+from amount import examples
 from fluid import fair_rates, fluid_spans
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -394,7 +395,7 @@ def both_agree(data, orders, given_actions=True):
             assert times == pytest.approx(wanted, rel=1e-9, abs=1e-12), f"rank {rank}"
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 @given(st.data())
 def test_every_schedule_goes_as_in_the_slow_play(data):
     made = data.draw(schedules())
@@ -403,7 +404,7 @@ def test_every_schedule_goes_as_in_the_slow_play(data):
     both_agree(data, Orders.made(made, ranks), given_actions=False)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_several_stages_on_a_rank_go_as_in_the_slow_play(data):
     ranks, chunks = data.draw(st.integers(1, 3)), 2
@@ -414,7 +415,7 @@ def test_several_stages_on_a_rank_go_as_in_the_slow_play(data):
     both_agree(data, with_norm(orders) if data.draw(st.booleans()) else orders)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(st.data())
 def test_backward_passes_in_halves_go_as_in_the_slow_play(data):
     if data.draw(st.booleans()):

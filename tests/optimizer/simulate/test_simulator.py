@@ -5,6 +5,7 @@ from itertools import pairwise
 from textwrap import dedent
 
 import pytest
+from amount import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipelines import PASSES, interleaved, zero_bubble
@@ -159,7 +160,7 @@ works = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     st.lists(st.tuples(works, st.integers(1, 3)), min_size=1, max_size=4),
     st.floats(0, 50),
@@ -192,7 +193,7 @@ def test_any_pipeline(stages, message, name):
     assert 0 <= found.bubble < 1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(st.data())
 def test_a_plans_memory_over_time_is_within_what_the_planner_says(data):
     """Whatever the cuts, replicas, schedule and sizes; and it comes close."""
