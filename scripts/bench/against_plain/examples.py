@@ -1,8 +1,9 @@
 """Do the examples of docs/examples lose on two ranks what they lose on one, in each precision?
 
 `python scripts/bench/against_plain/examples.py [NAME ...]` runs each example as it stands, in
-float32, and with the bfloat16 of its library, and prints a table. What may differ is what the
-example on one device varies by. Exits with 1 where a loss is out of bounds, or a run fails.
+float32, with the bfloat16 of its library, and with weights in bfloat16, and prints a table. What
+may differ is what the example on one device varies by. Exits with 1 where a loss is out of bounds,
+or a run fails.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from pipedream.runtime.supervise.launch import spawn
 
 EXAMPLES = Path(__file__).parents[3] / "docs" / "examples"
 SECONDS, RERUNS = 600.0, 2
+WHOLE = "whole-bfloat16"
+LIGHTNING = {"float64": "64-true", WHOLE: "bf16-true"}
 LIBRARIES = ("accelerate", "lightning", "transformers", "pipedream.adapters.transformers")
 
 
@@ -80,7 +83,7 @@ def main() -> None:
     good, lines = True, ["| example | precision | losses |", "|---|---|---|"]
     with tempfile.TemporaryDirectory(prefix="examples-") as folder:
         for name in sys.argv[1:] or CASES:
-            for precision in PRECISIONS:
+            for precision in (*PRECISIONS, WHOLE):
                 told, fine = compared(name, precision, Path(folder) / f"{name}-{precision}")
                 good &= fine
                 lines.append(f"| {name} | {precision} | {told} |")
@@ -113,11 +116,11 @@ def prepare(example: Example, precision: str, folder: Path) -> None:
     """A copy of the examples in that precision, and the plan. Raises Failed."""
     shutil.copytree(EXAMPLES, folder)
     if precision != "float64":
-        _replace(folder / "tokens.py", {".double()": ""})
-    elif example.plain.startswith("lightning"):
+        _replace(folder / "tokens.py", {".double()": ".bfloat16()" if precision == WHOLE else ""})
+    if precision in LIGHTNING and example.plain.startswith("lightning"):
         for script in (example.plain, example.pipeline):
-            double = '"logger": False, "precision": "64-true"'
-            _replace(folder / script, {'"logger": False': double})
+            chosen = f'"logger": False, "precision": "{LIGHTNING[precision]}"'
+            _replace(folder / script, {'"logger": False': chosen})
     if precision == "bfloat16":
         for script in (example.plain, example.pipeline):
             text = (folder / script).read_text()
