@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
+from amount import one_in
 from zoo.specimens import zoo
 from zoo.survey import survey
 
 ZOO = zoo()
-FIRST = ("inplace", "buffers", "complexes", "views", "ties", "modes")
-"""Kinds where most mistakes were found; the others take as long again, and are slow together."""
 QUICK = ("2 stages, halves",)
 """The way that touches most: capture, a cut, messages, and programs."""
 
 
-def _marked(name: str) -> Any:
-    marks = () if ZOO[name].kind in FIRST else (pytest.mark.slow,)
-    return pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [_marked(name) for name in ZOO])
+@pytest.mark.parametrize("name", one_in(4, ZOO))
 def test_a_module_is_trained_right_or_refused(name: str) -> None:
     torch.set_num_threads(1)
     specimen = ZOO[name]
