@@ -27,11 +27,11 @@ from pipedream.capture.export import capture, flatten_inputs
 from pipedream.capture.sources.load import Loaded, load, load_config
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.run_config import read_config
+from pipedream.optimizer.calibrate.price_plan import price_plan
 from pipedream.optimizer.cost.models import MeasuredCost
-from pipedream.optimizer.cost.price_plan import price_plan
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 from pipedream.profiler.measure import Measured, Settings, measure
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.timing.stopping_rule import StoppingRule

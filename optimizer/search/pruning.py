@@ -24,9 +24,9 @@ from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import CostModel, Work
 from pipedream.optimizer.cost.stage_cost import Bools, levels
+from pipedream.optimizer.cost.stages import TIE, Rules
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
-from pipedream.optimizer.search.stages import TIE, Rules
 
 # Entries of the tables of stages, which sets how many groups there may be, and the most of those.
 _CELLS, _MOST = 1.6e7, 1_000

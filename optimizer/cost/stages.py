@@ -1,4 +1,4 @@
-"""The result of a search: nested stages, and the rules that the search kept."""
+"""Stages on devices, as a search finds them, and the rules that it keeps."""
 
 from __future__ import annotations
 

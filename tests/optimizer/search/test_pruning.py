@@ -9,16 +9,16 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.optimizer.cost.models import COST_MODELS, PaperCost, ReleasedCost
 from pipedream.optimizer.cost.stage_cost import Replication
-from pipedream.optimizer.cuts import pruning as elimination
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.cuts.pruning import PruningProblem, prune_cuts
 from pipedream.optimizer.search import planner
+from pipedream.optimizer.search import pruning as elimination
 from pipedream.optimizer.search.hierarchical import Search
 from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.pruning import PruningProblem, prune_cuts
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 
 SHAPES = [(2,), (3,), (4,), (2, 2), (3, 2), (2, 2, 2)]
 

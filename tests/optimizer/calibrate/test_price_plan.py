@@ -8,14 +8,14 @@ from random_graphs import graphs
 from pipedream.graph.cluster import Cluster, DeviceType
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import TrainingOverheads
+from pipedream.optimizer.calibrate.price_plan import Price, price_plan, stage_times
 from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost, ReleasedCost
-from pipedream.optimizer.cost.price_plan import Price, price_plan, stage_times
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.outcome import given_plan
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 
 KINDS = (DeviceType(name="new"), DeviceType(name="old", speed=0.5))
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph, Node
@@ -18,12 +17,12 @@ from pipedream.graph.profile import Machine, Profile
 from pipedream.graph.tables import end_of, make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.cost.models import DEFAULT_COST_MODEL
+from pipedream.optimizer.report.tables import make_grid, make_table, show_replicas, table_of
 from pipedream.optimizer.search.outcome import Outcome, ScheduleTime
 
 _WIDEST_NAME = 24
 _WIDEST_BLOCK = 40
 _ROUNDING = 1e-9
-_MOST_COUNTS = 6
 _NARROW = 100  # columns; tables are set closer on fewer
 
 
@@ -49,43 +48,6 @@ def print_report(
     machine = None if profile is None else profile.machine
     for remark in (*outcome.notes, *_assumptions(outcome, machine), _remark(outcome)):
         console.print(remark, markup=False, soft_wrap=not console.is_terminal)
-
-
-def make_table(title: str, caption: str, *columns: str | Column) -> Table:
-    """An empty table; columns given by their headings are right-aligned and not wrapped."""
-    return Table(
-        *(Column(c, justify="right", no_wrap=True) if isinstance(c, str) else c for c in columns),
-        title=title,
-        caption=caption,
-        title_justify="left",
-        caption_justify="left",
-        box=SIMPLE_HEAD,
-    )
-
-
-def table_of(
-    title: str,
-    caption: str,
-    rows: Sequence[Mapping[str, str]],
-    bold: Collection[int] = (),
-    wrapped: Collection[str] = (),
-) -> Table:
-    """A table whose `rows` map headings to cells, some in `bold`; a column without heading comes
-    last. The columns `wrapped`, and that without heading, are left-aligned and may be wrapped.
-    """
-    headings = sorted(dict.fromkeys(h for row in rows for h in row), key=lambda h: not h)
-    columns = (Column(h) if h in wrapped or not h else h for h in headings)
-    table = make_table(title, caption, *columns)
-    for number, row in enumerate(rows):
-        cells = (row.get(heading, "") for heading in headings)
-        table.add_row(*cells, style="bold" if number in bold else None)
-    return table
-
-
-def make_grid() -> Table:
-    """An empty table of three columns without headings; the second holds figures."""
-    columns = Column(), Column(justify="right"), Column()
-    return Table(*columns, box=None, show_header=False, pad_edge=False)
 
 
 def _stage_table(outcome: Outcome, graph: Graph, modules: Mapping[str, str], narrow: bool) -> Table:
@@ -282,20 +244,6 @@ def _schedule_table(outcome: Outcome) -> Table:
         bold=[0],
         wrapped=("schedule", "updates"),
     )
-
-
-def show_replicas(replicas: Sequence[int]) -> str:
-    """`2 x 3, 1`: two stages of three replicas, then one of one."""
-    runs: list[tuple[int, int]] = []
-    for count in replicas:
-        if runs and runs[-1][1] == count:
-            runs[-1] = runs[-1][0] + 1, count
-        else:
-            runs.append((1, count))
-    shown = [f"{times} x {count}" if times > 1 else str(count) for times, count in runs]
-    if len(shown) > _MOST_COUNTS:
-        return f"{len(replicas)} stages"
-    return ", ".join(shown)
 
 
 def _simulated(plan: Plan) -> tuple[str, str]:

@@ -9,11 +9,11 @@ from pipedream.graph.plan import PlanningOptions
 from pipedream.graph.profile import Machine
 from pipedream.optimizer.choose.chooser import choose
 from pipedream.optimizer.cost.models import NetworkCost, PaperCost
-from pipedream.optimizer.report import _assumptions, _gap, _name, print_report
+from pipedream.optimizer.cost.stages import Rules
+from pipedream.optimizer.report.plan_report import _assumptions, _gap, _name, print_report
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 
 
 def report(graph, machines, kinds=(), **options):

@@ -14,11 +14,11 @@ from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import COST_MODELS, CostModel
 from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.cost.stage_time import in_a_run, stage_time
+from pipedream.optimizer.cost.stages import NestedStage, Share
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import NestedStage, Share
 from pipedream.optimizer.simulate.closed_form import ClosedForm
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
 from pipedream.optimizer.simulate.workload import Workload
