@@ -21,11 +21,11 @@ from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan, RankAssignment
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch, Epoch, Reader
-from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine, minibatches_read
 from pipedream.runtime.engine.forward import ForwardExecutor
 from pipedream.runtime.engine.minibatch_state import MinibatchState
-from pipedream.runtime.engine.training_segment import TrainingSegment
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
 from pipedream.runtime.stages.stage_sharding import StageSharding

@@ -30,9 +30,9 @@ from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.comm.memory import free_memory
 from pipedream.graph.units import show_bytes
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.randomness import MinibatchRng, operator_positions, seed_each
 from pipedream.runtime.selfcheck.fingerprint import Fingerprint, apart, fingerprint
 from pipedream.runtime.stages.partition import StageInterface
+from pipedream.runtime.stages.randomness import MinibatchRng, operator_positions, seed_each
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pipedream.capture.export import Captured, capture, flatten_inputs
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.randomness import MinibatchRng
+from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule, difference, seeded_module
 
 Kind: TypeAlias = Hashable

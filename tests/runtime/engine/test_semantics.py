@@ -24,7 +24,7 @@ from pipedream.graph.choices import SCHEDULES, ScheduleName
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.data.reader import Epoch
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.stages.partition import interfaces, links
 
 SUPPORT = Path(small_models.__file__).parent

@@ -32,11 +32,11 @@ from pipedream.graph.placements.operators import Operator
 from pipedream.graph.placements.placement import Partial
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import read_config
-from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.engine.value_exchange import ValueExchange
-from pipedream.runtime.engine.weights import Weights
-from pipedream.runtime.job import Job
-from pipedream.runtime.stages import captures
+from pipedream.runtime.local import captures
+from pipedream.runtime.optim.weights import Weights
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.trainer import train
 from pipedream.sharding import axis

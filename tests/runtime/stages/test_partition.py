@@ -18,8 +18,8 @@ from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
-from pipedream.runtime.job import Job
-from pipedream.runtime.local_model import LocalModel
+from pipedream.runtime.local.local_model import LocalModel
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.stages.partition import interfaces, links, source_text, tied
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from schedules import policy, schedule
 
 from pipedream.graph.choices import SCHEDULES, ScheduleName
-from pipedream.runtime.engine.training_segment import (
+from pipedream.runtime.run.training_segment import (
     Position,
     RankProgress,
     TrainingSegment,

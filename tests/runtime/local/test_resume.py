@@ -17,8 +17,8 @@ from pipedream.capture.export import capture
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import OptimizerConfig
 from pipedream.runtime.checkpoint.files import State
-from pipedream.runtime.checkpoint.resume import _check_position
-from pipedream.runtime.job import Job
+from pipedream.runtime.local.resume import _check_position
+from pipedream.runtime.run.job import Job
 
 SUPPORT = Path(small_models.__file__).parent
 CONFIG = chain_config(OptimizerConfig(name="AdamW", args={"lr": 0.01}))

@@ -16,7 +16,7 @@ from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.trainer import train
 
 SUPPORT = Path(small_models.__file__).parent

@@ -20,9 +20,9 @@ from pipedream.runtime.data.examples import Examples
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.evaluation import Evaluation, obstacle
-from pipedream.runtime.job import Job
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.stages.partition import interfaces
 from pipedream.runtime.stages.stage_module import capture_rest
 

@@ -17,14 +17,14 @@ from pipedream.graph.command import write_whole
 from pipedream.graph.placements.regions import Region
 from pipedream.runtime.checkpoint.files import copied
 from pipedream.runtime.checkpoint.saver import Part
-from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.job import Job
+from pipedream.runtime.local.captures import Captures
 from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.optim.stepping import StageStepping
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.stages.by_kind import ByData, StageForms
-from pipedream.runtime.stages.captures import Captures
 from pipedream.runtime.stages.partition import StageInterface, holds_first, source_text
+from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import (
     ModuleChoice,
     StageModule,

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from pipedream.runtime.engine.action_stream import ActionStream
-from pipedream.runtime.engine.training_segment import TrainingSegment
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.schedule.action import Action, Kind
 
 

@@ -11,7 +11,7 @@ from plans import make_plan
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 
 
 def job(microbatches: int, schedule: str, **more: Any) -> Job:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from pipedream.runtime.engine.prediction import Prediction
+from pipedream.runtime.optim.prediction import Prediction
 
 
 @dataclass(eq=False)

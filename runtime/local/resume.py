@@ -6,17 +6,17 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
 
-from pipedream.graph.errors import UserError, worded
+from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.dcp import Folder
-from pipedream.runtime.engine.training_segment import Position
-from pipedream.runtime.job import Job
-from pipedream.runtime.local_model import LocalModel
-from pipedream.runtime.local_stage import LocalStage
+from pipedream.runtime.checkpoint.progress import progress_of
+from pipedream.runtime.local.local_model import LocalModel
+from pipedream.runtime.local.local_stage import LocalStage
 from pipedream.runtime.optim.optimizers import remembered_names, restore_state
-from pipedream.runtime.optim.stepping import Progress, Stepping
+from pipedream.runtime.optim.stepping import Stepping
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.run.training_segment import Position
 
 
 def resume(local: LocalModel, stepping: Stepping) -> Position:
@@ -37,17 +37,6 @@ def resume(local: LocalModel, stepping: Stepping) -> Position:
         restore_state(stage.optimizer, stage.parameters, known)
     stepping.restore(progress_of(path, saved))
     return saved.position
-
-
-def progress_of(path: Path, saved: checkpoint.State) -> Progress:
-    """What the checkpoint at `path` knows of rates and scales. Raises UserError."""
-    try:
-        return Progress.model_validate(saved.training)
-    except ValidationError as error:
-        field = ".".join(map(str, error.errors()[0]["loc"]))
-        raise UserError(
-            f"{path / 'state.json'}: training.{field}: {worded(error.errors()[0])}"
-        ) from error
 
 
 def begin(path: Path, stages: Sequence[LocalStage], with_optimizer: bool) -> str:

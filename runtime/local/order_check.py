@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import workers_by_rank
-from pipedream.runtime.engine.training_segment import training_segments, whole_updates
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.run.training_segment import training_segments, whole_updates
 from pipedream.schedule.action import StageLink
 from pipedream.schedule.checker import UnsoundError, check_ranks
 from pipedream.schedule.schedule import Schedule

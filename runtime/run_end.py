@@ -13,7 +13,6 @@ from pipedream.graph.plan import Simulated, workers_by_rank
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.export import export_newest
 from pipedream.runtime.checkpoint.plain_model import evaluate
-from pipedream.runtime.job import Job
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.expectation import busy_shares
 from pipedream.runtime.report.page.finished_run import FinishedRun
@@ -26,6 +25,7 @@ from pipedream.runtime.report.utilisation import (
     measure_utilisation,
     print_utilisation,
 )
+from pipedream.runtime.run.job import Job
 from pipedream.schedule.steady_state import SteadySpan
 
 

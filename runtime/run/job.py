@@ -20,8 +20,8 @@ from pipedream.graph.run_config import (
     OptimizerConfig,
     RunConfig,
 )
-from pipedream.runtime.engine.training_segment import Position, whole_updates
 from pipedream.runtime.optim.late_gradients import nesterov_form
+from pipedream.runtime.run.training_segment import Position, whole_updates
 from pipedream.schedule.action import StageLink, Worker
 from pipedream.schedule.orders.auto import has_room
 from pipedream.schedule.orders.named import ROUND_ORDERS

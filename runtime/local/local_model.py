@@ -9,13 +9,13 @@ from pipedream.capture.loss import load_loss, load_metrics
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.rendezvous import choose_device
 from pipedream.runtime.data.examples import Examples
-from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.job import Job
-from pipedream.runtime.local_stage import LocalStage
-from pipedream.runtime.order_check import check_stages
+from pipedream.runtime.local.captures import Captures, capture_all
+from pipedream.runtime.local.local_stage import LocalStage
+from pipedream.runtime.local.order_check import check_stages
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.stages.by_kind import StageForms
-from pipedream.runtime.stages.captures import Captures, capture_all
 from pipedream.runtime.stages.partition import interfaces, links, tied
+from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.schedule.action import Action, Worker
 from pipedream.schedule.schedule import Schedule
 

@@ -12,12 +12,12 @@ from pipedream.capture.sources.load import load_config_model
 from pipedream.graph.command import write_whole
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.plain_model import evaluate
-from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.epochs import evaluate_stages
-from pipedream.runtime.job import EVALUATION
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.report.summary import show_metrics
+from pipedream.runtime.run.job import EVALUATION
+from pipedream.runtime.run.training_segment import Position
 
 
 class EvaluationContext(RankContext):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipedream.runtime.engine.prediction import Prediction
-from pipedream.runtime.engine.weights import Weights
+from pipedream.runtime.optim.prediction import Prediction
+from pipedream.runtime.optim.weights import Weights
 
 
 def one_weight(value: float, uses: dict[int, int]) -> tuple[Weights, torch.optim.Optimizer]:

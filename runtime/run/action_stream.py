@@ -6,7 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipedream.runtime.engine.training_segment import TrainingSegment
+from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.schedule.action import Action
 
 
