@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from pipedream.capture.capture_errors import blaming_modules
 from pipedream.capture.compute_settings import Precision
+from pipedream.capture.errors.capture_errors import blaming_modules
 from pipedream.capture.loss import load_loss, load_metrics
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.memory import free_memory

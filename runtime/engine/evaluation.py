@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.capture.loss import Loss, Metric, accuracy
 from pipedream.capture.segment import Segment
 from pipedream.comm.transport import Transport

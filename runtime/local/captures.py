@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from pipedream.capture.captured import Captured
 from pipedream.capture.checks.equivalence import Tolerance, check_equivalence
 from pipedream.capture.compute_settings import Precision, eval_mode
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.export import capture
 from pipedream.capture.loss import load_loss
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo

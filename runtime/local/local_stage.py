@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from pipedream.capture.export import Captured, Value
+from pipedream.capture.captured import Captured, Value
 from pipedream.capture.loss import Loss
 from pipedream.capture.programs.loss_end import Target
 from pipedream.graph.command import write_whole

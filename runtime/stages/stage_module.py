@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pipedream.capture.captured import Captured, OutSpec, rebuild
 from pipedream.capture.compute_settings import Precision
-from pipedream.capture.export import Captured, OutSpec, capture, rebuild
+from pipedream.capture.export import capture
 from pipedream.capture.loss import Loss
 from pipedream.capture.programs.loss_end import LossEnd
 from pipedream.capture.segment import Segment, freeze_constants

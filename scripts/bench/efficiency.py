@@ -36,8 +36,8 @@ import torch.multiprocessing as mp
 import yaml
 from torch.distributed.pipelining import Schedule1F1B, pipeline
 
+from pipedream.capture.captured import Value
 from pipedream.capture.compute_settings import keep_freed_memory
-from pipedream.capture.export import Value
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.buckets import StageGroups
 from pipedream.comm.rank_info import RankInfo

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.captured import flatten_inputs
 from pipedream.capture.compute_settings import keep_freed_memory
-from pipedream.capture.export import capture, flatten_inputs
+from pipedream.capture.export import capture
 from pipedream.capture.sources.load import Loaded, load, load_config
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.run_config import read_config

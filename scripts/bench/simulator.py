@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import yaml
 
-from pipedream.capture.export import Value
+from pipedream.capture.captured import Value
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.transport import Transport
 from pipedream.graph.choices import ScheduleName

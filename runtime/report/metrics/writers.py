@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipedream.capture.sources.user_code import blame, blaming, call, load_function
+from pipedream.capture.errors.user_code import blame, blaming, call, load_function
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import MetricsConfig
 from pipedream.runtime.report.metrics.mlflow_run import MLflow

@@ -30,8 +30,9 @@ from torch.nn import functional
 from ways import MICROBATCHES, MINIBATCHES, Way, make_plan, run_config
 
 from pipedream import Pipeline
+from pipedream.capture.captured import Captured
 from pipedream.capture.compute_settings import Precision
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError

@@ -21,7 +21,8 @@ from schedules import schedule
 from torch import Tensor, nn
 from training import chain_config
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.comm.buckets import make_groups
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan

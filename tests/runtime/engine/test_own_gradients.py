@@ -13,10 +13,10 @@ import pytest
 import torch
 from training import run_jobs, weights
 
+from pipedream.capture.errors.user_code import load_function
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config
 from pipedream.capture.sources.transformers import load_transformers
-from pipedream.capture.sources.user_code import load_function
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.run.job import Job
 

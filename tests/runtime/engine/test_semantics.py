@@ -18,7 +18,8 @@ from schedules import policy
 from torch import nn
 from training import losses, run_jobs, weights
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_data
 from pipedream.graph.choices import SCHEDULES, ScheduleName
 from pipedream.graph.plan import Plan

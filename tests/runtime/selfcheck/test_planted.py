@@ -20,7 +20,8 @@ from plans import make_plan
 from processes import free_port, run_processes
 from torch import Tensor
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.capture.programs.program import Kept, Program
 from pipedream.capture.segment import Segment
 from pipedream.comm.buckets import Buckets

@@ -13,7 +13,8 @@ import torch
 from plans import cut, make_plan
 from torch import nn
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan

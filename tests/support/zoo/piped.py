@@ -19,8 +19,9 @@ from plans import make_plan
 from schedules import assigned
 from torch import Tensor, nn
 
+from pipedream.capture.captured import Captured, flatten_inputs
 from pipedream.capture.compute_settings import IN_FULL
-from pipedream.capture.export import Captured, capture, flatten_inputs
+from pipedream.capture.export import capture
 from pipedream.comm.buckets import StageGroups, make_groups
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import RankAssignment

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.sources.user_code import blame, blaming, is_the_users, package_folders, place
+from pipedream.capture.errors.user_code import blame, blaming, is_the_users, package_folders, place
 from pipedream.graph.errors import UserError
 
 DATA_DEPENDENT = (

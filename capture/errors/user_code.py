@@ -16,13 +16,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pipedream.capture.errors.torchvision_import import TORCHVISION_MISMATCH, import_torchvision
 from pipedream.graph.errors import UserError
 
 _LONGEST = 300
 """Characters of a message: those of torch can list every signature of a function."""
-
-TORCHVISION_MISMATCH = "torchvision::nms does not exist"
-"""In the error of a torchvision that was built for another torch."""
 
 
 def load_function(source: str, directory: Path | None = None) -> Callable[..., Any]:
@@ -147,8 +145,6 @@ def _import_beside_torchvision(name: str) -> ModuleType:
     except Exception as error:
         if not any(TORCHVISION_MISMATCH in str(each) for each in _causes(error)):
             raise
-    from pipedream.capture.sources.vision import import_torchvision
-
     import_torchvision()
     return importlib.import_module(name)
 
