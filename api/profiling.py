@@ -73,8 +73,8 @@ def profile(
     `loss` of what the model returns makes the passes those of training. The others are the options
     of pd-profile. Raises UserError.
     """
+    from pipedream.capture.captured import flatten_inputs
     from pipedream.capture.compute_settings import to_train
-    from pipedream.capture.export import flatten_inputs
     from pipedream.capture.sources.load import Loaded
     from pipedream.profiler.measure import Settings, measure
     from pipedream.profiler.timing.stopping_rule import StoppingRule

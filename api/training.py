@@ -24,7 +24,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.planning import Planned
 from pipedream.runtime.cli import main as pd_train
-from pipedream.runtime.job import EVALUATION
+from pipedream.runtime.run.job import EVALUATION
 
 if TYPE_CHECKING:
     import pandas as pd

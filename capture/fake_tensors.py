@@ -16,11 +16,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.captured import Captured
 from pipedream.capture.compute_settings import IN_FULL, Precision
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.errors.user_code import blame
+from pipedream.capture.export import capture
 from pipedream.capture.node_modules import NodeModule, node_module
 from pipedream.capture.segment import segment
-from pipedream.capture.sources.user_code import blame
 from pipedream.graph.errors import UserError
 
 META = torch.device("meta")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipedream.capture.sources.user_code import blaming, load_function
+from pipedream.capture.errors.user_code import blaming, load_function
 from pipedream.graph.errors import UserError
 
 Loss = Callable[[Any, Any], Tensor]

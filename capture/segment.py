@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.capture.rewrites.writes import changes_something, targets
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from pipedream.capture.capture_errors import place_of
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
+from pipedream.capture.errors.capture_errors import place_of
 from pipedream.capture.grouping import IN_PLACE, operator_name
 from pipedream.capture.rewrites.writes import targets
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.capture_errors import failing_module
+from pipedream.capture.captured import Captured, Value, flatten_inputs, rebuild
 from pipedream.capture.compute_settings import Precision, keep_freed_memory
-from pipedream.capture.export import Captured, Value, capture, flatten_inputs, rebuild
+from pipedream.capture.errors.capture_errors import failing_module
+from pipedream.capture.export import capture
 from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.programs.joint import CannotDivide
 from pipedream.capture.programs.loss_end import LossEnd, Target

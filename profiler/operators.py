@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.capture.programs.attribution import Attributed, attribute
 from pipedream.capture.programs.joint import CannotDivide
 from pipedream.capture.programs.loss_end import LossEnd, Target

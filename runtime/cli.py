@@ -30,7 +30,7 @@ from pipedream.graph.command import (
 if TYPE_CHECKING:
     from pipedream.comm.rank_info import RankInfo
     from pipedream.graph.run_config import RunConfig
-    from pipedream.runtime.job import Job
+    from pipedream.runtime.run.job import Job
     from pipedream.runtime.supervise.heartbeat import Heartbeats
 
 
@@ -230,7 +230,7 @@ def _job(
     """The run that is asked for; `options` are fields of Job. Raises UserError if it cannot be."""
     from pipedream.graph.plan import moved, read_plan
     from pipedream.graph.run_config import read_config
-    from pipedream.runtime.job import Job
+    from pipedream.runtime.run.job import Job
 
     read, run_config = read_plan(plan), read_config(config)
     run = output or Path("runs") / config.stem
@@ -269,7 +269,7 @@ def _to_evaluate(config: RunConfig, options: dict[str, Any]) -> RunConfig:
 
 def _start(job: Job, workers: int | None, max_restarts: int) -> int:
     """Starts the workers, if there is anything left to train. Returns the exit code."""
-    from pipedream.runtime.engine.training_segment import Position
+    from pipedream.runtime.run.training_segment import Position
     from pipedream.runtime.supervise import launch
 
     planned, replan = job.plan.workers, job.replan is not None

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from pipedream.capture.capture_errors import blaming_modules
 from pipedream.capture.compute_settings import Precision
+from pipedream.capture.errors.capture_errors import blaming_modules
 from pipedream.capture.loss import load_loss, load_metrics
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.memory import free_memory
@@ -22,16 +22,16 @@ from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import workers_by_rank
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.runtime.checkpoint.resume import begin
 from pipedream.runtime.data.examples import Examples
-from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.job import Job
-from pipedream.runtime.local_stage import LocalStage
-from pipedream.runtime.order_check import check_stages
+from pipedream.runtime.local.captures import capture_all
+from pipedream.runtime.local.local_stage import LocalStage
+from pipedream.runtime.local.order_check import check_stages
+from pipedream.runtime.local.resume import begin
 from pipedream.runtime.report.announcement import announcement
 from pipedream.runtime.report.metrics.writers import Writers
-from pipedream.runtime.stages.captures import capture_all
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.stages.partition import interfaces, links, tied
+from pipedream.runtime.stages.randomness import MinibatchRng
 
 
 def dry_run(job: Job) -> Iterator[str]:

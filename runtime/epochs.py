@@ -14,17 +14,17 @@ from pipedream.comm.store_messages import broadcast, receive_message, send_messa
 from pipedream.graph.errors import UserError
 from pipedream.graph.timeline import Event
 from pipedream.runtime.data.reader import Reader
-from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine, minibatches_read
 from pipedream.runtime.engine.evaluation import Evaluation, EvaluationTotals
-from pipedream.runtime.engine.training_segment import (
+from pipedream.runtime.rank_context import RankContext
+from pipedream.runtime.report.summary import Losses
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.training_segment import (
     Position,
     TrainingSegment,
     shifted,
     training_segments,
 )
-from pipedream.runtime.rank_context import RankContext
-from pipedream.runtime.report.summary import Losses
 from pipedream.runtime.supervise.status import Status, current_status, publishing_status
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind
 

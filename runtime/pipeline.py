@@ -29,24 +29,24 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, read_plan, workers_by_rank
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.evaluation import EvaluationExecutor, EvaluationTotals
 from pipedream.runtime.engine.executor import Executor
 from pipedream.runtime.engine.forward import ForwardExecutor
-from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.engine.training_segment import TrainingSegment
-from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.loop.agreement import Agreement
 from pipedream.runtime.loop.model_state import ModelState
 from pipedream.runtime.loop.outputs import OutputExecutor, together
 from pipedream.runtime.loop.staged_model import StagedModel
 from pipedream.runtime.loop.whole_state import whole_state
 from pipedream.runtime.optim.gradient_sums import GradientSums, with_gradients
+from pipedream.runtime.optim.weights import Weights
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.selfcheck.first_call import compare, expect
 from pipedream.runtime.selfcheck.reference import Expected, Settings
 from pipedream.runtime.stages.by_kind import ByMinibatch, Call, StageForms, part_of
 from pipedream.runtime.stages.partition import holds_first
+from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.schedule.action import Action
 from pipedream.schedule.channel import rank_links

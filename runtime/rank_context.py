@@ -15,22 +15,22 @@ from pipedream.comm.rendezvous import connect_store, join
 from pipedream.comm.store_messages import broadcast
 from pipedream.comm.transport import Transport
 from pipedream.graph.run_config import AsynchronousConfig
-from pipedream.runtime.checkpoint.resume import begin, resume
 from pipedream.runtime.checkpoint.saver import Saver
 from pipedream.runtime.engine.executor import Executor, Updates
-from pipedream.runtime.engine.prediction import Prediction
-from pipedream.runtime.engine.training_segment import Position, whole_updates
-from pipedream.runtime.engine.weights import Weights
-from pipedream.runtime.local_model import LocalModel
-from pipedream.runtime.local_stage import LocalStage
+from pipedream.runtime.local.local_model import LocalModel
+from pipedream.runtime.local.local_stage import LocalStage
+from pipedream.runtime.local.resume import begin, resume
 from pipedream.runtime.optim.late_gradients import rate_factor, scale_rate
+from pipedream.runtime.optim.prediction import Prediction
 from pipedream.runtime.optim.rates import LossSum
 from pipedream.runtime.optim.stepping import Stepping
+from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.report.clock import Clock
 from pipedream.runtime.report.live_table import Display
 from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.report.peak_memory import PeakMemory
 from pipedream.runtime.report.recording import Recorder
+from pipedream.runtime.run.training_segment import Position, whole_updates
 from pipedream.runtime.selfcheck.rehearsal import rehearse
 from pipedream.runtime.stages.partition import links
 from pipedream.runtime.supervise.graceful_stop import GracefulStop

@@ -18,13 +18,13 @@ from pipedream.comm.transport import PeerLost
 from pipedream.graph.command import remove_unfinished
 from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint import files as checkpoint
-from pipedream.runtime.checkpoint.evaluate_only import EvaluationContext, evaluate_only
 from pipedream.runtime.epochs import train_epochs
-from pipedream.runtime.job import CHECKPOINTS, Job
-from pipedream.runtime.local_model import LocalModel
+from pipedream.runtime.evaluate_only import EvaluationContext, evaluate_only
+from pipedream.runtime.local.local_model import LocalModel
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.announcement import announcement
-from pipedream.runtime.report.run_end import finish
+from pipedream.runtime.run.job import CHECKPOINTS, Job
+from pipedream.runtime.run_end import finish
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 from pipedream.runtime.supervise.replan import replanned
 

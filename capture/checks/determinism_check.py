@@ -19,8 +19,8 @@ import numpy as np
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from pipedream.capture.capture_errors import cannot_capture
-from pipedream.capture.sources.user_code import is_the_users
+from pipedream.capture.errors.capture_errors import cannot_capture
+from pipedream.capture.errors.user_code import is_the_users
 from pipedream.graph.errors import UserError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

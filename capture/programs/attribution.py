@@ -22,7 +22,7 @@ from torch.autograd.graph import Node as AutogradNode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.capture.node_modules import preserve_model_state
 from pipedream.capture.programs.cut import writes
 from pipedream.capture.programs.description import describe

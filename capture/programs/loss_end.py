@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.export import OutSpec, rebuild
+from pipedream.capture.captured import OutSpec, rebuild
 from pipedream.capture.loss import Loss
 from pipedream.capture.programs.joint import CannotDivide, End
 from pipedream.capture.segment import Segment

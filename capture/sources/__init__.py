@@ -1,5 +1,5 @@
 """Models and data by name: torchvision, timm, transformers, Hugging Face datasets, own code.
 
 `load` reads MODEL arguments and run configs and calls one of the other modules. `minibatch`
-collates examples, `user_code` imports the user's functions and finds the lines to blame.
+collates examples.
 """

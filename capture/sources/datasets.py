@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipedream.capture.sources.user_code import close_matches
+from pipedream.capture.errors.user_code import close_matches
 from pipedream.graph.errors import UserError
 
 HELD_OUT = ("validation", "valid", "val", "test")

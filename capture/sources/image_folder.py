@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipedream.capture.sources.vision import import_torchvision
+from pipedream.capture.errors.torchvision_import import import_torchvision
 from pipedream.graph.errors import UserError
 
 HELD_OUT = ("val", "valid", "validation", "test")

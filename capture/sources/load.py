@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from pipedream.capture.compute_settings import to_train
+from pipedream.capture.errors.user_code import accepts, blaming, call, load_function
 from pipedream.capture.fake_tensors import check_on_meta, on_meta_device, with_memory
 from pipedream.capture.loss import Loss, load_loss
 from pipedream.capture.sources.datasets import huggingface
@@ -36,7 +37,6 @@ from pipedream.capture.sources.transformers import (
     transformers_inputs,
     without_cache,
 )
-from pipedream.capture.sources.user_code import accepts, blaming, call, load_function
 from pipedream.capture.sources.vision import image_shape, load_timm, load_torchvision, timm_shape
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import Subset, TensorDataset, default_collate
 
+from pipedream.capture.errors.user_code import blaming
 from pipedream.capture.sources.named_examples import (
     NamedExamples,
     check_example,
     pair,
     read_examples,
 )
-from pipedream.capture.sources.user_code import blaming
 from pipedream.graph.errors import UserError
 
 _SPEC = re.compile(r"(\d+(?:x\d+)*)?(?::([a-z]+\d*)(?::(\d+))?)?")

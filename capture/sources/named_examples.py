@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset, default_collate
 
-from pipedream.capture.sources.user_code import accepts, blaming, close_matches, load_function
+from pipedream.capture.errors.user_code import accepts, blaming, close_matches, load_function
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import DataFactory
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.errors.user_code import accepts, blame, close_matches
 from pipedream.capture.sources.minibatch import examples
-from pipedream.capture.sources.user_code import accepts, blame, close_matches
-from pipedream.capture.sources.vision import import_torchvision
 from pipedream.graph.errors import UserError
 
 _LONGEST = 128

@@ -7,42 +7,16 @@ import importlib.util
 import inspect
 import warnings
 from collections.abc import Mapping
-from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
-from pipedream.capture.sources.user_code import TORCHVISION_MISMATCH, call, close_matches
+from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.errors.user_code import call, close_matches
 from pipedream.graph.errors import UserError
 
 # Modules whose models map a batch of images or clips to a tensor.
 _TASKS = ("models", "models.segmentation", "models.video")
-
-_fragment: torch.library.Library | None = None  # its declarations end when it is collected
-
-
-def import_torchvision() -> ModuleType:
-    """Imports torchvision, even if its compiled operators do not match the installed torch.
-
-    Wheels for another build of torch (CUDA or CPU) fail at import when they register shapes for
-    `nms`, an operator of detection models, which are not supported here. Declaring the two missing
-    operators without an implementation lets the import succeed. Raises UserError if torchvision is
-    not installed.
-    """
-    global _fragment
-    try:
-        return importlib.import_module("torchvision")
-    except ModuleNotFoundError as error:
-        raise UserError("torchvision is not installed: pip install 'pipedream[models]'") from error
-    except RuntimeError as error:
-        if TORCHVISION_MISMATCH not in str(error) or _fragment is not None:
-            raise
-    _fragment = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-    for name in ("nms", "qnms"):
-        schema = f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        _fragment.define(schema)  # type: ignore[no-untyped-call]
-    return importlib.import_module("torchvision")
 
 
 def load_torchvision(name: str, args: Mapping[str, Any]) -> nn.Module:

@@ -16,9 +16,9 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Quartiles, TrainingOverheads
 from pipedream.graph.tables import make_console, print_table
 from pipedream.graph.units import show_seconds
+from pipedream.optimizer.calibrate.price_plan import Price
 from pipedream.optimizer.calibrate.runs import CalibrationRun
-from pipedream.optimizer.cost.price_plan import Price
-from pipedream.optimizer.report import make_grid, make_table
+from pipedream.optimizer.report.tables import make_grid, make_table
 
 ALIKE = 0.01
 """Plans whose times differ by less count as equal: so much do two runs of one plan differ."""

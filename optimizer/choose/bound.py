@@ -10,10 +10,10 @@ import numpy as np
 
 from pipedream.graph.cluster import Cluster, Link, ring_seconds
 from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 from pipedream.schedule.policy import uniform_updates
 
 _MOST_CUTS = 300

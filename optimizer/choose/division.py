@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.plan import Plan
+from pipedream.optimizer.cost.stages import PlacedStage
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.split import Split
-from pipedream.optimizer.search.stages import PlacedStage
 
 
 class Division(NamedTuple):

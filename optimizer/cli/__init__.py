@@ -2,6 +2,7 @@
 
 - `command.py`: the command; begin here
 - `arguments.py`, `options.py`: the options as click has them, and their values
+- `batch_sizes.py`: those of each batch size in a folder of profiles
 - `cluster_options.py`, `measure_here.py`, `like.py`: the cluster; `task.py`: the task
 - `output.py`: the files
 """

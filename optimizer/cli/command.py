@@ -51,7 +51,7 @@ def main(**values: Any) -> None:
     outcome = replace(outcome, plan=task.expanded(outcome.plan))
 
     from pipedream.optimizer.cli import output
-    from pipedream.optimizer.report import print_report
+    from pipedream.optimizer.report.plan_report import print_report
 
     # First of all: `pd-optimize ... | head` ends with the first line that is too many.
     modules = None if task.profile is None else task.profile.modules
@@ -111,12 +111,8 @@ def _plan(task: Task, options: Options) -> tuple[Task, Outcome, Simulation | Non
 
 def _choose(options: Options) -> tuple[Choices, Options, Task, Outcome, Simulation | None]:
     """Plans for each batch size, prints how they compare, and returns the best one's results."""
-    from pipedream.optimizer.compare.batch_sizes import (
-        Choice,
-        Choices,
-        options_by_size,
-        print_choices,
-    )
+    from pipedream.optimizer.cli.batch_sizes import options_by_size
+    from pipedream.optimizer.compare.batch_sizes import Choice, Choices, print_choices
 
     by_size = options_by_size(options, _typed)
     tasks = _tasks(by_size, options.graph)

@@ -16,6 +16,7 @@ from pipedream.graph.model import Graph, format_graph
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.profile import BATCH_SIZES_TABLE
 from pipedream.graph.tables import make_console, print_table
+from pipedream.optimizer.calibrate.price_plan import price_plan
 from pipedream.optimizer.calibrate.verdict import Verdict, print_runs, print_verdict
 from pipedream.optimizer.cli.task import Task
 from pipedream.optimizer.compare.batch_sizes import Choices, choices_frame
@@ -26,7 +27,6 @@ from pipedream.optimizer.compare.comparison import (
     draw_comparison,
 )
 from pipedream.optimizer.compare.sweep import draw_sweep, sweep, sweep_frame, sweep_table
-from pipedream.optimizer.cost.price_plan import price_plan
 from pipedream.optimizer.export.frameworks import export, write_export
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.sharding.model_sharding import ModelSharding

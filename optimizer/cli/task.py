@@ -80,8 +80,8 @@ def make_task(options: Options) -> Task:
     from pipedream.graph.profile import TrainingOverheads
     from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
     from pipedream.optimizer.cost.models import COST_MODELS, DEFAULT_COST_MODEL
+    from pipedream.optimizer.cost.stages import Rules
     from pipedream.optimizer.search.request import Request
-    from pipedream.optimizer.search.stages import Rules
     from pipedream.optimizer.simulate.workload import UPDATE_RATE
 
     profiled = read_graph(options.graph)

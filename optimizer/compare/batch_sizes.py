@@ -6,8 +6,8 @@ a pipeline better and need less memory; large ones spend less on calls, messages
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,59 +17,14 @@ from rich.table import Table
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
-from pipedream.graph.profile import difference, folder_of, sizes_in
+from pipedream.graph.profile import difference
 from pipedream.graph.tables import make_console, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.compare.comparison import Candidate, no_plan
-from pipedream.optimizer.report import show_replicas, table_of
+from pipedream.optimizer.report.tables import show_replicas, table_of
 
 if TYPE_CHECKING:
     import pandas as pd
-
-    from pipedream.optimizer.cli.options import Options
-
-
-def options_by_size(options: Options, typed: Callable[[str], bool]) -> dict[int, Options | None]:
-    """The options for each batch size in the folder GRAPH, smallest first; None for sizes that do
-    not divide --global-batch. `typed` says whether an option was on the command line.
-
-    Raises UserError if options contradict each other, or there is no size to plan for.
-    """
-    folder, whole = options.graph, options.global_batch
-    _check(options, typed)
-    by_size: dict[int, Options | None] = {}
-    for size in sizes_in(folder):
-        count = options.microbatches if whole is None else whole // size
-        graph = folder_of(folder, size) / "graph.txt"
-        changed = replace(
-            options, graph=graph, output=options.folder, profile=None, microbatches=count
-        )
-        by_size[size] = changed if whole is None or whole % size == 0 else None
-    if not by_size:
-        raise UserError(
-            f"{folder}: no profiles of batch sizes here, as pd-profile --batch-sizes makes them:"
-            " name such a folder, or a graph.txt"
-        )
-    if not any(by_size.values()):
-        sizes = ", ".join(map(str, by_size))
-        raise UserError(f"--global-batch {whole}: is not a multiple of any batch size ({sizes})")
-    return by_size
-
-
-def _check(options: Options, typed: Callable[[str], bool]) -> None:
-    folder = options.graph
-    if options.calibrate:
-        raise UserError(
-            f"--calibrate: a run has one batch size: name the graph.txt of that one in {folder}"
-        )
-    if typed("profile"):
-        raise UserError(f"--profile: in {folder} each batch size has its own: leave it out")
-    if options.folder.resolve() == folder.resolve():
-        raise UserError(f"-o {folder}: this is the profile folder: choose another")
-    if options.global_batch is not None and typed("microbatches"):
-        raise UserError(
-            "--global-batch and --microbatches both set the examples per update: give one of them"
-        )
 
 
 def check_alike(graphs: Mapping[int, Graph], folder: Path) -> None:

@@ -17,13 +17,13 @@ from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.compare.baselines import data_parallel, equal_layers, equal_parameters
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import PaperCost
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.report import show_replicas, table_of
+from pipedream.optimizer.report.tables import show_replicas, table_of
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.outcome import Outcome, placed_plan
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 from pipedream.optimizer.simulate.simulation import Simulation
 from pipedream.optimizer.simulate.simulator import simulate_plan
 

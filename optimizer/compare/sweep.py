@@ -17,7 +17,7 @@ from pipedream.graph.command import whole
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.choose.chooser import best_plan
-from pipedream.optimizer.report import table_of
+from pipedream.optimizer.report.tables import table_of
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan

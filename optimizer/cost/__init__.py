@@ -3,5 +3,5 @@
 - `stage_cost.py`: the question that searches ask, and the price over all levels; begin here
 - `models.py`: the cost models; add new ones there
 - `memory.py`: the memory of a worker; `device_types.py`, `network.py`: devices and links
-- `stage_time.py`, `price_plan.py`: from stages to ranks and whole plans
+- `stages.py`: stages on devices, as searches find them; `stage_time.py`: from them to ranks
 """

@@ -15,8 +15,8 @@ import numpy as np
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.stage_cost import LevelShare, Replication
+from pipedream.optimizer.cost.stages import NestedStage, Share
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.stages import NestedStage, Share
 
 
 def ranks(stage: NestedStage, cluster: Cluster) -> tuple[int, ...]:

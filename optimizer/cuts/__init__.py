@@ -1,7 +1,6 @@
 """Where a model can be cut.
 
 - `planning_graph.py`, `downsets.py`: the nodes to divide, and sums over cuts; begin here
-- `antichains.py`: all cuts; `pruning.py`: those that a better plan may have
-- `frontier.py`, `likely_cuts.py`: the likely ones, if there are too many
+- `antichains.py`: all cuts; `frontier.py`, `likely_cuts.py`: the likely ones, if there are too many
 - `layering.py`: cuts between layers
 """

@@ -3,5 +3,6 @@
 - `planner.py`: the entry point, with `request.py` in and `outcome.py` out; begin here
 - `hierarchical.py`: PipeDream's nested pipelines
 - `latency.py`, `fill_order.py`, `submeshes.py`: Alpa's flat pipelines
-- `bounds.py`: certificates; `memory_fit.py`, `required_in_flight.py`: memory and minibatches
+- `pruning.py`: the cuts that a better plan may have; `bounds.py`: certificates
+- `memory_fit.py`, `required_in_flight.py`: memory and minibatches
 """

@@ -15,13 +15,13 @@ from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import CostModel
 from pipedream.optimizer.cost.stage_cost import LevelShare, Priced
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.downsets import States
 from pipedream.optimizer.cuts.frontier import Bins
 from pipedream.optimizer.cuts.planning_graph import Floats, PlanningGraph
 from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.hierarchical import Search
 from pipedream.optimizer.search.latency import DoneBounds, Latency, LatencySearch
-from pipedream.optimizer.search.stages import Rules
 from pipedream.optimizer.search.submeshes import Mesh
 
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from pipedream.optimizer.cost.device_types import DeviceTypes, MixedRadixCounter, WorstDevice
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
-from pipedream.optimizer.search.stages import Rules
 from pipedream.optimizer.search.submeshes import Mesh, Submesh
 
 _NONE = -1

@@ -31,9 +31,9 @@ from numba import njit
 
 from pipedream.optimizer.cost.device_types import DeviceTypes, MixedRadixCounter, WorstDevice
 from pipedream.optimizer.cost.stage_cost import LevelShare, StageCost
+from pipedream.optimizer.cost.stages import TIE, CutFamily, NestedStage, Rules, Share, Solution
 from pipedream.optimizer.cuts.downsets import States
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
-from pipedream.optimizer.search.stages import TIE, CutFamily, NestedStage, Rules, Share, Solution
 
 # Elementary steps of the outermost and of the inner levels in about half a minute.
 _OUTER_BUDGET, _INNER_BUDGET = 4e9, 3e11

@@ -36,11 +36,11 @@ from numpy.typing import NDArray
 
 from pipedream.optimizer.cost.device_types import WorstDevice
 from pipedream.optimizer.cost.stage_cost import LevelShare, StageCost
+from pipedream.optimizer.cost.stages import TIE, CutFamily, NestedStage
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.likely_cuts import lightest
 from pipedream.optimizer.cuts.planning_graph import Floats, Ints
 from pipedream.optimizer.search.fill_order import FillOrder
-from pipedream.optimizer.search.stages import TIE, CutFamily, NestedStage
 from pipedream.optimizer.search.submeshes import Submesh, nested_stage
 
 _RANGE = 1.02

@@ -14,6 +14,7 @@ from pipedream.graph.units import show_bytes
 from pipedream.optimizer.cost.device_types import DeviceTypes, WorstDevice
 from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
 from pipedream.optimizer.cost.stage_cost import LeastMemory, MemoryLimit
+from pipedream.optimizer.cost.stages import NestedStage, Solution, StageOnDevices
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.likely_cuts import prefixes
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
@@ -21,7 +22,6 @@ from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.hierarchical import Search
 from pipedream.optimizer.search.latency import DoneBounds, Latency, narrowed
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import NestedStage, Solution, StageOnDevices
 from pipedream.schedule.in_flight import warm_up
 from pipedream.schedule.policy import Peak
 

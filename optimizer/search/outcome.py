@@ -19,6 +19,7 @@ from pipedream.optimizer.cost.stage_time import (
     ranks,
     stage_time,
 )
+from pipedream.optimizer.cost.stages import PlacedStage, Solution
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
@@ -30,7 +31,6 @@ from pipedream.optimizer.search.memory_fit import (
 )
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.search.required_in_flight import required_in_flight
-from pipedream.optimizer.search.stages import PlacedStage, Solution
 from pipedream.optimizer.search.submeshes import Mesh, Submesh, nested_stage
 from pipedream.optimizer.simulate.closed_form import ClosedForm
 from pipedream.optimizer.simulate.workload import Workload

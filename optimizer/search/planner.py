@@ -2,8 +2,8 @@
 
 Picks the cuts to search and bounds the result; the searches: hierarchical.py for throughput and
 latency.py for latency. All cuts are searched where there are few enough. For throughput, else those
-that cannot be part of a plan better than the best found so far are pruned (cuts/pruning.py). If too
-many are left, likely ones are searched and the result is bounded (bounds.py).
+that cannot be part of a plan better than the best found so far are pruned (pruning.py). If too many
+are left, likely ones are searched and the result is bounded (bounds.py).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pipedream.graph.errors import UserError
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel
 from pipedream.optimizer.cost.stage_cost import Replication
+from pipedream.optimizer.cost.stages import TIE, Solution
 from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.frontier import Bins, bins_of
 from pipedream.optimizer.cuts.layering import layer_cuts
 from pipedream.optimizer.cuts.likely_cuts import in_order, lightest, likely_cuts, orders, prefixes
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.cuts.pruning import PruningProblem, prune_cuts
 from pipedream.optimizer.search.bounds import (
     bound_over_bins,
     latency_bound,
@@ -35,8 +35,8 @@ from pipedream.optimizer.search.hierarchical import Search, affordable
 from pipedream.optimizer.search.latency import Latency, narrowed
 from pipedream.optimizer.search.memory_fit import NothingFits, fits, too_many_versions
 from pipedream.optimizer.search.outcome import Outcome, make_outcome
+from pipedream.optimizer.search.pruning import PruningProblem, prune_cuts
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import TIE, Solution
 
 # Cuts for a first plan; cuts and search steps when there are too many cuts to try them all.
 _FEW, _MANY, _STEPS = 200, 3_000, 1e9

@@ -16,11 +16,11 @@ from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
 from pipedream.optimizer.cost.models import CostModel
 from pipedream.optimizer.cost.stage_cost import MemoryLimit
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.split import Split
-from pipedream.optimizer.search.stages import Rules
 from pipedream.optimizer.simulate.workload import UPDATE_RATE
 from pipedream.schedule.policy import uniform_updates
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from pipedream.optimizer.search.stages import NestedStage, Share
+from pipedream.optimizer.cost.stages import NestedStage, Share
 
 
 class Submesh(NamedTuple):

@@ -12,7 +12,7 @@ from pipedream.graph.placements.placement import Replicate
 from pipedream.graph.plan import Plan, Stage
 from pipedream.graph.profile import Profile
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.optimizer.report import table_of
+from pipedream.optimizer.report.tables import table_of
 from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.sharding.assignment import Redistribution, redistributions
 from pipedream.sharding.steps import Collective

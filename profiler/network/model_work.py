@@ -11,8 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pipedream.capture.captured import flatten_inputs
 from pipedream.capture.compute_settings import Precision
-from pipedream.capture.export import capture, flatten_inputs
+from pipedream.capture.export import capture
 from pipedream.capture.sources.load import Loaded
 from pipedream.profiler.network.interference import Work
 from pipedream.profiler.timing.full_pass import passes

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.capture.node_modules import preserve_model_state
 from pipedream.graph.profile import Passes, ProfiledStretch, Quartiles
 from pipedream.profiler.timing.passes import LOSS, Loss, Stretch, Turn

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.profiler.timing.stopwatch import Stopwatch
 

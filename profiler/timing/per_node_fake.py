@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.capture.fake_tensors import random_tensor, real_node_module
 from pipedream.capture.node_modules import NodeModule
 from pipedream.graph.profile import Footprint

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.capture.sources.load import Loaded
 from pipedream.profiler.timing.stopwatch import Stopwatch, stopwatch
 

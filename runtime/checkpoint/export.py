@@ -19,10 +19,10 @@ from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.dcp import optimizer_state, write_folder
 from pipedream.runtime.checkpoint.plain_model import load_plain, state_tensors
-from pipedream.runtime.checkpoint.resume import progress_of
-from pipedream.runtime.job import Job
+from pipedream.runtime.checkpoint.progress import progress_of
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate
+from pipedream.runtime.run.job import Job
 
 
 def export_newest(job: Job, target: Path) -> None:

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from pipedream.graph.errors import UserError, read_artifact
 from pipedream.graph.placements.regions import Region, blocks, whole
 from pipedream.runtime.checkpoint.complex_pairs import as_pairs, from_pairs, plain_name
-from pipedream.runtime.engine.training_segment import Position
+from pipedream.runtime.run.training_segment import Position
 
 _INDEX = "model.safetensors.index.json"
 _LATEST = "latest"

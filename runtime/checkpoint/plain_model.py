@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from pipedream.capture.capture_errors import blaming_modules
+from pipedream.capture.errors.capture_errors import blaming_modules
 from pipedream.capture.loss import Loss, Metric, accuracy
 from pipedream.capture.sources.minibatch import Dataset
 from pipedream.graph.errors import UserError

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from pipedream.comm.transport import PeerLost
 from pipedream.runtime.checkpoint import files as checkpoint
-from pipedream.runtime.engine.training_segment import Position
+from pipedream.runtime.run.training_segment import Position
 
 _SECONDS_BETWEEN_LOOKS = 0.02
 

@@ -10,7 +10,7 @@ from pipedream.capture.sources.streams import stream_of
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.order import EpochOrder
 from pipedream.runtime.data.reader import Batch, Epoch
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 
 
 class Examples:

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
+from pipedream.capture.errors.user_code import accepts, blaming, call, load_function
 from pipedream.capture.sources.minibatch import Dataset
 from pipedream.capture.sources.streams import stream_of
-from pipedream.capture.sources.user_code import accepts, blaming, call, load_function
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import Factory, RunConfig
 

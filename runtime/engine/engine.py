@@ -9,8 +9,8 @@ from itertools import groupby
 
 from pipedream.comm.transport import PeerLost, Transport
 from pipedream.graph.timeline import Event
-from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches
+from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.schedule.action import RECEIVES, Action, Kind
 from pipedream.schedule.overlap import LOOK_AHEAD

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.capture.loss import Loss, Metric, accuracy
 from pipedream.capture.segment import Segment
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan, RankAssignment
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch, Epoch, Reader
-from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine, minibatches_read
 from pipedream.runtime.engine.forward import ForwardExecutor
 from pipedream.runtime.engine.minibatch_state import MinibatchState
-from pipedream.runtime.engine.training_segment import TrainingSegment
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
 from pipedream.runtime.stages.stage_sharding import StageSharding

@@ -19,10 +19,10 @@ from pipedream.graph.errors import UserError
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, computing
 from pipedream.runtime.engine.minibatch_state import BackwardRoots, MinibatchState, Recomputation
 from pipedream.runtime.engine.program_passes import ProgramPasses
-from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.stepping import Scale
+from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.stages.partition import StageInterface
+from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.stages.stage_program import NamedProgram
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, uses

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from pipedream.capture.segment import Segment
 from pipedream.comm.transport import Message
 from pipedream.runtime.engine.program_passes import ProgramPasses
-from pipedream.runtime.engine.weights import Version
+from pipedream.runtime.optim.weights import Version
 from pipedream.runtime.stages.stage_module import Compute
 from pipedream.schedule.channel import Channel
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import Tensor
 from torch.nn import Parameter
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.graph.choices import ScheduleName
 from pipedream.runtime.stages.by_kind import StageForms
 from pipedream.runtime.stages.partition import interfaces, links, tied

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
-from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.stepping import Scale
+from pipedream.runtime.optim.weights import Weights
 
 
 class GradientSums:

@@ -15,7 +15,7 @@ weight stashing they are the same, so there is nothing for it to do.
 
 weight_prediction (SpecTrain: Chen, Yang, Cheng, "Efficient and Robust Parallel DNN Training through
 Model Parallelism on Multi-GPU Platform", 2018; PipeOptim: Guan et al., 2023): in
-`pipedream.runtime.engine.prediction`.
+`pipedream.runtime.optim.prediction`.
 
 nesterov (Ajanthan, Ramasinghe, Zuo, Avraham, Long, "Nesterov Method for Asynchronous Pipeline
 Parallel Optimization", ICML 2025). Nesterov's method with the momentum m, its gradient discounted

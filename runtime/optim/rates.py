@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipedream.capture.sources.user_code import blaming, load_function
+from pipedream.capture.errors.user_code import blaming, load_function
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import SchedulerConfig
 

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
-from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.rates import LearningRate, LossSum
+from pipedream.runtime.optim.weights import Weights
 
 GROWTH, BACKOFF, PATIENCE = 2.0, 0.5, 2_000
 """Constants of the automatic loss scale, as in torch.amp.GradScaler: it grows after so many updates

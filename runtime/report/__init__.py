@@ -2,5 +2,6 @@
 
 `live_table`, `metrics` and `summary` show losses and ranks; `recording` brings the events of
 all ranks together on one `clock`, and `utilisation` and `stage_times` say what they spent their
-time on; `page` shows it all as report.html; `run_end` writes all files. Begin with `run_end`.
+time on; `page` shows it all as report.html. `pipedream.runtime.run_end` has all of it written:
+begin there.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipedream.graph.choices import DEFAULT_ORDER
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.steady_state import SteadySpan
 

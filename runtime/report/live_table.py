@@ -24,9 +24,9 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import RankAssignment, workers_by_rank
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.runtime.data.order import Sizes
-from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.report.summary import Losses, own_metrics
+from pipedream.runtime.run.training_segment import Position
 from pipedream.runtime.supervise.launch import draining
 from pipedream.runtime.supervise.status import SECONDS_BETWEEN_STATUSES, Status, published_statuses
 from pipedream.schedule.action import Worker, stages_and_replicas

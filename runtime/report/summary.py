@@ -17,8 +17,8 @@ from pipedream.graph.command import write_whole
 from pipedream.graph.errors import UserError
 from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.units import show_bytes, show_seconds
-from pipedream.runtime.job import SUMMARY
 from pipedream.runtime.report.expectation import advice, compare, figures
+from pipedream.runtime.run.job import SUMMARY
 
 
 class Losses:

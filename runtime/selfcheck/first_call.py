@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pipedream.capture.captured import Captured
 from pipedream.capture.checks.equivalence import gradient_of
-from pipedream.capture.export import Captured
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.loop.staged_model import StagedModel

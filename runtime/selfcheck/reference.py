@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
+from pipedream.capture.captured import Captured, rebuild
 from pipedream.capture.checks.equivalence import (
     Tolerance,
     buffer_of,
@@ -24,15 +25,14 @@ from pipedream.capture.checks.equivalence import (
     is_gradient,
 )
 from pipedream.capture.checks.rounding import RoundedOtherwise
-from pipedream.capture.export import Captured, rebuild
 from pipedream.capture.loss import Loss
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.comm.memory import free_memory
 from pipedream.graph.units import show_bytes
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.randomness import MinibatchRng, operator_positions, seed_each
 from pipedream.runtime.selfcheck.fingerprint import Fingerprint, apart, fingerprint
 from pipedream.runtime.stages.partition import StageInterface
+from pipedream.runtime.stages.randomness import MinibatchRng, operator_positions, seed_each
 
 
 @dataclass(frozen=True)

@@ -7,25 +7,29 @@ gradients and buffers have to be those of the captured model in one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from pipedream.capture.checks.equivalence import gradient_of, restore
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
+from pipedream.comm.transport import Transport
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine
-from pipedream.runtime.engine.training_segment import TrainingSegment
-from pipedream.runtime.engine.weights import Weights
-from pipedream.runtime.local_stage import LocalStage
+from pipedream.runtime.engine.executor import Executor, Updates
+from pipedream.runtime.local.local_model import LocalModel
+from pipedream.runtime.local.local_stage import LocalStage
 from pipedream.runtime.optim.gradient_sums import GradientSums
 from pipedream.runtime.optim.stepping import scale_of
+from pipedream.runtime.optim.weights import Weights
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.selfcheck.fingerprint import Fingerprint, fingerprint
 from pipedream.runtime.selfcheck.reference import (
     Expected,
@@ -41,11 +45,28 @@ from pipedream.runtime.stages.partition import links
 from pipedream.schedule.schedule import Schedule
 from pipedream.schedule.spec import PipelineSpec
 
-if TYPE_CHECKING:
-    from pipedream.runtime.rank_context import RankContext
+
+class RankAmongOthers(Protocol):
+    """What a rehearsal needs of a rank that has met the others."""
+
+    local: LocalModel
+    store: Store
+    transport: Transport
+
+    def executor(
+        self,
+        stage: LocalStage,
+        weights: Weights,
+        stepping: Updates,
+        on_loss: Callable[[int, Tensor], None],
+    ) -> Executor:
+        """What trains a stage of this rank."""
+
+    def say(self, words: str) -> None:
+        """Tells those who watch this rank what it does from now on."""
 
 
-def rehearse(context: RankContext) -> None:
+def rehearse(context: RankAmongOthers) -> None:
     """Raises UserError on all ranks if the pipeline does not compute what the model does.
 
     To be called by all ranks when they have met, and before any has trained.
@@ -68,7 +89,7 @@ def rehearse(context: RankContext) -> None:
     local.captures = None
 
 
-def _rounds(context: RankContext) -> list[list[int]]:
+def _rounds(context: RankAmongOthers) -> list[list[int]]:
     """The minibatches of each: one that gives every replica two, whose gradients are added and
     whose messages use the same memory; and the smaller last one.
     """
@@ -84,7 +105,7 @@ def _rounds(context: RankContext) -> list[list[int]]:
     return [first, [sizes.last]] if sizes.last is not None else [first]
 
 
-def _spec(context: RankContext, minibatches: int) -> PipelineSpec:
+def _spec(context: RankAmongOthers, minibatches: int) -> PipelineSpec:
     """The pipeline of the run, with one update after so many minibatches."""
     local, job = context.local, context.local.job
     spec = replace(job.spec(links(local.interfaces), local.tied), joint_norm=False, accumulate=1)
@@ -98,7 +119,7 @@ class _Batches:
     first one for all.
     """
 
-    def __init__(self, context: RankContext, numbers: Sequence[int]) -> None:
+    def __init__(self, context: RankAmongOthers, numbers: Sequence[int]) -> None:
         self.numbers, local = list(numbers), context.local
         self.examples, self.first, self.device = local.examples, local.first, local.device
         varying, stream = self.examples.config.data.varying, self.examples.stream
@@ -132,7 +153,7 @@ class _Batches:
 class _Rehearsal:
     """Rounds through the stages of this rank. `reference`: on rank 0, if it has room for that."""
 
-    def __init__(self, context: RankContext) -> None:
+    def __init__(self, context: RankAmongOthers) -> None:
         self.context, self.reference = context, _reference(context)
 
     def expected(self, batches: _Batches) -> dict[str, Any] | None:
@@ -181,7 +202,7 @@ class _Rehearsal:
         return figures
 
 
-def _reference(context: RankContext) -> Reference | None:
+def _reference(context: RankAmongOthers) -> Reference | None:
     local, captures = context.local, context.local.captures
     if captures is None or captures.tolerance is None or not has_room(captures.whole, local.device):
         return None
@@ -223,7 +244,7 @@ def _unchanged_buffers(stage: LocalStage) -> Iterator[None]:
             restore(buffer, value)
 
 
-def _agree(context: RankContext, key: str, worst: tuple[float, str]) -> None:
+def _agree(context: RankAmongOthers, key: str, worst: tuple[float, str]) -> None:
     """Raises UserError on all ranks, for the figure that is furthest off, if one is too far."""
     rank_info, store = context.local.rank_info, context.store
     send_message(store, f"{key}/of/{rank_info.rank}", worst)

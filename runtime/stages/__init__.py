@@ -1,7 +1,6 @@
 """From the captured model to the stages of a plan.
 
-`captures` captures the model in each way in which it will run; `partition` finds what each stage
-computes and which tensors pass between stages; `stage_module` runs one, and `stage_program` where
-backward passes are in halves or the stage is on a mesh, as `stage_sharding` divides it. Begin with
-`partition`.
+`partition` finds what each stage computes and which tensors pass between stages; `stage_module`
+runs one, with the seeds of `randomness`, and `stage_program` where backward passes are in halves or
+the stage is on a mesh, as `stage_sharding` divides it. Begin with `partition`.
 """

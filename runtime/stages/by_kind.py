@@ -10,13 +10,14 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.captured import Captured, flatten_inputs
 from pipedream.capture.checks.equivalence import Tolerance, any_loss, check_equivalence
 from pipedream.capture.compute_settings import Precision
-from pipedream.capture.export import Captured, capture, flatten_inputs
+from pipedream.capture.export import capture
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.randomness import MinibatchRng
+from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule, difference, seeded_module
 
 Kind: TypeAlias = Hashable

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from pipedream.capture.export import Captured, Value
+from pipedream.capture.captured import Captured, Value
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.placements.placement import Mesh, Placements, Replicate

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipedream.capture.export import Captured, Value
+from pipedream.capture.captured import Captured, Value
 from pipedream.capture.segment import Segment, segment
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph

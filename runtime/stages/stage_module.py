@@ -15,22 +15,23 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pipedream.capture.captured import Captured, OutSpec, rebuild
 from pipedream.capture.compute_settings import Precision
-from pipedream.capture.export import Captured, OutSpec, capture, rebuild
+from pipedream.capture.export import capture
 from pipedream.capture.loss import Loss
 from pipedream.capture.programs.loss_end import LossEnd
 from pipedream.capture.segment import Segment, freeze_constants
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, PlannedGraph
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.randomness import (
+from pipedream.runtime.stages.crossings import Crossings, crossings
+from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
+from pipedream.runtime.stages.randomness import (
     MinibatchRng,
     SeedHook,
     operator_positions,
     seed_each,
 )
-from pipedream.runtime.stages.crossings import Crossings, crossings
-from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 from pipedream.runtime.stages.stage_program import StageProgram
 
 Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import Store
 
 from pipedream.comm.rank_info import RankInfo
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
-from pipedream.runtime.engine.action_stream import ActionStream
-from pipedream.runtime.engine.training_segment import (
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.training_segment import (
     Position,
     RankProgress,
     TrainingSegment,

@@ -14,7 +14,7 @@ from pipedream.comm.store_messages import broadcast
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, moved, read_plan
 from pipedream.graph.units import show_seconds
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 
 
 def replanned(job: Job, rank_info: RankInfo, store: Store) -> tuple[Job, RankInfo]:

@@ -36,8 +36,8 @@ import torch.multiprocessing as mp
 import yaml
 from torch.distributed.pipelining import Schedule1F1B, pipeline
 
+from pipedream.capture.captured import Value
 from pipedream.capture.compute_settings import keep_freed_memory
-from pipedream.capture.export import Value
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.buckets import StageGroups
 from pipedream.comm.rank_info import RankInfo
@@ -46,17 +46,17 @@ from pipedream.graph.choices import ScheduleName
 from pipedream.graph.plan import read_plan
 from pipedream.graph.run_config import read_config
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
-from pipedream.runtime.engine.training_segment import TrainingSegment
-from pipedream.runtime.engine.weights import Weights
-from pipedream.runtime.job import Job
-from pipedream.runtime.local_model import LocalModel
+from pipedream.runtime.local.local_model import LocalModel
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LossSum
 from pipedream.runtime.optim.stepping import Stepping
+from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.pipelining import split_policy
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import links
 from pipedream.schedule.action import Kind
 from pipedream.schedule.channel import Channel

@@ -22,16 +22,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.captured import flatten_inputs
 from pipedream.capture.compute_settings import keep_freed_memory
-from pipedream.capture.export import capture, flatten_inputs
+from pipedream.capture.export import capture
 from pipedream.capture.sources.load import Loaded, load, load_config
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.run_config import read_config
+from pipedream.optimizer.calibrate.price_plan import price_plan
 from pipedream.optimizer.cost.models import MeasuredCost
-from pipedream.optimizer.cost.price_plan import price_plan
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 from pipedream.profiler.measure import Measured, Settings, measure
 from pipedream.profiler.memory import footprints
 from pipedream.profiler.timing.stopping_rule import StoppingRule

@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import yaml
 
-from pipedream.capture.export import Value
+from pipedream.capture.captured import Value
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.transport import Transport
 from pipedream.graph.choices import ScheduleName
@@ -45,8 +45,8 @@ from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.outcome import given_plan
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import simulate_plan
-from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.optimizers import make_optimizer
+from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.report.recording import read_trace
 from pipedream.schedule.action import Kind
 from pipedream.schedule.channel import Channel

@@ -22,8 +22,9 @@ from prediction import MODELS, prepare
 from torch import Tensor
 from torch.func import functional_call
 
+from pipedream.capture.captured import flatten_inputs
 from pipedream.capture.compute_settings import keep_freed_memory
-from pipedream.capture.export import capture, flatten_inputs
+from pipedream.capture.export import capture
 from pipedream.capture.programs.program import Program, traced_program
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.capture.sources.load import load_config

@@ -13,8 +13,8 @@ import torch
 from plans import cut, make_plan
 from processes import free_port, run_processes
 
+from pipedream.capture.errors.torchvision_import import import_torchvision
 from pipedream.capture.export import capture
-from pipedream.capture.sources.vision import import_torchvision
 from pipedream.comm.rank_info import RankInfo
 
 BASE: Mapping[str, Any] = {

@@ -10,7 +10,7 @@ import pytest
 
 from pipedream.adapters import trainer_arguments
 from pipedream.adapters.trainer_arguments import AS_IN_TRAINER, REFUSED, WITHOUT_EFFECT
-from pipedream.capture.sources.vision import import_torchvision
+from pipedream.capture.errors.torchvision_import import import_torchvision
 from pipedream.graph.errors import UserError
 
 import_torchvision()  # where torch is a build without its operators, its own import fails

@@ -13,8 +13,9 @@ from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
 from pipedream.capture import autograd_functions
+from pipedream.capture.captured import Captured
 from pipedream.capture.checks.autograd_check import check_backward_passes
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.export import capture
 from pipedream.capture.segment import segment
 from pipedream.graph.errors import UserError
 

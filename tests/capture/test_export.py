@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipedream.capture.export import Captured, capture, flatten_inputs, rebuild
+from pipedream.capture.captured import Captured, flatten_inputs, rebuild
+from pipedream.capture.export import capture
 from pipedream.capture.segment import freeze_constants, segment
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import format_graph, parse_graph

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pipedream.capture.export import Captured, capture, flatten_inputs
+from pipedream.capture.captured import Captured, flatten_inputs
+from pipedream.capture.export import capture
 from pipedream.capture.fake_tensors import capture_fake, random_tensor, real_node_module
 from pipedream.capture.sources.load import load
 from pipedream.graph.errors import UserError

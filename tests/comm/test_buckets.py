@@ -13,7 +13,7 @@ from training import run_jobs, weights
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config_model
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 
 SUPPORT = Path(small_models.__file__).parent
 

@@ -13,7 +13,7 @@ from training import run_jobs
 
 from pipedream.capture.export import capture
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 from pipedream.schedule.action import Kind, parse_action
 
 SUPPORT = Path(small_models.__file__).parent

@@ -18,7 +18,7 @@ from pipedream.graph.model import read_graph
 from pipedream.graph.placements.operators import read_operators
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.profiler.cli import main as pd_profile
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 
 pytestmark = [
     pytest.mark.gpu,

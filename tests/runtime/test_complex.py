@@ -21,7 +21,7 @@ from pipedream.capture.sources.minibatch import in_type
 from pipedream.graph.choices import ScheduleName
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.data.reader import Epoch
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 
 SUPPORT = Path(small_models.__file__).parent
 CONFIG = RunConfig(

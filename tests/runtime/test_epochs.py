@@ -18,7 +18,7 @@ from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.run_config import OptimizerConfig
 from pipedream.runtime import epochs
 from pipedream.runtime.engine.engine import Engine
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.trainer import train
 
 SUPPORT = Path(small_models.__file__).parent

@@ -20,8 +20,8 @@ from pipedream.graph.choices import ScheduleName
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import DataFactory, OptimizerConfig, RunConfig, SchedulerConfig
 from pipedream.runtime.data.reader import Epoch
-from pipedream.runtime.job import Job
 from pipedream.runtime.optim.rates import make_scheduler
+from pipedream.runtime.run.job import Job
 from tests.runtime.engine.test_semantics import (
     CLASSES,
     SGD,

@@ -13,8 +13,9 @@ from processes import free_port, run_processes
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
+from pipedream.capture.captured import Captured
 from pipedream.capture.compute_settings import IN_FULL, Precision
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.export import capture
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan

@@ -29,9 +29,9 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import read_plan, write_plan
 from pipedream.graph.run_config import read_config
 from pipedream.runtime import trainer
-from pipedream.runtime.engine.training_segment import Position
-from pipedream.runtime.job import Job
 from pipedream.runtime.report.metrics.writers import Writers
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.run.training_segment import Position
 
 BIN = Path(sys.executable).parent
 SUPPORT = Path(small_models.__file__).parent

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
-from pipedream.runtime import local_model
 from pipedream.runtime.checkpoint.files import latest, load_all
 from pipedream.runtime.data.examples import Examples
-from pipedream.runtime.job import Job
-from pipedream.runtime.stages.captures import Captures, capture_all
+from pipedream.runtime.local import local_model
+from pipedream.runtime.local.captures import Captures, capture_all
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.trainer import train
 
 _FIRST = RankInfo(0, 1, 0, 1, "", 0)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipedream.capture.sources.user_code import blame, blaming, call, load_function
+from pipedream.capture.errors.user_code import blame, blaming, call, load_function
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import MetricsConfig
-from pipedream.runtime.job import Job
 from pipedream.runtime.report.metrics.mlflow_run import MLflow
 from pipedream.runtime.report.metrics.tensorboard import TensorBoard
 from pipedream.runtime.report.metrics.weights_and_biases import WeightsAndBiases
 from pipedream.runtime.report.metrics.writer import MetricsWriter
+from pipedream.runtime.run.job import Job
 
 _BY_NAME = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "mlflow": MLflow}
 

@@ -10,9 +10,9 @@ from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.model import Graph, read_graph
 from pipedream.graph.plan import PlannedGraph
 from pipedream.graph.profile import read_profile
-from pipedream.runtime.job import Job
 from pipedream.runtime.report.expectation import Comparison, compare
 from pipedream.runtime.report.utilisation import Utilisation
+from pipedream.runtime.run.job import Job
 
 _LONGEST_NAME = 80
 

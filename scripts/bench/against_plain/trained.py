@@ -30,17 +30,19 @@ from torch.nn import functional
 from ways import MICROBATCHES, MINIBATCHES, Way, make_plan, run_config
 
 from pipedream import Pipeline
+from pipedream.capture.captured import Captured
 from pipedream.capture.compute_settings import Precision
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import read_plan, write_plan
 from pipedream.graph.run_config import read_config
-from pipedream.runtime import cli, local_model
+from pipedream.runtime import cli
 from pipedream.runtime.data.examples import Examples
-from pipedream.runtime.job import Job
-from pipedream.runtime.stages.captures import Captures, capture_all
+from pipedream.runtime.local import local_model
+from pipedream.runtime.local.captures import Captures, capture_all
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.supervise.launch import USER_ERROR, spawn
 
 CPU = torch.device("cpu")

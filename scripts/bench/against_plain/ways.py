@@ -9,7 +9,7 @@ from typing import Any
 
 from plain_loop import AUTOCAST, SCALES, Microbatch, Update, weights_dtype
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan, PlannedGraph, Predicted, Stage

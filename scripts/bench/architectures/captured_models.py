@@ -25,10 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.export import Captured, capture, flatten_inputs
+from pipedream.capture.captured import Captured, flatten_inputs
+from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.export import capture
 from pipedream.capture.segment import segment
 from pipedream.capture.sources.load import load
-from pipedream.capture.sources.vision import import_torchvision
 from pipedream.graph.errors import UserError
 
 TABLE = Path(__file__).parents[3] / "docs" / "reference" / "coverage.md"

@@ -34,7 +34,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import parse_bytes
 from pipedream.optimizer.cost import models
-from pipedream.optimizer.report import show_replicas
+from pipedream.optimizer.report.tables import show_replicas
 from pipedream.optimizer.simulate import workload
 
 PROFILES = Path(__file__).parents[3] / "profiles"

@@ -10,7 +10,8 @@ from typing import Any
 import sleeping_model
 import torch
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.comm.buckets import BUCKET_BYTES
 from pipedream.graph.model import Graph, read_graph
 

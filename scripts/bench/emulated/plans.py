@@ -12,11 +12,11 @@ from pipedream.graph.plan import Plan
 from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.compare.baselines import data_parallel
 from pipedream.optimizer.cost.models import COST_MODELS, DEFAULT_COST_MODEL
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 
 CHOSEN = "chosen"
 """The plan that pd-optimize makes where nothing is said of cost models."""

@@ -26,8 +26,8 @@ from pipedream.graph.measured_run import MEASURED, read_measured
 from pipedream.graph.plan import write_plan
 from pipedream.runtime.cli import main as pd_train
 from pipedream.runtime.engine import executor
+from pipedream.runtime.local import captures
 from pipedream.runtime.report.recording import read_trace
-from pipedream.runtime.stages import captures
 from pipedream.schedule.steady_state import steady_window
 
 

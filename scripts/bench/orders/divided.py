@@ -19,7 +19,8 @@ sys.path.append(str(Path(__file__).parents[1]))
 from efficiency import STILL
 from plans import make_plan
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import RunConfig

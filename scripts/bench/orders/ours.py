@@ -22,16 +22,16 @@ from pipedream.comm.transport import Transport
 from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.plan import Plan
 from pipedream.graph.timeline import Event
-from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
-from pipedream.runtime.engine.training_segment import TrainingSegment
-from pipedream.runtime.engine.weights import Weights
-from pipedream.runtime.job import Job
-from pipedream.runtime.local_model import LocalModel
-from pipedream.runtime.local_stage import LocalStage
+from pipedream.runtime.local.local_model import LocalModel
+from pipedream.runtime.local.local_stage import LocalStage
 from pipedream.runtime.optim.rates import LossSum
 from pipedream.runtime.optim.stepping import Stepping
+from pipedream.runtime.optim.weights import Weights
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import links
 from pipedream.schedule.action import BACKWARDS, BEGINS_BACKWARD, RECEIVES, Kind, StageLink
 from pipedream.schedule.channel import rank_links

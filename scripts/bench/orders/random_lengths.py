@@ -33,7 +33,7 @@ from pipedream.graph.choices import SCHEDULES, ScheduleName
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.data.examples import Examples
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 from pipedream.schedule.policy import policy
 from pipedream.schedule.spec import PipelineSpec
 

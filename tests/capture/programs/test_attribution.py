@@ -13,7 +13,8 @@ import torch
 from joint_models import MODELS
 from torch import Tensor, nn
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.capture.node_modules import node_modules
 from pipedream.capture.programs.attribution import Attributed, attribute
 from pipedream.capture.programs.description import describe

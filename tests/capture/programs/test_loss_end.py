@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.capture.programs.attribution import attribute
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.joint import CannotDivide, Joint, joint

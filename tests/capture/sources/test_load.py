@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 
+from pipedream.capture.errors import user_code
+from pipedream.capture.errors.torchvision_import import import_torchvision
+from pipedream.capture.errors.user_code import load_function
 from pipedream.capture.export import capture
-from pipedream.capture.sources import vision
 from pipedream.capture.sources.load import load, load_config, load_config_model, load_data
 from pipedream.capture.sources.minibatch import example, minibatch
-from pipedream.capture.sources.user_code import load_function
-from pipedream.capture.sources.vision import import_torchvision
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
 
@@ -220,11 +220,11 @@ def test_a_module_that_imports_a_torchvision_for_another_torch(
 ) -> None:
     """`from transformers import LlamaForCausalLM` failed so; "torchvision:resnet18" did not."""
     declared: list[bool] = []
-    monkeypatch.setattr(vision, "import_torchvision", lambda: declared.append(True))
-    monkeypatch.setattr(vision, "declared", declared, raising=False)
+    monkeypatch.setattr(user_code, "import_torchvision", lambda: declared.append(True))
+    monkeypatch.setattr(user_code, "declared", declared, raising=False)
     name = user(
         """
-from pipedream.capture.sources.vision import declared
+from pipedream.capture.errors.user_code import declared
 if not declared:
     try:
         raise RuntimeError("operator torchvision::nms does not exist")

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from pipedream.capture.errors.torchvision_import import import_torchvision
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config, load_config_model, load_data
 from pipedream.capture.sources.named_examples import NamedExamples, input_names
-from pipedream.capture.sources.vision import import_torchvision
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint_sequential
 
-from pipedream.capture.export import capture, flatten_inputs, rebuild
+from pipedream.capture.captured import flatten_inputs, rebuild
+from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load
 
 

@@ -14,16 +14,16 @@ from pipedream.graph.measured_run import MeasuredRank, MeasuredRun, read_measure
 from pipedream.graph.model import format_graph, read_graph
 from pipedream.graph.plan import PlanningOptions, workers_by_rank
 from pipedream.graph.profile import Quartiles, TrainingOverheads, write_profile
+from pipedream.optimizer.calibrate.price_plan import Price, price_plan
 from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
 from pipedream.optimizer.calibrate.verdict import Verdict
 from pipedream.optimizer.cli.command import main
 from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.cli.task import make_task
 from pipedream.optimizer.cost.models import PaperCost
-from pipedream.optimizer.cost.price_plan import Price, price_plan
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 
 TWO = Cluster(machines=(2,), bandwidth=(1e9,))
 STRAIGHT = Rules(straight=True)

@@ -18,9 +18,9 @@ from pipedream.optimizer.choose.chooser import best_plan, choose
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.trial import Trials
 from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost, ReleasedCost
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 
 
 def request(graph, devices, bandwidth=1e9, **settings):

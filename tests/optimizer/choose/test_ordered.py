@@ -18,9 +18,9 @@ from pipedream.optimizer.choose.ordered import best_ordered_plan, even, shapes
 from pipedream.optimizer.choose.ordered_plan import OrderedPlans
 from pipedream.optimizer.cli.command import main
 from pipedream.optimizer.cost.models import NetworkCost
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.outcome import Outcome
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 from pipedream.schedule.checker import check_ranks
 from pipedream.schedule.orders.named import ROUND_ORDERS
 from pipedream.schedule.schedule import Schedule

@@ -18,9 +18,9 @@ from pipedream.optimizer.choose.tied import plan_shared
 from pipedream.optimizer.choose.trial import Trials
 from pipedream.optimizer.compare.comparison import compare
 from pipedream.optimizer.cost.models import NetworkCost, PaperCost
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 from pipedream.schedule.policy import policy
 from pipedream.schedule.spec import PipelineSpec
 

@@ -14,12 +14,12 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, Node
 from pipedream.optimizer.cost.device_types import DeviceTypes, MixedRadixCounter, WorstDevice
 from pipedream.optimizer.cost.models import COST_MODELS
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.bounds import lower_bound
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 
 NEW = DeviceType(name="new", speed=1.0)
 OLD = DeviceType(name="old", speed=0.5)

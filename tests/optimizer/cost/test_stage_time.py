@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.stage_time import expected_slowest, in_a_run, ranks
-from pipedream.optimizer.search.stages import NestedStage, Share
+from pipedream.optimizer.cost.stages import NestedStage, Share
 
 FOUR_TWO = Cluster(machines=(4, 2), bandwidth=(1e10, 1e9))
 

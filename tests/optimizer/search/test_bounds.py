@@ -7,12 +7,12 @@ from random_graphs import graphs
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.models import COST_MODELS
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.frontier import bins_of
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.bounds import bound_over_bins, lower_bound
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 
 
 def test_devices_share_the_time_at_best(make_graph):

@@ -11,11 +11,11 @@ from random_graphs import graphs
 
 from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.models import COST_MODELS
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.hierarchical import affordable
 from pipedream.optimizer.search.memory_fit import NothingFits
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 
 MODELS = [
     ("paper", None),

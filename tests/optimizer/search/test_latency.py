@@ -13,6 +13,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.models import COST_MODELS
 from pipedream.optimizer.cost.stage_cost import Replication
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.frontier import bins_of
@@ -23,7 +24,6 @@ from pipedream.optimizer.search.latency import DoneBounds, Latency, LatencySearc
 from pipedream.optimizer.search.memory_fit import NothingFits
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 
 MODELS = [
     ("paper", None),

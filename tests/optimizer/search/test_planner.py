@@ -9,9 +9,9 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import read_graph
 from pipedream.optimizer.cost.models import PaperCost, ReleasedCost
+from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.search.stages import Rules
 
 PROFILES = ["alexnet", "gnmt", "resnet101", "resnet18", "resnet50", "squeezenet1_0", "vgg16"]
 

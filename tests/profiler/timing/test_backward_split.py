@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipedream.capture.export import capture, flatten_inputs
+from pipedream.capture.captured import flatten_inputs
+from pipedream.capture.export import capture
 from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.programs.program import traced_program
 from pipedream.capture.segment import freeze_constants, segment

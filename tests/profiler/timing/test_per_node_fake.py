@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipedream.capture.export import capture, flatten_inputs
+from pipedream.capture.captured import flatten_inputs
+from pipedream.capture.export import capture
 from pipedream.capture.fake_tensors import capture_fake
 from pipedream.capture.sources.load import load
 from pipedream.profiler.measure import Settings, measure

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipedream.capture.export import Captured, capture, flatten_inputs
+from pipedream.capture.captured import Captured, flatten_inputs
+from pipedream.capture.export import capture
 from pipedream.capture.segment import freeze_constants, segment
 from pipedream.graph.profile import Quartiles
 from pipedream.profiler.timing import per_node

@@ -36,7 +36,7 @@ from pipedream.graph.run_config import (
 )
 from pipedream.runtime.checkpoint.dcp import Folder
 from pipedream.runtime.checkpoint.files import latest, load_optimizer
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 
 SUPPORT = Path(small_models.__file__).parent
 MICROBATCHES = 4

@@ -25,7 +25,7 @@ from pipedream.runtime.checkpoint.files import (
     write_stage,
 )
 from pipedream.runtime.checkpoint.saver import Saver
-from pipedream.runtime.engine.training_segment import Position
+from pipedream.runtime.run.training_segment import Position
 
 
 class Model(nn.Module):

@@ -21,8 +21,8 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.export import export
-from pipedream.runtime.engine.training_segment import Position
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.run.training_segment import Position
 
 SUPPORT = Path(small_models.__file__).parent
 

@@ -21,7 +21,7 @@ from training import losses, run_jobs, weights
 from pipedream.capture.export import capture
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.data.reader import DataLost, Epoch, Reader
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 
 
 class Deadly:

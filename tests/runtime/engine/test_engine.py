@@ -21,22 +21,23 @@ from schedules import schedule
 from torch import Tensor, nn
 from training import chain_config
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.comm.buckets import make_groups
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import OptimizerConfig
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
-from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.engine.training_segment import TrainingSegment
-from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
+from pipedream.runtime.optim.weights import Weights
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import StageInterface, interfaces, links
+from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
 from pipedream.schedule.action import Kind
 from pipedream.schedule.channel import rank_links

@@ -20,8 +20,8 @@ from pipedream.runtime.checkpoint.files import load_all
 from pipedream.runtime.checkpoint.plain_model import evaluate
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.evaluation import EvaluationTotals, obstacle
-from pipedream.runtime.job import Job
 from pipedream.runtime.report.live_table import keep_until
+from pipedream.runtime.run.job import Job
 from pipedream.schedule.schedule import forwards
 
 SUPPORT = Path(small_models.__file__).parent

@@ -13,12 +13,12 @@ import pytest
 import torch
 from training import run_jobs, weights
 
+from pipedream.capture.errors.user_code import load_function
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_config
 from pipedream.capture.sources.transformers import load_transformers
-from pipedream.capture.sources.user_code import load_function
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 
 USERS = """
 import torch

@@ -18,13 +18,14 @@ from schedules import policy
 from torch import nn
 from training import losses, run_jobs, weights
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.capture.sources.load import load_data
 from pipedream.graph.choices import SCHEDULES, ScheduleName
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import DataFactory, Factory, OptimizerConfig, RunConfig
 from pipedream.runtime.data.reader import Epoch
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.stages.partition import interfaces, links
 
 SUPPORT = Path(small_models.__file__).parent

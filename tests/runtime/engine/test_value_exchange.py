@@ -16,7 +16,7 @@ from processes import free_port, run_processes
 from sharded import MESHES, Array, local_part, random_placements, random_shape
 from torch import Tensor
 
-from pipedream.capture.export import Value
+from pipedream.capture.captured import Value
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.placements.placement import Mesh, Placements, device_count
 from pipedream.graph.plan import WorkerGroup

@@ -29,13 +29,13 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import GroupConfig, OptimizerConfig, RunConfig, SchedulerConfig
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.files import copied
-from pipedream.runtime.checkpoint.resume import progress_of
+from pipedream.runtime.checkpoint.progress import progress_of
 from pipedream.runtime.data.reader import Epoch
-from pipedream.runtime.engine.training_segment import Position
-from pipedream.runtime.job import Job
 from pipedream.runtime.optim.optimizers import make_optimizer, restore_state, state_tensors
 from pipedream.runtime.optim.rates import LearningRate, LossSum, make_scheduler
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.run.training_segment import Position
 from tests.runtime.engine.test_semantics import SUPPORT, plan_for
 
 REFUSED = {

@@ -29,8 +29,8 @@ from pipedream.graph.run_config import (
     RunConfig,
 )
 from pipedream.runtime.data.reader import Epoch
-from pipedream.runtime.job import Job
 from pipedream.runtime.optim.late_gradients import nesterov_form, slowing
+from pipedream.runtime.run.job import Job
 
 SUPPORT = Path(small_models.__file__).parent
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}

@@ -25,7 +25,6 @@ from pipedream.graph.run_config import (
     SchedulerConfig,
 )
 from pipedream.runtime.data.reader import Epoch
-from pipedream.runtime.job import Job
 from pipedream.runtime.optim.optimizers import (
     groups,
     make_optimizer,
@@ -33,6 +32,7 @@ from pipedream.runtime.optim.optimizers import (
     restore_state,
     state_tensors,
 )
+from pipedream.runtime.run.job import Job
 from tests.runtime.engine.test_semantics import plan_for
 
 SUPPORT = Path(small_models.__file__).parent

@@ -18,8 +18,8 @@ from pipedream.capture.export import capture
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import DataFactory, OptimizerConfig, SchedulerConfig
 from pipedream.runtime.data.reader import Epoch
-from pipedream.runtime.job import Job
 from pipedream.runtime.optim.rates import make_scheduler
+from pipedream.runtime.run.job import Job
 from tests.runtime.engine.test_semantics import SUPPORT, plan_for
 
 PLATEAU = {"patience": 0, "threshold": 0.3, "factor": 0.25}

@@ -10,10 +10,10 @@ from torch import Tensor
 from training import chain_config
 
 from pipedream.graph.run_config import OptimizerConfig
-from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
+from pipedream.runtime.optim.weights import Weights
 
 
 class Asked(Exception):

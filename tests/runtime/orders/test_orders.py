@@ -30,8 +30,8 @@ from training import run_jobs
 from pipedream.graph.measured_run import read_measured
 from pipedream.graph.plan import write_plan
 from pipedream.runtime.checkpoint.files import load_all
-from pipedream.runtime.job import Job
 from pipedream.runtime.report.recording import read_trace
+from pipedream.runtime.run.job import Job
 from pipedream.schedule.action import Kind
 from pipedream.schedule.rank_maps import loop, vee
 

@@ -16,10 +16,10 @@ from torch.distributed import HashStore
 
 from pipedream.graph.errors import UserError
 from pipedream.runtime.data.order import Sizes
-from pipedream.runtime.engine.training_segment import Position
 from pipedream.runtime.report.live_table import Display, keep_before, keep_until
 from pipedream.runtime.report.metrics.writers import Writers
 from pipedream.runtime.report.summary import Losses
+from pipedream.runtime.run.training_segment import Position
 
 
 def test_a_full_disk_is_told_by_all_that_wait_for_the_records(tmp_path: Path) -> None:

@@ -27,10 +27,10 @@ from pipedream.graph.plan import Plan, PlanningOptions, Simulated, write_plan
 from pipedream.graph.profile import write_profile
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
 from pipedream.graph.timeline import Event, draw
-from pipedream.runtime.job import Job
 from pipedream.runtime.report.page.finished_run import FinishedRun
 from pipedream.runtime.report.page.run_page import write_page
 from pipedream.runtime.report.utilisation import Utilisation
+from pipedream.runtime.run.job import Job
 from pipedream.schedule.action import parse_action
 
 SUPPORT = Path(small_models.__file__).parent

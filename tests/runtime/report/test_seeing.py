@@ -17,8 +17,8 @@ from plans import cut, make_plan
 
 from pipedream.capture.export import capture
 from pipedream.graph.plan import write_plan
-from pipedream.runtime import job
 from pipedream.runtime.report.recording import read_trace
+from pipedream.runtime.run import job
 
 SUPPORT = Path(small_models.__file__).parent
 CONFIG = """\

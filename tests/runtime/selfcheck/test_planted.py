@@ -20,7 +20,8 @@ from plans import make_plan
 from processes import free_port, run_processes
 from torch import Tensor
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.capture.programs.program import Kept, Program
 from pipedream.capture.segment import Segment
 from pipedream.comm.buckets import Buckets
@@ -32,11 +33,11 @@ from pipedream.graph.placements.operators import Operator
 from pipedream.graph.placements.placement import Partial
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import read_config
-from pipedream.runtime.engine.randomness import MinibatchRng
 from pipedream.runtime.engine.value_exchange import ValueExchange
-from pipedream.runtime.engine.weights import Weights
-from pipedream.runtime.job import Job
-from pipedream.runtime.stages import captures
+from pipedream.runtime.local import captures
+from pipedream.runtime.optim.weights import Weights
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.trainer import train
 from pipedream.sharding import axis

@@ -26,7 +26,7 @@ from pipedream.optimizer.cost.models import COST_MODELS
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.runtime.data.reader import Epoch
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 
 SUPPORT = Path(small_models.__file__).parent
 

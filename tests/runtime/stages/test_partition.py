@@ -13,13 +13,14 @@ import torch
 from plans import cut, make_plan
 from torch import nn
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.comm.rank_info import RankInfo
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import DataFactory, Factory, RunConfig
-from pipedream.runtime.job import Job
-from pipedream.runtime.local_model import LocalModel
+from pipedream.runtime.local.local_model import LocalModel
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.stages.partition import interfaces, links, source_text, tied
 
 

@@ -8,7 +8,8 @@ import torch
 from plans import cut, make_plan
 from torch import Tensor, nn
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.runtime.data.reader import Batch

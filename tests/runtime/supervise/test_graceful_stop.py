@@ -30,9 +30,9 @@ from pipedream.graph.choices import SCHEDULES, ScheduleName
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.graph.run_config import AsynchronousConfig, DataFactory, OptimizerConfig
 from pipedream.runtime.checkpoint.files import load_all, publish
-from pipedream.runtime.engine.action_stream import ActionStream
-from pipedream.runtime.engine.training_segment import Position, TrainingSegment
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.run.training_segment import Position, TrainingSegment
 from pipedream.runtime.supervise.graceful_stop import GracefulStop
 from pipedream.runtime.trainer import Stopped, train
 from pipedream.schedule.action import Action, Kind

@@ -21,7 +21,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph, format_graph
 from pipedream.graph.plan import PlanningOptions, read_plan, write_plan
 from pipedream.graph.run_config import read_config
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 from pipedream.runtime.supervise.replan import replanned
 from pipedream.runtime.trainer import train
 

@@ -19,17 +19,17 @@ from pipedream.comm.buckets import StageGroups
 from pipedream.comm.transport import Transport
 from pipedream.graph.run_config import OptimizerConfig
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.executor import Executor
-from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.engine.training_segment import TrainingSegment
-from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate, LossSum
 from pipedream.runtime.optim.stepping import StageStepping, Stepping
+from pipedream.runtime.optim.weights import Weights
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.by_kind import ByData, StageForms
 from pipedream.runtime.stages.partition import interfaces, links
+from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import (
     ModuleChoice,
     StageModule,

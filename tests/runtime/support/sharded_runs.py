@@ -15,11 +15,12 @@ from order_runs import pieces
 from plans import make_plan
 from training import run_jobs
 
-from pipedream.capture.export import Captured, capture
+from pipedream.capture.captured import Captured
+from pipedream.capture.export import capture
 from pipedream.graph.placements.placement import Mesh, device_count
 from pipedream.graph.plan import Plan
 from pipedream.graph.run_config import RunConfig, read_config
-from pipedream.runtime.job import Job
+from pipedream.runtime.run.job import Job
 
 MODELS: Mapping[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "Perceptron": ((6,), {"source": "sharded_models:points"}),

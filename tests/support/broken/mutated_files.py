@@ -26,12 +26,12 @@ from pipedream.graph.profile import read_profile
 from pipedream.graph.run_config import read_config
 from pipedream.runtime.checkpoint.dcp import Folder
 from pipedream.runtime.checkpoint.files import load_all, read_state
-from pipedream.runtime.engine.training_segment import Position
-from pipedream.runtime.job import Job
 from pipedream.runtime.report.live_table import keep_before, keep_until
 from pipedream.runtime.report.page.loss_chart import loss_chart
 from pipedream.runtime.report.page.run_page import _attempt
 from pipedream.runtime.report.recording import read_trace
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.run.training_segment import Position
 
 LONGEST = 1_000
 """Characters of a message: what it cites of the file is cut."""

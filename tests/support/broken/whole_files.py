@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipedream.graph.run_config import RunConfig
 from pipedream.runtime.checkpoint.files import publish, write_stage
-from pipedream.runtime.engine.training_segment import Position
+from pipedream.runtime.run.training_segment import Position
 
 _ROOT = Path(__file__).parents[3]
 

@@ -10,7 +10,7 @@ from plans import make_plan
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.runtime.pipeline import Pipeline
 from zoo.learned import UPDATES, Learned, optimizer, tensors_of
 from zoo.piped import meet

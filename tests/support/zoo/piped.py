@@ -19,23 +19,24 @@ from plans import make_plan
 from schedules import assigned
 from torch import Tensor, nn
 
+from pipedream.capture.captured import Captured, flatten_inputs
 from pipedream.capture.compute_settings import IN_FULL
-from pipedream.capture.export import Captured, capture, flatten_inputs
+from pipedream.capture.export import capture
 from pipedream.comm.buckets import StageGroups, make_groups
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import RankAssignment
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.engine.action_stream import ActionStream
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.evaluation import EvaluationExecutor, EvaluationTotals
 from pipedream.runtime.engine.executor import Executor
-from pipedream.runtime.engine.randomness import MinibatchRng
-from pipedream.runtime.engine.training_segment import TrainingSegment
-from pipedream.runtime.engine.weights import Weights
 from pipedream.runtime.optim.gradient_sums import GradientSums
+from pipedream.runtime.optim.weights import Weights
+from pipedream.runtime.run.action_stream import ActionStream
+from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.by_kind import ByMinibatch, Call, StageForms
 from pipedream.runtime.stages.partition import interfaces, links, tied
+from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.schedule.action import Action
 from pipedream.schedule.generate import Step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 
-from pipedream.capture.export import Captured
+from pipedream.capture.captured import Captured
 from pipedream.graph.errors import UserError
 from zoo.learned import SMALLER, Learned, evaluated, plain
 from zoo.loops import by_pipeline

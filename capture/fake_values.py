@@ -1,0 +1,93 @@
+"""Runs a graph on fake tensors: shapes, types and gradients of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from pipedream.capture.compute_settings import Precision
+
+
+class CannotRun(Exception):
+    """An operator of the graph failed."""
+
+    def __init__(self, node: fx.Node, cause: RuntimeError) -> None:
+        super().__init__(node.name)
+        self.node, self.cause = node, cause
+
+
+class _Gradients(fx.Interpreter):
+    """Runs the graph on fake tensors of `device` and records the result of every operator.
+
+    Attributes are made fake first. Otherwise torch would compute with real values, and would for
+    example count a batch in batch norm that never ran.
+    """
+
+    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode, device: torch.device) -> None:
+        super().__init__(module)
+        self.mode, self.device = mode, device
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        if not isinstance(value, torch.Tensor):
+            return value
+        fake = value if isinstance(value, FakeTensor) else self.mode.from_tensor(value)
+        if fake.device.type == self.device.type:
+            return fake
+        return torch.empty_like(fake, device=self.device).requires_grad_(fake.requires_grad)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        placed = {"device": self.device} if kwargs.get("device") is not None else {}
+        return super().call_function(target, args, {**kwargs, **placed})
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            result = super().run_node(n)
+        except RuntimeError as error:
+            raise CannotRun(n, error) from error
+        if isinstance(result, torch.Tensor) and n.op != "get_attr":
+            self.seen[n.name] = result
+        return result
+
+
+def fake_values(module: fx.GraphModule, precision: Precision) -> dict[str, torch.Tensor]:
+    """Every tensor of the graph as a fake tensor: shape, type, and whether it needs gradients.
+
+    They are those of passes on the device of `precision`, for which autocast has rules of its own.
+    """
+    device = precision.device
+    tensors = (*module.parameters(), *module.buffers())
+    modes = (tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
+    mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.enable_grad(), precision.computing():
+        inputs = [
+            torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=device)
+            for node in module.graph.nodes
+            if node.op == "placeholder"
+        ]
+        interpreter = _Gradients(module, mode, device)
+        results = interpreter.run(*inputs)
+        return _without_dead_ends(interpreter.seen, results)
+
+
+def _without_dead_ends(
+    values: Mapping[str, torch.Tensor], outputs: Sequence[Any]
+) -> dict[str, torch.Tensor]:
+    """The values, those detached that no gradient comes to from any of the outputs."""
+    tensors = (each for each in outputs if isinstance(each, torch.Tensor))
+    waiting = [each.grad_fn for each in tensors if each.grad_fn is not None]
+    reached = set(waiting)
+    while waiting:
+        for function, _ in waiting.pop().next_functions:
+            if function is not None and function not in reached:
+                reached.add(function)
+                waiting.append(function)
+    return {
+        name: value if value.grad_fn in reached else value.detach()
+        for name, value in values.items()
+    }

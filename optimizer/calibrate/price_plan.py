@@ -1,0 +1,184 @@
+"""Prices an existing plan with the times of a graph that may be new."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Literal, TypeAlias
+
+from pipedream.graph.errors import UserError
+from pipedream.graph.plan import Plan
+from pipedream.optimizer.choose.expected import expected
+from pipedream.optimizer.cost.device_types import DeviceTypes
+from pipedream.optimizer.cost.models import COST_MODELS, CostModel
+from pipedream.optimizer.cost.stage_cost import Replication
+from pipedream.optimizer.cost.stage_time import in_a_run, stage_time
+from pipedream.optimizer.cost.stages import NestedStage, Share
+from pipedream.optimizer.cuts.downsets import Cuts
+from pipedream.optimizer.cuts.planning_graph import PlanningGraph
+from pipedream.optimizer.search.latency import Latency
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.simulate.closed_form import ClosedForm
+from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
+from pipedream.optimizer.simulate.workload import Workload
+
+_Components: TypeAlias = tuple[tuple[int, ...], ...]
+"""The components of a stage at each level, innermost first."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """Seconds per minibatch in closed form, and `simulated`, None if that takes too long.
+
+    `latency`: seconds of a batch, for plans made for latency; `expected`: see `Predicted`;
+    `chosen_by`: whether the cost model chooses plans by the closed form or by the simulation.
+    """
+
+    per_minibatch: float
+    simulated: float | None = None
+    latency: float | None = None
+    expected: float | None = None
+    chosen_by: Literal["closed form", "simulation"] = "closed form"
+
+    @property
+    def goal(self) -> float:
+        """What the plan minimizes."""
+        if self.latency is not None:
+            return self.latency
+        if self.chosen_by == "simulation" and self.simulated is not None:
+            return self.simulated
+        return self.per_minibatch
+
+    @staticmethod
+    def recorded_in(plan: Plan) -> Price:
+        """The price recorded in the plan."""
+        said, simulated = plan.predicted, plan.predicted.simulated
+        seconds = None if simulated is None else simulated.seconds_per_minibatch
+        expected = said.expected_seconds_per_minibatch
+        by = _chosen_by(said.cost_model)
+        return Price(said.seconds_per_minibatch, seconds, said.latency_seconds, expected, by)
+
+
+def _chosen_by(cost_model: str) -> Literal["closed form", "simulation"]:
+    known = COST_MODELS.get(cost_model)
+    return "simulation" if known is not None and known(None).prices_plans else "closed form"
+
+
+def price_plan(plan: Plan, request: Request) -> Price:
+    """Prices `plan`, made for a graph with the structure of `request.graph`, on its own cluster.
+
+    Raises UserError if a stage is not on whole pieces of the cluster.
+    """
+    if request.cost_model.prices_plans:
+        return _price_as_a_whole(plan, request)
+    limits = stage_times(plan, request.planning, request.cost_model)
+    times = [seconds for seconds, _ in limits]
+    simulation = simulate_plan(
+        plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
+    )
+    simulated = None if simulation is None else simulation.seconds_per_minibatch
+    batch = plan.predicted.microbatches
+    latency = None
+    if plan.predicted.objective == "latency" and batch is not None:
+        latency = Latency(batch).seconds(sum(times), max(times))
+    varying = in_a_run(limits, plan.replicas, request.spread)
+    return Price(max(times), simulated, latency, varying)
+
+
+def _price_as_a_whole(plan: Plan, request: Request) -> Price:
+    policy = request.settings.policy(plan.replicas, plan.max_in_flight)
+    workload = Workload.of(plan, policy, request.graph, request.update_rate, request.overheads)
+    form = ClosedForm(workload, plan.cluster, [stage.ranks for stage in plan.stages], policy)
+    simulation = simulate_plan(
+        plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
+    )
+    simulated = None if simulation is None else simulation.seconds_per_minibatch
+    batch, latency = plan.predicted.microbatches, None
+    if plan.predicted.objective == "latency" and batch is not None:
+        latency = batch * form.seconds
+    in_a_run = expected(plan, request)
+    return Price(
+        form.seconds,
+        simulated,
+        latency,
+        in_a_run and in_a_run.seconds,
+        _chosen_by(request.model.name),
+    )
+
+
+def stage_times(plan: Plan, working: PlanningGraph, model: CostModel) -> list[tuple[float, str]]:
+    """Seconds per minibatch that each stage allows, and what limits them."""
+    position = working.position
+    pieces = [
+        sum(1 << position[name] for name in stage.nodes if name in position)
+        for stage in plan.stages
+    ]
+    cuts = Cuts(working, list(accumulate(pieces, initial=0)))
+    cost, device_types = Replication(cuts, plan.cluster, model), DeviceTypes.of(plan.cluster)
+    flat = plan.predicted.objective == "latency"
+    of_stages = [_components(plan, stage.stage) for stage in plan.stages]
+    nested = _flat(of_stages) if flat else _nested(of_stages)
+    devices = [
+        device_types.worst_of_machines(map(plan.cluster.machine, stage.ranks))
+        for stage in plan.stages
+    ]
+    return [
+        stage_time(cost.on(device), shares, stage.recompute)
+        for device, shares, stage in zip(devices, nested, plan.stages, strict=True)
+    ]
+
+
+def _components(plan: Plan, stage: int) -> _Components:
+    known, ranks = tuple(plan.cluster.places()), plan.stages[stage].ranks
+    levels = zip(*(known[rank] for rank in ranks), strict=True)
+    components = tuple(tuple(sorted(set(level))) for level in levels)
+    if prod(map(len, components)) != len(ranks):
+        raise UserError(
+            f"the ranks of stage {stage} are not whole pieces of the cluster, so no cost model"
+            " applies; make a plan with pd-optimize"
+        )
+    return components
+
+
+def _nested(of_stages: list[_Components]) -> list[NestedStage]:
+    """Stages of pipelines inside replicated components: stages on the same components of a level,
+    and of all levels outside, are one stage there.
+    """
+    nested = []
+    for stage, places in enumerate(of_stages):
+        shares = []
+        for level, components in enumerate(places):
+            start, end = _run(of_stages, stage, level)
+            outer, _ = _run(of_stages, stage, level + 1)
+            shares.append(_share(level, start, end, components, first=start == outer))
+        nested.append(NestedStage(tuple(shares)))
+    return nested
+
+
+def _run(of_stages: list[_Components], stage: int, level: int) -> tuple[int, int]:
+    """The run of stages around this one on the same components from `level` outwards."""
+    same = [places[level:] == of_stages[stage][level:] for places in of_stages]
+    start = stage - same[stage::-1].index(False) + 1 if False in same[: stage + 1] else 0
+    end = stage + same[stage:].index(False) if False in same[stage:] else len(same)
+    return start, end
+
+
+def _flat(of_stages: list[_Components]) -> list[NestedStage]:
+    """Stages of one flat pipeline: each has its own cuts at every level, and is joined to the one
+    before it at the outermost level where they differ.
+    """
+    nested = []
+    for stage, places in enumerate(of_stages):
+        before = of_stages[stage - 1] if stage else places
+        joined = max((k for k in range(len(places)) if places[k] != before[k]), default=-1)
+        shares = tuple(
+            _share(level, stage, stage + 1, components, first=level != joined)
+            for level, components in enumerate(places)
+        )
+        nested.append(NestedStage(shares))
+    return nested
+
+
+def _share(level: int, start: int, end: int, components: tuple[int, ...], first: bool) -> Share:
+    return Share(level + 1, start, end, components[0], len(components), first, components)

@@ -1,0 +1,173 @@
+"""The model of a run, captured in each way in which it will run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from pipedream.capture.captured import Captured
+from pipedream.capture.checks.equivalence import Tolerance, check_equivalence
+from pipedream.capture.compute_settings import Precision, eval_mode
+from pipedream.capture.export import capture
+from pipedream.capture.loss import load_loss
+from pipedream.capture.sources.load import load_config_model
+from pipedream.comm.rank_info import RankInfo
+from pipedream.graph.errors import UserError
+from pipedream.runtime.data.examples import Examples
+from pipedream.runtime.data.order import Sizes
+from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.engine.evaluation import Evaluation, obstacle
+from pipedream.runtime.optim.optimizers import make_optimizer
+from pipedream.runtime.optim.rates import LearningRate
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.stages.partition import interfaces
+from pipedream.runtime.stages.stage_module import capture_rest
+
+
+@dataclass(frozen=True)
+class Captures:
+    """`whole`: of full minibatches; `rest`: of a smaller last one of an epoch, number `last`.
+
+    `parameters`: the names of all that the model has; `persistent`: those in its state_dict;
+    `buffers`: those of all its buffers. `evaluation`: a rank's part in evaluating the held-out
+    data, None if that is not asked for or cannot go through the pipeline.
+    `target`: that of a full minibatch. `model`: if minibatches vary in shape, to capture it for
+    others. `first`: the minibatch it was captured for. `tolerance`: by how much the passes of the
+    pipeline may differ from the model's, if that was looked at.
+    """
+
+    whole: Captured
+    rest: Captured | None
+    last: int | None
+    parameters: Sequence[str]
+    persistent: Set[str]
+    buffers: Set[str]
+    evaluation: Evaluation | None
+    first: Batch
+    model: nn.Module | None = None
+    tolerance: Tolerance | None = None
+
+    @property
+    def target(self) -> Any:
+        return self.first.target
+
+
+def capture_all(job: Job, examples: Examples, rank_info: RankInfo) -> Captures:
+    """The same on all ranks, but for `evaluation`. Raises UserError if the model is unsuitable."""
+    model = load_config_model(job.config, job.directory, names=examples.input_names)
+    _check_config(job, examples, model)
+    first = examples.first()
+    precision = Precision(job.config.autocast, examples.device)
+    whole = capture(model, first.inputs, precision=precision)
+    rest = _rest(job, examples, model, first, whole)
+    tolerance = None
+    if rank_info.rank == 0 and not job.unchecked:
+        tolerance = _check(job, model, first, whole, rest, examples.sizes.rest)
+    return Captures(
+        whole,
+        rest,
+        examples.sizes.last,
+        [name for name, _ in model.named_parameters()],
+        frozenset(model.state_dict()),
+        frozenset(name for name, _ in model.named_buffers()),
+        _evaluation(job, examples, rank_info, model, first),
+        first,
+        model if job.config.data.varying else None,
+        tolerance,
+    )
+
+
+def _check_config(job: Job, examples: Examples, model: nn.Module) -> None:
+    """Raises UserError for what the run config asks for in vain: before the capture, which takes
+    long.
+    """
+    wanted = job.evaluate_only or (job.config.evaluate_every is not None and job.evaluate)
+    if wanted and examples.held_out is None:
+        option = "--evaluate-only" if job.evaluate_only else "evaluate_every"
+        told = f"{job.config.data.source} gives no held-out data"
+        raise UserError(f"{option}: {told}{': leave it out' * (not job.evaluate_only)}")
+    optimizer = make_optimizer(job.optimizer, dict(model.named_parameters()))
+    LearningRate(job.config.scheduler, optimizer, job.directory)
+
+
+def _check(
+    job: Job,
+    model: nn.Module,
+    first: Batch,
+    whole: Captured,
+    rest: Captured | None,
+    examples: int,
+) -> Tolerance | None:
+    """Compares what was captured with the model; `rest` is for so many of the `examples`. Raises
+    UserError if they differ.
+    """
+    loss = load_loss(job.config.loss, job.directory)
+
+    def check(captured: Captured, batch: Batch) -> Tolerance | None:
+        return check_equivalence(
+            model,
+            captured,
+            batch.inputs,
+            {},
+            lambda output: loss(output, batch.target),
+        )
+
+    if rest is not None:
+        check(rest, first.first(examples))
+    return check(whole, first)
+
+
+def _rest(
+    job: Job, examples: Examples, model: nn.Module, first: Batch, whole: Captured
+) -> Captured | None:
+    sizes = examples.sizes
+    if not sizes.rest or job.config.data.varying:
+        return None
+    interfaces(whole, job.plan)  # first of all it has to be the model that was planned
+    try:
+        return capture_rest(model, first, sizes.rest, whole, job.plan)
+    except UserError as error:
+        raise UserError(
+            f"for the last minibatch of an epoch, {sizes.rest} in place of {sizes.batch_size} "
+            f"examples, {error}; write drop_last: true to leave them out, or a batch_size that "
+            f"divides {sizes.examples}"
+        ) from error
+
+
+def _evaluation(
+    job: Job, examples: Examples, rank_info: RankInfo, model: nn.Module, first: Batch
+) -> Evaluation | None:
+    if job.config.evaluate_every is None or not job.evaluate:
+        return None
+    assert examples.held_out is not None, "checked before"
+    precision = Precision(device=examples.device)
+    captured, rest = capture(model, first.inputs, training=False, precision=precision), None
+    sizes = Sizes(len(examples.held_out), job.config.batch_size)
+    why = obstacle(captured, job.plan, examples.to_try().batch(0), examples.kind)
+    if why is None and sizes.rest:
+        try:
+            rest = capture_rest(model, first, sizes.rest, captured, job.plan, training=False)
+        except UserError as error:
+            why = f"for the last {sizes.rest} of {sizes.examples} examples {error}"
+    if why is None:
+        if rank_info.rank == 0 and not job.unchecked:
+            with eval_mode(model):
+                check_equivalence(model, captured, first.inputs, {})
+        workers = job.workers_of(rank_info.rank)
+        return Evaluation.of(captured, rest, job.plan, workers, sizes)
+    scheduler = job.config.scheduler
+    if scheduler is not None and scheduler.needs_held_out:
+        raise UserError(
+            f"scheduler {scheduler.name}: metric: {scheduler.metric}: the held-out data do not go "
+            f"through the pipeline, {why}: write metric: loss"
+        )
+    if rank_info.rank == 0:
+        print(
+            f"pd-train: the held-out data are evaluated after training, on one worker: {why}",
+            file=sys.stderr,
+        )
+    return None

@@ -1,0 +1,116 @@
+"""A rank before it meets the others: the data, and its stages of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from pipedream.capture.loss import load_loss, load_metrics
+from pipedream.comm.rank_info import RankInfo
+from pipedream.comm.rendezvous import choose_device
+from pipedream.runtime.data.examples import Examples
+from pipedream.runtime.local.captures import Captures, capture_all
+from pipedream.runtime.local.local_stage import LocalStage
+from pipedream.runtime.local.order_check import check_stages
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.stages.by_kind import StageForms
+from pipedream.runtime.stages.partition import interfaces, links, tied
+from pipedream.runtime.stages.randomness import MinibatchRng
+from pipedream.schedule.action import Action, Worker
+from pipedream.schedule.schedule import Schedule
+
+
+class LocalModel:
+    """All ranks build the same model from the same seed; each keeps the `stages` that it runs.
+
+    `captures`: on rank 0 the whole model, until the stages have been compared with it.
+    """
+
+    def __init__(self, job: Job, rank_info: RankInfo) -> None:
+        self.job, self.rank_info = job, rank_info
+        self.workers = job.workers_of(rank_info.rank)
+        self.device, self.backend = choose_device(job.device, rank_info)
+        self.examples = Examples(job, self.device)
+        self.rng = MinibatchRng(job.config.seed, self.device)
+        self.loss = load_loss(job.config.loss, job.directory)
+        self.metrics = load_metrics(job.config.held_out_metrics, job.directory)
+        captures = capture_all(job, self.examples, rank_info)
+        self.first = captures.first
+        self.captures = captures if rank_info.rank == 0 and not job.unchecked else None
+        self._build(captures)
+
+    def _build(self, captures: Captures) -> None:
+        """Keeps this rank's stages of the captured model; the others are freed."""
+        job = self.job
+        self.interfaces = interfaces(captures.whole, job.plan)
+        self.tied = tied(captures.whole, self.interfaces)
+        check_stages(job, links(self.interfaces), self.tied, self.examples.minibatches)
+        forms = self._forms(captures)
+        self.stages = tuple(
+            LocalStage(
+                job,
+                worker,
+                captures,
+                self.interfaces[worker[0]],
+                self.rng,
+                forms,
+                self.tied,
+                self._mesh_device(worker),
+                self.loss,
+            )
+            for worker in self.workers
+        )
+        if self.rank_info.rank == 0:
+            self._forget_other_stages()
+        self.evaluation = captures.evaluation
+        for stage in self.stages:
+            if stage.sharding is not None and self.evaluation is not None:
+                self.evaluation.divide(stage.stage, stage.sharding, stage.module)
+
+    def _mesh_device(self, worker: Worker) -> int:
+        """Which device of the stage's mesh this rank is."""
+        stage, replica = worker
+        team = self.job.plan.rank_assignment[stage][replica]
+        return team.ranks.index(self.rank_info.rank)
+
+    def _forms(self, captures: Captures) -> StageForms | None:
+        """The stages of this rank in other forms, if minibatches vary in shape."""
+        if captures.model is None:
+            return None
+        return StageForms(
+            captures.model,
+            self.job.plan,
+            [stage for stage, _ in self.workers],
+            self.rng,
+            captures.whole.precision,
+            backend=self.job.config.compile,
+            first=captures.whole,
+            checked=self.rank_info.rank == 0 and not self.job.unchecked,
+        )
+
+    def _forget_other_stages(self) -> None:
+        """Deletes the text of stages that an earlier plan of this run had, and this one has not."""
+        kept = {f"stage{stage}.py" for stage in range(len(self.interfaces))}
+        for path in self.job.run.glob("stage*.py"):
+            if path.name not in kept:
+                path.unlink()
+
+    @cache  # noqa: B019 - lives as long as the process
+    def actions(self, minibatches: int) -> Sequence[Action]:
+        """What this rank does in so many minibatches; the passes of the others are not kept."""
+        return self.schedule(minibatches).actions(*self.workers)
+
+    def schedule(self, minibatches: int) -> Schedule:
+        """Of that many minibatches, from an empty pipeline to an empty one."""
+        return Schedule(self.job.spec(links(self.interfaces), self.tied), minibatches)
+
+    @property
+    def every(self) -> int | None:
+        """How many minibatches a segment has; None: the whole epoch."""
+        return self.job.segment_minibatches
+
+    @property
+    def segment_minibatches(self) -> int:
+        """The minibatches of the longest segment."""
+        whole = self.examples.minibatches
+        return whole if self.every is None else min(self.every, whole)

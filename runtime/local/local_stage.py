@@ -1,0 +1,220 @@
+"""One stage of the model as this rank runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
+from types import MappingProxyType
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from pipedream.capture.captured import Captured, Value
+from pipedream.capture.loss import Loss
+from pipedream.capture.programs.loss_end import Target
+from pipedream.graph.command import write_whole
+from pipedream.graph.placements.regions import Region
+from pipedream.runtime.checkpoint.files import copied
+from pipedream.runtime.checkpoint.saver import Part
+from pipedream.runtime.local.captures import Captures
+from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
+from pipedream.runtime.optim.rates import LearningRate
+from pipedream.runtime.optim.stepping import StageStepping
+from pipedream.runtime.run.job import Job
+from pipedream.runtime.stages.by_kind import ByData, StageForms
+from pipedream.runtime.stages.partition import StageInterface, holds_first, source_text
+from pipedream.runtime.stages.randomness import MinibatchRng
+from pipedream.runtime.stages.stage_module import (
+    ModuleChoice,
+    StageModule,
+    StageModules,
+    seeded_module,
+)
+from pipedream.runtime.stages.stage_sharding import StageSharding
+from pipedream.schedule.action import Worker
+
+_NOT_TIED: Mapping[str, Sequence[int]] = MappingProxyType({})
+
+
+class LocalStage:
+    """One replica of one stage: its modules, parameters and optimizer.
+
+    `stage_modules` compute it, out of `forms` where minibatches vary in shape; `parameters` and
+    `buffers` are its part of a checkpoint, of which `sharding` has divided some if the stage has a
+    mesh. Random operators draw from `rng`.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        worker: Worker,
+        captures: Captures,
+        interface: StageInterface,
+        rng: MinibatchRng,
+        forms: StageForms | None = None,
+        tied: Mapping[str, Sequence[int]] = _NOT_TIED,
+        mesh_device: int = 0,
+        loss: Loss | None = None,
+    ) -> None:
+        """Of the parameters that are `tied` to those of other stages it has copies; they come with
+        these stages. `mesh_device`: which device of the stage's mesh this is; then `loss` is for
+        the last stage. Raises UserError for placements that cannot be.
+        """
+        self.job, self.interface, self.rng = job, interface, rng
+        self.stage, self.replica = worker
+        if self.replica == 0 and mesh_device == 0:
+            self._write_source(captures.whole)
+        whole, rest = self._stage_module(captures.whole), None
+        self.module = whole.piece.module
+        ending = loss if self.stage == len(job.plan.stages) - 1 else None
+        self.sharding = self._divide(whole, captures, mesh_device, ending)
+        if captures.rest is not None:
+            rest = self._stage_module(captures.rest)
+            if self.sharding is not None:
+                rest.program.sharding = self.sharding
+                self.sharding.follow(rest.piece.module, self.module)
+                if ending is not None:
+                    rest.end_in(ending)
+            rest.share(whole, captures.buffers)
+        self.stage_modules: ModuleChoice = StageModules(whole, rest, captures.last)
+        if forms is not None:
+            forms.originals[self.stage] = whole
+            self.stage_modules = ByData(self.stage, forms)
+        _copy_parameters(self.module, tied)
+        self.parameters: dict[str, Parameter] = dict(self.module.named_parameters())
+        buffers = self.module.named_buffers()
+        self.buffers = {name: buffer for name, buffer in buffers if name in captures.persistent}
+        self.optimizer = make_optimizer(
+            job.optimizer,
+            self.parameters,
+            captures.parameters,
+            self._is_divided,
+            fused=not self._has_copies_in_parts(tied),
+        )
+
+    def _stage_module(self, captured: Captured) -> StageModule:
+        plan, config = self.job.plan, self.job.config
+        return seeded_module(captured, plan, self.stage, self.rng, config.compile)
+
+    def _divide(
+        self, whole: StageModule, captures: Captures, mesh_device: int, loss: Loss | None
+    ) -> StageSharding | None:
+        """Leaves this device's parts of parameters and buffers in the module of the stage."""
+        if self.job.plan.stages[self.stage].mesh is None:
+            return None
+        plan, names = self.job.plan, captures.buffers | set(captures.parameters)
+        sharding = whole.program.sharding = StageSharding(plan, self.stage, mesh_device, names)
+        values = {
+            value.name: torch.empty(
+                value.shape, dtype=value.dtype, device=self.rng.device
+            ).requires_grad_(value.requires_grad)
+            for value in (*self._read(captures), *chain(*self.interface.receives.values()))
+        }
+        target = None
+        if loss is not None:
+            whole.end_in(loss)
+            target = Target.of(captures.target, self.rng.device)
+        whole.program.on_mesh(dict(self.module.named_parameters()), values, target)
+        sharding.divide(self.module)
+        return sharding
+
+    def _read(self, captures: Captures) -> list[Value]:
+        """The inputs of the model that the stage reads."""
+        return [captures.whole.values[name] for name in self.interface.reads]
+
+    def _has_copies_in_parts(self, tied: Mapping[str, Sequence[int]]) -> bool:
+        """Whether a parameter may be in parts of other shapes in another stage, where each element
+        is to remain the same: a fused kernel of the CPU rounds the last elements of a tensor in
+        another way than those before them.
+        """
+        holders = {stage for stages in tied.values() for stage in stages}
+        on_mesh = any(self.job.plan.stages[stage].mesh is not None for stage in holders)
+        return on_mesh and self.stage in holders and self.rng.device.type == "cpu"
+
+    def _is_divided(self, name: str) -> bool:
+        return self.sharding is not None and self.sharding.is_divided(name)
+
+    def _write_source(self, captured: Captured) -> None:
+        self.job.run.mkdir(parents=True, exist_ok=True)
+        text = source_text(captured, self.job.plan, self.interface, self.interface.build(captured))
+        write_whole(self.job.run / f"stage{self.stage}.py", text)
+
+    def make_stepping(
+        self, tied: Mapping[str, Sequence[int]], team_sum: Callable[[torch.Tensor], None]
+    ) -> StageStepping:
+        """The steps of its optimizer.
+
+        In a norm over all ranks, a parameter counts once: in the first replica, and where several
+        stages hold it (`tied`), in the first of them. Of the devices of a mesh each counts its
+        part, the first of those that hold the same.
+        """
+        together = self.job.policy.uniform_updates
+        counted = [
+            name
+            for name in self.parameters
+            if holds_first(name, self.stage, tied)
+            and (self.sharding is None or self.sharding.counts(name))
+        ]
+        return StageStepping(
+            self.optimizer,
+            self.parameters,
+            self.job.config,
+            LearningRate(self.job.config.scheduler, self.optimizer, self.job.directory),
+            counted if self.replica == 0 or not together else (),
+            team_sum,
+        )
+
+    @property
+    def saved(self) -> dict[str, torch.Tensor]:
+        """Its parameters and buffers, by their names in the model."""
+        return {**self.parameters, **self.buffers}
+
+    def part_of_checkpoint(self) -> Part | None:
+        """Copies of the whole parameters and buffers, and of what the optimizer remembers of them,
+        if this rank writes them. Called by all devices of a mesh at the same time, which gather one
+        tensor after the other.
+        """
+        if self.replica != 0:
+            return None
+        state = state_tensors(self.optimizer, self.parameters)
+        if self.sharding is None:
+            return copied(self.saved), copied(state)
+        model = {name: self.sharding.gathered(name, each) for name, each in self.saved.items()}
+        optimizer = {
+            key: self.sharding.gathered(key.rpartition("/")[0], each) for key, each in state.items()
+        }
+        return None if self.sharding.device else (_present(model), _present(optimizer))
+
+    def region(self, name: str, shape: tuple[int, ...]) -> Region | None:
+        """What this rank holds of a tensor that goes with a parameter or a buffer; None for all."""
+        return None if self.sharding is None else self.sharding.region(name, shape)
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Of a parameter or a buffer."""
+        if self.sharding is not None and name in self.sharding.shapes:
+            return self.sharding.shapes[name]
+        return tuple(self.saved[name].shape)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """What it holds between epochs."""
+        yield from self.module.parameters()
+        yield from self.module.buffers()
+        yield from state_tensors(self.optimizer, self.parameters).values()
+
+
+def _present(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
+def _copy_parameters(module: nn.Module, names: Collection[str]) -> None:
+    """Replaces these parameters by copies; one that has several names stays one."""
+    copies = {
+        parameter: Parameter(parameter.detach().clone(), parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+        if name in names
+    }
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter in copies:
+                setattr(part, name, copies[parameter])
