@@ -112,9 +112,9 @@ class _FrozenAsBefore(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.requires_grad_ or func == Tensor.requires_grad.__set__:  # type: ignore[attr-defined]
-            given = [*args, *(kwargs or {}).values()]
-            wanted = given[1] if len(given) > 1 else True
-            if isinstance(given[0], nn.Parameter) and given[0].requires_grad != wanted:
+            arguments = [*args, *(kwargs or {}).values()]
+            wanted = arguments[1] if len(arguments) > 1 else True
+            if isinstance(arguments[0], nn.Parameter) and arguments[0].requires_grad != wanted:
                 raise UserError(_FREEZES)
         return func(*args, **(kwargs or {}))
 
@@ -124,18 +124,18 @@ def _run_checkpointed(run: Callable[..., Any], _preserve_random_state: bool, *in
 
 
 def is_torchs_own(function: type) -> bool:
-    """Whether a function is part of torch, and traced as usual."""
+    """Tells whether a function is part of torch, and traced as usual."""
     return function.__module__.partition(".")[0] == "torch"
 
 
 def _attribute(function: type[Function], name: str) -> Any:
-    """`function.name`; the forward pass of a user's function is replaced by an operator."""
-    found = type.__getattribute__(function, name)
-    if name not in ("forward", "setup_context") or found is _NO_SETUP_CONTEXT:
-        return found
+    """Returns `function.name`; the forward pass of a user's function is replaced by an operator."""
+    value = type.__getattribute__(function, name)
+    if name not in ("forward", "setup_context") or value is _NO_SETUP_CONTEXT:
+        return value
     if is_torchs_own(function) or _inside_operator.get():
-        return found
-    return _no_context if name == "setup_context" else _forward_as_operator(function, found)
+        return value
+    return _no_context if name == "setup_context" else _forward_as_operator(function, value)
 
 
 def _forward_as_operator(function: type[Function], forward: Callable[..., Any]) -> Any:
@@ -151,7 +151,9 @@ def _forward_as_operator(function: type[Function], forward: Callable[..., Any]) 
 
 
 def _no_context(context: FunctionCtx, inputs: object, output: object) -> None:
-    """What a function prepares for its backward pass is prepared whenever the operator runs."""
+    """Prepares nothing: what a function prepares for its backward pass is prepared whenever the
+    operator runs.
+    """
 
 
 class _Operator:
@@ -201,7 +203,7 @@ class _Operator:
             _inside_operator.reset(token)
 
     def _shapes(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs without data; none of them is one of the inputs."""
+        """Returns the outputs without data; none of them is one of the inputs."""
         versions = [tensor._version for tensor in tensors]
         with _NoHiddenParameters(self.function.__name__, tensors):
             result = self._result(tensors)

@@ -42,20 +42,22 @@ def keep_freed_memory() -> None:
 
 @dataclass(frozen=True)
 class Precision:
-    """In which types operators compute on `device`: in those of what they read, or with `autocast`
-    in that lower one where torch considers it safe.
+    """Says in which types operators compute on `device`: in those of what they read, or with
+    `autocast` in that lower one where torch considers it safe.
     """
 
     autocast: str | None = None
     device: torch.device = CPU
 
     def computing(self) -> torch.autocast:
-        """A context for passes; it can be entered again. Autocast of a caller does not reach in."""
+        """Returns a context for passes; it can be entered again. Autocast of a caller does not
+        reach in.
+        """
         return _autocast(self.autocast, self.device)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """A context in which code of the user's finds what it would find in a pass, while its
+        """Gives a context in which code of the user's finds what it would find in a pass, while its
         tensors are on the CPU.
         """
         with ExitStack() as entered:
@@ -75,7 +77,9 @@ def _autocast(lower: str | None, device: torch.device) -> torch.autocast:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """A context in which all modules are in eval mode; afterwards each is in its own again."""
+    """Gives a context in which all modules are in eval mode; afterwards each is in its own
+    again.
+    """
     before = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

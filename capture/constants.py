@@ -14,7 +14,7 @@ from pipedream.capture.rewrites.writes import reachable, targets
 
 
 def constants(module: fx.GraphModule) -> frozenset[fx.Node]:
-    """The operators that depend on no input, parameter, random number or changing buffer.
+    """Returns the operators that depend on no input, parameter, random number or changing buffer.
 
     Those that an output of the model depends on are left out.
     """

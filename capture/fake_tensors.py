@@ -89,10 +89,10 @@ def capture_fake(
     for module in model.modules():
         for name, value in module._parameters.items():
             if value is not None:
-                own = parameters.setdefault(
+                fake_parameter = parameters.setdefault(
                     id(value), nn.Parameter(fake(value), value.requires_grad)
                 )
-                module._parameters[name] = own
+                module._parameters[name] = fake_parameter
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = fake(buffer)
@@ -101,7 +101,9 @@ def capture_fake(
 
 
 def random_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Standard normal numbers; zeros for integers, which are valid indices into anything."""
+    """Returns standard normal numbers; zeros for integers, which are valid indices into
+    anything.
+    """
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(tuple(shape), dtype=dtype, device=device)
     return torch.zeros(tuple(shape), dtype=dtype, device=device)
@@ -109,7 +111,8 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device
 
 @contextmanager
 def real_node_module(captured: Captured, node: str, device: torch.device) -> Iterator[NodeModule]:
-    """A node of a fake model with real memory, like those of `node_modules`, inside the context.
+    """Gives a node of a fake model with real memory, like those of `node_modules`, inside the
+    context.
 
     Parameters are random, buffers zeros, running variances ones. Their memory on `device` is freed
     at the end even if they are still referenced. `captured` does not change.

@@ -65,7 +65,7 @@ def _describe(node: fx.Node, model: nn.Module, functional: bool) -> tuple[str, s
 
 
 def operator_name(node: fx.Node) -> str:
-    """`aten.scaled_dot_product_attention.default` as `ScaledDotProductAttention`."""
+    """Writes `aten.scaled_dot_product_attention.default` as `ScaledDotProductAttention`."""
     name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]
     return "".join(part[:1].upper() + part[1:] for part in name.split("_")) or name
 
@@ -95,7 +95,7 @@ def _join_shared_memory(groups: list[OperatorGroup], module: fx.GraphModule) -> 
 
 
 def _in_order(groups: list[OperatorGroup], module: fx.GraphModule) -> list[OperatorGroup]:
-    """The groups in a topological order, close to the order of execution."""
+    """Returns the groups in a topological order, close to the order of execution."""
     position = {node: index for index, node in enumerate(module.graph.nodes)}
     of = {node: index for index, group in enumerate(groups) for node in group.nodes}
     parts: nx.DiGraph[int] = nx.DiGraph()

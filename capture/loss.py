@@ -59,7 +59,7 @@ def checked(function: Callable[..., Any], name: str) -> Loss:
 
 
 def _mismatch(output: Any, target: Any) -> str:
-    """What may be wrong with these, for a message."""
+    """Says what may be wrong with these, for a message."""
     if not isinstance(output, Tensor) or not isinstance(target, Tensor) or not target.numel():
         return ""
     shapes = f"; the output is {list(output.shape)}, the target {list(target.shape)}"
@@ -89,7 +89,9 @@ def _scalar(value: Any, what: str) -> Tensor:
 
 
 def accuracy(output: Any, target: Any) -> tuple[int, int] | None:
-    """(correct, total) predictions for logits [..., classes] and targets [...], else None."""
+    """Returns (correct, total) predictions for logits [..., classes] and targets [...], else
+    None.
+    """
     if not isinstance(output, Tensor) or not isinstance(target, Tensor):
         return None
     if target.is_floating_point() or output.shape[:-1] != target.shape:
@@ -103,7 +105,7 @@ def load_metrics(named: Mapping[str, str], directory: Path) -> dict[str, Metric]
 
 
 def _metric(name: str, source: str, directory: Path) -> Metric:
-    """The function, which raises UserError if it fails or returns no pair of numbers."""
+    """Returns the function, which raises UserError if it fails or returns no pair of numbers."""
     function, what = load_function(source, directory), f"held_out_metrics.{name}"
 
     def metric(output: Any, target: Any) -> tuple[float, float]:

@@ -28,7 +28,7 @@ class Segment:
 
     @property
     def written_buffers(self) -> tuple[str, ...]:
-        """The buffers that a forward pass changes, such as the statistics of batch norm."""
+        """Returns the buffers that a forward pass changes, such as the statistics of batch norm."""
         changed = (node for each in self.module.graph.nodes for node in targets(each))
         return tuple(dict.fromkeys(str(node.target) for node in changed if node.op == "get_attr"))
 
@@ -45,7 +45,7 @@ class Segment:
 
 
 def segment(captured: Captured, nodes: Collection[str], keep: Collection[str] = ()) -> Segment:
-    """The part of `captured` that consists of the graph nodes `nodes`.
+    """Returns the part of `captured` that consists of the graph nodes `nodes`.
 
     Its inputs are the values that it reads from other nodes, and inputs of the model. Its outputs
     are the values that other nodes read, and those in `keep`.
@@ -77,7 +77,7 @@ def segment(captured: Captured, nodes: Collection[str], keep: Collection[str] = 
 
 
 def _members(captured: Captured, nodes: Collection[str]) -> set[fx.Node]:
-    """The operators of these graph nodes and the constants that they read."""
+    """Returns the operators of these graph nodes and the constants that they read."""
     operators = [node for node in captured.module.graph.nodes if node.op == "call_function"]
     members = {node for node in operators if captured.owner.get(node.name) in nodes}
     for node in reversed(operators):

@@ -14,15 +14,15 @@ _LARGE = 0.25
 
 
 def undivided(captured: Captured) -> str:
-    """A line on the largest node that consists of all that shares memory with a write, with the
-    place of the write and what to write instead; empty if it has few of the operators.
+    """Returns a line on the largest node that consists of all that shares memory with a write, with
+    the place of the write and what to write instead; empty if it has few of the operators.
     """
     nodes, owner = captured.module.graph.nodes, captured.owner
     sizes = Counter(owner[n.name] for n in nodes if n.op != "placeholder" and n.name in owner)
     described = captured.graph.nodes
-    held = [name for name in sizes if described[name].description == IN_PLACE]
-    largest = max(held, key=sizes.__getitem__, default="")
-    if not held or sizes[largest] <= _LARGE * sizes.total():
+    in_place = [name for name in sizes if described[name].description == IN_PLACE]
+    largest = max(in_place, key=sizes.__getitem__, default="")
+    if not in_place or sizes[largest] <= _LARGE * sizes.total():
         return ""
     inside = (each for each in nodes if owner.get(each.name) == largest)
     writer = next(each for each in inside if targets(each))

@@ -45,7 +45,7 @@ class _Bucket:
         return self.flat[-len(self.names) :]
 
     def learned(self) -> set[str]:
-        """After the sum: those that any replica has a gradient of."""
+        """Returns, after the sum, the parameters that any replica has a gradient of."""
         if not self.without:  # a look at the counts would wait for a GPU
             return set(self.names)
         counted = zip(self.names, self.counts.abs().tolist(), strict=True)
@@ -78,7 +78,8 @@ class Buckets:
 
     @contextmanager
     def filling(self, leaves: Mapping[str, Tensor]) -> Iterator[None]:
-        """Context of this replica's last backward pass of the round; `leaves` get its gradients.
+        """Gives the context of this replica's last backward pass of the round; `leaves` get its
+        gradients.
 
         Raises PeerLost if a sum cannot be started.
         """
@@ -97,7 +98,8 @@ class Buckets:
                 hook.remove()
 
     def arrived(self, name: str, gradient: Callable[[str], Tensor | None]) -> None:
-        """In this replica's last backward pass of the round: `gradient(name)` is complete.
+        """Notes, in this replica's last backward pass of the round, that `gradient(name)` is
+        complete.
 
         Parameters of no bucket are ignored. Raises PeerLost if a sum cannot be started.
         """
@@ -129,9 +131,9 @@ class Buckets:
                 return
             bucket.counts.fill_(1)
             for index, (name, part) in enumerate(bucket.views(self.parameters)):
-                own = gradient(name)
-                if own is not None:
-                    part.copy_(own)
+                my_gradient = gradient(name)
+                if my_gradient is not None:
+                    part.copy_(my_gradient)
                 else:
                     part.zero_()
                     bucket.counts[index] = 0
@@ -161,9 +163,9 @@ def _flat(parameters: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 
 @dataclass(frozen=True)
 class StageGroups:
-    """Who adds up gradients: the replicas of a stage, if several; of the parameters that are `tied`
-    to those of other stages, which `sums` has, all that hold them. `team`: if the stage has a mesh;
-    then the `replicas` are those of this rank's device.
+    """Says who adds up gradients: the replicas of a stage, if several; of the parameters that are
+    `tied` to those of other stages, which `sums` has, all that hold them. `team`: if the stage has
+    a mesh; then the `replicas` are those of this rank's device.
     """
 
     replicas: dist.ProcessGroup | None
@@ -172,7 +174,9 @@ class StageGroups:
     team: TeamGroups | None = None
 
     def adding_up(self, axes: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """Of a gradient that is partial on these axes of the mesh; None for this rank alone."""
+        """Returns the group that adds up a gradient that is partial on these axes of the mesh; None
+        for this rank alone.
+        """
         return self.replicas if self.team is None else self.team.sums[axes]
 
 
@@ -181,8 +185,8 @@ def make_groups(
     tied: Mapping[str, Sequence[int]],
     meshes: Mapping[int, Mesh] = _NO_MESHES,
 ) -> tuple[StageGroups, ...]:
-    """The groups of each stage; `meshes` are those of stages that have one, by number. Every rank
-    has to make them, in the same order; raises PeerLost.
+    """Makes the groups of each stage; `meshes` are those of stages that have one, by number. Every
+    rank has to make them, in the same order; raises PeerLost.
     """
     ranks = [[rank for team in groups for rank in team.ranks] for groups in assignment]
     teams = {stage: make_team_groups(mesh, assignment[stage]) for stage, mesh in meshes.items()}
@@ -199,8 +203,10 @@ def make_groups(
     sums = TiedSums(holders, groups) if holders else None
     names = [frozenset(name for name in tied if stage in tied[name]) for stage in range(len(ranks))]
     return tuple(
-        _with_team(StageGroups(own, of_stage, sums if of_stage else None), teams.get(stage))
-        for stage, (own, of_stage) in enumerate(zip(replicas, names, strict=True))
+        _with_team(
+            StageGroups(replica_group, of_stage, sums if of_stage else None), teams.get(stage)
+        )
+        for stage, (replica_group, of_stage) in enumerate(zip(replicas, names, strict=True))
     )
 
 

@@ -26,7 +26,7 @@ class ExchangeGroup:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        """Made by all ranks of the group at the same time. Raises PeerLost."""
+        """Makes the group; all of its ranks do so at the same time. Raises PeerLost."""
         self.group, self.here = group, dist.get_rank(group)
         self.memory: SharedMemory | None = None
         if dist.get_backend(group) == "gloo":
@@ -48,8 +48,9 @@ class ExchangeGroup:
         return [part.to(device) for part in parts]
 
     def add_up(self, local: Tensor) -> Tensor:
-        """The sum over the group: of all tensors if they are few, else of parts that are gathered.
-        With gloo it is added up in the same order everywhere; its own all-reduce takes longer.
+        """Returns the sum over the group: of all tensors if they are few, else of parts that are
+        gathered. With gloo it is added up in the same order everywhere; its own all-reduce takes
+        longer.
         """
         if dist.get_backend(self.group) == "nccl":
             total = local.clone(memory_format=torch.contiguous_format)
@@ -60,8 +61,8 @@ class ExchangeGroup:
         if count == 2:
             return reduce(torch.add, self.exchange([local] * 2, [tuple(local.shape)] * 2))
         pieces = list(torch.tensor_split(local.reshape(-1), count))
-        own = [tuple(pieces[self.here].shape)] * count
-        total = reduce(torch.add, self.exchange(pieces, own))
+        my_shapes = [tuple(pieces[self.here].shape)] * count
+        total = reduce(torch.add, self.exchange(pieces, my_shapes))
         shapes = [tuple(piece.shape) for piece in pieces]
         return torch.cat(self.exchange([total] * count, shapes)).view(local.shape)
 
@@ -113,7 +114,9 @@ def _through(
 
 
 def _staged(device: torch.device, group: dist.ProcessGroup) -> torch.device:
-    """Where tensors are while they are sent: gloo takes those of the host alone."""
+    """Returns the device where tensors are while they are sent: gloo takes those of the host
+    alone.
+    """
     return device if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that may be allocated; infinite if unknown.
+    """Returns the bytes that may be allocated; infinite if unknown.
 
     On a CPU 90 % of what Linux reports as available; on a GPU including memory that torch caches.
     """

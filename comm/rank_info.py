@@ -34,11 +34,11 @@ class RankInfo:
 
     @property
     def stays_here(self) -> bool:
-        """Whether the address of the rendezvous reaches this machine alone."""
+        """Tells whether the address of the rendezvous reaches this machine alone."""
         return self.master_address == "localhost" or self.master_address.startswith("127.")
 
     def variables(self) -> dict[str, str]:
-        """The same as variables of torchrun, which `init_method="env://"` reads."""
+        """Returns the same as variables of torchrun, which `init_method="env://"` reads."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -81,7 +81,8 @@ _LAUNCHERS = (
 
 
 def environment(variables: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """The rank of this process by torchrun, mpirun (Open MPI, MPICH) or srun; None without them.
+    """Returns the rank of this process by torchrun, mpirun (Open MPI, MPICH) or srun; None without
+    them.
 
     mpirun and srun give no address: on one machine the port is derived from the name of the job; on
     several the user must set MASTER_ADDR. Raises UserError.
@@ -93,7 +94,9 @@ def environment(variables: Mapping[str, str] = os.environ) -> RankInfo | None:
 
 
 def without_srun(variables: Mapping[str, str] = os.environ) -> str | None:
-    """A line for the user if a job of Slurm has several tasks and this process is none of them."""
+    """Returns a line for the user if a job of Slurm has several tasks and this process is none of
+    them.
+    """
     tasks = variables.get("SLURM_NTASKS", "1")
     if tasks == "1" or environment(variables) is not None:
         return None
@@ -134,14 +137,14 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
 
 
 def _port(launcher: _Launcher, variables: Mapping[str, str]) -> int:
-    """A port that is equal for all ranks of a job and differs between jobs."""
+    """Returns a port that is equal for all ranks of a job and differs between jobs."""
     known = [variables[name] for name in launcher.job if name in variables]
     job = ".".join(known) or str(os.getppid())
     return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
 
 
 def restarts() -> int:
-    """The number of times that the launcher has restarted this run after a failure."""
+    """Returns the number of times that the launcher has restarted this run after a failure."""
     return int(os.environ.get(RESTARTS, "0") or 0)
 
 
@@ -156,7 +159,7 @@ def let_rank_0_speak() -> None:
 
 
 def alone() -> RankInfo:
-    """The only rank of a run. Raises UserError if no port is free."""
+    """Returns the only rank of a run. Raises UserError if no port is free."""
     return RankInfo(0, 1, 0, 1, LOCALHOST, free_port())
 
 

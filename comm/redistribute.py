@@ -50,7 +50,8 @@ class MeshGroups:
                     self.axes[axis] = _AxisGroup(by_rank, group)
 
     def redistribute(self, local: Tensor, shape: tuple[int, ...], steps: Sequence[Step]) -> Tensor:
-        """What this rank holds after the steps, if it holds `local` of a tensor of this shape.
+        """Returns what this rank holds after the steps, if it holds `local` of a tensor of this
+        shape.
 
         `local` is left as it is, and may be the result. Called by all ranks of the mesh, with the
         same steps. Raises PeerLost.
@@ -69,7 +70,7 @@ class MeshGroups:
         assert tuple(local.shape) == before[here].shape, f"{tuple(local.shape)} before {step}"
         match step.collective:
             case Collective.SLICE:
-                return cut(local, before[here], after[here])
+                return extract(local, before[here], after[here])
             case Collective.KEEP_ONE:
                 return local if self.device == min(axis.devices) else torch.zeros_like(local)
             case Collective.ZERO_PAD:
@@ -77,7 +78,7 @@ class MeshGroups:
                 return paste(zeros, after[here], [(before[here], local)])
             case Collective.ALL_REDUCE:
                 return axis.group.add_up(local)
-        outgoing = [cut(local, before[here], intersection(before[here], new)) for new in after]
+        outgoing = [extract(local, before[here], intersection(before[here], new)) for new in after]
         incoming = [intersection(old, after[here]) for old in before]
         parts = axis.group.exchange(outgoing, [region.shape for region in incoming])
         if step.collective is Collective.REDUCE_SCATTER:
@@ -88,7 +89,7 @@ class MeshGroups:
 
 def gather_tiles(
     local: Tensor,
-    held: Region,
+    region: Region,
     gathers: Sequence[Transfer],
     device: int,
     ranks: Sequence[int],
@@ -98,20 +99,20 @@ def gather_tiles(
     of its mesh were sent. Called by all of them: `ranks[d]` is that of device d, in the `group` of
     these ranks. Raises PeerLost.
     """
-    outgoing = {each.target: each.region for each in gathers if each.source == device}
-    incoming = {each.source: each.region for each in gathers if each.target == device}
+    outgoing = {sent.target: sent.region for sent in gathers if sent.source == device}
+    incoming = {sent.source: sent.region for sent in gathers if sent.target == device}
     by_rank = sorted(range(len(ranks)), key=ranks.__getitem__)
     pieces = [
-        cut(local, held, outgoing[each]) if each in outgoing else local.new_empty(0)
-        for each in by_rank
+        extract(local, region, outgoing[peer]) if peer in outgoing else local.new_empty(0)
+        for peer in by_rank
     ]
-    shapes = [incoming[each].shape if each in incoming else (0,) for each in by_rank]
+    shapes = [incoming[peer].shape if peer in incoming else (0,) for peer in by_rank]
     parts = zip(by_rank, group.exchange(pieces, shapes), strict=True)
-    paste(local, held, ((incoming[each], part) for each, part in parts if each in incoming))
+    paste(local, region, ((incoming[peer], part) for peer, part in parts if peer in incoming))
 
 
-def cut(local: Tensor, region: Region, part: Region) -> Tensor:
-    """The local tensor of `part` out of that of `region`, which has all of it."""
+def extract(local: Tensor, region: Region, part: Region) -> Tensor:
+    """Returns the local tensor of `part` out of that of `region`, which has all of it."""
     if part == region:
         return local
     piece = local.new_empty(part.shape)

@@ -18,11 +18,11 @@ from pipedream.graph.errors import UserError
 
 
 class RendezvousError(RuntimeError):
-    """Not all ranks joined in time."""
+    """Reports that not all ranks joined in time."""
 
 
 def choose_device(name: str, rank_info: RankInfo) -> tuple[torch.device, str]:
-    """The device of this rank, cpu or cuda, and its backend.
+    """Returns the device of this rank, cpu or cuda, and its backend.
 
     NCCL if every rank of the machine has its own GPU; gloo on CPUs and if ranks share a GPU. Raises
     UserError if there is no such device.

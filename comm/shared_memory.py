@@ -35,7 +35,7 @@ _SECONDS = 60.0
 
 @dataclass
 class _Place:
-    """Where one message is at a time: `size` bytes of memory that two ranks have."""
+    """Says where one message is at a time: `size` bytes of memory that two ranks have."""
 
     size: int = 0
     memory: mmap.mmap | None = None
@@ -75,7 +75,7 @@ class _Peer:
             os.close(file)
 
     def read(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """What the peer has written; it stays until this rank begins the next exchange."""
+        """Returns what the peer has written; it stays until this rank begins the next exchange."""
         place = self.incoming[self.turn]
         header, files, _, _ = socket.recv_fds(self.stream, _HEADER.size, 1, socket.MSG_WAITALL)
         if len(header) < _HEADER.size:
@@ -97,7 +97,7 @@ class SharedMemory:
     """The exchanges of this rank with the others of a group, all of them on this host."""
 
     def __init__(self, peers: Sequence[_Peer | None]) -> None:
-        """By rank in the group; None stands for this one."""
+        """Takes the peers by rank in the group; None stands for this one."""
         self.peers = peers
 
     def exchange(
@@ -147,15 +147,15 @@ def connect_memory(group: dist.ProcessGroup) -> SharedMemory | None:
 
 
 def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """From each rank of the group."""
+    """Returns the tensors of each rank of the group."""
     tensors = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(tensors, tensor, group=group)
     return tensors
 
 
 def _host() -> Tensor:
-    """What ranks have in common that may share memory: a running system, and its network, for
-    processes whose networks are kept apart are to send over these.
+    """Returns what ranks have in common that may share memory: a running system, and its network,
+    for processes whose networks are kept apart are to send over these.
     """
     try:
         parts = (

@@ -31,20 +31,21 @@ class TeamGroups:
     whole: ExchangeGroup | None
     sums: Mapping[tuple[int, ...], dist.ProcessGroup | None]
 
-    def gather(self, local: Tensor, held: Region, gathers: Sequence[Transfer]) -> None:
+    def gather(self, local: Tensor, region: Region, gathers: Sequence[Transfer]) -> None:
         """Completes what this rank holds of a value; see `gather_tiles`. Raises PeerLost."""
         assert self.whole is not None
         assert self.mesh.device is not None
-        gather_tiles(local, held, gathers, self.mesh.device, self.mesh.ranks, self.whole)
+        gather_tiles(local, region, gathers, self.mesh.device, self.mesh.ranks, self.whole)
 
 
 def make_team_groups(mesh: Mesh, teams: Sequence[WorkerGroup]) -> TeamGroups | None:
-    """The groups of this rank; None if it is in no team. `teams`: of each replica of the stage.
+    """Makes the groups of this rank; None if it is in no team. `teams`: of each replica of the
+    stage.
 
     Every rank of the run has to make them, in the same order; raises PeerLost.
     """
     here = dist.get_rank()
-    own = next((team for team in teams if here in team.ranks), None)
+    my_team = next((team for team in teams if here in team.ranks), None)
     meshes = {team: MeshGroups(mesh, team.ranks) for team in teams}
     wholes = {team: connect_exchange(team.ranks) if len(team.ranks) > 1 else None for team in teams}
     sums: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -54,11 +55,11 @@ def make_team_groups(mesh: Mesh, teams: Sequence[WorkerGroup]) -> TeamGroups | N
             group = _connected(ranks)
             if here in ranks:
                 sums[axes] = group
-    return None if own is None else TeamGroups(meshes[own], wholes[own], sums)
+    return None if my_team is None else TeamGroups(meshes[my_team], wholes[my_team], sums)
 
 
 def devices_along(mesh: Mesh, axes: Sequence[int]) -> list[tuple[int, ...]]:
-    """The groups of devices that differ in their positions on these axes alone."""
+    """Returns the groups of devices that differ in their positions on these axes alone."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for device in range(device_count(mesh)):
         at = coordinates(mesh, device)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.comm.redistribute import cut
+from pipedream.comm.redistribute import extract
 from pipedream.comm.transport import Transport
 from pipedream.graph.placements.placement import Mesh, Placements, Replicate, coordinates
 from pipedream.graph.placements.regions import Region, blocks, held_region, whole
@@ -22,8 +22,8 @@ from pipedream.graph.placements.regions import Region, blocks, held_region, whol
 
 @dataclass(frozen=True)
 class GradientPart:
-    """What a device of a mesh has of a gradient of this `shape`. `counts`: whether it is a term of
-    a sum over the devices; of those that have the same part, that of the first is.
+    """Says what a device of a mesh has of a gradient of this `shape`. `counts`: whether it is a
+    term of a sum over the devices; of those that have the same part, that of the first is.
     """
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class TiedSums:
         groups: Mapping[str, dist.ProcessGroup | None],
     ) -> None:
         self.holders, self.groups = holders, groups
-        self.stages = {stage for own in holders.values() for stage in own}
+        self.stages = {stage for stages in holders.values() for stage in stages}
         self.rounds: dict[int, _StageRound] = {}
 
     def add_up(
@@ -84,12 +84,12 @@ class TiedSums:
         if not parameter.requires_grad:
             return
         total = torch.zeros(first.shape(name), dtype=parameter.dtype, device=parameter.device)
-        for each in rounds:
-            each.add_to(total, name)
+        for stage_round in rounds:
+            stage_round.add_to(total, name)
         if (group := self.groups[name]) is not None:
             transport.begin_sum(total, group).wait()
-        for each in rounds:
-            each.take(name, total)
+        for stage_round in rounds:
+            stage_round.take(name, total)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _StageRound:
     part_of: PartOf | None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Returns the shape of the whole parameter."""
         return self._part(name).shape
 
     def add_to(self, total: Tensor, name: str) -> None:
@@ -117,7 +117,7 @@ class _StageRound:
         part = self._part(name)
         if name not in self.gradients:
             self.gradients[name] = torch.empty_like(self.parameters[name].data)
-        self.gradients[name].copy_(cut(total, whole(part.shape), part.region))
+        self.gradients[name].copy_(extract(total, whole(part.shape), part.region))
 
     def _part(self, name: str) -> GradientPart:
         if self.part_of is not None:

@@ -53,7 +53,7 @@ def connect_group(ranks: Iterable[int]) -> dist.ProcessGroup:
 
 
 class TensorSpec(Protocol):
-    """What a receive needs to know of a tensor; tensors have it, too."""
+    """Says what a receive needs to know of a tensor; tensors have it, too."""
 
     @property
     def shape(self) -> Sequence[int]: ...
@@ -63,7 +63,7 @@ class TensorSpec(Protocol):
 
 
 class TensorType(NamedTuple):
-    """Of a tensor that is received."""
+    """Holds the shape and type of a tensor that is received."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -88,7 +88,7 @@ def _kind(message: Sequence[TensorSpec]) -> _Kind:
 
 
 def _exact(dtype: torch.dtype) -> torch.dtype:
-    """The type to add up such numbers in."""
+    """Returns the type to add up such numbers in."""
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
@@ -277,7 +277,9 @@ class _Messages:
         self._start()
 
     def _begin(self) -> None:
-        """To the end: who waits for a receive that comes after a failure is told of it."""
+        """Begins receives in their order, to the end: who waits for a receive that comes after a
+        failure is told of it.
+        """
         while (begin := self.waiting.get()) is not None:
             try:
                 begin()

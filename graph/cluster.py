@@ -47,7 +47,7 @@ Seconds = Annotated[float, _parsed_by(parse_seconds), _Amount]
 
 
 class _ClusterPart(ArtifactModel):
-    """Written without the fields that have their default values."""
+    """Is written without the fields that have their default values."""
 
     @model_serializer(mode="wrap")
     def _short(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -60,7 +60,7 @@ class _ClusterPart(ArtifactModel):
 
 
 class Link(_ClusterPart):
-    """How long a message takes: latency plus bytes over bandwidth, or as measured."""
+    """Says how long a message takes: latency plus bytes over bandwidth, or as measured."""
 
     latency: Seconds = 0.0
     """Seconds, with `bandwidth`."""
@@ -100,7 +100,9 @@ class Link(_ClusterPart):
         return self
 
     def seconds(self, size: ArrayLike) -> NDArray[np.float64]:
-        """Seconds of messages of `size` bytes, of the same shape; 0 for an empty message."""
+        """Returns the seconds of messages of `size` bytes, of the same shape; 0 for an empty
+        message.
+        """
         size = np.asarray(size, dtype=np.float64)
         if self.bandwidth is not None:
             taken = self.latency + size / self.bandwidth
@@ -112,7 +114,7 @@ class Link(_ClusterPart):
         return np.where(size > 0, taken, 0.0)
 
     def stretched(self, size: float, time: float) -> Link:
-        """The link that takes `time` times as long for messages `size` times as large."""
+        """Returns the link that takes `time` times as long for messages `size` times as large."""
         if self.bandwidth is not None:
             return Link(
                 latency=self.latency * time, bandwidth=self.bandwidth * size / time, busy=self.busy
@@ -195,18 +197,18 @@ class Cluster(_ClusterPart):
 
     @property
     def measured(self) -> bool:
-        """Whether any link was measured."""
+        """Tells whether any link was measured."""
         return any((*self.send, *self.all_reduce))
 
     def link(self, level: int) -> Link:
-        """The link for a message between two components of a level (1 innermost)."""
+        """Returns the link for a message between two components of a level (1 innermost)."""
         measured = self.send[level - 1] if self.send else None
         if measured is not None:
             return measured
         return Link(latency=self.latency[level - 1], bandwidth=self.bandwidth[level - 1])
 
     def ring_link(self, level: int) -> Link:
-        """The link for one step of a ring all-reduce at a level (1 innermost).
+        """Returns the link for one step of a ring all-reduce at a level (1 innermost).
 
         A ring of n components takes 2(n-1) steps, each of an n-th of the bytes, which gives the
         step if the whole all-reduce was measured; else a step is a message like any other.
@@ -218,21 +220,21 @@ class Cluster(_ClusterPart):
         return whole.stretched(1 / count, 1 / (2 * (count - 1)))
 
     def kind(self, machine: int) -> DeviceType:
-        """The type of the devices in a component of the outermost level."""
+        """Returns the type of the devices in a component of the outermost level."""
         if not self.kinds:
             return DeviceType(name="device")
         return next(kind for kind in self.kinds if kind.name == self.machine_kinds[machine])
 
     def machine(self, rank: int) -> int:
-        """The component of the outermost level that holds a rank."""
+        """Returns the component of the outermost level that holds a rank."""
         return rank // math.prod(self.machines[:-1])
 
     def device(self, rank: int) -> DeviceType:
-        """The type of a rank's device."""
+        """Returns the type of a rank's device."""
         return self.kind(self.machine(rank))
 
     def rank(self, place: tuple[int, ...]) -> int:
-        """The rank of a device, `place` giving its index at each level, innermost first.
+        """Returns the rank of a device, `place` giving its index at each level, innermost first.
 
         The innermost level counts fastest: on 4,2 place (1, 1) is rank 5.
         """
@@ -244,8 +246,8 @@ class Cluster(_ClusterPart):
         return rank
 
     def level(self, one: int, other: int) -> int:
-        """The innermost level (1 innermost) of which one component holds both ranks' devices; the
-        link between them is that level's.
+        """Returns the innermost level (1 innermost) of which one component holds both ranks'
+        devices; the link between them is that level's.
         """
         level = 1
         for count in self.machines[:-1]:
@@ -256,13 +258,15 @@ class Cluster(_ClusterPart):
         return level
 
     def places(self) -> Iterator[tuple[int, ...]]:
-        """The place of every device, in the order of the ranks."""
+        """Returns the place of every device, in the order of the ranks."""
         outermost_first = product(*(range(count) for count in reversed(self.machines)))
         return (tuple(reversed(place)) for place in outermost_first)
 
 
 def ring_seconds(step: Link, size: ArrayLike, replicas: ArrayLike) -> NDArray[np.float64]:
-    """A ring all-reduce of `size` bytes over `replicas`, arrays that broadcast: 2(m-1) steps."""
+    """Returns the seconds of a ring all-reduce of `size` bytes over `replicas`, arrays that
+    broadcast: 2(m-1) steps.
+    """
     steps = np.asarray(replicas, dtype=np.float64)
     return 2 * (steps - 1) * step.seconds(np.asarray(size, dtype=np.float64) / steps)
 

@@ -109,7 +109,7 @@ class FiniteRange(click.FloatRange):
 def option(
     declaration: str, text: str, kind: click.ParamType[Any] | None = None, **settings: Any
 ) -> click.Option:
-    """An option for `Command`: `option("-n --count N", "How often.", click.IntRange(min=1))`.
+    """Makes an option for `Command`: `option("-n --count N", "How often.", click.IntRange(min=1))`.
 
     `declaration`: the names of the option, its METAVAR in upper case, and the name of the Python
     parameter if that differs: "--arg NAME=VALUE arguments". Without METAVAR and `kind` it is a
@@ -181,8 +181,8 @@ def _version() -> click.Option:
     def show(context: click.Context, _option: click.Parameter, asked: bool) -> None:
         if asked:
             python = ".".join(map(str, sys.version_info[:3]))
-            own, torch = (metadata.version(name) for name in ("pipedream", "torch"))
-            click.echo(f"{context.info_name} {own} (Python {python}, torch {torch})")
+            version, torch = (metadata.version(name) for name in ("pipedream", "torch"))
+            click.echo(f"{context.info_name} {version} (Python {python}, torch {torch})")
             context.exit()
 
     text, quietly = "Show the version and exit.", {"expose_value": False, "is_eager": True}

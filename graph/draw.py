@@ -88,8 +88,8 @@ def draw(
 
 
 def condensed(graph: Graph, modules: Mapping[str, str], most: int = _FEW_BOXES) -> Graph:
-    """The graph with a node for each run of nodes of one module, as deep inside the model as leaves
-    at most `most` of them, or else as few as there can be. Stages are never joined.
+    """Returns the graph with a node for each run of nodes of one module, as deep inside the model
+    as leaves at most `most` of them, or else as few as there can be. Stages are never joined.
 
     Runs are of the topological order, so there are no cycles.
     """
@@ -117,7 +117,7 @@ def _runs(graph: Graph, modules: Mapping[str, str]) -> list[tuple[str, list[Node
 
 
 def _joined(graph: Graph, runs: Sequence[tuple[str, Sequence[Node]]]) -> Graph:
-    """A node for each run; its output is what others read of it."""
+    """Returns a node for each run; its output is what others read of it."""
     home = {node.id: number for number, (_, run) in enumerate(runs) for node in run}
     edges = [(home[source], home[target]) for source, target in graph.edges]
     sent = {source for source, target in graph.edges if home[source] != home[target]}
@@ -127,7 +127,7 @@ def _joined(graph: Graph, runs: Sequence[tuple[str, Sequence[Node]]]) -> Graph:
 
 
 def _node(module: str, run: Sequence[Node], sent: Collection[str]) -> Node:
-    """A run as one node; one node stays what it is."""
+    """Makes a run one node; one node stays what it is."""
     first, *others = run
     if not others:
         return first
@@ -143,7 +143,7 @@ def _node(module: str, run: Sequence[Node], sent: Collection[str]) -> Node:
 
 
 def why_text(graph: Graph, written: Path) -> str | None:
-    """One line for the user if `draw` wrote text (.gv) instead of a picture, else None."""
+    """Returns one line for the user if `draw` wrote text (.gv) instead of a picture, else None."""
     if written.suffix != ".gv":
         return None
     if shutil.which("dot") is None:
@@ -164,7 +164,9 @@ def _can_lay_out(graph: Graph) -> bool:
 
 
 def _length(graph: Graph) -> int:
-    """The ranks that all edges span together; the rank of a node is the longest path to it."""
+    """Returns the ranks that all edges span together; the rank of a node is the longest path
+    to it.
+    """
     rank: dict[str, int] = {}
     for name in graph.order:
         rank[name] = max((rank[source] + 1 for source in graph.predecessors[name]), default=0)
@@ -185,7 +187,7 @@ def _digraph(
     modules: Mapping[str, str],
     notes: Mapping[str, str],
 ) -> graphviz.Digraph:
-    """`whole_graph`: of whose nodes the boxes of `graph` are made."""
+    """Makes the drawing. `whole_graph`: of whose nodes the boxes of `graph` are made."""
     picture = graphviz.Digraph("model")
     length = _length(graph)
     search = _COARSE if length > PLAIN_LENGTH else _QUICK if length > LONG else {}
@@ -215,7 +217,9 @@ def _digraph(
 
 
 def _shares(graph: Graph) -> dict[str, float]:
-    """The share of the compute time of each node but inputs; empty with stages or without times."""
+    """Returns the share of the compute time of each node but inputs; empty with stages or without
+    times.
+    """
     seconds = {node.id: _seconds(node) for node in graph.nodes.values() if not node.is_input}
     whole = sum(seconds.values())
     if not whole or any(node.stage is not None for node in graph.nodes.values()):
@@ -232,7 +236,7 @@ def _stage_colour(stage: int | None) -> str:
 
 
 def _heat(share: float) -> dict[str, str]:
-    """The colours of a box or of a cell of the legend for a share of the time."""
+    """Returns the colours of a box or of a cell of the legend for a share of the time."""
     _, colour = HEAT[bisect_right(HEAT, share, key=lambda step: step[0]) - 1]
     return {"fillcolor": colour} | ({"fontcolor": "#FFFFFF"} if share >= _DARK else {})
 
@@ -251,15 +255,15 @@ def _title(title: str, with_legend: bool) -> str:
 
 
 def _cell(text: str, colours: Mapping[str, str]) -> str:
-    """A cell in small type, framed if it has a colour."""
+    """Returns a cell in small type, framed if it has a colour."""
     look = f' BORDER="1" BGCOLOR="{colours["fillcolor"]}"' if colours else ""
     ink = colours.get("fontcolor", "#000000")
     return f'<TD{look}><FONT POINT-SIZE="10" COLOR="{ink}">{text}</FONT></TD>'
 
 
 def _label(node: Node, share: float | None, module: str, note: str) -> str:
-    """Up to four lines: id and layer (the module's path and the operator, or the description),
-    times, sizes, the note; zeros are left out.
+    """Returns up to four lines: id and layer (the module's path and the operator, or the
+    description), times, sizes, the note; zeros are left out.
     """
     what = f"{module}: {node.description.partition('(')[0]}" if module else node.description
     if module:

@@ -98,7 +98,7 @@ _Yaml.add_implicit_resolver(
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file. Raises UserError `FILE: cannot be read: why`."""
+    """Returns the text of a UTF-8 file. Raises UserError `FILE: cannot be read: why`."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -166,7 +166,8 @@ def _parse_yaml(path: Path, text: str) -> Any:
 
 
 def _line(text: str, error: ValidationError) -> str:
-    """`:LINE` of the wrong field, or of the fields among which one is missing; JSON is also YAML.
+    """Returns `:LINE` of the wrong field, or of the fields among which one is missing; JSON is also
+    YAML.
 
     Empty if the error is in no field, or if the text (JSON) is long or cannot be read as YAML.
     """
@@ -189,7 +190,7 @@ def _line(text: str, error: ValidationError) -> str:
 
 
 def _foremost(error: ValidationError) -> ErrorDetails:
-    """The first error, or an unknown field if a field is missing: it may be misspelt."""
+    """Returns the first error, or an unknown field if a field is missing: it may be misspelt."""
     first, *others = error.errors()
     if first["type"] != "missing":
         return first
@@ -205,7 +206,7 @@ def _first(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _instead(where: Sequence[str | int], model: type[BaseModel]) -> str:
-    """A hint for an unknown field, the last of `where`: the closest name, or all names."""
+    """Returns a hint for an unknown field, the last of `where`: the closest name, or all names."""
     *outer, name = where
     for part in outer:
         if isinstance(part, str) and part in model.model_fields:
@@ -219,7 +220,7 @@ def _instead(where: Sequence[str | int], model: type[BaseModel]) -> str:
 
 
 def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The models in a type such as `tuple[Level, ...] | None`."""
+    """Returns the models in a type such as `tuple[Level, ...] | None`."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for inner in get_args(annotation) for model in _models(inner)]
@@ -253,7 +254,7 @@ _TEXTS = {
 
 
 def worded(error: ErrorDetails) -> str:
-    """The text of one error of a ValidationError, without the name of the field."""
+    """Returns the text of one error of a ValidationError, without the name of the field."""
     text = _TEXTS.get(error["type"])
     if text is None:
         return error["msg"].removeprefix("Value error, ")
@@ -263,5 +264,5 @@ def worded(error: ErrorDetails) -> str:
 
 
 def _shown(value: Any) -> str:
-    """The value roughly as it is written in YAML."""
+    """Returns the value roughly as it is written in YAML."""
     return str(value).lower() if isinstance(value, bool) else shortened(value)

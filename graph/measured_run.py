@@ -42,7 +42,9 @@ class MeasuredRank(ArtifactModel):
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds of the passes and of a share of the update, per minibatch of the rank."""
+        """Returns the seconds of the passes and of a share of the update, per minibatch of the
+        rank.
+        """
         passes = self.forward.median + self.backward.median
         step = 0.0 if self.update is None else self.update.median
         return passes + step * self.updates / self.minibatches
@@ -77,12 +79,14 @@ class MeasuredRun(ArtifactModel):
         return self
 
     def of_stage(self, stage: int) -> tuple[MeasuredRank, ...]:
-        """The ranks of a stage."""
+        """Returns the ranks of a stage."""
         return tuple(rank for rank in self.ranks if rank.stage == stage)
 
     @property
     def slowest(self) -> tuple[int, float]:
-        """The stage with the most compute time per minibatch of the pipeline, and its seconds."""
+        """Returns the stage with the most compute time per minibatch of the pipeline, and its
+        seconds.
+        """
         busy = {
             rank.stage: rank.busy_seconds / self.plan.stages[rank.stage].replicas
             for rank in sorted(self.ranks, key=lambda rank: rank.busy_seconds)

@@ -53,7 +53,7 @@ class Node:
 
     @cached_property
     def is_input(self) -> bool:
-        """Whether this is an input of the model: free of cost, and placed in the first stage.
+        """Tells whether this is an input of the model: free of cost, and placed in the first stage.
 
         Recognised by its description, such as `Input0`. The caller checks that it has no inputs.
         """
@@ -65,8 +65,8 @@ class Node:
 
     @property
     def backward_input_seconds(self) -> float:
-        """Of BI; the rest is BW. Where it was not measured, half of the backward pass, or all of it
-        without parameters.
+        """Returns the seconds of BI; the rest is BW. Where it was not measured, half of the
+        backward pass, or all of it without parameters.
         """
         assumed = 0.5 if self.parameter_bytes else 1.0
         share = assumed if self.backward_input_share is None else self.backward_input_share
@@ -111,7 +111,7 @@ class Graph:
 
     @cached_property
     def predecessors(self) -> Mapping[str, tuple[str, ...]]:
-        """Direct inputs of each node, in the order of the edges."""
+        """Returns the direct inputs of each node, in the order of the edges."""
         inputs: dict[str, list[str]] = {name: [] for name in self.nodes}
         for source, target in self.edges:
             inputs[target].append(source)
@@ -119,7 +119,7 @@ class Graph:
 
     @cached_property
     def successors(self) -> Mapping[str, tuple[str, ...]]:
-        """Direct consumers of each node, in the order of the edges."""
+        """Returns the direct consumers of each node, in the order of the edges."""
         users: dict[str, list[str]] = {name: [] for name in self.nodes}
         for source, target in self.edges:
             users[source].append(target)
@@ -127,7 +127,7 @@ class Graph:
 
     @cached_property
     def read_nodes(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """The nodes whose outputs others read, with those, except the model's inputs."""
+        """Returns the nodes whose outputs others read, with those, except the model's inputs."""
         return tuple(
             (name, readers)
             for name, readers in self.successors.items()
@@ -160,7 +160,7 @@ class Graph:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """A topological order; ties are broken by the order of the file.
+        """Returns a topological order; ties are broken by the order of the file.
 
         Raises networkx.NetworkXUnfeasible if there is a cycle, which `read_graph` excludes.
         """
@@ -170,20 +170,20 @@ class Graph:
 
     @cached_property
     def learning(self) -> frozenset[str]:
-        """The nodes through which a gradient flows: they or nodes that feed them have parameters or
-        a backward pass that takes time.
+        """Returns the nodes through which a gradient flows: they or nodes that feed them have
+        parameters or a backward pass that takes time.
         """
         learning: set[str] = set()
         for name in self.order:
             node = self.nodes[name]
-            own = node.parameter_bytes > 0 or node.backward_seconds > 0
-            if own or learning.intersection(self.predecessors[name]):
+            learns = node.parameter_bytes > 0 or node.backward_seconds > 0
+            if learns or learning.intersection(self.predecessors[name]):
                 learning.add(name)
         return frozenset(learning)
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the structure: descriptions, and edges by topological position.
+        """Returns a hash of the structure: descriptions, and edges by topological position.
 
         It leaves out times, sizes and stages, so a plan is also valid for another batch size.
         """
@@ -201,7 +201,7 @@ class Graph:
         return graph
 
     def with_nodes(self, nodes: Iterable[Node]) -> Graph:
-        """The same graph with nodes replaced by those of `nodes` that have the same id."""
+        """Returns the same graph with nodes replaced by those of `nodes` that have the same id."""
         updated = dict(self.nodes)
         for node in nodes:
             assert node.id in updated, node.id
@@ -209,7 +209,7 @@ class Graph:
         return replace(self, nodes=updated)
 
     def with_stages(self, stages: Mapping[str, int]) -> Graph:
-        """The same graph with the stages given by node id; other nodes have no stage."""
+        """Returns the same graph with the stages given by node id; other nodes have no stage."""
         return self.with_nodes(
             replace(node, stage=stages.get(name)) for name, node in self.nodes.items()
         )
@@ -228,7 +228,9 @@ def parse_graph(text: str, name: str = "graph.txt") -> Graph:
 
 
 def format_graph(graph: Graph) -> str:
-    """The canonical text: nodes, then edges, in order; without final newline, like PipeDream's."""
+    """Returns the canonical text: nodes, then edges, in order; without final newline, like
+    PipeDream's.
+    """
     nodes = [_format_node(node, graph.size_decimals) for node in graph.nodes.values()]
     return "\n".join(nodes + [f"\t{source} -- {target}" for source, target in graph.edges])
 

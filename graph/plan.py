@@ -37,7 +37,7 @@ class WorkerGroup(NamedTuple):
 
     @property
     def leader(self) -> int:
-        """The rank that speaks for the group."""
+        """Returns the rank that speaks for the group."""
         return self.ranks[0]
 
 
@@ -46,7 +46,7 @@ RankAssignment: TypeAlias = Sequence[Sequence[WorkerGroup]]
 
 
 def workers_by_rank(assignment: RankAssignment) -> dict[int, list[tuple[int, int]]]:
-    """The workers of each rank, as (stage, replica) in ascending order."""
+    """Returns the workers of each rank, as (stage, replica) in ascending order."""
     workers: dict[int, list[tuple[int, int]]] = {}
     for stage, groups in enumerate(assignment):
         for replica, group in enumerate(groups):
@@ -65,7 +65,7 @@ class PlannedNode(ArtifactModel):
 
     @property
     def is_input(self) -> bool:
-        """Like `Node.is_input`."""
+        """Tells whether this is an input, like `Node.is_input`."""
         return self.description.startswith("Input")
 
 
@@ -154,7 +154,7 @@ class Stage(ArtifactModel):
 
     @property
     def devices(self) -> int:
-        """Of one replica."""
+        """Returns the devices of one replica."""
         return prod(self.mesh or ())
 
     @property
@@ -163,7 +163,7 @@ class Stage(ArtifactModel):
 
     @property
     def teams(self) -> tuple[WorkerGroup, ...]:
-        """The places of each replica in the cluster."""
+        """Returns the places of each replica in the cluster."""
         begins = range(0, len(self.ranks), self.devices)
         return tuple(WorkerGroup(self.ranks[at : at + self.devices]) for at in begins)
 
@@ -190,7 +190,7 @@ class Simulated(ArtifactModel):
 
 
 class Predicted(ArtifactModel):
-    """What the cost model says of this plan, and of two that need no planner."""
+    """Holds what the cost model says of this plan, and of two that need no planner."""
 
     cost_model: str
     objective: Literal["throughput", "latency"] = "throughput"
@@ -216,13 +216,17 @@ class Predicted(ArtifactModel):
 
     @property
     def seconds_in_a_run(self) -> float:
-        """Seconds per minibatch that are expected in a run; without variation if it is unknown."""
+        """Returns the seconds per minibatch that are expected in a run; without variation if it is
+        unknown.
+        """
         expected = self.expected_seconds_per_minibatch
         return self.seconds_per_minibatch if expected is None else expected
 
     @property
     def seconds_shared_out(self) -> float:
-        """Seconds per minibatch; for a latency plan, the batch time divided by its minibatches."""
+        """Returns the seconds per minibatch; for a latency plan, the batch time divided by its
+        minibatches.
+        """
         if self.latency_seconds is None or self.microbatches is None:
             return self.seconds_per_minibatch
         return self.latency_seconds / self.microbatches
@@ -233,7 +237,9 @@ BoundedAmount = Annotated[float, Field(ge=0, le=1e18, allow_inf_nan=False)]
 
 
 class LinkSeconds(ArtifactModel):
-    """Until an activation of a microbatch, and its gradient, has come from one stage to another."""
+    """Holds the seconds until an activation of a microbatch, and its gradient, has come from one
+    stage to another.
+    """
 
     source: int = Field(ge=0)
     target: int = Field(ge=0)
@@ -242,7 +248,7 @@ class LinkSeconds(ArtifactModel):
 
 
 class OrderTimes(ArtifactModel):
-    """What an order of passes is found for: seconds and bytes of a microbatch, by stage."""
+    """Holds what an order of passes is found for: seconds and bytes of a microbatch, by stage."""
 
     forward: tuple[BoundedAmount, ...]
     backward_input: tuple[BoundedAmount, ...]
@@ -263,9 +269,13 @@ class OrderTimes(ArtifactModel):
             count = len(getattr(self, name))
             if count != stages:
                 raise ValueError(f"order_times: {name} has {count} numbers for {stages} stages")
-        for stage, (held, kept) in enumerate(zip(self.held_bytes, self.kept_bytes, strict=True)):
-            if kept > held:
-                raise ValueError(f"order_times: stage {stage} keeps {kept} bytes of {held} held")
+        for stage, (held_bytes, kept_bytes) in enumerate(
+            zip(self.held_bytes, self.kept_bytes, strict=True)
+        ):
+            if kept_bytes > held_bytes:
+                raise ValueError(
+                    f"order_times: stage {stage} keeps {kept_bytes} bytes of {held_bytes} held"
+                )
         pairs = [(link.source, link.target) for link in self.links]
         for source, target in pairs:
             if not source < target < stages:
@@ -295,7 +305,7 @@ class PlanningOptions(ArtifactModel):
 
 
 class Plan(ArtifactModel):
-    """Everything that pd-train needs to know of a plan."""
+    """Holds everything that pd-train needs to know of a plan."""
 
     format: Literal["pipedream-plan/1"] = "pipedream-plan/1"
     graph: PlannedGraph
@@ -381,7 +391,7 @@ class Plan(ArtifactModel):
 
     @property
     def workers(self) -> int:
-        """How many devices the plan uses, and processes a run has."""
+        """Returns how many devices the plan uses, and processes a run has."""
         return len({rank for stage in self.stages for rank in stage.ranks})
 
     @property
@@ -390,13 +400,15 @@ class Plan(ArtifactModel):
 
     @property
     def max_in_flight(self) -> tuple[int, ...] | None:
-        """How many minibatches each stage may have in flight, where the planner has said so."""
+        """Returns how many minibatches each stage may have in flight, where the planner has said
+        so.
+        """
         counts = [stage.in_flight for stage in self.stages if stage.in_flight is not None]
         return tuple(counts) if len(counts) == len(self.stages) else None
 
     @property
     def rank_assignment(self) -> tuple[tuple[WorkerGroup, ...], ...]:
-        """The process ranks of each worker of each stage.
+        """Returns the process ranks of each worker of each stage.
 
         A plan may leave devices unused; the processes of a run are numbered 0..workers-1 all the
         same, in the order of the devices.
@@ -410,8 +422,8 @@ class Plan(ArtifactModel):
 
     @property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """The pairs of stages of which the second reads what the first computes, in order. Inputs
-        of the model are read by each stage itself.
+        """Returns the pairs of stages of which the second reads what the first computes, in order.
+        Inputs of the model are read by each stage itself.
         """
         stage_of = self.stage_of
         inputs = {node.id for node in self.graph.nodes if node.is_input}
@@ -425,13 +437,15 @@ class Plan(ArtifactModel):
 
     @property
     def rank_map(self) -> tuple[int, ...]:
-        """The place of each stage in the pipeline: stages on the same ranks have the same."""
+        """Returns the place of each stage in the pipeline: stages on the same ranks have the
+        same.
+        """
         places: dict[tuple[int, ...], int] = {}
         return tuple(places.setdefault(stage.ranks, len(places)) for stage in self.stages)
 
     @property
     def stage_of(self) -> dict[str, int]:
-        """The stage of each node."""
+        """Returns the stage of each node."""
         return {node: stage.stage for stage in self.stages for node in stage.nodes}
 
 

@@ -43,21 +43,21 @@ class Quartiles(ArtifactModel):
 
     @staticmethod
     def of(seconds: Sequence[float]) -> Quartiles:
-        """The quartiles of one or more values."""
+        """Returns the quartiles of one or more values."""
         if len(seconds) == 1:
             return Quartiles(median=seconds[0], lower=seconds[0], upper=seconds[0])
         lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
         return Quartiles(median=median, lower=lower, upper=upper)
 
     def scaled(self, factor: float) -> Quartiles:
-        """So many times as long."""
+        """Returns the quartiles of what takes so many times as long."""
         return Quartiles(
             median=factor * self.median, lower=factor * self.lower, upper=factor * self.upper
         )
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles."""
+        """Returns half the distance between the quartiles."""
         return abs(self.upper - self.lower) / 2
 
 
@@ -117,7 +117,7 @@ class ProfiledNode(ArtifactModel):
 
     @property
     def is_input(self) -> bool:
-        """Like `Node.is_input`."""
+        """Tells whether this is an input, like `Node.is_input`."""
         return self.description.startswith("Input")
 
 
@@ -166,7 +166,7 @@ class ProfiledStretch(ArtifactModel):
 
 
 class DirectionFit(ArtifactModel):
-    """How the times of nodes were fitted to those of stretches, forward or backward."""
+    """Says how the times of nodes were fitted to those of stretches, forward or backward."""
 
     call_seconds: _NonNegative
     """What a call of a stretch takes, whatever its nodes."""
@@ -179,7 +179,7 @@ class DirectionFit(ArtifactModel):
 
 
 class Machine(ArtifactModel):
-    """Where it was measured."""
+    """Says where it was measured."""
 
     device: str
     device_name: str
@@ -203,7 +203,7 @@ class Totals(ArtifactModel):
 
 
 class Profile(ArtifactModel):
-    """Everything that graph.txt has no room for."""
+    """Holds everything that graph.txt has no room for."""
 
     format: Literal["pipedream-profile/1"] = "pipedream-profile/1"
     model: str
@@ -241,17 +241,17 @@ class Profile(ArtifactModel):
 
     @cached_property
     def node(self) -> Mapping[str, ProfiledNode]:
-        """The nodes by id."""
+        """Returns the nodes by id."""
         return {node.id: node for node in self.nodes}
 
     @property
     def modules(self) -> Mapping[str, str]:
-        """The path of the module that each node is a call of, by id."""
+        """Returns the path of the module that each node is a call of, by id."""
         return {node.id: node.module for node in self.nodes}
 
     @property
     def footprints(self) -> Mapping[str, Footprint] | None:
-        """The footprint of every node by id; None if memory was not measured."""
+        """Returns the footprint of every node by id; None if memory was not measured."""
         footprints = {}
         for node in self.nodes:
             if node.saved_bytes is None or node.workspace_bytes is None:
@@ -262,21 +262,23 @@ class Profile(ArtifactModel):
 
     @property
     def learned_together(self) -> tuple[Sharing, ...]:
-        """The parameters that several nodes read and that learn, as far as is known."""
+        """Returns the parameters that several nodes read and that learn, as far as is known."""
         readers: dict[str, list[ProfiledNode]] = {}
         for node in self.nodes:
             for name in node.parameters:
                 readers.setdefault(name, []).append(node)
-        found = []
+        sharings = []
         for name, nodes in readers.items():
             known = (self.shared or {}).get(name)
             if len(nodes) > 1 and (known is None or known.learns):
                 size = (nodes[0].parameter_bytes or 0) if known is None else known.bytes
-                found.append(Sharing(name, tuple(node.id for node in nodes), size))
-        return tuple(found)
+                sharings.append(Sharing(name, tuple(node.id for node in nodes), size))
+        return tuple(sharings)
 
     def divide_backward(self, graph: Graph) -> Graph:
-        """The profile's graph with what graph.txt has no room for: how backward passes divide."""
+        """Returns the profile's graph with what graph.txt has no room for: how backward passes
+        divide.
+        """
         return graph.with_nodes(
             replace(
                 graph.nodes[node.id],
@@ -288,12 +290,12 @@ class Profile(ArtifactModel):
 
     @property
     def title(self) -> str:
-        """The model and the batch size, for people."""
+        """Returns the model and the batch size, for people."""
         return f"{self.model}, batch {self.batch_size}"
 
     @property
     def training_overheads(self) -> TrainingOverheads:
-        """The costs of training beyond those of the nodes."""
+        """Returns the costs of training beyond those of the nodes."""
         return TrainingOverheads(
             {name: update.bytes_per_second for name, update in self.updates.items()},
             self.forward.call_seconds if self.forward else 0.0,
@@ -305,7 +307,7 @@ class Profile(ArtifactModel):
 
     @property
     def pass_variation(self) -> Sequence[float]:
-        """The time of each pass of the whole model as a multiple of the median."""
+        """Returns the time of each pass of the whole model as a multiple of the median."""
         if not self.pass_seconds:
             return ()
         median = statistics.median(self.pass_seconds)
@@ -337,7 +339,7 @@ class Sharing(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingOverheads:
-    """The costs of training beyond those of the nodes.
+    """Returns the costs of training beyond those of the nodes.
 
     `update_rates`: bytes of parameters per second of a step, by optimizer. `call_forward`,
     `call_backward`: seconds of each pass of a stage, whatever its nodes. `reading`: seconds that
@@ -355,7 +357,7 @@ class TrainingOverheads:
     gradient_sum_rate: float = math.inf
 
     def of_stage(self, stage: int, stages: int) -> tuple[float, float]:
-        """Seconds of a stage's forward and backward pass beyond those of its nodes.
+        """Returns the seconds of a stage's forward and backward pass beyond those of its nodes.
 
         The first stage reads the inputs and the last one the targets.
         """
@@ -363,8 +365,8 @@ class TrainingOverheads:
         return self.call_forward + (self.reading if reads else 0.0), self.call_backward
 
     def sum_seconds(self, minibatches: float) -> float:
-        """Seconds per byte of parameters, on the average of so many minibatches of a round on a
-        worker: of all but the first the gradients are added to those before them.
+        """Returns the seconds per byte of parameters, on the average of so many minibatches of a
+        round on a worker: of all but the first the gradients are added to those before them.
         """
         return (1 - 1 / max(1.0, minibatches)) / self.gradient_sum_rate
 
@@ -387,18 +389,18 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def folder_of(folder: Path, batch_size: int) -> Path:
-    """The folder of the profile at a batch size."""
+    """Returns the folder of the profile at a batch size."""
     return folder / f"batch-{batch_size}"
 
 
 def sizes_in(folder: Path) -> list[int]:
-    """The batch sizes that have a profile, in ascending order."""
+    """Returns the batch sizes that have a profile, in ascending order."""
     matches = (_NAME.fullmatch(path.parent.name) for path in folder.glob("batch-*/graph.txt"))
     return sorted(int(match[1]) for match in matches if match)
 
 
 def difference(one: Graph, size: int, other: Graph, other_size: int) -> str | None:
-    """The first node in which two graphs differ, as text; None if the structures are equal.
+    """Returns the first node in which two graphs differ, as text; None if the structures are equal.
 
     `size` and `other_size` are their batch sizes.
     """
@@ -414,8 +416,8 @@ def difference(one: Graph, size: int, other: Graph, other_size: int) -> str | No
 
 
 def _input_share(node: ProfiledNode, backward_seconds: float) -> float | None:
-    """The share of BI in the backward pass as graph.txt has it: rounded, and with the loss, which
-    has no parameters.
+    """Returns the share of BI in the backward pass as graph.txt has it: rounded, and with the loss,
+    which has no parameters.
     """
     if node.backward_weight_seconds is None or not backward_seconds:
         return None

@@ -16,7 +16,7 @@ METRICS = ("tensorboard", "wandb", "mlflow")
 
 
 class Factory(ArtifactModel):
-    """Something to call by name, and the arguments to call it with."""
+    """Names something to call, and the arguments to call it with."""
 
     source: str
     """`torchvision:NAME`, `timm:NAME`, `transformers:NAME` or `package.module:factory`, imported
@@ -34,7 +34,7 @@ class Factory(ArtifactModel):
 
 
 class DataFactory(Factory):
-    """Where the data come from."""
+    """Says where the data come from."""
 
     source: str
     """`package.module:factory`, `torchvision-folder:PATH` or `huggingface:NAME_OR_PATH`. Paths are
@@ -102,7 +102,7 @@ class OptimizerConfig(ArtifactModel):
 
     @property
     def names(self) -> str:
-        """All optimizer classes in use, as text for a message."""
+        """Returns all optimizer classes in use, as text for a message."""
         others = (group.name for group in self.groups if group.name is not None)
         return " and ".join(dict.fromkeys((self.name, *others)))
 
@@ -150,7 +150,7 @@ class SchedulerConfig(ArtifactModel):
 
 
 class MetricsConfig(Factory):
-    """Who gets what the run measures."""
+    """Says who gets what the run measures."""
 
     source: str
     """`tensorboard`, `wandb`, `mlflow`, or `package.module:Class`, a subclass of
@@ -242,7 +242,7 @@ class RunConfig(ArtifactModel):
 
     @property
     def watches_norm(self) -> bool:
-        """Whether updates need the norm of the gradients, to clip or to check them."""
+        """Tells whether updates need the norm of the gradients, to clip or to check them."""
         searched = self.autocast == "float16" and self.loss_scale is None
         scales = searched or self.loss_scale not in (None, 1.0)
         return self.clip_norm is not None or self.nan == "skip" or scales

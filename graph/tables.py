@@ -19,7 +19,9 @@ _BOUNDLESS = 100_000
 
 
 def make_console() -> Console:
-    """A console of the terminal's width, or of a fixed width if the output is redirected."""
+    """Returns a console of the terminal's width, or of a fixed width if the output is
+    redirected.
+    """
     from rich.console import Console
 
     # Without emoji=False, `transformers:llama: ...` is printed with an emoji. In a notebook rich
@@ -56,7 +58,9 @@ def print_table(console: Console, table: Table, labels: int = 1) -> None:
 
 
 def end_of(path: str, width: int) -> str:
-    """The path of a module, if it is wider behind dots and cut at one: its end tells more."""
+    """Returns the path of a module, if it is wider behind dots and cut at one: its end tells
+    more.
+    """
     if len(path) <= width:
         return path
     end = path[3 - width :]
@@ -64,8 +68,8 @@ def end_of(path: str, width: int) -> str:
 
 
 def break_words(text: str, width: int) -> str:
-    """The text with each word of more than `width` characters broken, if possible behind a dot, a
-    slash or an underscore: `model.layers.0.` and `mlp.gate_proj`.
+    """Returns the text with each word of more than `width` characters broken, if possible behind a
+    dot, a slash or an underscore: `model.layers.0.` and `mlp.gate_proj`.
     """
     return re.sub(r"\S+", lambda word: "\n".join(_pieces(word[0], width)), text)
 
@@ -102,7 +106,7 @@ def _parts(console: Console, table: Table, labels: int) -> Iterator[list[Column]
 
 
 def _width(console: Console, table: Table, columns: Sequence[Column]) -> int:
-    """The characters that these columns take at least, side by side."""
+    """Returns the characters that these columns take at least, side by side."""
     from rich.measure import Measurement
 
     boundless = console.options.update(width=_BOUNDLESS)
@@ -112,14 +116,14 @@ def _width(console: Console, table: Table, columns: Sequence[Column]) -> int:
 
 
 def _spare(console: Console, column: Column) -> int:
-    """By so many characters a column of text can be wrapped."""
+    """Returns by how many characters a column of text can be wrapped."""
     texts = [console.render_str(str(cell)) for cell in (column.header, *column.cells)]
     lines = (line.cell_len for text in texts for line in text.split("\n"))
     return max(0, max(lines, default=0) - _LEAST)
 
 
 def _part(table: Table, columns: Sequence[Column], title: bool, caption: bool) -> Table:
-    """The table with these columns alone."""
+    """Returns the table with these columns alone."""
     if len(columns) == len(table.columns) and title:
         return table
     from rich.table import Table

@@ -115,8 +115,8 @@ def draw(ranks: Timeline, path: Path, title: str, first: int = 0, count: int = 1
 
 
 def draw_panels(panels: Sequence[Panel], path: Path) -> None:
-    """Like `draw`, with several timelines one below the other, on the same scale; the rows of
-    several are lower, so that they are seen together.
+    """Draws several timelines one below the other, on the same scale; the rows of several are
+    lower, so that they are seen together.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -174,13 +174,15 @@ def _draw_row(
     Of several `stages` on the rank the passes of later ones are lighter.
     """
     for kind, style in STYLES.items():
-        own = [event for event in events if event.action.kind == kind]
+        of_kind = [event for event in events if event.action.kind == kind]
         spans = [
-            ((event.begin - origin) * scale, (event.end - event.begin) * scale) for event in own
+            ((event.begin - origin) * scale, (event.end - event.begin) * scale) for event in of_kind
         ]
         height, edge = (0.8, "white") if kind in _PASSES else (0.4, "none")
         shades = {stage: _lighter(style.colour, stages, stage) for stage in stages}
-        colours = [shades[event.action.stage] if kind in _PASSES else style.colour for event in own]
+        colours = [
+            shades[event.action.stage] if kind in _PASSES else style.colour for event in of_kind
+        ]
         axes.broken_barh(spans, (row - height / 2, height), facecolors=colours, edgecolors=edge)
     points_per_unit = 0.9 * _WIDTH * 72 / axes.get_xlim()[1]
     for event in events:
@@ -200,7 +202,9 @@ def _stages(events: Sequence[Event]) -> list[int]:
 
 
 def _lighter(colour: str, stages: Sequence[int], stage: int) -> tuple[float, ...]:
-    """The colour of a pass of one of the stages of a rank: as it is for the first of them."""
+    """Returns the colour of a pass of one of the stages of a rank: as it is for the first of
+    them.
+    """
     share = 0.6 * stages.index(stage) / max(1, len(stages) - 1)
     parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return tuple(part + (1 - part) * share for part in parts)
@@ -217,7 +221,7 @@ def _row_label(rank: int, events: Sequence[Event]) -> str:
 
 
 def _which(panel: Panel) -> str:
-    """Which minibatches are shown, as text."""
+    """Says which minibatches are shown, as text."""
     total = max((event.action.minibatch for event in _passes(panel.ranks)), default=-1) + 1
     if panel.first == 0 and panel.count >= total:
         return f"all {total} minibatches"
@@ -289,7 +293,9 @@ def draw_memory(
 
 
 def _stage_colours(count: int) -> list[Any]:
-    """Up to ten colours that are easy to tell apart; for more stages a scale from first to last."""
+    """Returns up to ten colours that are easy to tell apart; for more stages a scale from first to
+    last.
+    """
     from matplotlib import colormaps
 
     if count <= 10:
@@ -300,7 +306,7 @@ def _stage_colours(count: int) -> list[Any]:
 def _stage_legend(
     figure: Figure, ranks: Mapping[int, int], colours: Sequence[Any], limited: bool
 ) -> None:
-    """One entry per stage, with its number of ranks, and one for the limit."""
+    """Returns one entry per stage, with its number of ranks, and one for the limit."""
     from matplotlib.lines import Line2D
 
     handles = []
@@ -370,7 +376,7 @@ def _microseconds(seconds: float) -> float:
 
 
 def evenly(items: Sequence[_Item], most: int) -> list[_Item]:
-    """All items, or `most` of them, evenly spaced from the first to the last."""
+    """Returns all items, or `most` of them, evenly spaced from the first to the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]
@@ -381,7 +387,7 @@ def _left_out(shown: int, total: int) -> str:
 
 
 def _unit(seconds: float) -> tuple[float, str]:
-    """The factor from seconds to a unit that suits `seconds`, and the unit."""
+    """Returns the factor from seconds to a unit that suits `seconds`, and the unit."""
     for scale, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * scale >= 2:
             return scale, unit
@@ -389,7 +395,7 @@ def _unit(seconds: float) -> tuple[float, str]:
 
 
 def _size(amount: float) -> tuple[float, str]:
-    """The number of bytes of a unit that suits `amount`, and the unit."""
+    """Returns the number of bytes of a unit that suits `amount`, and the unit."""
     units = ("B", "kB", "MB", "GB", "TB")
     step = min(int(math.log(max(amount, 1.0), 1000)), len(units) - 1)
     return 1000.0**step, units[step]

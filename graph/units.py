@@ -17,7 +17,7 @@ _DURATION = re.compile(r"\s*([0-9.]+(?:[eE][-+]?[0-9]+)?)\s*(|s|ms|us|µs|ns)\s*
 
 
 def parse_bytes(text: str) -> float:
-    """`10GB`, `1e9`, `512MiB`, `25Gbit`, `25Gbps` or `10GB/s` as bytes (per second).
+    """Reads `10GB`, `1e9`, `512MiB`, `25Gbit`, `25Gbps` or `10GB/s` as bytes (per second).
 
     Raises ValueError with a message for the user.
     """
@@ -51,7 +51,7 @@ def parse_seconds(text: str) -> float:
 
 
 def show_bytes(amount: float, digits: int = 3) -> str:
-    """`1234567.0` as `1.23 MB`."""
+    """Writes `1234567.0` as `1.23 MB`."""
     for unit in ("B", "kB", "MB", "GB"):
         if abs(amount) < 999.5:
             return f"{amount:.{digits}g} {unit}"
@@ -60,7 +60,7 @@ def show_bytes(amount: float, digits: int = 3) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """A duration with the unit that reads best: `19.03 ms`."""
+    """Writes a duration with the unit that reads best: `19.03 ms`."""
     for factor, unit in ((1e6, "us"), (1e3, "ms")):
         if abs(seconds) * factor < 999.5:
             return f"{seconds * factor:.4g} {unit}"

@@ -162,7 +162,7 @@ def _profile_model(options: Mapping[str, Any]) -> None:
 def _measurement(
     options: Mapping[str, Any], args: Mapping[str, Any]
 ) -> Callable[[int | None], Measured]:
-    """What measures the model at a batch size, or at the model's own for None."""
+    """Returns what measures the model at a batch size, or at the model's own for None."""
     import torch
 
     from pipedream.profiler.measure import Settings, measure
@@ -213,7 +213,7 @@ def _measure_network(parameters: Mapping[str, Any]) -> int:
 
 
 def _load_beside(parameters: Mapping[str, Any]) -> Loaded | None:
-    """The model beside whose passes to measure sums, if one is named."""
+    """Returns the model beside whose passes to measure sums, if one is named."""
     import torch
 
     if parameters["model"] is None:
@@ -225,7 +225,7 @@ def _load_beside(parameters: Mapping[str, Any]) -> Loaded | None:
 
 
 def _argument(text: str) -> tuple[str, Any]:
-    """`hidden=[64, 64]` as a name and a YAML value."""
+    """Reads `hidden=[64, 64]` as a name and a YAML value."""
     import yaml
 
     name, equals, value = text.partition("=")
@@ -271,7 +271,7 @@ def _device(text: str) -> torch.device:
 def _load(
     model: str, args: dict[str, Any], batch_size: int | None, inputs: tuple[str, ...], meta: bool
 ) -> tuple[Loaded, dict[str, Any], int]:
-    """The model with its inputs, the arguments of its factory, and its batch size."""
+    """Returns the model with its inputs, the arguments of its factory, and its batch size."""
     from pipedream.capture.sources.load import load, load_config
     from pipedream.graph.errors import check_kind, read_text
     from pipedream.graph.run_config import read_config

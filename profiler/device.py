@@ -9,12 +9,12 @@ import torch
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU or the CPU."""
+    """Returns the name of the GPU or the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
 
 
 def _processor() -> str:
-    """The name of the CPU from /proc/cpuinfo, or Python's guess."""
+    """Returns the name of the CPU from /proc/cpuinfo, or Python's guess."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -24,7 +24,7 @@ def _processor() -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means out of memory, on a CPU too, which has no error class for it."""
+    """Tells whether an error means out of memory, on a CPU too, which has no error class for it."""
     return isinstance(error, RuntimeError) and any(
         words in str(error) for words in ("out of memory", "allocate memory")
     )

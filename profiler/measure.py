@@ -86,8 +86,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Measured:
-    """What pd-profile writes of a model. Without `operators`, `no_operators` says why. `undivided`:
-    what the user should know of a large part that cannot be divided.
+    """Holds what pd-profile writes of a model. Without `operators`, `no_operators` says why.
+    `undivided`: what the user should know of a large part that cannot be divided.
     """
 
     graph: Graph
@@ -160,7 +160,9 @@ def measure(
 
 
 def _cannot_run(model: str, error: Exception, loaded: Loaded) -> UserError:
-    """The error of a model that can be captured, by shapes alone, but fails on its values."""
+    """Returns the error of a model that can be captured, by shapes alone, but fails on its
+    values.
+    """
     reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
     if isinstance(error, IndexError):
         reason += (
@@ -170,7 +172,7 @@ def _cannot_run(model: str, error: Exception, loaded: Loaded) -> UserError:
 
 
 def _failing_layer(loaded: Loaded) -> str:
-    """Where the model itself fails, in words, or empty."""
+    """Says where the model itself fails, in words, or empty."""
     if any(parameter.is_meta for parameter in loaded.model.parameters()):
         return ""
     try:
@@ -182,7 +184,9 @@ def _failing_layer(loaded: Loaded) -> str:
 
 
 def _timed(captured: Captured, times: Times) -> Graph:
-    """The graph with times; that of the loss is added to the last node that returns an output."""
+    """Returns the graph with times; that of the loss is added to the last node that returns an
+    output.
+    """
     graph, last = captured.graph, captured.returning
 
     def seconds(name: str) -> tuple[float, float]:
@@ -224,7 +228,7 @@ def _time(
 
 
 def _ending(loaded: Loaded, captured: Captured) -> tuple[LossEnd | None, Target | None]:
-    """What the passes end in, if there is a loss that can be part of them."""
+    """Returns what the passes end in, if there is a loss that can be part of them."""
     target = Target.of(loaded.target)
     if loaded.loss is None or target is None:
         return None, None
@@ -232,7 +236,7 @@ def _ending(loaded: Loaded, captured: Captured) -> tuple[LossEnd | None, Target 
 
 
 def _needs(captured: Captured, kept: Mapping[str, Footprint]) -> float:
-    """Bytes that a forward and a backward pass need."""
+    """Returns the bytes that a forward and a backward pass need."""
     parameters = sum(node.parameter_bytes for node in captured.graph.nodes.values())
     saved = sum(each.saved for each in kept.values())
     return 2 * parameters + saved + max(each.workspace for each in kept.values())
@@ -285,7 +289,7 @@ def _profile(measured: _Measurements, graph: Graph, settings: Settings) -> Profi
 
 
 def _owned(graph: Graph, captured: Captured) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Each node with the parameters that no earlier node reads."""
+    """Yields each node with the parameters that no earlier node reads."""
     seen: set[str] = set()
     for name in graph.nodes:
         yield name, tuple(p for p in captured.parameters[name] if p not in seen)
@@ -293,7 +297,7 @@ def _owned(graph: Graph, captured: Captured) -> Iterator[tuple[str, tuple[str, .
 
 
 def _shared(captured: Captured) -> Iterator[tuple[str, SharedParameter]]:
-    """The parameters that several nodes read."""
+    """Yields the parameters that several nodes read."""
     readers = Counter(name for names in captured.parameters.values() for name in names)
     for name, count in readers.items():
         if count > 1:
@@ -302,7 +306,7 @@ def _shared(captured: Captured) -> Iterator[tuple[str, SharedParameter]]:
 
 
 def _leaving(captured: Captured) -> dict[str, list[Value]]:
-    """The values of each node that other nodes read or the model returns."""
+    """Returns the values of each node that other nodes read or the model returns."""
     leaving: dict[str, list[Value]] = {name: [] for name in captured.graph.nodes}
     for maker in captured.module.graph.nodes:
         value = captured.values.get(maker.name)

@@ -48,7 +48,9 @@ class MemoryOwners:
     def of_node(
         self, node: NodeModule, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> dict[int, str]:
-        """By address, the values that own the memory of what the next node reads and gives."""
+        """Returns, by address, the values that own the memory of what the next node reads and
+        gives.
+        """
         names: dict[int, str] = {}
         for name, tensor in zip(node.segment.inputs, inputs, strict=True):
             self.first[name] = names.setdefault(address(tensor), self.first.get(name, name))
@@ -77,11 +79,11 @@ class SavedMemory:
         inputs = node.inputs(values)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = node.segment.module(*inputs)
-        own = {address(tensor) for tensor in node.parameters_and_buffers}
+        parameter_addresses = {address(tensor) for tensor in node.parameters_and_buffers}
         names = self.owners.of_node(node, inputs, outputs)
         for place, size in packed.items():
             known = names.get(place)
-            if place not in own and known not in self.counted:
+            if place not in parameter_addresses and known not in self.counted:
                 self.saved[self.captured.values[known].node if known else node.name] += size
                 self.counted |= {known} if known else set()
         self._run_backward(node, inputs, outputs)
@@ -97,7 +99,7 @@ class SavedMemory:
                 torch.autograd.grad(ends, wanted, gradients, allow_unused=True)
 
     def footprints(self) -> dict[str, Footprint]:
-        """By node; call it after leaving the context of `metered`."""
+        """Returns the footprints by node; call it after leaving the context of `metered`."""
         peaks = self.meter.peaks()
         nodes = self.captured.graph.nodes
         return {node: Footprint(self.saved[node], peaks.get(node, 0)) for node in nodes}
@@ -119,7 +121,7 @@ class Meter:
             yield
 
     def peaks(self) -> Mapping[str, int]:
-        """Bytes by node; call it after leaving the context of `metered`."""
+        """Returns the bytes by node; call it after leaving the context of `metered`."""
         result = self.trace.kineto_results
         assert result is not None
         peaks: dict[str, int] = {}
@@ -175,5 +177,5 @@ def _discard_stderr() -> Iterator[None]:
 
 
 def address(tensor: Tensor) -> int:
-    """The address of the storage of a tensor or view."""
+    """Returns the address of the storage of a tensor or view."""
     return tensor.untyped_storage().data_ptr()

@@ -17,7 +17,7 @@ _EVERY_SECONDS = 20.0
 
 
 def progress() -> AbstractContextManager[Step]:
-    """On stderr, as what is measured may go to a file."""
+    """Shows progress on stderr, as what is measured may go to a file."""
     return _bar() if sys.stderr.isatty() else _lines(_EVERY_SECONDS)
 
 
@@ -35,7 +35,7 @@ def _bar() -> Iterator[Step]:
 
 @contextmanager
 def _lines(every: float) -> Iterator[Step]:
-    """From a thread: loading or one pass of a large model may itself take minutes."""
+    """Writes lines from a thread: loading or one pass of a large model may itself take minutes."""
     began, now, over = time.monotonic(), ["starting"], threading.Event()
 
     def step(what: str, done: float, total: float) -> None:

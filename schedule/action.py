@@ -82,7 +82,7 @@ class Action(NamedTuple):
 
     @property
     def worker(self) -> str:
-        """`2` for replica 0 of stage 2, `2.1` for replica 1."""
+        """Writes `2` for replica 0 of stage 2, `2.1` for replica 1."""
         return show_worker((self.stage, self.replica))
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ def parse_action(text: str) -> Action:
 
 
 def show_worker(worker: Worker) -> str:
-    """`2` for replica 0 of stage 2, `2.1` for replica 1."""
+    """Writes `2` for replica 0 of stage 2, `2.1` for replica 1."""
     stage, replica = worker
     return f"{stage}.{replica}" if replica else f"{stage}"
 
@@ -139,13 +139,13 @@ class Versions:
         self.alive = {0}
 
     def gone_backward(self, version: int) -> None:
-        """Called when the backward pass of a minibatch on `version` is done."""
+        """Notes that the backward pass of a minibatch on `version` is done."""
         self.left[version] -= 1
         if not self.left[version] and version != self.newest:
             self.alive.remove(version)
 
     def updated(self) -> None:
-        """Called when there is a new version."""
+        """Notes that there is a new version."""
         if not self.left[self.newest]:
             self.alive.remove(self.newest)
         self.newest += 1

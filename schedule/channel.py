@@ -29,8 +29,8 @@ class Channel(NamedTuple):
 
     @staticmethod
     def of(action: Action, assignment: RankAssignment, device: int = 0, peer: int = 0) -> Channel:
-        """The channel of a send or a receive between this device of the worker and one of its
-        peer.
+        """Returns the channel of a send or a receive between this device of the worker and one of
+        its peer.
         """
         assert action.peer is not None
         stage, replica = action.peer
@@ -43,7 +43,7 @@ class Channel(NamedTuple):
 
     @property
     def rank_link(self) -> RankLink:
-        """What the channel shares with those of other stages between the two ranks."""
+        """Returns what the channel shares with those of other stages between the two ranks."""
         return self.source, self.target, self.is_gradient
 
     @property
@@ -52,14 +52,16 @@ class Channel(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """A number that no other channel between the two ranks has: 31 bits, a limit of gloo."""
+        """Returns a number that no other channel between the two ranks has: 31 bits, a limit of
+        gloo.
+        """
         source, target = self.link
         assert target < _MOST_STAGES
         return 2 * (source * _MOST_STAGES + target) + self.is_gradient
 
 
 def rank_links(assignment: RankAssignment, links: Iterable[StageLink]) -> list[RankLink]:
-    """Every pair of ranks that exchange messages, in the same order on all ranks.
+    """Returns every pair of ranks that exchange messages, in the same order on all ranks.
 
     Minibatch b goes from replica b mod r of a stage to b mod q of another; gradients come back.
     """

@@ -28,7 +28,7 @@ _WINDOW = 4
 
 
 class UnsoundError(Exception):
-    """What is wrong with a schedule, and what every rank was about to do."""
+    """Says what is wrong with a schedule, and what every rank was about to do."""
 
 
 def check(schedule: Schedule) -> dict[Worker, Peak]:
@@ -41,7 +41,7 @@ def check(schedule: Schedule) -> dict[Worker, Peak]:
 def check_actions(
     schedule: Schedule, actions: Mapping[Worker, Sequence[Action]]
 ) -> dict[Worker, Peak]:
-    """As `check`, for lists of actions from anywhere, one for each worker."""
+    """Does what `check` does, for lists of actions from anywhere, one for each worker."""
     assert set(actions) == set(schedule.workers)
     return _replayed(schedule, {(worker,): listed for worker, listed in actions.items()})
 
@@ -49,7 +49,7 @@ def check_actions(
 def check_ranks(
     schedule: Schedule, actions: Mapping[int, Sequence[Action]], assignment: RankAssignment
 ) -> dict[Worker, Peak]:
-    """As `check`, for the lists of ranks, which may have several workers each."""
+    """Does what `check` does, for the lists of ranks, which may have several workers each."""
     workers = workers_by_rank(assignment)
     return _replayed(schedule, {tuple(workers[rank]): each for rank, each in actions.items()})
 
@@ -64,7 +64,7 @@ def _replayed(
 
 @dataclass
 class _RankReplay:
-    """How far a rank is in its list; `waits`: for others, which have done nothing since."""
+    """Holds how far a rank is in its list; `waits`: for others, which have done nothing since."""
 
     workers: tuple[Worker, ...]
     actions: Sequence[Action]
@@ -84,8 +84,8 @@ class _RankReplay:
 
 @dataclass
 class _WorkerReplay:
-    """What one worker has. `received`: messages not yet used; `halfway`: minibatches between the
-    halves of their backward pass; `returned`: those whose gradients may be sent. `summed`: the
+    """Holds what one worker has. `received`: messages not yet used; `halfway`: minibatches between
+    the halves of their backward pass; `returned`: those whose gradients may be sent. `summed`: the
     all-reduce that it has done. `normed`: how many rounds it has handed in for their norm. `peak`:
     the most minibatches in flight, and versions.
     """
@@ -219,7 +219,9 @@ class _Replay:
         return self._backward_weight(worker, state, action)
 
     def _backward_input(self, worker: Worker, state: _WorkerReplay, action: Action) -> bool:
-        """May come before its round begins: the gradients of weights that change then do not."""
+        """Replays the first half of a backward pass. It may come before its round begins: the
+        gradients of weights that change then do not.
+        """
         minibatch = action.minibatch
         self._check_version(worker, state, action)
         if minibatch in state.halfway:
@@ -243,7 +245,7 @@ class _Replay:
         return True
 
     def _check_version(self, worker: Worker, state: _WorkerReplay, action: Action) -> None:
-        """Called for each backward pass."""
+        """Checks the version of a backward pass. Raises UnsoundError."""
         version = state.in_flight.get(action.minibatch)
         if version is None:
             raise self._unsound(worker, "backward without a forward")
@@ -402,10 +404,12 @@ class _Replay:
 
     def _finish(self, worker: Worker, state: _WorkerReplay) -> None:
         stage, replica = worker
-        own = set(range(replica, self.schedule.minibatches, self.spec.replicas[stage]))
+        minibatches = set(range(replica, self.schedule.minibatches, self.spec.replicas[stage]))
         for kind, done in ((Kind.FORWARD, state.forward), (Kind.BACKWARD, state.backward)):
-            if done != own:
-                missing = ", ".join(f"{kind}{minibatch}" for minibatch in sorted(own - done))
+            if done != minibatches:
+                missing = ", ".join(
+                    f"{kind}{minibatch}" for minibatch in sorted(minibatches - done)
+                )
                 raise self._unsound(worker, f"{missing} missing")
         left = self.schedule.in_round(stage, state.versions.newest)
         if left:

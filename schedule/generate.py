@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class _StageProgress:
-    """How far a stage is: in a round up to minibatch `end`, of which `left` have yet to go
+    """Holds how far a stage is: in a round up to minibatch `end`, of which `left` have yet to go
     backward. `forward_over` and `backward_over`: when the pass of each minibatch is over.
     """
 
@@ -53,7 +53,7 @@ class _StageProgress:
 
 @dataclass(slots=True)
 class _WorkerProgress:
-    """How far a worker is; `number`: its place among all workers."""
+    """Holds how far a worker is; `number`: its place among all workers."""
 
     number: int
     worker: Worker

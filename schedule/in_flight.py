@@ -20,7 +20,7 @@ def warm_up(replicas: Sequence[int], stage: int) -> int:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """How long things take, in any one unit of time, where a minibatch leaves every `period`.
+    """Says how long things take, in any one unit of time, where a minibatch leaves every `period`.
 
     `forward`, `backward` and `update` (the all-reduce with it) on one worker of each stage;
     `there` and `back`: an activation and its gradient on a link. A worker of a stage of r replicas
@@ -41,7 +41,8 @@ def useful_in_flight(
     links: Sequence[StageLink],
     synchronized: bool,
 ) -> tuple[int, ...]:
-    """How many minibatches each replica of a stage has in flight so that the pipeline keeps `pace`.
+    """Returns how many minibatches each replica of a stage has in flight so that the pipeline keeps
+    `pace`.
 
     In the steady state a worker of a stage of r replicas runs both passes once in r
     periods, always at the same moments of them. With d between the forward and the backward pass of
@@ -94,7 +95,9 @@ def _place(between: float, forward: float, backward: float, turn: float) -> tupl
 
 
 def steady_in_flight(replicas: Sequence[int], synchronized: bool) -> tuple[int, ...]:
-    """As `useful_in_flight`, where all workers share the work equally and messages take no time."""
+    """Returns `useful_in_flight`, where all workers share the work equally and messages take no
+    time.
+    """
     links = [(stage, stage + 1) for stage in range(len(replicas) - 1)]
     pace = StageTimes(period=2, forward=replicas, backward=replicas, update=[0] * len(replicas))
     return useful_in_flight(replicas, pace, links, synchronized)

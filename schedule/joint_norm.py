@@ -23,16 +23,16 @@ def updates_together(actions: Iterable[Action], workers: Collection[Worker]) -> 
         0N0 0U0 0F4 2N0 2U0     becomes     0N0 0F4 2N0 0U0 2U0
     """
     written: list[Action] = []
-    held: dict[Worker, deque[Action]] = {worker: deque() for worker in workers}
+    deferred: dict[Worker, deque[Action]] = {worker: deque() for worker in workers}
     for action in actions:
-        own = held[action.stage, action.replica]
-        if action.kind is Kind.UPDATE or (own and action.kind in _CLOSING):
-            own.append(action)
+        waiting_here = deferred[action.stage, action.replica]
+        if action.kind is Kind.UPDATE or (waiting_here and action.kind in _CLOSING):
+            waiting_here.append(action)
         else:
             written.append(action)
-        while all(held.values()):
-            written += [waiting.popleft() for waiting in held.values()]
-            for waiting in held.values():
+        while all(deferred.values()):
+            written += [waiting.popleft() for waiting in deferred.values()]
+            for waiting in deferred.values():
                 while waiting and waiting[0].kind is not Kind.UPDATE:
                     written.append(waiting.popleft())
     return written

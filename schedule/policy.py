@@ -41,7 +41,7 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class Policy(ABC):
-    """What one schedule says of a pipeline. Versions of a stage count its updates from 0.
+    """Says what one schedule means for a pipeline. Versions of a stage count its updates from 0.
 
     `microbatches` of the pipeline are the m of the schedules that make one update per m
     minibatches, `accumulate` the k of the others.
@@ -68,7 +68,8 @@ class Policy(ABC):
 
     @abstractmethod
     def version(self, stage: int, minibatch: int, newest: int, entered: int) -> int:
-        """The version of the weights of `stage` on which `minibatch` runs, forward and backward.
+        """Returns the version of the weights of `stage` on which `minibatch` runs, forward and
+        backward.
 
         `newest` is what the stage has when its forward pass may begin, `entered` the version on
         which the first stage runs that minibatch. It may be one still to be made: the pass waits.
@@ -84,7 +85,7 @@ class Policy(ABC):
 
     @cached_property
     def window(self) -> tuple[int, ...]:
-        """The bound of each stage: the spec's, or as many as let no worker wait."""
+        """Returns the bound of each stage: the spec's, or as many as let no worker wait."""
         return self.spec.max_in_flight or steady_in_flight(self.spec.replicas, self.synchronized)
 
     def peak(self, stage: int) -> Peak:
@@ -102,14 +103,16 @@ class Policy(ABC):
 
     @property
     def least_microbatches(self) -> int:
-        """With fewer, passes would wait for versions in the steady state."""
+        """Returns the number of microbatches with fewer of which passes would wait for versions in
+        the steady state.
+        """
         return 1
 
     def unshared(
         self, parameter: str, stages: Sequence[int], ranks: Sequence[Sequence[int]]
     ) -> str | None:
-        """Why `stages`, which all use the parameter, cannot learn it together, in words; None if
-        they can. `ranks`: of every stage.
+        """Says why `stages`, which all use the parameter, cannot learn it together, in words; None
+        if they can. `ranks`: of every stage.
         """
         holders = f"parameter {parameter} is used in stages {' and '.join(map(str, stages))}"
         if not self.uniform_updates:
@@ -117,8 +120,8 @@ class Policy(ABC):
                 f"{holders}: with {self.spec.name} each stage would learn its own; use "
                 "--schedule flush, gpipe or 2bw, or untie the weights"
             )
-        own = [rank for stage in stages for rank in ranks[stage]]
-        if len(set(own)) < len(own) and not self.drains:
+        holding_ranks = [rank for stage in stages for rank in ranks[stage]]
+        if len(set(holding_ranks)) < len(holding_ranks) and not self.drains:
             return (
                 f"{holders}, which share a rank: give these stages different ranks, or train "
                 "with --schedule flush or gpipe"
@@ -160,9 +163,10 @@ class VerticalSync(Policy):
         return entered * self.spec.replicas[0] // self.spec.replicas[stage] if stage else newest
 
     def versions(self, stage: int) -> int:
-        """At the backward pass of minibatch b the stage is at version floor(b / s), s = k r; b runs
-        on floor(v s_0 / s). Of the first stage's minibatches in flight, F on each replica, the
-        newest is at most v s_0 + s_0 + F r_0 - r_0 - 1; v s_0 is a multiple of gcd(s_0, s).
+        """Returns how many versions a stage keeps. At the backward pass of minibatch b the stage is
+        at version floor(b / s), s = k r; b runs on floor(v s_0 / s). Of the first stage's
+        minibatches in flight, F on each replica, the newest is at most v s_0 + s_0 + F r_0 - r_0 -
+        1; v s_0 is a multiple of gcd(s_0, s).
         """
         first, here = self.round_size(0), self.round_size(stage)
         window = first + (self.in_flight(0) - 1) * self.spec.replicas[0]
@@ -187,8 +191,8 @@ class DoubleBuffered(Policy):
 
     @property
     def least_microbatches(self) -> int:
-        """As many as `warm_up` has in flight at any stage, so that those lie in two rounds: for
-        stages of one replica the paper's m >= d, the depth. Where stages have several, replicas
+        """Returns as many as `warm_up` has in flight at any stage, so that those lie in two rounds:
+        for stages of one replica the paper's m >= d, the depth. Where stages have several, replicas
         wait for one another less if it is a multiple of each of their numbers.
         """
         replicas = self.spec.replicas
@@ -210,8 +214,8 @@ class Flush(Policy):
         return 1
 
     def in_flight(self, stage: int) -> int:
-        """At most a round's minibatches, or `warm_up` if that is more; never above the window. As
-        many as it says in an order of passes of its own.
+        """Returns how many minibatches are in flight: at most a round's, or `warm_up` if that is
+        more; never above the window. An order of passes of its own says how many by itself.
         """
         if self.spec.order in ROUND_ORDERS:
             return self._in_order[stage]

@@ -38,7 +38,8 @@ from pipedream.schedule.sums_together import sums_together
 
 @dataclass(frozen=True)
 class Schedule:
-    """So many minibatches through a pipeline, drained at the end; weight versions count from 0.
+    """Describes so many minibatches through a pipeline, drained at the end; weight versions count
+    from 0.
 
     `actions` are the passes of a rank in their order, with what goes around them. A round is the
     run of consecutive minibatches whose mean gradient makes one update of a stage; the last round
@@ -64,7 +65,7 @@ class Schedule:
 
     @cached_property
     def steps(self) -> Mapping[Worker, Sequence[Step]]:
-        """The passes that the list scheduler gives each worker."""
+        """Returns the passes that the list scheduler gives each worker."""
         steps: dict[Worker, list[Step]] = {worker: [] for worker in self.workers}
         for worker, step in ListScheduler(self.spec, self.policy, self.minibatches).steps():
             steps[worker].append(step)
@@ -135,13 +136,13 @@ Order: TypeAlias = Callable[[Schedule, Sequence[Worker]], Passes]
 
 
 def one_forward_one_backward(schedule: Schedule, workers: Sequence[Worker]) -> Passes:
-    """The order that the list scheduler finds (`generate`), for one worker on each rank."""
+    """Returns the order that the list scheduler finds (`generate`), for one worker on each rank."""
     (worker,) = workers
     return ((worker, step) for step in schedule.steps[worker])
 
 
 def round_by_round(schedule: Schedule, workers: Sequence[Worker]) -> Passes:
-    """An order of `orders.named`, once for each round."""
+    """Yields an order of `orders.named`, once for each round."""
     spec = schedule.spec
     misfit = ROUND_ORDERS[spec.order].misfit(spec)
     assert misfit is None, f"{spec.order} {misfit}"
@@ -150,12 +151,12 @@ def round_by_round(schedule: Schedule, workers: Sequence[Worker]) -> Passes:
         first = number * spec.microbatches
         last = first + schedule.in_round(0, number)
         replicas = spec.replicas[0]
-        own = range(first + (replica - first) % replicas, last, replicas)
-        for each, arrivals in arriving(spec, len(own))[place]:
+        minibatches = range(first + (replica - first) % replicas, last, replicas)
+        for pass_, arrivals in arriving(spec, len(minibatches))[place]:
             for source, target, is_gradient, b in arrivals:
                 kind = Kind.RECV_GRADIENT if is_gradient else Kind.RECV_ACTIVATION
-                yield (target, replica), Step(0, kind, own[b], number, source)
-            yield (each.stage, replica), Step(0, each.kind, own[each.microbatch], number)
+                yield (target, replica), Step(0, kind, minibatches[b], number, source)
+            yield (pass_.stage, replica), Step(0, pass_.kind, minibatches[pass_.microbatch], number)
 
 
 @lru_cache(maxsize=64)
@@ -177,7 +178,8 @@ def forwards(
     minibatches: int,
     workers: Sequence[Worker],
 ) -> list[Action]:
-    """What a rank with these `workers` does where there are forward passes alone, as in evaluation.
+    """Returns what a rank with these `workers` does where there are forward passes alone, as in
+    evaluation.
 
     Minibatches in ascending order on every rank, on version 0, and each through the stages in
     their order. It cannot deadlock, whatever is waited for, since all that a pass needs comes from
@@ -187,14 +189,16 @@ def forwards(
     ordered = sorted(set(links))
     actions: list[Action] = []
     for b in range(minibatches):
-        own = {stage: replica for stage, replica in workers if b % replicas[stage] == replica}
-        coming = [link for link in ordered if link[1] in own]
-        for stage, replica in sorted(own.items()):
+        replica_of = {
+            stage: replica for stage, replica in workers if b % replicas[stage] == replica
+        }
+        coming = [link for link in ordered if link[1] in replica_of]
+        for stage, replica in sorted(replica_of.items()):
             needed = max((source for source, target in coming if target == stage), default=-1)
             while coming and coming[0][0] <= needed:
                 source, target = coming.pop(0)
                 peer = source, b % replicas[source]
-                actions.append(Action(Kind.RECV_ACTIVATION, target, own[target], b, 0, peer))
+                actions.append(Action(Kind.RECV_ACTIVATION, target, replica_of[target], b, 0, peer))
             actions.append(Action(Kind.FORWARD, stage, replica, b, 0))
             for target in (target for source, target in ordered if source == stage):
                 peer = target, b % replicas[target]
@@ -203,7 +207,7 @@ def forwards(
 
 
 def write_actions(schedule: Schedule, workers: Collection[Worker], passes: Passes) -> list[Action]:
-    """All that a rank with these `workers` does, in order, given their passes.
+    """Returns all that a rank with these `workers` does, in order, given their passes.
 
     Receives stand right before the pass that needs them, unless the passes say where, and sends
     right after the pass that makes them. After a worker's last backward pass of a round come

@@ -13,7 +13,7 @@ from pipedream.schedule.action import StageLink, Worker
 
 @dataclass(frozen=True)
 class PassTimes:
-    """What the passes of a microbatch take, by stage, for orders that are found for it.
+    """Says what the passes of a microbatch take, by stage, for orders that are found for it.
 
     Seconds of the forward pass, the gradients of the inputs, those of the weights; `there` and
     `back`: until an activation and its gradient have come over each link, in the order of the
@@ -32,7 +32,7 @@ class PassTimes:
 
     @staticmethod
     def of(planned: OrderTimes, links: Sequence[StageLink], places: int) -> PassTimes:
-        """What a plan says; messages of links that it does not name take no time."""
+        """Returns what a plan says; messages of links that it does not name take no time."""
         known = {(link.source, link.target): link for link in planned.links}
         named = [known.get(link) for link in links]
         limit = planned.limit_bytes
@@ -123,7 +123,8 @@ class PipelineSpec:
 
     @cached_property
     def place_of(self) -> tuple[int, ...]:
-        """The place of each stage among the ranks of the pipeline; by default each has its own.
+        """Returns the place of each stage among the ranks of the pipeline; by default each has its
+        own.
 
         Where the stages have replicas, a place has as many ranks, each with that replica of all
         stages there.
@@ -132,7 +133,7 @@ class PipelineSpec:
 
     @cached_property
     def places(self) -> tuple[tuple[int, ...], ...]:
-        """The stages of each place, in ascending order."""
+        """Returns the stages of each place, in ascending order."""
         stages = range(len(self.replicas))
         return tuple(
             tuple(stage for stage in stages if self.place_of[stage] == place)
@@ -141,7 +142,7 @@ class PipelineSpec:
 
     @cached_property
     def pass_times(self) -> PassTimes:
-        """The spec's, or the unit of each."""
+        """Returns the spec's, or the unit of each."""
         return self.times or PassTimes.unit(len(self.replicas), len(self.links))
 
     def delay(self, link: StageLink, is_gradient: bool) -> float:

@@ -26,7 +26,7 @@ BUSY: Collection[str] = BACKWARDS | {Kind.FORWARD, Kind.UPDATE}
 
 @dataclass(frozen=True)
 class SteadySpan:
-    """Of `minibatches`, those from `first` to before `last` find the pipeline full.
+    """Says which of `minibatches` find the pipeline full: those from `first` to before `last`.
 
     Schedules that empty the pipeline after every round fill it as often, which counts: for them
     the span has whole rounds, all but the first.
@@ -38,7 +38,7 @@ class SteadySpan:
 
     @staticmethod
     def for_simulation(policy: Policy) -> SteadySpan:
-        """The shortest run worth simulating.
+        """Returns the shortest run worth simulating.
 
         It fills the pipeline twice, runs twice as long, then drains. The span has whole turns of
         all replicas, so that each gets its share, unless a turn is much longer than the pipeline.
@@ -56,7 +56,7 @@ class SteadySpan:
 
     @staticmethod
     def within(policy: Policy, minibatches: int, known: int = 0) -> SteadySpan | None:
-        """The steady part of an epoch that was run, or None if the epoch is too short.
+        """Returns the steady part of an epoch that was run, or None if the epoch is too short.
 
         `known`: the first minibatch whose actions were recorded.
         """
@@ -74,7 +74,7 @@ class SteadySpan:
 
 
 def steady_window(timeline: Timeline, span: SteadySpan | None) -> tuple[float, float]:
-    """When the span begins and ends, in the seconds of the timeline.
+    """Returns when the span begins and ends, in the seconds of the timeline.
 
     From when a stage has run the backward passes before minibatch `first` to when it has run those
     before `last`, for the stage that takes longest; without a span from the first action to the
@@ -94,12 +94,14 @@ def steady_window(timeline: Timeline, span: SteadySpan | None) -> tuple[float, f
 def longest_window(
     stage: Ints, minibatch: Ints, end: Floats, span: SteadySpan, begin: float = 0.0
 ) -> tuple[float, float]:
-    """The same of backward passes, given by arrays; `begin`: of the first action."""
+    """Returns the same as `steady_window` of backward passes, given by arrays; `begin`: of the
+    first action.
+    """
     windows = []
     for number in range(stage.max(initial=-1) + 1):
-        own = stage == number
+        of_stage = stage == number
         first, last = (
-            float(end[own & (minibatch < count)].max(initial=begin))
+            float(end[of_stage & (minibatch < count)].max(initial=begin))
             for count in (span.first, span.last)
         )
         windows.append((first, last))
@@ -107,5 +109,7 @@ def longest_window(
 
 
 def bubble(busy: float, ranks: int, window: float) -> float:
-    """The share of `ranks` times `window` seconds that is not among the `busy` seconds of all."""
+    """Returns the share of `ranks` times `window` seconds that is not among the `busy` seconds of
+    all.
+    """
     return max(0.0, 1 - busy / (ranks * window)) if window else 0.0

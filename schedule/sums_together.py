@@ -32,8 +32,8 @@ def sums_together(actions: Iterable[Action], workers: Collection[Worker]) -> lis
             continue
         closing[action.stage, action.replica].append(action)
         if action.kind is Kind.UPDATE and all(closing.values()):
-            whole = [each for own in closing.values() for each in _to_update(own)]
-            written += sorted(whole, key=lambda each: each.kind is not Kind.ALL_REDUCE)
+            whole = [ended for of_worker in closing.values() for ended in _to_update(of_worker)]
+            written += sorted(whole, key=lambda ended: ended.kind is not Kind.ALL_REDUCE)
     return written
 
 

@@ -44,7 +44,9 @@ class LinkedMesh:
 
     @staticmethod
     def of(mesh: Mesh, ranks: Sequence[int], cluster: Cluster) -> LinkedMesh:
-        """Of the devices at these places of a cluster: for each axis its slowest link."""
+        """Makes the mesh of the devices at these places of a cluster: each axis has its slowest
+        link.
+        """
         levels = (
             max(
                 (
@@ -59,13 +61,13 @@ class LinkedMesh:
         return LinkedMesh(mesh, tuple(cluster.link(level) for level in levels))
 
     def first(self, axes: int) -> LinkedMesh:
-        """Of its first axes alone."""
+        """Returns the mesh of the first axes alone."""
         return LinkedMesh(self.sizes[:axes], self.links[:axes])
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """For each axis of the mesh a strategy of each operator."""
+    """Holds a strategy of each operator for each axis of the mesh."""
 
     graph: OperatorGraph
     mesh: LinkedMesh
@@ -75,13 +77,13 @@ class Assignment:
     """Of each value, as its operator gives it or as the graph is given it."""
 
     def targets(self, call: str) -> tuple[Placements, ...]:
-        """How the operator wants each of the values that it reads."""
+        """Returns how the operator wants each of the values that it reads."""
         by_axis = (strategy.inputs for strategy in self.strategies[call])
         return tuple(zip(*by_axis, strict=True))
 
     @cached_property
     def placed_inputs(self) -> Mapping[tuple[str, str], Placements]:
-        """Of what the graph is given, by role and name."""
+        """Returns the placements of what the graph is given, by role and name."""
         return {(each.role, each.name): self.placed[each.value] for each in self.graph.inputs}
 
 
@@ -99,7 +101,7 @@ class Redistribution:
 
     @property
     def bytes(self) -> int:
-        """Sent or received by the busiest device of each step."""
+        """Counts the bytes that the busiest device of each step sends or receives."""
         return sum(step.bytes for step in self.steps)
 
     @property
@@ -120,7 +122,9 @@ class RedistributionRow(ArtifactModel):
 
 
 class ShardingReport(ArtifactModel):
-    """What a division of the operators costs; the redistributions that communicate."""
+    """Says what a division of the operators costs, and lists the redistributions that
+    communicate.
+    """
 
     mesh: tuple[int, ...]
     minibatch_seconds: NonNegativeFloat
@@ -132,12 +136,12 @@ class ShardingReport(ArtifactModel):
 
 
 def redistributions(assignment: Assignment) -> tuple[Redistribution, ...]:
-    """All of them: first what operators read, in their order, then outputs, then sums of gradients,
-    then what operators add up in their middle.
+    """Returns all redistributions: first what operators read, in their order, then outputs, then
+    sums of gradients, then what operators add up in their middle.
 
     Those that need no communication, such as a slice, are among them.
     """
-    found: dict[tuple[str, Placements, Placements, str], Redistribution] = {}
+    distinct: dict[tuple[str, Placements, Placements, str], Redistribution] = {}
     types = assignment.graph.types()
     for value, target, often in _wanted(assignment):
         source = assignment.placed[value]
@@ -146,18 +150,20 @@ def redistributions(assignment: Assignment) -> tuple[Redistribution, ...]:
         if source != target:
             steps = steps_between(types[value], assignment.mesh, source, target)
             key = value, source, target, often
-            found.setdefault(key, Redistribution(value, source, target, steps, often))
+            distinct.setdefault(key, Redistribution(value, source, target, steps, often))
     inner = (
         inner_sums(call, assignment.strategies[call.name], assignment.mesh)
         for call in assignment.graph.calls
     )
-    return (*found.values(), *chain.from_iterable(inner))
+    return (*distinct.values(), *chain.from_iterable(inner))
 
 
 def inner_sums(
     call: OperatorCall, strategies: Iterable[Strategy], mesh: LinkedMesh
 ) -> tuple[Redistribution, ...]:
-    """Of what the devices add up in the middle of the operator, by its strategies on the axes."""
+    """Returns the redistributions that add up, in the middle of the operator, what the devices
+    have, by its strategies on the axes.
+    """
     source = tuple(each.within for each in strategies)
     target = tuple(Replicate() if each == Partial() else each for each in source)
     if source == target:
@@ -169,11 +175,13 @@ def inner_sums(
 
 def report(assignment: Assignment) -> ShardingReport:
     rows = [each for each in redistributions(assignment) if each.bytes]
-    own, updates = ([e for e in rows if e.often == often] for often in ("minibatch", "update"))
+    minibatch, updates = (
+        [e for e in rows if e.often == often] for often in ("minibatch", "update")
+    )
     return ShardingReport(
         mesh=assignment.mesh.sizes,
-        minibatch_seconds=sum(each.seconds for each in own),
-        minibatch_bytes=sum(each.bytes for each in own),
+        minibatch_seconds=sum(each.seconds for each in minibatch),
+        minibatch_bytes=sum(each.bytes for each in minibatch),
         update_seconds=sum(each.seconds for each in updates),
         update_bytes=sum(each.bytes for each in updates),
         redistributions=tuple(map(_row, rows)),
@@ -181,7 +189,7 @@ def report(assignment: Assignment) -> ShardingReport:
 
 
 def total_seconds(assignment: Assignment) -> float:
-    """Of a minibatch and of an update together."""
+    """Returns the seconds of a minibatch and of an update together."""
     return sum(each.seconds for each in redistributions(assignment))
 
 
@@ -196,8 +204,8 @@ def steps_between(
 def output_target(
     output: StageOutput, placed: Placements, inputs: Mapping[tuple[str, str], Placements]
 ) -> Placements:
-    """How a value is to be placed at the end of the graph. `inputs`: the placements of what the
-    graph is given, by role and name.
+    """Returns how a value is to be placed at the end of the graph. `inputs`: the placements of what
+    the graph is given, by role and name.
     """
     if output.role == "input gradient":
         return inputs["input", output.name]
@@ -207,10 +215,12 @@ def output_target(
 
 
 def _gradient_target(placed: Placements, parameter: Placements) -> Placements:
-    """Partial where it is and the parameter is whole, else as the parameter."""
+    """Returns the placement of a gradient: partial where it is and the parameter is whole, else as
+    the parameter.
+    """
     pairs = zip(placed, parameter, strict=True)
     partial, whole = Partial(), Replicate()
-    return tuple(own if (own, its) == (partial, whole) else its for own, its in pairs)
+    return tuple(source if (source, its) == (partial, whole) else its for source, its in pairs)
 
 
 def _wanted(

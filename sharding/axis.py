@@ -65,13 +65,13 @@ class AxisProblem:
 
     @cached_property
     def nodes(self) -> dict[str, AxisNode]:
-        """In the order of the graph; what is given has the name of its value."""
+        """Lists the nodes in the order of the graph; what is given has the name of its value."""
         nodes: dict[str, AxisNode] = {each.value: each for each in self.graph.inputs}
         return nodes | {call.name: call for call in self.graph.calls}
 
     @cached_property
     def producers(self) -> dict[str, tuple[str, int]]:
-        """Of each value the node that gives it, and as which of its outputs."""
+        """Returns for each value the node that gives it, and as which of its outputs."""
         return {
             value: (name, number)
             for name, node in self.nodes.items()
@@ -81,7 +81,7 @@ class AxisProblem:
 
     @cached_property
     def readers(self) -> Mapping[str, list[tuple[str, int]]]:
-        """Of each value the calls that read it, and as which of their inputs."""
+        """Returns for each value the calls that read it, and as which of their inputs."""
         readers: dict[str, list[tuple[str, int]]] = defaultdict(list)
         for call in self.graph.calls:
             for number, value in enumerate(call.reads):
@@ -97,29 +97,31 @@ class AxisProblem:
 
     @cached_property
     def written(self) -> frozenset[str]:
-        """Values that an operator changes: it must find them where they are."""
+        """Returns the values that an operator changes: it must find them where they are."""
         calls = self.graph.calls
         return frozenset(call.reads[n] for call in calls for n in call.operator.writes)
 
     @cached_property
-    def given(self) -> dict[tuple[str, str], str]:
-        """The values that the graph is given, by role and name."""
+    def input_values(self) -> dict[tuple[str, str], str]:
+        """Returns the values that the graph is given, by role and name."""
         return {(each.role, each.name): each.value for each in self.graph.inputs}
 
     @cached_property
     def gradients(self) -> Mapping[str, list[str]]:
-        """Of what the graph is given the value that is its gradient, and the other way round."""
+        """Maps what the graph is given to the value that is its gradient, and the other way
+        round.
+        """
         pairs: dict[str, list[str]] = defaultdict(list)
         for output in self.graph.outputs:
-            given = self.given.get((output.role.removesuffix(" gradient"), output.name))
-            if given is not None and output.role != "output":
-                pairs[given].append(output.value)
-                pairs[output.value].append(given)
+            primal = self.input_values.get((output.role.removesuffix(" gradient"), output.name))
+            if primal is not None and output.role != "output":
+                pairs[primal].append(output.value)
+                pairs[output.value].append(primal)
         return pairs
 
     def neighbours(self, name: str) -> Iterator[str]:
-        """The nodes that give what this one reads, or read what it gives, and from parameters and
-        inputs to their gradients and back.
+        """Yields the nodes that give what this one reads, or read what it gives, and from
+        parameters and inputs to their gradients and back.
         """
         node = self.nodes[name]
         yield from (self.producers[value][0] for value in reads(node))
@@ -129,7 +131,7 @@ class AxisProblem:
                 yield from (self.producers[other][0] for other in self.gradients[value])
 
     def affected(self, name: str) -> tuple[str, ...]:
-        """The values whose redistributions depend on the strategy of the node."""
+        """Returns the values whose redistributions depend on the strategy of the node."""
         node = self.nodes[name]
         values = [*reads(node), *(value for value in results(node) if value is not None)]
         if isinstance(node, StageInput):
@@ -137,7 +139,7 @@ class AxisProblem:
         return tuple(dict.fromkeys(values))
 
     def options(self, name: str) -> tuple[Strategy, ...]:
-        """The strategies of a node, the replicated one first."""
+        """Returns the strategies of a node, the replicated one first."""
         node = self.nodes[name]
         if isinstance(node, StageInput):
             return tuple(Strategy((), (each,)) for each in self._given_options(node))
@@ -148,7 +150,9 @@ class AxisProblem:
         return sum(step.seconds for step in steps)
 
     def inner_cost(self, name: str, strategy: Strategy) -> tuple[float, int]:
-        """Seconds and number of what the devices add up in the middle of an operator."""
+        """Returns the seconds and number of what the devices add up in the middle of an
+        operator.
+        """
         node = self.nodes[name]
         if isinstance(node, StageInput) or strategy.within != Partial():
             return 0.0, 0
@@ -156,7 +160,7 @@ class AxisProblem:
         return math.fsum(each.seconds for each in sums), len(sums)
 
     def held_bytes(self, value: str, placement: Placement) -> int:
-        """Of the value, on the device that holds most."""
+        """Returns the bytes of the value on the device that holds most."""
         type_, placements = self.types[value], (*self.placed[value], placement)
         sizes = (
             max(local_sizes(size, self.mesh.sizes, placements, dim))
@@ -175,7 +179,7 @@ class AxisProblem:
     def _call_options(
         self, operator: Operator, before: tuple[Strategy, ...]
     ) -> tuple[Strategy, ...]:
-        """What all devices of the axes before can do."""
+        """Returns the strategies that all devices of the axes before can follow."""
         key = operator, before
         if key not in self._cache:
             first, *others = (
@@ -213,24 +217,24 @@ def results(node: AxisNode) -> tuple[str | None, ...]:
 def local_operators(
     operator: Operator, chosen: tuple[Strategy, ...], mesh: Mesh
 ) -> tuple[Operator, ...]:
-    """The operators that devices have when the first axes are divided so: the largest and the
-    smallest, between which there are none.
+    """Returns the operators that devices have when the first axes are divided so: the largest and
+    the smallest, between which there are none.
     """
-    found = [operator]
+    locals_ = [operator]
     for strategy, devices in zip(chosen, mesh, strict=False):
-        found = [
+        locals_ = [
             local_operator(each, strategy, devices, index)
-            for each in found
+            for each in locals_
             for index in dict.fromkeys((0, devices - 1))
         ]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(locals_))
 
 
 def _chunk_numbers(
     operators: Iterable[Operator], devices: int, requested: Iterable[Placement]
 ) -> tuple[int, ...]:
-    """The numbers of chunks that are of use: those requested, and those that operators most often
-    make of a dimension, or make one of.
+    """Returns the numbers of chunks that are of use: those requested, and those that operators most
+    often make of a dimension, or make one of.
     """
     counts: Counter[int] = Counter()
     for operator in operators:
@@ -243,8 +247,8 @@ def _chunk_numbers(
             if 1 in numbers:
                 counts.update(numbers - {1})
     frequent = [number for number, _ in counts.most_common(_MOST_CHUNKS)]
-    own = (each.chunks for each in requested if isinstance(each, Shard))
-    return tuple(sorted({*frequent, *own} - {1}))
+    numbers_requested = (each.chunks for each in requested if isinstance(each, Shard))
+    return tuple(sorted({*frequent, *numbers_requested} - {1}))
 
 
 def _fits(shape: tuple[int, ...], mesh: Mesh, placements: Placements) -> bool:

@@ -61,18 +61,18 @@ def propagate(
     chosen: dict[str, tuple[Strategy, ...]] = {call.name: () for call in graph.calls}
     for axis in range(len(mesh.sizes)):
         problem = AxisProblem(graph, mesh.first(axis + 1), placed, chosen, placements)
-        found = _AxisSearch(
+        axis_strategies = _AxisSearch(
             problem,
             {value: each[axis] for value, each in values.items()},
             {name: tuple(each[axis] for each in inputs) for name, inputs in operators.items()},
             {name: _local_seconds(each, chosen[name], mesh) for name, each in seconds.items()},
         ).run()
         placed = {
-            value: (*before, found[name].outputs[number])
+            value: (*before, axis_strategies[name].outputs[number])
             for value, before in placed.items()
             for name, number in [problem.producers[value]]
         }
-        chosen = {name: (*before, found[name]) for name, before in chosen.items()}
+        chosen = {name: (*before, axis_strategies[name]) for name, before in chosen.items()}
     return Assignment(graph, mesh, chosen, placed)
 
 
@@ -108,7 +108,7 @@ class _AxisSearch:
 
     @cached_property
     def _options(self) -> dict[str, tuple[Strategy, ...]]:
-        """Of each node those that requests leave."""
+        """Returns the strategies of each node that requests leave."""
         options = {name: self.problem.options(name) for name in self.problem.nodes}
         for value, placement in self.values.items():
             name, number = self.problem.producers[value]
@@ -117,19 +117,19 @@ class _AxisSearch:
                 continue
             left = [each for each in options[name] if each.outputs[number] == placement]
             if not left:
-                ways = {each.outputs[number] for each in options[name]}
+                possible = {each.outputs[number] for each in options[name]}
                 raise UserError(
                     f"values.{value}: {self._target(name)} cannot give it {_show([placement])} on "
-                    f"axis {self._axis}: choose one of {_choices((each,) for each in ways)}"
+                    f"axis {self._axis}: choose one of {_choices((each,) for each in possible)}"
                 )
             options[name] = tuple(left)
         for name, inputs in self.operators.items():
             left = [each for each in options[name] if each.inputs == inputs]
             if not left:
-                ways_in = dict.fromkeys(each.inputs for each in options[name])
+                possible_inputs = dict.fromkeys(each.inputs for each in options[name])
                 raise UserError(
                     f"operators.{name}: {self._target(name)} cannot be divided {_show(inputs)} on "
-                    f"axis {self._axis}: choose one of {_choices(ways_in)}"
+                    f"axis {self._axis}: choose one of {_choices(possible_inputs)}"
                 )
             options[name] = tuple(left)
         return options
@@ -148,11 +148,11 @@ class _AxisSearch:
                 break
 
     def _best(self, name: str, ahead: bool = False) -> Strategy:
-        """Of those that cost as much the first."""
+        """Returns the cheapest strategy; of those that cost as much the first."""
         return min(self._options[name], key=lambda each: self._cost(name, each, ahead))
 
     def _cost(self, name: str, strategy: Strategy, ahead: bool = False) -> _Cost:
-        """Of what depends on the node, as far as it is decided."""
+        """Returns the cost of what depends on the node, as far as it is decided."""
         before = self.chosen.get(name)
         self.chosen[name] = strategy
         costs = [self._value_cost(value) for value in self.problem.affected(name)]
@@ -166,7 +166,7 @@ class _AxisSearch:
             del self.chosen[name]
         else:
             self.chosen[name] = before
-        held = sum(
+        held_bytes = sum(
             self.problem.held_bytes(value, placement)
             for value, placement in zip(
                 results(self.problem.nodes[name]), strategy.outputs, strict=True
@@ -176,11 +176,12 @@ class _AxisSearch:
         sums = strategy.outputs.count(Partial())
         count = sum(count for _, count in costs)
         worse = (not sums if self._gives_gradient(name) else put_off) if ahead else False
-        return _rounded(math.fsum(seconds)), count, worse, held, sums
+        return _rounded(math.fsum(seconds)), count, worse, held_bytes, sums
 
     def _gives_gradient(self, name: str) -> bool:
-        """Of a parameter that is not known to be sharded: it may stay partial, and whatever comes
-        before it can become partial at no cost, so that is the best guess for now.
+        """Tells whether the node gives the gradient of a parameter that is not known to be sharded:
+        it may stay partial, and whatever comes before it can become partial at no cost, so that is
+        the best guess for now.
         """
         values = [value for value in results(self.problem.nodes[name]) if value is not None]
         outputs = [output for value in values for output in self.problem.outputs[value]]
@@ -188,13 +189,15 @@ class _AxisSearch:
             output.role == "parameter gradient"
             and not any(
                 isinstance(each[-1], Shard)
-                for each in self._given("parameter", output.name).values()
+                for each in self._placed_input("parameter", output.name).values()
             )
             for output in outputs
         )
 
     def _puts_off(self, name: str, strategy: Strategy) -> bool:
-        """Whether a sum that the operator reads is not had in full by all devices after it."""
+        """Tells whether a sum that the operator reads is not had in full by all devices after
+        it.
+        """
         node = self.problem.nodes[name]
         sources = [self._placed(value) for value in reads(node)]
         return any(
@@ -203,7 +206,9 @@ class _AxisSearch:
         )
 
     def _later(self, name: str) -> list[float]:
-        """Until all devices have the outputs, of those that nobody has asked for."""
+        """Returns the seconds until all devices have the outputs, for those that nobody has asked
+        for.
+        """
         later = []
         for value in results(self.problem.nodes[name]):
             source = self._placed(value) if value is not None else None
@@ -216,7 +221,7 @@ class _AxisSearch:
         return later
 
     def _value_cost(self, value: str) -> tuple[float, int]:
-        """Seconds and number of the redistributions of a value."""
+        """Returns the seconds and number of the redistributions of a value."""
         source = self._placed(value)
         if source is None:
             return 0.0, 0
@@ -227,7 +232,7 @@ class _AxisSearch:
         return math.fsum(seconds), len(targets)
 
     def _targets(self, value: str) -> dict[Placements, None]:
-        """How those that are decided want a value."""
+        """Returns how the readers that are decided want the value."""
         targets: dict[Placements, None] = {}
         for reader, number in self.problem.readers[value]:
             if reader in self.chosen:
@@ -235,14 +240,14 @@ class _AxisSearch:
                 targets[(*before, self.chosen[reader].inputs[number])] = None
         source = self._placed(value)
         for output in self.problem.outputs[value]:
-            given = self._given(output.role.removesuffix(" gradient"), output.name)
-            if source is not None and (given or output.role == "output"):
-                targets[output_target(output, source, given)] = None
+            placed_input = self._placed_input(output.role.removesuffix(" gradient"), output.name)
+            if source is not None and (placed_input or output.role == "output"):
+                targets[output_target(output, source, placed_input)] = None
         return targets
 
-    def _given(self, role: str, name: str) -> dict[tuple[str, str], Placements]:
-        """The placement of an input or parameter, if it is decided."""
-        value = self.problem.given.get((role, name))
+    def _placed_input(self, role: str, name: str) -> dict[tuple[str, str], Placements]:
+        """Returns the placement of an input or parameter, if it is decided."""
+        value = self.problem.input_values.get((role, name))
         placed = None if value is None else self._placed(value)
         return {} if placed is None else {(role, name): placed}
 
@@ -286,7 +291,7 @@ def _divided(seconds: float, strategy: Strategy, devices: int) -> float:
 
 
 def _rounded(seconds: float) -> float:
-    """So that sums in another order are equal."""
+    """Rounds the time, so that sums in another order are equal."""
     return float(f"{seconds:.9e}")
 
 
@@ -294,5 +299,5 @@ def _show(placements: Iterable[Placement]) -> str:
     return show_placements(tuple(placements))
 
 
-def _choices(ways: Iterable[Iterable[Placement]]) -> str:
-    return " | ".join(sorted(map(_show, ways)))
+def _choices(options: Iterable[Iterable[Placement]]) -> str:
+    return " | ".join(sorted(map(_show, options)))

@@ -23,7 +23,8 @@ _Length: TypeAlias = tuple[float, int, int, int]
 
 @lru_cache(maxsize=10_000)
 def redistribute(tensor: MeshTensor, source: Placements, target: Placements) -> tuple[Step, ...]:
-    """The steps that take the least seconds; of those the fewest bytes, then the fewest steps.
+    """Returns the steps that take the least seconds; of those the fewest bytes, then the fewest
+    steps.
 
     The same arguments give the same steps in every process. Raises ValueError, with a message for
     the user, if the tensor cannot be placed in one of these ways.
@@ -50,8 +51,9 @@ def redistribute(tensor: MeshTensor, source: Placements, target: Placements) -> 
 
 
 def _length(path: tuple[Step, ...]) -> _Length:
-    """Seconds, bytes, steps, and steps that make zeros: the later decide where the earlier are
-    equal. Seconds are added up exactly: those of an all-reduce are those of its two halves.
+    """Returns the length of a path: seconds, bytes, steps, and steps that make zeros: the later
+    decide where the earlier are equal. Seconds are added up exactly: those of an all-reduce are
+    those of its two halves.
     """
     zeros = [step.collective in (Collective.KEEP_ONE, Collective.ZERO_PAD) for step in path]
     return (
@@ -63,8 +65,8 @@ def _length(path: tuple[Step, ...]) -> _Length:
 
 
 def _choices(dims: int, source: Placements, target: Placements) -> tuple[Placement, ...]:
-    """What an axis may be on the way: replicated, partial, or sharded along any dimension, in as
-    many chunks as at either end or in one.
+    """Lists what an axis may be on the way: replicated, partial, or sharded along any dimension, in
+    as many chunks as at either end or in one.
 
     Partial helps even between ends that are not: (Replicate, Shard(0)) becomes (Shard(0), Shard(0))
     at half the bytes of an all-gather if what axis 1 does not hold is padded with zeros, axis 0

@@ -45,7 +45,9 @@ from pipedream.graph.placements.regions import (
 
 
 class Collective(Enum):
-    """What the devices of an axis do together in a step; the last three need no communication."""
+    """Names what the devices of an axis do together in a step; the last three need no
+    communication.
+    """
 
     ALL_GATHER = "all-gather"
     """Shard to Replicate."""
@@ -90,7 +92,7 @@ class MeshTensor:
 
     @staticmethod
     def of(shape: tuple[int, ...], element_bytes: int, mesh: Mesh, link: Link) -> MeshTensor:
-        """With the same link on all axes."""
+        """Makes the tensor, with the same link on all axes."""
         return MeshTensor(shape, element_bytes, mesh, (link,) * len(mesh))
 
 
@@ -108,7 +110,9 @@ class Step:
 
 
 def is_free(mesh: Mesh, placements: Placements, axis: int, placement: Placement) -> bool:
-    """Whether no later axis shards the dimension that `placement` shards, or would on `axis`."""
+    """Tells whether no later axis shards the dimension that `placement` shards, or would on
+    `axis`.
+    """
     return not isinstance(placement, Shard) or not any(
         isinstance(later, Shard) and later.dim == placement.dim and size > 1
         for later, size in zip(placements[axis + 1 :], mesh[axis + 1 :], strict=True)
@@ -118,7 +122,9 @@ def is_free(mesh: Mesh, placements: Placements, axis: int, placement: Placement)
 def make_step(
     tensor: MeshTensor, source: Placements, axis: int, placement: Placement
 ) -> Step | None:
-    """The step from `source` to `placement` on the axis; None if one step does not lead there."""
+    """Returns the step from `source` to `placement` on the axis; None if one step does not lead
+    there.
+    """
     current = source[axis]
     if current == placement:
         return None
@@ -143,7 +149,7 @@ def make_step(
 def steps_from(
     tensor: MeshTensor, source: Placements, choices: Sequence[Placement]
 ) -> Iterator[Step]:
-    """All steps from `source` to one of the `choices` on an axis: the first axis first."""
+    """Yields all steps from `source` to one of the `choices` on an axis: the first axis first."""
     for axis in range(len(source)):
         for placement in choices:
             step = make_step(tensor, source, axis, placement)
@@ -207,7 +213,7 @@ def _exchanged(
 
 @lru_cache(maxsize=100_000)
 def _exchanged_in_group(shape: tuple[int, ...], devices: int, before: Shard, after: Shard) -> int:
-    """The same for one group, which holds a tensor of this shape."""
+    """Returns the same for one group, which holds a tensor of this shape."""
     busiest = 0
     for device in range(devices):
         old = held_region(shape, (devices,), (before,), device)

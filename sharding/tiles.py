@@ -39,7 +39,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class TileTransfers:
-    """What is sent between two stages: first `sends`, then `gathers` among the target devices."""
+    """Lists what is sent between two stages: first `sends`, then `gathers` among the target
+    devices.
+    """
 
     sends: tuple[Transfer, ...]
     """From source to target devices; at most one for each pair."""
@@ -47,15 +49,17 @@ class TileTransfers:
     """From target to target devices; at most one for each pair."""
 
     def sent(self, element_bytes: int) -> dict[int, int]:
-        """Bytes that source devices send, by device; those that send nothing are left out."""
+        """Returns the bytes that source devices send, by device; those that send nothing are left
+        out.
+        """
         return _bytes(element_bytes, ((each.source, each.region) for each in self.sends))
 
     def received(self, element_bytes: int) -> dict[int, int]:
-        """Bytes that target devices receive from source devices."""
+        """Returns the bytes that target devices receive from source devices."""
         return _bytes(element_bytes, ((each.target, each.region) for each in self.sends))
 
     def gathered(self, element_bytes: int) -> dict[int, int]:
-        """Bytes that target devices receive from each other."""
+        """Returns the bytes that target devices receive from each other."""
         return _bytes(element_bytes, ((each.target, each.region) for each in self.gathers))
 
 
@@ -65,8 +69,8 @@ def match_tiles(
     target: tuple[Mesh, Placements],
     gather: bool = True,
 ) -> TileTransfers:
-    """What is sent so that the target devices hold the tensor; the same in every process. Without
-    `gather` each target device is sent all that it holds.
+    """Lists what is sent so that the target devices hold the tensor; the same in every process.
+    Without `gather` each target device is sent all that it holds.
 
     Of several devices that could send a region, the one that sends least so far does. Neither side
     may be partial: sums are made within the stage first (`redistribution`), since every term sent
@@ -85,7 +89,7 @@ def match_tiles(
 
 
 def _tiles(shape: tuple[int, ...], mesh: Mesh, placements: Placements) -> dict[Region, list[int]]:
-    """The regions that devices hold, and the devices that hold each; without empty ones."""
+    """Returns the regions that devices hold, and the devices that hold each; without empty ones."""
     tiles = defaultdict(list)
     for device in range(device_count(mesh)):
         region = held_region(shape, mesh, placements, device)
@@ -95,8 +99,8 @@ def _tiles(shape: tuple[int, ...], mesh: Mesh, placements: Placements) -> dict[R
 
 
 def _shares(tile: Region, devices: list[int]) -> list[tuple[int, Region]]:
-    """The tile in disjoint parts, one for each device, cut along its longest dimension; without
-    empty ones.
+    """Returns the tile in disjoint parts, one for each device, cut along its longest dimension;
+    without empty ones.
     """
     if len(devices) == 1 or not tile.dims:
         return [(devices[0], tile)]
@@ -113,7 +117,7 @@ def _shares(tile: Region, devices: list[int]) -> list[tuple[int, Region]]:
 def _balanced(
     tiles: dict[Region, list[int]], shares: list[tuple[int, Region]]
 ) -> tuple[Transfer, ...]:
-    """Each share as transfers from the tiles that it lies in."""
+    """Returns each share as transfers from the tiles that it lies in."""
     load: dict[int, int] = defaultdict(int)
     sends = []
     for device, share in shares:

@@ -56,7 +56,9 @@ def check_backward_passes(called: Counter[str], exported: fx.GraphModule) -> Non
 
 
 def _functions(output: object) -> Iterator[str]:
-    """The names of the user's functions in the autograd graph behind `output`, one per call."""
+    """Yields the names of the user's functions in the autograd graph behind `output`, one per
+    call.
+    """
     leaves = pytree.tree_leaves(output)
     nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
     seen = set()

@@ -27,9 +27,9 @@ class ComputeTypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(each, Tensor) and each.requires_grad for each in given):
-            for each in pytree.tree_leaves(result):
-                if isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex()):
-                    self.types.add(each.dtype.to_real())
+        arguments = pytree.tree_leaves((args, kwargs))
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments):
+            for leaf in pytree.tree_leaves(result):
+                if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                    self.types.add(leaf.dtype.to_real())
         return result

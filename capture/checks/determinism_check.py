@@ -93,8 +93,8 @@ def _same_again(
     program: ExportedProgram,
     export: Callable[[], ExportedProgram],
 ) -> bool:
-    """Whether the state that a call left behind does not change the next export, nor is a tensor
-    that the program reads: each call would read another one.
+    """Tells whether the state that a call left behind does not change the next export, nor is a
+    tensor that the program reads: each call would read another one.
     """
     read = {id(constant) for constant in program.constants.values()}
     if any(read & _tensors(old) for old, _ in changes):
@@ -111,7 +111,7 @@ def _same_again(
 
 
 def _tensors(attribute: _Attribute) -> set[int]:
-    """The identities of the tensors that it was, or had in its list or dict."""
+    """Returns the identities of the tensors that it was, or had in its list or dict."""
     items = attribute.items.values() if isinstance(attribute.items, dict) else attribute.items
     return {id(each) for each in (attribute.value, *(items or ())) if isinstance(each, Tensor)}
 
@@ -148,7 +148,7 @@ class _Attribute:
             del vars(self.module)[self.key]
 
     def now(self) -> object:
-        """A key that tells its values apart."""
+        """Returns a key that tells its values apart."""
         value = vars(self.module).get(self.key, _ABSENT)
         return value if isinstance(value, _PLAIN) else (id(value), repr(_ids(value)))
 
@@ -165,7 +165,7 @@ def _attributes(model: nn.Module) -> dict[tuple[nn.Module, str], _Attribute]:
 
 
 def _ids(value: Any) -> Any:
-    """The identities of the objects in a list, dict or set."""
+    """Returns the identities of the objects in a list, dict or set."""
     items = value.values() if type(value) is dict else _items(value) or ()
     return [each if isinstance(each, _PLAIN) else id(each) for each in items]
 
@@ -191,7 +191,9 @@ def _same_items(one: Any, other: Any) -> bool:
 
 
 def _line_that_changes(probe: Callable[[], object], call: Callable[[], object]) -> str:
-    """`FILE:LINE: ` of the user's line in which `probe()` changes while `call()` runs, or empty."""
+    """Returns `FILE:LINE: ` of the user's line in which `probe()` changes while `call()` runs, or
+    empty.
+    """
     before, last, changed_at = probe(), "", ""
 
     def look(frame: FrameType, event: str, _: Any) -> Any:

@@ -41,7 +41,7 @@ some are zero but for rounding.
 
 @dataclass(frozen=True)
 class Tolerance:
-    """By how much a figure may differ between two ways to compute it.
+    """Says by how much a figure may differ between two ways to compute it.
 
     `relative`: in parts of its size; `rounding`: by name in which part of its size it changes if
     all parameters are rounded once; `gradients`: root mean square of an element of all gradients.
@@ -53,7 +53,9 @@ class Tolerance:
 
     @staticmethod
     def of(figures: Figures, rounded: Figures, dtype: torch.dtype) -> Tolerance:
-        """For operators that compute in `dtype`. `rounded`: of parameters that were rounded."""
+        """Returns the tolerance for operators that compute in `dtype`. `rounded`: of parameters
+        that were rounded.
+        """
         rounding, squares, elements = dict[str, float](), 0.0, 0
         for name, figure in figures.items():
             if figure is None:
@@ -67,12 +69,12 @@ class Tolerance:
 
     @property
     def of_lower_type(self) -> bool:
-        """Whether small figures may be nothing but rounding."""
+        """Tells whether small figures may be nothing but rounding."""
         return self.relative > _RELATIVE[torch.float32]
 
     def most(self, name: str, value: Tensor, rounded: Tensor | None = None) -> float:
-        """The largest distance from this figure, as `distance` has it. `rounded`: the same figure
-        where all numbers were rounded otherwise, if it is known.
+        """Returns the largest distance from this figure, as `distance` has it. `rounded`: the same
+        figure where all numbers were rounded otherwise, if it is known.
         """
         size = _norm(value)
         most = max(self.relative, _OF_ROUNDING * self.rounding.get(name, 0.0)) * size
@@ -85,12 +87,12 @@ class Tolerance:
 
 
 def gradient_of(name: str) -> str:
-    """What the gradient of a parameter is called."""
+    """Returns what the gradient of a parameter is called."""
     return f"{_GRADIENT}{name}"
 
 
 def buffer_of(name: str) -> str:
-    """What a buffer after the forward pass is called."""
+    """Returns what a buffer after the forward pass is called."""
     return f"buffer {name}"
 
 
@@ -98,7 +100,7 @@ _GRADIENT = "the gradient of "
 
 
 def is_gradient(name: str) -> bool:
-    """Whether a figure is the gradient of a parameter."""
+    """Tells whether a figure is the gradient of a parameter."""
     return name.startswith(_GRADIENT)
 
 
@@ -138,35 +140,35 @@ def check_equivalence(
 
     with torch.set_grad_enabled(loss is not None):
         with ComputeTypes() as used:
-            own = passes(of_model, parameters)
-        found = passes(of_captured, parameters)
+            expected = passes(of_model, parameters)
+        actual = passes(of_captured, parameters)
         dtype = _coarsest({each.dtype.to_real() for each in model.parameters()} | used.types)
         if loss is None:
-            _compare(model, own, found, Tolerance(_RELATIVE[dtype], {}, 0.0))
+            _compare(model, expected, actual, Tolerance(_RELATIVE[dtype], {}, 0.0))
             return None
         rounded = rounded_once(parameters, dtype)
-        tolerance = Tolerance.of(found, passes(lambda: of_captured(rounded), rounded), dtype)
-    _compare(model, own, found, tolerance)
+        tolerance = Tolerance.of(actual, passes(lambda: of_captured(rounded), rounded), dtype)
+    _compare(model, expected, actual, tolerance)
     return tolerance
 
 
-def _compare(model: nn.Module, own: Figures, found: Figures, tolerance: Tolerance) -> None:
+def _compare(model: nn.Module, original: Figures, actual: Figures, tolerance: Tolerance) -> None:
     name = type(model).__name__
-    if own.keys() != found.keys():
+    if original.keys() != actual.keys():
         raise UserError(
-            f"self-check: {name} gives {', '.join(own)}, and captured {', '.join(found)}"
+            f"self-check: {name} gives {', '.join(original)}, and captured {', '.join(actual)}"
         )
-    for what, expected in own.items():
-        reference = expected if expected is not None else found[what]
+    for what, expected in original.items():
+        reference = expected if expected is not None else actual[what]
         if reference is None:
             continue
         most = tolerance.most(what, reference)
-        if (apart := distance(expected, found[what], is_gradient(what))) > most:
+        if (apart := distance(expected, actual[what], is_gradient(what))) > most:
             raise UserError(difference(what, f"{name} as captured", apart, _norm(reference), most))
 
 
 def difference(what: str, where: str, apart: float, size: float, most: float) -> str:
-    """The message for a figure that differs."""
+    """Writes the message for a figure that differs."""
     return (
         f"self-check: {what} in {where} differs from the model's own by {apart:.3g} (it is "
         f"{size:.3g} large; rounding explains {most:.2g}): this would train something else; please "
@@ -175,7 +177,8 @@ def difference(what: str, where: str, apart: float, size: float, most: float) ->
 
 
 def distance(one: Tensor | None, other: Tensor | None, gradients: bool = False) -> float:
-    """The norm of the difference; infinite for other shapes or types, or if one alone is finite.
+    """Returns the norm of the difference; infinite for other shapes or types, or if one alone is
+    finite.
 
     A missing gradient counts as zero.
     """
@@ -196,7 +199,7 @@ def distance(one: Tensor | None, other: Tensor | None, gradients: bool = False) 
 
 
 def as_double(tensor: Tensor) -> Tensor:
-    """Its numbers in float64, those of complex ones in pairs."""
+    """Returns its numbers in float64, those of complex ones in pairs."""
     tensor = tensor.detach()
     return (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).double()
 
@@ -209,7 +212,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _norm_at_once(tensor: Tensor) -> float:
-    """Without copies in float64: models are large."""
+    """Returns the norm without copies in float64: models are large."""
     return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
 
 
@@ -218,7 +221,9 @@ def _coarsest(types: Set[torch.dtype]) -> torch.dtype:
 
 
 def any_loss(output: Any) -> Tensor:
-    """A number that depends on all elements of what a model returns, each in another way."""
+    """Returns a number that depends on all elements of what a model returns, each in another
+    way.
+    """
     generator, total = torch.Generator().manual_seed(0), torch.zeros((), dtype=torch.float64)
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Tensor) and leaf.requires_grad:
@@ -229,7 +234,7 @@ def any_loss(output: Any) -> Tensor:
 
 
 def of_loss(value: Tensor, parameters: Mapping[str, Tensor]) -> Figures:
-    """The loss, and its gradients by these parameters."""
+    """Returns the loss, and its gradients by these parameters."""
     if not value.requires_grad or not parameters:
         return {"the loss": value.detach()}
     before = [parameter.grad for parameter in parameters.values()]
@@ -248,7 +253,7 @@ def of_loss(value: Tensor, parameters: Mapping[str, Tensor]) -> Figures:
 
 
 def _outputs(output: Any) -> Figures:
-    """The tensors that a model returns, and in their names what else it returns."""
+    """Returns the tensors that a model returns, and in their names what else it returns."""
     leaves = pytree.tree_leaves(output)
     return {
         f"output {number} ({type(leaf).__name__}{'' if isinstance(leaf, Tensor) else f' {leaf}'})"

@@ -85,7 +85,9 @@ _TAKEN = frozenset({*dir(fx.GraphModule), "meta"}) - {*dir(nn.Module)}
 
 
 def capture_error(error: BaseException, model: nn.Module, where: str = "") -> UserError:
-    """The UserError for an error that `model` raised during the capture, or at `FILE:LINE: `."""
+    """Returns the UserError for an error that `model` raised during the capture, or at `FILE:LINE:
+    `.
+    """
     known = f"{type(error).__name__}: {error}"
     reason = next((means for sign, means in _KNOWN if re.search(sign, known)), None)
     if isinstance(error, UserError):
@@ -106,17 +108,17 @@ def capture_error(error: BaseException, model: nn.Module, where: str = "") -> Us
 
 
 def _passed(error: BaseException, folder: str) -> bool:
-    """Whether the error came through code of this folder."""
+    """Tells whether the error came through code of this folder."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(folder in frame.filename for frame in frames)
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str:
-    """`; in layer.3: Linear(in_features=4, out_features=4, bias=True), given [2, 5]` for the
-    innermost module of `model` whose call raised the error, or empty.
+    """Returns `; in layer.3: Linear(in_features=4, out_features=4, bias=True), given [2, 5]` for
+    the innermost module of `model` whose call raised the error, or empty.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    found, traceback_ = "", error.__traceback__
+    place, traceback_ = "", error.__traceback__
     while traceback_ is not None:
         frame, traceback_ = traceback_.tb_frame, traceback_.tb_next
         known = frame.f_locals
@@ -127,14 +129,14 @@ def failing_module(error: BaseException, model: nn.Module) -> str:
             continue
         path, shown = paths[id(module)], " ".join(module.extra_repr().split())
         inputs = pytree.tree_leaves((known.get("args"), known.get("kwargs")))
-        given = ", ".join(_kind(each) for each in inputs if isinstance(each, torch.Tensor))
+        shapes = ", ".join(_kind(each) for each in inputs if isinstance(each, torch.Tensor))
         layer = f"{type(module).__name__}({shown[:_LONGEST_REPR]})" if path else "the model itself"
-        found = f"; in {path + ': ' if path else ''}{layer}" + f", given {given}" * bool(given)
-    return found
+        place = f"; in {path + ': ' if path else ''}{layer}" + f", given {shapes}" * bool(shapes)
+    return place
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """`[2, 5]`, with the type if that is not the usual one."""
+    """Returns `[2, 5]`, with the type if that is not the usual one."""
     usual = tensor.dtype == torch.get_default_dtype()
     return f"{list(tensor.shape)}" + f" of {str(tensor.dtype)[6:]}" * (not usual)
 
@@ -146,18 +148,20 @@ def blaming_modules(source: str, model: nn.Module) -> Iterator[None]:
         with blaming(source):
             yield
     except UserError as error:
-        told = failing_module(error.__cause__, model) if error.__cause__ else ""
-        raise UserError(error.message + told) from error
+        named_module = failing_module(error.__cause__, model) if error.__cause__ else ""
+        raise UserError(error.message + named_module) from error
 
 
 def cannot_capture(model: nn.Module, reason: str, where: str = "") -> UserError:
-    """The UserError for `reason`; `where` is `FILE:LINE: `, by default of the user's forward."""
+    """Returns the UserError for `reason`; `where` is `FILE:LINE: `, by default of the user's
+    forward.
+    """
     name = type(model).__name__
     return UserError(f"{where or _forward(model)}{name} cannot be captured: {reason}")
 
 
 def place_of(node: fx.Node) -> str:
-    """`FILE:LINE: ` of the code that called an operator of an exported graph, or empty."""
+    """Returns `FILE:LINE: ` of the code that called an operator of an exported graph, or empty."""
     parts = (each for each in node.all_input_nodes if each.op == "get_attr")
     regions = (getattr(node.graph.owning_module, str(part.target), None) for part in parts)
     inside = [
@@ -179,11 +183,11 @@ def noting_lines() -> Iterator[None]:
     """
 
     def ours(_tracer: object, frames: traceback.StackSummary) -> traceback.StackSummary:
-        own = (each for each in frames if each.name == "forward" or is_the_users(each.filename))
-        return traceback.StackSummary.from_list(own)
+        shown = (each for each in frames if each.name == "forward" or is_the_users(each.filename))
+        return traceback.StackSummary.from_list(shown)
 
-    own = "_filter_traceback_frames"  # older versions of torch lack it
-    with patch.object(fx.proxy.TracerBase, own, ours, create=True):
+    filter_name = "_filter_traceback_frames"  # older versions of torch lack it
+    with patch.object(fx.proxy.TracerBase, filter_name, ours, create=True):
         yield
 
 
@@ -224,8 +228,8 @@ def check_model(model: nn.Module) -> None:
             )
         if module._backward_hooks or module._backward_pre_hooks:
             raise cannot_capture(model, _hooked(_called(path)))
-    own = (*model._parameters, *model._buffers, *model._modules)
-    for name in sorted(_TAKEN.intersection(own)):
+    names = (*model._parameters, *model._buffers, *model._modules)
+    for name in sorted(_TAKEN.intersection(names)):
         raise cannot_capture(model, f"its {name} has a name that torch.fx needs itself: rename it")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
@@ -248,7 +252,8 @@ def check_inputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def check_output(model: nn.Module, args: object, output: object) -> None:
-    """A forward hook that raises UserError if an output is neither a tensor nor a plain value.
+    """Makes a forward hook that raises UserError if an output is neither a tensor nor a plain
+    value.
 
     torch.export would fail, but with another error in each version of torch.
     """
@@ -275,12 +280,14 @@ def _hooked(what: str) -> str:
 
 
 def _place_in_library(error: BaseException) -> str:
-    """`FILE:LINE: ` of the last line in a library other than torch and this package, or empty."""
-    own = (str(Path(torch.__file__).parent), *package_folders())
+    """Returns `FILE:LINE: ` of the last line in a library other than torch and this package, or
+    empty.
+    """
+    our_folders = (str(Path(torch.__file__).parent), *package_folders())
     theirs = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" in frame.filename and not frame.filename.startswith(own)
+        if "site-packages" in frame.filename and not frame.filename.startswith(our_folders)
     ]
     if not theirs:
         return ""

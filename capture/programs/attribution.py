@@ -24,12 +24,12 @@ from torch.utils import _pytree as pytree
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.node_modules import preserve_model_state
-from pipedream.capture.programs.cut import writes
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.draws import is_draw, note_seed
 from pipedream.capture.programs.joint import CannotDivide, End, joint
 from pipedream.capture.programs.loss_end import LossEnd, Target
 from pipedream.capture.programs.means import divisible
+from pipedream.capture.programs.split_passes import writes
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.graph.placements.operators import OperatorGraph
 
@@ -79,8 +79,8 @@ def attribute(
     labels.finish(traced.module.graph)
     writes(traced)  # what a run would refuse is refused here
     summed = divisible(traced)
-    graph, made = describe(summed), {node.name: node for node in summed.module.graph.nodes}
-    written = {call.name: made[call.name].meta[_LABEL] for call in graph.calls}
+    graph, traced_nodes = describe(summed), {node.name: node for node in summed.module.graph.nodes}
+    written = {call.name: traced_nodes[call.name].meta[_LABEL] for call in graph.calls}
     return Attributed(
         graph,
         {name: node for name, (node, _) in written.items()},
@@ -90,8 +90,8 @@ def attribute(
 
 @contextmanager
 def _model_on(captured: Captured, device: torch.device) -> Iterator[Segment]:
-    """All nodes as one segment on the device; a fake model stays on the CPU, where it claims to be.
-    On exit the model is back where it was.
+    """Gives all nodes as one segment on the device; a fake model stays on the CPU, where it claims
+    to be. On exit the model is back where it was.
     """
     whole = segment(captured, captured.working, keep=captured.outputs)
     tensors = (*captured.module.parameters(), *captured.module.buffers())
@@ -116,11 +116,15 @@ class _Labels:
         """Those that exist stay alive, as another might get the identity of one that does not."""
 
     def seed(self) -> None:
-        """As in a run, where each draw has a seed of its own: so each is an input of the passes."""
+        """Gives the next draw a seed of its own, as in a run: so each seed is an input of the
+        passes.
+        """
         note_seed(nn.Identity())
 
     def ran(self, node: str, result: Any) -> None:
-        """Called in the forward pass after an operator of `node`."""
+        """Labels, after an operator of `node` in the forward pass, what was recorded for it, and
+        has its backward pass labelled.
+        """
         mode = get_proxy_mode()
         if mode is None:
             return
@@ -131,7 +135,7 @@ class _Labels:
             function.register_prehook(lambda _gradients: self._begin_backward(node))
 
     def ending(self, end: End, node: str) -> End:
-        """The same, as operators of `node`."""
+        """Returns the same, as operators of `node`."""
 
         def labelled(outputs: Sequence[Tensor], values: Sequence[Tensor]) -> Sequence[Tensor]:
             results = end(outputs, values)
@@ -147,10 +151,10 @@ class _Labels:
 
     def write(self, graph: fx.Graph) -> None:
         """Labels what was recorded since the last call."""
-        for each in reversed(graph.nodes):
-            if _LABEL in each.meta:
+        for node in reversed(graph.nodes):
+            if _LABEL in node.meta:
                 break
-            each.meta[_LABEL] = self.running
+            node.meta[_LABEL] = self.running
 
     def _begin_backward(self, node: str) -> None:
         assert self.graph is not None
@@ -158,7 +162,7 @@ class _Labels:
         self.running = (node, True)
 
     def _new(self, result: Any) -> Iterator[AutogradNode]:
-        """The autograd functions that were created for this result since the last call."""
+        """Yields the autograd functions that were created for this result since the last call."""
         leaves = pytree.tree_leaves(result)
         reached = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
         while reached:
@@ -170,8 +174,8 @@ class _Labels:
 
 
 def _labelling(module: fx.GraphModule, owner: Mapping[str, str], labels: _Labels) -> fx.GraphModule:
-    """The same module, which calls `labels.ran` after each operator, and `labels.seed` before one
-    that draws random numbers.
+    """Returns the same module, which calls `labels.ran` after each operator, and `labels.seed`
+    before one that draws random numbers.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -185,7 +189,7 @@ def _labelling(module: fx.GraphModule, owner: Mapping[str, str], labels: _Labels
 
 
 def _state(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that the module reads, by name."""
+    """Yields the parameters and buffers that the module reads, by name."""
     for node in module.graph.find_nodes(op="get_attr"):
         value = operator.attrgetter(str(node.target))(module)
         if isinstance(value, Tensor):

@@ -63,10 +63,10 @@ class DividedBatchNorm:
         momentum: float,
         eps: float,
     ) -> Sequence[Tensor]:
-        own, count = data.numel() // data.shape[1], self.count
-        own_mean, own_variance = _statistics(data, self.dtype)
-        mean = self.add_up(0, own_mean * own) / count
-        squares = self.add_up(1, (own_variance + (own_mean - mean).square()) * own)
+        local_count, count = data.numel() // data.shape[1], self.count
+        local_mean, local_variance = _statistics(data, self.dtype)
+        mean = self.add_up(0, local_mean * local_count) / count
+        squares = self.add_up(1, (local_variance + (local_mean - mean).square()) * local_count)
         _update(running_mean, mean, momentum)
         _update(running_var, squares / (count - 1), momentum)
         variance = squares / count
@@ -99,15 +99,15 @@ class DividedBatchNorm:
             through = -of_weight * scale, -of_bias * scale
             of_data += torch.native_batch_norm(data, *through, *known, False, 0.0, 0.0)[0]
         results = of_data, of_weight.contiguous(), of_bias.contiguous()
-        return [each if own else None for each, own in zip(results, wanted, strict=True)]
+        return [each if needed else None for each, needed in zip(results, wanted, strict=True)]
 
     def _exact(self, tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.to(self.dtype)
 
 
 def _statistics(data: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each channel. Their type is that of running statistics, which are new
-    ones here.
+    """Returns the mean and variance of each channel. Their type is that of running statistics,
+    which are new ones here.
     """
     running = torch.zeros(data.shape[1], dtype=dtype, device=data.device)
     mean, variance = torch.batch_norm_update_stats(data, running, running.clone(), 0.0)

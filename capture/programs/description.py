@@ -34,8 +34,8 @@ _WRITES_STATISTICS = (
 
 
 def describe(joint: Joint) -> OperatorGraph:
-    """The graph with all its operators, named as its nodes are; output k of an operator that has
-    several is `name.k`.
+    """Describes the graph with all its operators, named as its nodes are; output k of an operator
+    that has several is `name.k`.
     """
     calls = [
         _call(node)
@@ -48,7 +48,7 @@ def describe(joint: Joint) -> OperatorGraph:
 
 
 def value_name(node: fx.Node) -> str:
-    """The name of the value that a node has in the description."""
+    """Returns the name of the value that a node has in the description."""
     if node.target is operator.getitem:
         source, index = node.args
         assert isinstance(source, fx.Node)
@@ -64,8 +64,8 @@ def execute(described: Operator, inputs: Sequence[Tensor]) -> tuple[Tensor | Non
 
 
 def executable(described: Operator) -> torch._ops.OpOverload:
-    """What computes it. Tensors may lie in memory in another way than where it was traced, so a
-    view is a reshape.
+    """Returns what computes the operator. Tensors may lie in memory in another way than where it
+    was traced, so a view is a reshape.
     """
     target: Any = torch.ops
     for part in described.target.replace("aten.view.default", "aten.reshape.default").split("."):
@@ -77,7 +77,9 @@ def executable(described: Operator) -> torch._ops.OpOverload:
 def read_arguments(
     described: Operator, inputs: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call of the operator, with these inputs: tensors, or nodes of a graph."""
+    """Returns the arguments of a call of the operator, with these inputs: tensors, or nodes of a
+    graph.
+    """
     arguments = tuple(_read(each, inputs) for each in described.arguments)
     return arguments, {name: _read(value, inputs) for name, value in described.keywords}
 
@@ -85,7 +87,9 @@ def read_arguments(
 def describe_operator(
     target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> tuple[Operator, list[Any]]:
-    """The operator, and its inputs in their order. These are tensors, or nodes that have one."""
+    """Describes the operator, and returns its inputs in their order. These are tensors, or nodes
+    that have one.
+    """
     sources: list[Any] = []
     arguments = tuple(_plain(each, sources) for each in args)
     keywords = tuple((name, _plain(value, sources)) for name, value in kwargs.items())

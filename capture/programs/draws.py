@@ -37,8 +37,8 @@ class Draws:
 
 
 def note_seed(hook: nn.Module) -> bool:
-    """For a module that seeds the generator for the operator after it: whether its call is noted,
-    since the operators are only traced. The programs call `hook` when they run.
+    """Tells, for a module that seeds the generator for the operator after it, whether its call is
+    noted, since the operators are only traced. The programs call `hook` when they run.
     """
     mode, noted = get_proxy_mode(), _noted.get()
     if mode is None or noted is None:
@@ -49,7 +49,9 @@ def note_seed(hook: nn.Module) -> bool:
 
 @contextmanager
 def noting_seeds() -> Iterator[None]:
-    """Context of a trace: the nodes that draw know afterwards by which hook they were seeded."""
+    """Gives the context of a trace: the nodes that draw know afterwards by which hook they were
+    seeded.
+    """
     noted: _Noted = []
     token = _noted.set(noted)
     try:
@@ -114,8 +116,9 @@ def copy_seeded(
 
 
 def _copied(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """`bernoulli.p` draws into contiguous memory, whatever it is given; what it stands for since
-    the graph was made functional, `bernoulli_`, in the order in which the memory lies.
+    """Copies a draw. `bernoulli.p` draws into contiguous memory, whatever it is given; in its place
+    comes what it stands for since the graph was made functional, `bernoulli_`, in the order in
+    which the memory lies.
     """
     like = node.args[0] if node.args else None
     if node.target is not torch.ops.aten.bernoulli.p or not isinstance(like, fx.Node):
@@ -127,7 +130,7 @@ def _copied(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node]) -
 
 
 def _empty_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """In the place of data of which only the shape is read."""
+    """Makes a tensor in the place of data of which only the shape is read."""
     value = node.meta["val"]
     where = {"dtype": value.dtype, "device": value.device}
     sizes = list(value.shape), list(value.stride())
@@ -135,7 +138,9 @@ def _empty_like(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _members(graph: fx.Graph) -> set[fx.Node]:
-    """The draws that need no data, what is computed of them alone, and what they are made of."""
+    """Returns the draws that need no data, what is computed of them alone, and what they are made
+    of.
+    """
     barred = set[fx.Node]()
     while True:
         free = _free(graph, barred)
@@ -153,7 +158,7 @@ def _members(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _free(graph: fx.Graph, barred: Set[fx.Node]) -> set[fx.Node]:
-    """The operators that need neither data nor what is `barred`."""
+    """Returns the operators that need neither data nor what is `barred`."""
     free = set[fx.Node]()
     for node in graph.nodes:
         if node.op != "call_function" or node in barred:
@@ -172,7 +177,7 @@ def _reads_shape_alone(node: fx.Node) -> bool:
 
 
 def _unfit(graph: fx.Graph, members: Set[fx.Node]) -> set[fx.Node]:
-    """Of the members those that have to stay: draws whose seed another draw shares that stays."""
+    """Returns the members that have to stay: draws whose seed another draw shares that stays."""
     draws = [node for node in graph.nodes if is_draw(node)]
     staying = {node.meta.get(HOOK) for node in draws if node not in members}
     return {node for node in members if is_draw(node) and node.meta.get(HOOK) in staying}

@@ -21,8 +21,8 @@ from pipedream.capture.rewrites.writes import changes_something, declared
 
 
 def make_functional(traced: fx.GraphModule) -> fx.GraphModule:
-    """The same graph without writes but into placeholders, which come after what read them. What
-    the nodes' meta says is kept.
+    """Returns the same graph without writes but into placeholders, which come after what read them.
+    What the nodes' meta says is kept.
     """
     if all(each.op == "placeholder" for node in traced.graph.nodes for each in declared(node)):
         return traced

@@ -82,14 +82,17 @@ def joint(
             name: weight.detach().requires_grad_(name in learned)
             for name, weight in zip(names, weights, strict=True)
         }
-        own = [x.detach().requires_grad_(w) for x, w in zip(given, wants, strict=True)]
+        input_leaves = [x.detach().requires_grad_(w) for x, w in zip(given, wants, strict=True)]
         with noting_seeds(), precision:
-            results: Sequence[Tensor] = functional_call(module, leaves, tuple(own[:taken]))
+            results: Sequence[Tensor] = functional_call(module, leaves, tuple(input_leaves[:taken]))
             if end is not None:
-                results = end(results, own)
+                results = end(results, input_leaves)
         differentiable[:] = [k for k, result in enumerate(results) if result.requires_grad]
         ends = [results[k] for k in differentiable]
-        wanted = [*(x for x in own if x.requires_grad), *(leaves[name] for name in learned)]
+        wanted = [
+            *(x for x in input_leaves if x.requires_grad),
+            *(leaves[name] for name in learned),
+        ]
         gradients: Sequence[Tensor | None] = [None] * len(wanted)
         if tangents and wanted:
             gradients = torch.autograd.grad(ends, wanted, tangents, allow_unused=True)
@@ -132,7 +135,7 @@ def _check(module: fx.GraphModule) -> None:
 
 
 def _drop_renaming(traced: fx.GraphModule) -> None:
-    """Without autograd, a detached tensor is the tensor."""
+    """Removes operators that only rename: without autograd, a detached tensor is the tensor."""
     for node in list(traced.graph.nodes):
         if node.target in _RENAMING:
             node.replace_all_uses_with(node.args[0])

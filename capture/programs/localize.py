@@ -40,8 +40,9 @@ _GIVEN_WHOLE = frozenset(("draw", "constant"))
 
 
 @dataclass(frozen=True)
-class Ends:
-    """How values come to a graph and leave it, by name, where that is not as the assignment says.
+class BoundaryPlacements:
+    """Says how values come to a graph and leave it, by name, where that is not as the assignment
+    says.
 
     `whole_inputs`: each device has all of these, and of their gradients. `outputs`: instead of
     whole. `gradients`: of parameters, such as partial where those of other graphs are, which they
@@ -53,17 +54,21 @@ class Ends:
     gradients: Mapping[str, Placements] = field(default_factory=dict)
 
 
-_AS_ASSIGNED = Ends()
+_AS_ASSIGNED = BoundaryPlacements()
 
 
 def localize(
-    joint: Joint, assignment: Assignment, device: int, move: Move, ends: Ends = _AS_ASSIGNED
+    joint: Joint,
+    assignment: Assignment,
+    device: int,
+    move: Move,
+    boundary: BoundaryPlacements = _AS_ASSIGNED,
 ) -> Joint:
     """Returns the graph that `device` executes. Parameters, inputs and tangents are local, placed
     as the assignment says; random numbers are whole; outputs and gradients are placed as
-    `output_target` says. All that if `ends` do not say something else.
+    `output_target` says. All that if `boundary` does not say something else.
     """
-    return _Localizer(joint, assignment, device, move, ends).run()
+    return _Localizer(joint, assignment, device, move, boundary).run()
 
 
 class _Redistribution:
@@ -83,10 +88,15 @@ class _Localizer:
     """
 
     def __init__(
-        self, joint: Joint, assignment: Assignment, device: int, move: Move, ends: Ends
+        self,
+        joint: Joint,
+        assignment: Assignment,
+        device: int,
+        move: Move,
+        boundary: BoundaryPlacements,
     ) -> None:
         self.joint, self.assignment, self.device, self.move = joint, assignment, device, move
-        self.ends = ends
+        self.boundary = boundary
         self.everywhere = (Replicate(),) * len(assignment.mesh.sizes)
         self.calls = {call.name: call for call in assignment.graph.calls}
         self.types = assignment.graph.types()
@@ -94,7 +104,7 @@ class _Localizer:
             each.value
             for each in assignment.graph.inputs
             if each.role in _GIVEN_WHOLE
-            or (each.role == "input" and each.name in ends.whole_inputs)
+            or (each.role == "input" and each.name in boundary.whole_inputs)
         }
         self.graph = fx.Graph()
         self.nodes: dict[fx.Node, fx.Node] = {}
@@ -108,7 +118,7 @@ class _Localizer:
             self.nodes[node] = self._copied(node)
             value = value_name(node)
             if value in self.types:
-                self.known[value, self._given(value)] = self.nodes[node]
+                self.known[value, self._initial(value)] = self.nodes[node]
         outputs = [self._output(str(k), node) for k, node in enumerate(old.outputs)]
         inputs = [self._of_input(str(k), node) for k, node in enumerate(old.input_gradients)]
         weights = [self._gradient(name, node) for name, node in old.weight_gradients.items()]
@@ -129,7 +139,7 @@ class _Localizer:
         if node.op in ("placeholder", "get_attr"):
             copy = self.graph.node_copy(node)
             value = value_name(node)
-            copy.meta["val"] = self._local(node.meta["val"], value, self._given(value))
+            copy.meta["val"] = self._local(node.meta["val"], value, self._initial(value))
             return copy
         if node.target is operator.getitem:
             source, index = node.args
@@ -165,55 +175,59 @@ class _Localizer:
         return local
 
     def _add_up(self, call: OperatorCall) -> AddUp:
-        """What the device calls in the middle of an operator."""
+        """Returns what the device calls in the middle of an operator."""
         sums = inner_sums(call, self.assignment.strategies[call.name], self.assignment.mesh)
         shapes = [type_.shape for type_ in summed_types(call.operator)]
         return lambda number, term: self.move(term, shapes[number], sums[number].steps)
 
-    def _given(self, value: str) -> Placements:
-        """How the device has a value before any redistribution."""
+    def _initial(self, value: str) -> Placements:
+        """Returns how the device has a value before any redistribution."""
         if value in self.whole:
             return self.everywhere
         return self.assignment.placed[value]
 
     def _at(self, value: str, target: Placements) -> fx.Node:
-        """The value in this placement: redistributed once, whoever reads it."""
-        found = self.known.get((value, target))
-        if found is None:
-            source, mesh = self._given(value), self.assignment.mesh
+        """Returns the value in this placement: redistributed once, whoever reads it."""
+        placed = self.known.get((value, target))
+        if placed is None:
+            source, mesh = self._initial(value), self.assignment.mesh
             type_ = self.types[value]
             steps = steps_between(type_, mesh, source, target)
             before = self.known[value, source]
             run = _Redistribution(self.move, type_.shape, steps)
-            found = self.graph.call_function(run, (before,))
-            found.meta["val"] = self._local(before.meta["val"], value, target)
-            self.known[value, target] = found
-        return found
+            placed = self.graph.call_function(run, (before,))
+            placed.meta["val"] = self._local(before.meta["val"], value, target)
+            self.known[value, target] = placed
+        return placed
 
     def _output(self, name: str, node: fx.Node) -> fx.Node:
-        return self._at(value_name(node), self.ends.outputs.get(name, self.everywhere))
+        return self._at(value_name(node), self.boundary.outputs.get(name, self.everywhere))
 
     def _of_input(self, name: str, node: fx.Node | None) -> Any:
-        if node is not None and name in self.ends.whole_inputs:
+        if node is not None and name in self.boundary.whole_inputs:
             return self._at(value_name(node), self.everywhere)
         return self._end(node, "input gradient")
 
     def _gradient(self, name: str, node: fx.Node | None) -> Any:
-        if node is not None and name in self.ends.gradients:
-            return self._at(value_name(node), self.ends.gradients[name])
+        if node is not None and name in self.boundary.gradients:
+            return self._at(value_name(node), self.boundary.gradients[name])
         return self._end(node, "parameter gradient")
 
     def _end(self, node: fx.Node | None, role: str) -> Any:
         if node is None:
             return None
         value = value_name(node)
-        own = next(e for e in self.assignment.graph.outputs if (e.role, e.value) == (role, value))
+        output = next(
+            e for e in self.assignment.graph.outputs if (e.role, e.value) == (role, value)
+        )
         return self._at(
-            value, output_target(own, self._given(value), self.assignment.placed_inputs)
+            value, output_target(output, self._initial(value), self.assignment.placed_inputs)
         )
 
     def _local(self, like: Tensor, value: str, placements: Placements) -> Tensor:
-        """What the device holds of a value, without its contents; in memory in the same order."""
+        """Makes what the device holds of a value, without its contents; in memory in the same
+        order.
+        """
         whole, sizes = self.types[value].shape, self.assignment.mesh.sizes
         shape = held_region(whole, sizes, placements, self.device).shape
         if shape == tuple(like.shape):
@@ -226,7 +240,7 @@ class _Localizer:
 
     @cached_property
     def mode(self) -> FakeTensorMode:
-        """That of the trace, whose tensors the new graph's begin with."""
+        """Returns the mode of the trace, whose tensors the new graph's begin with."""
         values = (node.meta.get("val") for node in self.joint.module.graph.nodes)
         modes = (each.fake_mode for each in values if isinstance(each, FakeTensor))
         return next(modes, FakeTensorMode(allow_non_fake_inputs=True))

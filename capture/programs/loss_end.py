@@ -25,7 +25,7 @@ LOSS = "the loss"
 
 @dataclass(frozen=True)
 class Target:
-    """What the loss compares the output with: `tensors`, named like values of a stage, in the
+    """Holds what the loss compares the output with: `tensors`, named like values of a stage, in the
     structure `spec`.
     """
 
@@ -34,8 +34,8 @@ class Target:
 
     @staticmethod
     def of(target: Any, device: torch.device | None = None) -> Target | None:
-        """On the device, if one is given. None if it has anything but tensors: that would be the
-        same in all minibatches.
+        """Makes the target on the device, if one is given. None if it has anything but tensors:
+        that would be the same in all minibatches.
         """
         leaves, spec = pytree.tree_flatten(target)
         if not all(isinstance(leaf, Tensor) for leaf in leaves):
@@ -45,7 +45,7 @@ class Target:
 
     @cached_property
     def kind(self) -> tuple[Any, ...]:
-        """What two targets have in common for which the same operators run."""
+        """Returns what two targets have in common for which the same operators run."""
         return str(self.spec), *((tuple(x.shape), x.dtype) for x in self.tensors.values())
 
 
@@ -58,11 +58,11 @@ class LossEnd:
     out_spec: OutSpec
 
     def inputs(self, piece: Segment, target: Target) -> tuple[str, ...]:
-        """Of the stage with its loss: those of the piece, what the model returns and no operator of
-        the stage reads or computes, and the tensors of the target.
+        """Returns the inputs of the stage with its loss: those of the piece, what the model returns
+        and no operator of the stage reads or computes, and the tensors of the target.
         """
-        own = {*piece.inputs, *piece.outputs}
-        passed_on = dict.fromkeys(name for name in self.returned if name not in own)
+        in_piece = {*piece.inputs, *piece.outputs}
+        passed_on = dict.fromkeys(name for name in self.returned if name not in in_piece)
         return (*piece.inputs, *passed_on, *target.tensors)
 
     def end(self, piece: Segment, inputs: Sequence[str], target: Target) -> End:

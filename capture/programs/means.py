@@ -40,8 +40,8 @@ _CLASSES = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 
 
 def divisible(joint: Joint) -> Joint:
-    """The graph of the operators that planners and runs divide, which have to be the same: means
-    are sums, batch norms torch's own. It is changed in place.
+    """Returns the graph of the operators that planners and runs divide, which have to be the same:
+    means are sums, batch norms torch's own. It is changed in place.
     """
     return sum_means(use_native_batch_norms(joint))
 

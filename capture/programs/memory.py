@@ -14,7 +14,7 @@ _HIDDEN_VIEWS = (torch.ops.aten._unsafe_view.default,)
 
 
 def own_memory(gradients: Mapping[str, fx.Node | None]) -> frozenset[str]:
-    """The names of the gradients whose memory no other value of the graph shares."""
+    """Returns the names of the gradients whose memory no other value of the graph shares."""
     times = Counter(gradients.values())
     return frozenset(
         name for name, node in gradients.items() if node and times[node] == 1 and _is_alone(node)
@@ -22,7 +22,9 @@ def own_memory(gradients: Mapping[str, fx.Node | None]) -> frozenset[str]:
 
 
 def _is_alone(node: fx.Node) -> bool:
-    """Whether there is one way from the operator that allocates to this value and to nowhere."""
+    """Tells whether there is one way from the operator that allocates to this value and to
+    nowhere.
+    """
     while node.op == "call_function" and len(node.users) == 1:
         source = node.args[0] if node.args else None
         if node.target is operator.getitem:
@@ -38,7 +40,7 @@ def _is_alone(node: fx.Node) -> bool:
 
 
 def shares(node: fx.Node) -> bool:
-    """Whether a result may share memory with an argument."""
+    """Tells whether a result may share memory with an argument."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target in _HIDDEN_VIEWS:
         return True
     arguments = node.target._schema.arguments

@@ -43,7 +43,7 @@ def _replace_backward(node: fx.Node) -> None:
 
 
 def _drop_unread(graph: fx.Graph, node: fx.Node) -> None:
-    """What only the backward pass of the library would have read."""
+    """Removes what only the backward pass of the library would have read."""
     for user in list(node.users):
         if user.target is operator.getitem and not user.users:
             graph.erase_node(user)

@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from pipedream.capture.programs.cut import Part, cut
 from pipedream.capture.programs.joint import Joint, joint
 from pipedream.capture.programs.memory import own_memory
+from pipedream.capture.programs.split_passes import Part, split_passes
 
 Values: TypeAlias = dict[fx.Node, Tensor]
 """What a pass leaves to the next ones."""
@@ -25,7 +25,9 @@ Values: TypeAlias = dict[fx.Node, Tensor]
 
 @dataclass(frozen=True)
 class Kept:
-    """What the gradients of the weights need, and the outputs `without` a gradient, as tangents."""
+    """Holds what the gradients of the weights need, and the outputs `without` a gradient, as
+    tangents.
+    """
 
     values: Values
     without: Set[fx.Node]
@@ -51,7 +53,7 @@ class Program:
 
     def __init__(self, joint: Joint, compiler: Compiler = _as_it_is) -> None:
         self.joint = joint
-        self.parts = cut(self.joint)
+        self.parts = split_passes(self.joint)
         self.own = own_memory(self.joint.weight_gradients)
         weights = self.parts.weights.values()
         self.runs = {
@@ -60,7 +62,7 @@ class Program:
         }
 
     def draw(self) -> tuple[Tensor, ...]:
-        """The random numbers of a forward pass. Seeds the generator where the module does."""
+        """Draws the random numbers of a forward pass. Seeds the generator where the module does."""
         with torch.no_grad():
             drawn: tuple[Tensor, ...] = self.joint.draws.module()
         return drawn
@@ -68,8 +70,8 @@ class Program:
     def forward(
         self, weights: Mapping[str, Tensor], inputs: Sequence[Tensor], drawn: Sequence[Tensor] = ()
     ) -> tuple[tuple[Tensor, ...], Values]:
-        """The outputs of the module, and what is saved for the backward pass. `drawn`: by `draw`,
-        for this pass alone.
+        """Runs the forward pass: returns the outputs of the module, and what is saved for the
+        backward pass. `drawn`: by `draw`, for this pass alone.
         """
         known = {node: weights[name].detach() for name, node in self.joint.weights.items()}
         known.update((n, _laid_out(n, t)) for n, t in zip(self.joint.inputs, inputs, strict=True))
@@ -80,8 +82,8 @@ class Program:
     def backward(
         self, saved: Values, gradients: Sequence[Tensor | None]
     ) -> tuple[tuple[Tensor | None, ...], Kept]:
-        """The gradients of the inputs, None where there are none, and what is kept for those of the
-        weights. Takes all from `saved`.
+        """Runs the backward pass: returns the gradients of the inputs, None where there are none,
+        and what is kept for those of the weights. Takes all from `saved`.
 
         `gradients`: of the outputs with the numbers `joint.differentiable`; None for one that the
         loss does not depend on.
@@ -99,8 +101,8 @@ class Program:
         return of_inputs, Kept({n: values[n] for n in self._kept if n in values}, without)
 
     def weight_gradients(self, kept: Kept) -> Iterator[tuple[str, Tensor]]:
-        """The parameters with their gradients, each as soon as it is there, in the order of a
-        backward pass. Takes from `kept` what is not needed any more.
+        """Yields the parameters with their gradients, each as soon as it is there, in the order of
+        a backward pass. Takes from `kept` what is not needed any more.
 
         A gradient whose name is in `own` has memory of its own; others share it.
         """
@@ -111,7 +113,8 @@ class Program:
             del results
 
     def _run(self, part: Part, values: Values, later: Container[fx.Node]) -> tuple[Tensor, ...]:
-        """The results, which are then among the `values`, where those needed `later` stay.
+        """Runs the part and returns the results, which are then among the `values`, where those
+        needed `later` stay.
 
         Gradients are enabled, though nothing requires any: without, oneDNN's LSTM leaves out what
         its backward pass needs.
@@ -125,13 +128,15 @@ class Program:
 
     @cached_property
     def _kept(self) -> Mapping[fx.Node, None]:
-        """The values that the gradients of the weights need, in a fixed order."""
+        """Returns the values that the gradients of the weights need, in a fixed order."""
         parts = self.parts.weights.values()
         return dict.fromkeys(node for part in parts for node in part.needs)
 
     @cached_property
     def _later(self) -> Mapping[str, Set[fx.Node]]:
-        """Of what the gradient of each parameter needs and gives, what those after it need."""
+        """Returns, of what the gradient of each parameter needs and gives, what those after it
+        need.
+        """
         later, needed = dict[str, Set[fx.Node]](), set[fx.Node]()
         for name, part in reversed(list(self.parts.weights.items())):
             later[name] = {node for node in (*part.needs, *part.results) if node in needed}
@@ -140,20 +145,20 @@ class Program:
 
     @cached_property
     def _saved(self) -> Mapping[fx.Node, None]:
-        """The values that the backward pass needs, in a fixed order."""
+        """Returns the values that the backward pass needs, in a fixed order."""
         gradients = (node for node in self.joint.input_gradients if node is not None)
         return dict.fromkeys([*self.parts.inputs.needs, *self._kept, *gradients])
 
     @cached_property
     def _from(self) -> Mapping[fx.Node, Set[fx.Node]]:
-        """The tangents that each value is computed from."""
-        found: dict[fx.Node, Set[fx.Node]] = {}
+        """Returns the tangents that each value is computed from."""
+        sources: dict[fx.Node, Set[fx.Node]] = {}
         for node in self.joint.module.graph.nodes:
-            of = [found[source] for source in node.all_input_nodes if found[source]]
-            found[node] = frozenset[fx.Node]().union(*of) if len(of) != 1 else of[0]
+            of = [sources[source] for source in node.all_input_nodes if sources[source]]
+            sources[node] = frozenset[fx.Node]().union(*of) if len(of) != 1 else of[0]
             if node in self.joint.tangents:
-                found[node] = frozenset({node})
-        return found
+                sources[node] = frozenset({node})
+        return sources
 
 
 def traced_program(
@@ -164,7 +169,7 @@ def traced_program(
     precision: AbstractContextManager[Any] = _UNCHANGED,
     compiler: Compiler = _as_it_is,
 ) -> Program:
-    """The passes of a module.
+    """Traces the passes of a module.
 
     `state`: its parameters and buffers by name; `wants`: of which of its inputs gradients are
     needed. `precision`: the context of the forward pass, to be entered twice.
@@ -175,18 +180,20 @@ def traced_program(
 
 
 def _handed_on(box: list[Tensor]) -> tuple[Tensor, ...]:
-    """In the place of a part without operators, such as for a gradient that is there already."""
+    """Returns the tensors of the box, in the place of a part without operators, such as for a
+    gradient that is there already.
+    """
     return tuple(reversed(box))
 
 
-def _laid_out(node: fx.Node, given: Tensor | None) -> Tensor:
-    """The values of a placeholder, zeros by default, in memory as that of the trace: operators were
-    chosen for it.
+def _laid_out(node: fx.Node, tensor: Tensor | None) -> Tensor:
+    """Returns the values of a placeholder, zeros by default, in memory as that of the trace:
+    operators were chosen for it.
     """
     traced: Tensor = node.meta["val"]
-    if given is not None and given.stride() == traced.stride():
-        return given.detach()
+    if tensor is not None and tensor.stride() == traced.stride():
+        return tensor.detach()
     values = torch.empty_strided(
         traced.shape, traced.stride(), dtype=traced.dtype, device=traced.device
     )
-    return values.zero_() if given is None else values.copy_(given.detach())
+    return values.zero_() if tensor is None else values.copy_(tensor.detach())

@@ -101,25 +101,27 @@ def _copy_state(state: fx.Node) -> None:
 
 
 def _replace_renaming(node: fx.Node) -> None:
-    """Of `squeeze_` and the like makes views: they write no memory, but what is read thereafter."""
+    """Replaces `squeeze_` and the like by views: they write no memory, but change what is read
+    after them.
+    """
     view = _VIEWS.get(node.target)
     if view is None:
         return
     (before,) = declared(node)
     node.target, after = view, False
-    for each in list(node.graph.nodes):
+    for later in list(node.graph.nodes):
         if after:
-            each.replace_input_with(before, node)
-        after = after or each is node
+            later.replace_input_with(before, node)
+        after = after or later is node
 
 
 def _read(write: fx.Node) -> bool:
-    """Whether what an operator has written is read as its result."""
+    """Tells whether what an operator has written is read as its result."""
     return body(write) is None and any(True for _ in declared(write)) and bool(write.users)
 
 
 def writes_parameter(module: fx.GraphModule) -> fx.Node | None:
-    """An operator that writes into a parameter, or None."""
+    """Returns an operator that writes into a parameter, or None."""
     for node in module.graph.nodes:
         for target in targets(node):
             states = (each for each in aliases(target) if each.op == "get_attr")
@@ -130,7 +132,7 @@ def writes_parameter(module: fx.GraphModule) -> fx.Node | None:
 
 
 def writes_shared_memory(module: fx.GraphModule) -> Iterable[set[fx.Node]]:
-    """For each remaining in-place write, the operators that use the written memory.
+    """Yields the operators that use the written memory, for each remaining in-place write.
 
     These include readers before the write, which in another stage would run too late. For a buffer
     they are all that read or write it.
@@ -147,7 +149,7 @@ def writes_shared_memory(module: fx.GraphModule) -> Iterable[set[fx.Node]]:
 
 
 def _memories(graph: fx.Graph) -> list[_Memory]:
-    """The memory that operators write into, unless it is a buffer's."""
+    """Returns the memory that operators write into, unless it is a buffer's."""
     base, places, unknown = dict[fx.Node, fx.Node](), dict[int, fx.Node](), set[fx.Node]()
     for node in graph.nodes:
         source = source_of(node)
@@ -181,14 +183,14 @@ class _Memory:
         for node in members[1:]:
             source = source_of(node)
             assert source is not None
-            own = () if any(True for _ in declared(node)) else (node,)
-            self.chains[node] = self.chains[source] + own
+            own_view = () if any(True for _ in declared(node)) else (node,)
+            self.chains[node] = self.chains[source] + own_view
         self.shown: dict[tuple[fx.Node, ...], fx.Node] = {(): base}
         self.writes = 0
         self.read_after: dict[fx.Node, int] = {}
 
     def can_be_replaced(self) -> bool:
-        """Whether what is written into the memory can be known as new values."""
+        """Tells whether what is written into the memory can be known as new values."""
         for node in self.graph.nodes:
             changed = [target for target in targets(node) if target in self.chains]
             if changed and (changed != [node.args[0]] or _functional(node.target) is None):
@@ -214,7 +216,7 @@ class _Memory:
                 self.shown[chain] = node
 
     def _now(self, chain: tuple[fx.Node, ...], reader: fx.Node) -> fx.Node:
-        """What shows the contents through these views when `reader` reads them."""
+        """Returns what shows the contents through these views when `reader` reads them."""
         if chain not in self.shown:
             value, view = self._now(chain[:-1], reader), chain[-1]
             with self.graph.inserting_before(reader):
@@ -224,7 +226,9 @@ class _Memory:
         return self.shown[chain]
 
     def _is_current(self, view: fx.Node) -> bool:
-        """Whether nothing has been written since its operator ran; `chunk` gives several views."""
+        """Tells whether nothing has been written since its operator ran; `chunk` gives several
+        views.
+        """
         several = view.args[0] if view.target is operator.getitem else view
         return isinstance(several, fx.Node) and self.read_after.get(several, 0) == self.writes
 
@@ -243,7 +247,9 @@ class _Memory:
 
 
 def _new_value(node: fx.Node, before: fx.Node) -> fx.Node:
-    """What the operator in place gives, made anew in the type and shape of what it would write."""
+    """Adds what the operator in place gives, made anew in the type and shape of what it would
+    write.
+    """
     graph, old, target = node.graph, before.meta["val"], _functional(node.target)
     if node.target is _aten.copy_.default:
         source = node.args[1]
@@ -268,7 +274,9 @@ def _converted(value: fx.Node, old: Tensor, like: fx.Node) -> fx.Node:
 
 
 def _functional(target: object) -> torch._ops.OpOverload | None:
-    """`aten.relu.default` for `aten.relu_.default`, or None if there is no such operator."""
+    """Returns `aten.relu.default` for `aten.relu_.default`, or None if there is no such
+    operator.
+    """
     if target in _OTHER_NAMES or not isinstance(target, torch._ops.OpOverload):
         return _OTHER_NAMES.get(target)
     name = target._schema.name.partition("::")[2]

@@ -31,7 +31,9 @@ def inline_no_grad(module: fx.GraphModule) -> None:
 
 @contextmanager
 def inference_as_no_grad() -> Iterator[None]:
-    """Within, `torch.inference_mode()` is `torch.no_grad()`: torch.export overlooks the former."""
+    """Makes `torch.inference_mode()` mean `torch.no_grad()` within: torch.export overlooks the
+    former.
+    """
     mode: Any = torch.inference_mode
     enter, leave, entered = mode.__enter__, mode.__exit__, list[Any]()
 
@@ -66,7 +68,9 @@ class _Inlining:
     def _emit(
         self, part: fx.GraphModule, known: Mapping[fx.Node, Any], gradients: bool
     ) -> list[Any]:
-        """The results of the operators of `part`, whose placeholders are `known`."""
+        """Adds the operators of `part`, whose placeholders are `known`, and returns their
+        results.
+        """
         copies, detached = dict(known), dict[fx.Node, fx.Node]()
 
         def read(node: fx.Node) -> Any:
@@ -97,9 +101,9 @@ class _Inlining:
     def _inlined(self, node: fx.Node, copies: Mapping[fx.Node, Any]) -> list[Any]:
         enabled, part = bool(node.args[0]), body(node)
         assert part is not None
-        given = [copies[each] if isinstance(each, fx.Node) else each for each in operands(node)]
+        arguments = [copies[each] if isinstance(each, fx.Node) else each for each in operands(node)]
         inside = part.graph.find_nodes(op="placeholder", sort=True)
-        return self._emit(part, dict(zip(inside, given, strict=True)), enabled)
+        return self._emit(part, dict(zip(inside, arguments, strict=True)), enabled)
 
     def _copy(self, node: fx.Node, read: Any, part: fx.GraphModule) -> fx.Node:
         """Notes what may need a gradient: parameters, and what is computed of such values."""
@@ -113,7 +117,7 @@ class _Inlining:
 
 
 def _is_inlined(node: fx.Node) -> bool:
-    """Whether it is the graph of a region."""
+    """Tells whether it is the graph of a region."""
     return (
         node.op == "get_attr"
         and isinstance(attribute(node), fx.GraphModule)
@@ -122,21 +126,21 @@ def _is_inlined(node: fx.Node) -> bool:
 
 
 def needing_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """The values of a graph without regions that may need a gradient."""
-    found = set[fx.Node]()
+    """Returns the values of a graph without regions that may need a gradient."""
+    needing = set[fx.Node]()
     for node in graph.nodes:
-        found |= _needing(node, found, False)
-    return found
+        needing |= _needing(node, needing, False)
+    return needing
 
 
-def _needing(node: fx.Node, known: Set[fx.Node], given: bool) -> set[fx.Node]:
-    """What may need a gradient because of `node`: its result, if it is a parameter or computed of
-    what is `known` to, and what it writes into. `given`: whether inputs may, too.
+def _needing(node: fx.Node, known: Set[fx.Node], inputs_may: bool) -> set[fx.Node]:
+    """Returns what may need a gradient because of `node`: its result, if it is a parameter or
+    computed of what is `known` to, and what it writes into. `inputs_may`: whether inputs may, too.
     """
     parameter = node.op == "get_attr" and isinstance(attribute(node), nn.Parameter)
     reads = not known.isdisjoint(node.all_input_nodes) and node.target is not _DETACH
-    given = given and node.op == "placeholder"
-    if not parameter and not (_differentiable(node) and (reads or given)):
+    inputs_may = inputs_may and node.op == "placeholder"
+    if not parameter and not (_differentiable(node) and (reads or inputs_may)):
         return set()
     return {node}.union(*(aliases(target) for target in targets(node)))
 

@@ -49,8 +49,8 @@ class Recording(TorchFunctionMode):
 
     @contextmanager
     def watching_buffers(self) -> Iterator[None]:
-        """Within, it is an error if a module below the model puts another buffer in the place of
-        one: torch.export would leave the old one.
+        """Makes it an error, within, if a module below the model puts another buffer in the place
+        of one: torch.export would leave the old one.
         """
 
         def buffers() -> dict[tuple[int, str], Tensor]:
@@ -87,7 +87,7 @@ class Recording(TorchFunctionMode):
 
 
 def _autocast() -> tuple[object, ...]:
-    """What is in force."""
+    """Returns the autocast settings in force."""
     kinds = ("cpu", "cuda")
     return tuple(
         (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds

@@ -37,7 +37,7 @@ _IDENTITIES = (
 
 
 def source_of(node: fx.Node) -> fx.Node | None:
-    """The value that `node` may be a view of, or that it writes into."""
+    """Returns the value that `node` may be a view of, or that it writes into."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     if node.target is operator.getitem:
@@ -52,7 +52,9 @@ def _gives_views(node: fx.Node) -> bool:
 def emit(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], like: fx.Node
 ) -> fx.Node:
-    """An operator at the place and with the meta of `like`; what it gives is known by shape."""
+    """Adds an operator at the place and with the meta of `like`; what it gives is known by
+    shape.
+    """
     node = graph.call_function(target, args, dict(kwargs))
     node.meta = {**like.meta, "val": None}
     with torch.no_grad():
@@ -62,7 +64,7 @@ def emit(
 
 
 def view_again(view: fx.Node, value: fx.Node, like: fx.Node) -> fx.Node:
-    """The same view of `value`."""
+    """Adds the same view of `value`."""
     graph = view.graph
     if view.target is operator.getitem:
         several, number = view.args
@@ -73,13 +75,13 @@ def view_again(view: fx.Node, value: fx.Node, like: fx.Node) -> fx.Node:
 
 
 def can_be_replaced(view: fx.Node) -> bool:
-    """Whether `replaced` knows this view."""
+    """Tells whether `replaced` knows this view."""
     known = (*_SCATTER, *_SAME_AGAIN, *_SAME_ELEMENTS, *_IDENTITIES, _aten.detach.default)
     return view.target in known or view.target is _aten.permute.default
 
 
 def replaced(whole: fx.Node, view: fx.Node, part: fx.Node, like: fx.Node) -> fx.Node:
-    """`whole`, where `view` of it has the contents of `part`."""
+    """Returns `whole`, where `view` of it has the contents of `part`."""
     graph, target = whole.graph, view.target
     if target in _SCATTER:
         return emit(graph, _SCATTER[target], (whole, part, *view.args[1:]), view.kwargs, like)

@@ -15,7 +15,7 @@ _IN_TRAINING = ("training", "train", "use_input_stats")
 
 
 def declared(node: fx.Node) -> Iterator[fx.Node]:
-    """The values that an operator writes into, as its schema says."""
+    """Yields the values that an operator writes into, as its schema says."""
     for argument, value in _arguments(node):
         if argument.alias_info is not None and argument.alias_info.is_write:
             values = value if isinstance(value, list | tuple) else [value]
@@ -23,7 +23,7 @@ def declared(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def written(node: fx.Node) -> Iterator[fx.Node]:
-    """The values that an operator writes into, with the statistics of batch norms."""
+    """Yields the values that an operator writes into, with the statistics of batch norms."""
     yield from declared(node)
     known = [(argument.name, value) for argument, value in _arguments(node)]
     if "backward" in str(node.target) or any(n in _IN_TRAINING and not v for n, v in known):
@@ -35,7 +35,7 @@ def written(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def targets(node: fx.Node) -> list[fx.Node]:
-    """The values that an operator, or a region such as one under autocast, writes into."""
+    """Returns the values that an operator, or a region such as one under autocast, writes into."""
     part = body(node)
     if part is None:
         return list(written(node))
@@ -48,39 +48,43 @@ def targets(node: fx.Node) -> list[fx.Node]:
 
 
 def body(node: fx.Node) -> fx.GraphModule | None:
-    """The graph of a region, such as one under autocast."""
+    """Returns the graph of a region, such as one under autocast."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return None
     parts = [arg for arg in node.args if isinstance(arg, fx.Node) and arg.op == "get_attr"]
-    found = attribute(parts[0]) if parts else None
-    return found if isinstance(found, fx.GraphModule) else None
+    region = attribute(parts[0]) if parts else None
+    return region if isinstance(region, fx.GraphModule) else None
 
 
 def operands(region: fx.Node) -> list[Any]:
-    """What is given to the graph of a region."""
+    """Returns what is given to the graph of a region."""
     bodies = [arg for arg in region.args if isinstance(arg, fx.Node) and arg.op == "get_attr"]
     return list(region.args[region.args.index(bodies[0]) + 1 :])
 
 
 def attribute(state: fx.Node) -> object:
-    """The attribute that a get_attr node reads."""
+    """Returns the attribute that a get_attr node reads."""
     value: object = operator.attrgetter(str(state.target))(state.graph.owning_module)
     return value
 
 
 def written_attributes(node: fx.Node) -> Iterator[str]:
-    """The names of the parameters and buffers that an operator writes into, also through views."""
+    """Yields the names of the parameters and buffers that an operator writes into, also through
+    views.
+    """
     for target in targets(node):
         yield from (str(each.target) for each in aliases(target) if each.op == "get_attr")
 
 
 def changes_something(node: fx.Node) -> bool:
-    """Whether an operator that nobody reads is needed all the same."""
+    """Tells whether an operator that nobody reads is needed all the same."""
     return bool(node.is_impure()) or bool(targets(node))
 
 
 def aliases(value: fx.Node) -> set[fx.Node]:
-    """All values that may share memory with `value`: views of it, what it views, and so on."""
+    """Returns all values that may share memory with `value`: views of it, what it views, and
+    so on.
+    """
 
     def sharing(node: fx.Node) -> list[fx.Node]:
         return viewed(node) + [user for user in node.users if node in viewed(user)]
@@ -89,7 +93,7 @@ def aliases(value: fx.Node) -> set[fx.Node]:
 
 
 def reachable(start: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
-    """`start`, its neighbours, their neighbours, and so on."""
+    """Returns `start`, its neighbours, their neighbours, and so on."""
     seen, waiting = {start}, [start]
     while waiting:
         fresh = set(neighbours(waiting.pop())) - seen
@@ -99,7 +103,7 @@ def reachable(start: fx.Node, neighbours: Callable[[fx.Node], Iterable[fx.Node]]
 
 
 def viewed(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose memory the result of `node` may share."""
+    """Returns the arguments whose memory the result of `node` may share."""
     if node.op != "call_function":
         return []
     if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -111,16 +115,16 @@ def viewed(node: fx.Node) -> list[fx.Node]:
 
 
 def memory_of(node: fx.Node) -> int | None:
-    """Equal for values that shared memory when the model ran on tensors without contents; None for
-    what is no tensor.
+    """Returns what is equal for values that shared memory when the model ran on tensors without
+    contents; None for what is no tensor.
     """
     value = node.meta.get("val")
     return int(value.untyped_storage()._cdata) if isinstance(value, Tensor) else None
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple[Any, Any]]:
-    """What the schema of an operator says of each argument, and the argument."""
+    """Yields what the schema of an operator says of each argument, and the argument."""
     if isinstance(node.target, torch._ops.OpOverload):
         for index, argument in enumerate(node.target._schema.arguments):
-            given = index < len(node.args) and not argument.kwarg_only
-            yield argument, node.args[index] if given else node.kwargs.get(argument.name)
+            is_positional = index < len(node.args) and not argument.kwarg_only
+            yield argument, node.args[index] if is_positional else node.kwargs.get(argument.name)

@@ -18,12 +18,12 @@ _SHARD = re.compile(r"S\(\s*([0-9]+)\s*(?:,\s*chunks\s*=\s*([1-9][0-9]*)\s*)?\)"
 
 
 def show_placements(placements: Placements) -> str:
-    """In DTensor's notation: `S(0),R,P`."""
+    """Returns the placements in DTensor's notation: `S(0),R,P`."""
     return ",".join(map(_show, placements))
 
 
 def parse_placements(text: str) -> Placements:
-    """`S(0),R` or `(S(1, chunks=3), P)`."""
+    """Reads `S(0),R` or `(S(1, chunks=3), P)`."""
     inner = text.strip()
     if inner.startswith("(") and inner.endswith(")"):
         inner = inner[1:-1]
@@ -57,5 +57,5 @@ def _parse(part: str, text: str) -> Placement:
 
 
 def _outside_parentheses(text: str) -> list[str]:
-    """Split at the commas that are not within parentheses."""
+    """Splits the text at the commas that are not within parentheses."""
     return re.split(r",(?![^()]*\))", text)

@@ -24,7 +24,7 @@ from pipedream.graph.errors import ArtifactModel, read_artifact
 
 
 class TensorType(ArtifactModel):
-    """Of a tensor, whatever its values."""
+    """Holds the type of a tensor, whatever its values."""
 
     shape: tuple[NonNegativeInt, ...]
     dtype: str
@@ -33,13 +33,13 @@ class TensorType(ArtifactModel):
 
 
 class Input(ArtifactModel):
-    """Among the arguments: the tensor with this number among the operator's inputs."""
+    """Stands, among the arguments, for the tensor with this number among the operator's inputs."""
 
     input: NonNegativeInt
 
 
 class Special(ArtifactModel):
-    """Among the arguments: what JSON has no word for."""
+    """Stands, among the arguments, for what JSON has no word for."""
 
     kind: Literal["dtype", "layout", "device", "memory_format", "float"]
     name: str
@@ -65,12 +65,12 @@ class Operator(ArtifactModel):
 
     @property
     def family(self) -> str:
-        """The target without its overload: aten.mm."""
+        """Returns the target without its overload: aten.mm."""
         return self.target.rpartition(".")[0]
 
     def argument(self, position: int, default: Argument = None) -> Argument:
-        """The positional argument; those at the end that have their default values may be left
-        out.
+        """Returns the positional argument; those at the end that have their default values may be
+        left out.
         """
         return self.arguments[position] if position < len(self.arguments) else default
 
@@ -87,12 +87,14 @@ class Operator(ArtifactModel):
         return numbers
 
     def input_at(self, position: int) -> int | None:
-        """The number of the input at this positional argument; None if there is no tensor."""
+        """Returns the number of the input at this positional argument; None if there is no
+        tensor.
+        """
         value = self.argument(position)
         return value.input if isinstance(value, Input) else None
 
     def with_arguments(self, changed: dict[int, Argument]) -> Operator:
-        """With other positional arguments at these positions."""
+        """Returns the operator with other positional arguments at these positions."""
         arguments = list(self.arguments)
         for position, value in changed.items():
             arguments[position] = value
@@ -138,7 +140,7 @@ class OperatorGraph(ArtifactModel):
     outputs: tuple[StageOutput, ...] = Field(default=())
 
     def types(self) -> dict[str, TensorType]:
-        """Of all values by name."""
+        """Returns the types of all values by name."""
         types = {each.value: each.type for each in self.inputs}
         types.update(_results(self.calls))
         return types
@@ -176,7 +178,8 @@ def flops(operator: Operator) -> float:
 
 
 def estimated_seconds(graph: OperatorGraph, flops_per_second: float | None) -> dict[str, float]:
-    """By the name of a call, of those with `flops`; nothing if the rate is unknown.
+    """Returns the seconds by the name of a call, of those with `flops`; nothing if the rate is
+    unknown.
 
     Whoever divides the operators of a plan estimates them so, to come to the same result.
     """

@@ -62,13 +62,14 @@ def device_count(mesh: Mesh) -> int:
 
 
 def coordinates(mesh: Mesh, device: int) -> tuple[int, ...]:
-    """The position of the device on each axis."""
+    """Returns the position of the device on each axis."""
     return tuple(int(index) for index in np.unravel_index(device, mesh))
 
 
 @lru_cache(maxsize=1024)
 def axis_groups(mesh: Mesh, axis: int) -> tuple[tuple[int, ...], ...]:
-    """The groups of devices that differ in their position on the axis alone, each in its order.
+    """Returns the groups of devices that differ in their position on the axis alone, each in its
+    order.
 
     Mesh (2, 3): axis 0 has (0, 3), (1, 4), (2, 5), and axis 1 has (0, 1, 2), (3, 4, 5).
     """
@@ -78,7 +79,7 @@ def axis_groups(mesh: Mesh, axis: int) -> tuple[tuple[int, ...], ...]:
 
 
 def sharding_axes(placements: Placements, dim: int) -> Iterator[tuple[int, Shard]]:
-    """The axes that shard the dimension, in the order in which they split it."""
+    """Yields the axes that shard the dimension, in the order in which they split it."""
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard) and placement.dim == dim:
             yield axis, placement

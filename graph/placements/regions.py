@@ -39,22 +39,22 @@ class Region:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the region, packed."""
+        """Returns the shape of the region, packed."""
         return tuple(length(intervals) for intervals in self.dims)
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """Returns how many elements it has."""
         return math.prod(self.shape)
 
 
 def whole(shape: tuple[int, ...]) -> Region:
-    """All of a tensor."""
+    """Returns all of a tensor."""
     return Region(tuple(_merged([(0, size)]) for size in shape))
 
 
 def split(size: int, parts: int, index: int) -> Interval:
-    """The part of `size` elements that has this index: 9 in 4 parts is 3, 2, 2, 2."""
+    """Returns the part of `size` elements that has this index: 9 in 4 parts is 3, 2, 2, 2."""
     each, larger = divmod(size, parts)
     begin = index * each + min(index, larger)
     return begin, begin + each + (index < larger)
@@ -62,7 +62,8 @@ def split(size: int, parts: int, index: int) -> Interval:
 
 @lru_cache(maxsize=100_000)
 def held_region(shape: tuple[int, ...], mesh: Mesh, placements: Placements, device: int) -> Region:
-    """What the device holds of a tensor of this shape; of a partial one, terms of these elements.
+    """Returns what the device holds of a tensor of this shape; of a partial one, terms of these
+    elements.
 
     The placements must fit (`check_placements`).
     """
@@ -70,9 +71,9 @@ def held_region(shape: tuple[int, ...], mesh: Mesh, placements: Placements, devi
     dims = list(whole(shape).dims)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            held = dims[placement.dim]
-            parts = _chunk_parts(length(held), mesh[axis], position[axis], placement.chunks)
-            dims[placement.dim] = select(held, parts)
+            indices = dims[placement.dim]
+            parts = _chunk_parts(length(indices), mesh[axis], position[axis], placement.chunks)
+            dims[placement.dim] = select(indices, parts)
     return Region(tuple(dims))
 
 
@@ -91,17 +92,17 @@ def check_placements(shape: tuple[int, ...], mesh: Mesh, placements: Placements)
     for dim, size in enumerate(shape):
         sizes = {size}
         for axis, placement in sharding_axes(placements, dim):
-            for held in sizes:
-                if held % placement.chunks:
+            for count in sizes:
+                if count % placement.chunks:
                     raise ValueError(
-                        f"{held} elements of dimension {dim} are not {placement.chunks} equal "
+                        f"{count} elements of dimension {dim} are not {placement.chunks} equal "
                         f"chunks on axis {axis}: choose chunks that divide them"
                     )
             sizes = _split_sizes(sizes, mesh[axis], placement.chunks)
 
 
 def local_sizes(size: int, mesh: Mesh, placements: Placements, dim: int) -> set[int]:
-    """How many of the dimension's `size` elements devices hold: each number that occurs."""
+    """Returns how many of the dimension's `size` elements devices hold: each number that occurs."""
     sizes = {size}
     for axis, placement in sharding_axes(placements, dim):
         sizes = _split_sizes(sizes, mesh[axis], placement.chunks)
@@ -109,23 +110,26 @@ def local_sizes(size: int, mesh: Mesh, placements: Placements, dim: int) -> set[
 
 
 def intersection(first: Region, second: Region) -> Region:
-    """The elements that both have."""
+    """Returns the elements that both have."""
     return Region(
         tuple(_common(one, other) for one, other in zip(first.dims, second.dims, strict=True))
     )
 
 
 def positions(part: Region, region: Region) -> Region:
-    """Where the elements of `part` are in the local tensor of `region`, which has all of them."""
+    """Returns where the elements of `part` are in the local tensor of `region`, which has all of
+    them.
+    """
     dims = tuple(map(_dim_positions, part.dims, region.dims))
-    found = Region(dims)
-    assert found.size == part.size, f"{part} is not within {region}"
-    return found
+    local_region = Region(dims)
+    assert local_region.size == part.size, f"{part} is not within {region}"
+    return local_region
 
 
 def blocks(part: Region, region: Region) -> Iterator[tuple[Slices, Slices]]:
-    """The boxes that make up `part`: where each is in the local tensor of `region`, which has all
-    of them, and where in that of `part`. So the one is cut out of the other, or pasted into it.
+    """Yields the boxes that make up `part`: where each is in the local tensor of `region`, which
+    has all of them, and where in that of `part`. So the one is cut out of the other, or pasted into
+    it.
     """
     here = positions(part, region).dims
     there = tuple(map(_packed, here))
@@ -137,7 +141,7 @@ def length(intervals: Intervals) -> int:
 
 
 def _packed(intervals: Intervals) -> Intervals:
-    """As many intervals, as long as these, one right after the other."""
+    """Returns as many intervals, as long as these, one right after the other."""
     ends = list(accumulate((end - begin for begin, end in intervals), initial=0))
     return tuple(pairwise(ends))
 
@@ -156,27 +160,27 @@ def _split_sizes(sizes: Iterable[int], parts: int, chunks: int) -> set[int]:
 
 
 def _chunk_parts(size: int, parts: int, index: int, chunks: int) -> Intervals:
-    """The part with this index of each of `chunks` equal chunks of `size` elements."""
+    """Returns the part with this index of each of `chunks` equal chunks of `size` elements."""
     assert size % chunks == 0, f"{size} elements are not {chunks} equal chunks"
     chunk = size // chunks
     begin, end = split(chunk, parts, index)
     return _merged((first + begin, first + end) for first in range(0, chunks * chunk, chunk or 1))
 
 
-def select(held: Intervals, local: Intervals) -> Intervals:
-    """The indices at the `local` positions of `held`."""
+def select(region: Intervals, local: Intervals) -> Intervals:
+    """Returns the indices at the `local` positions of `region`."""
     offset, selected = 0, []
-    for begin, end in held:
+    for begin, end in region:
         here = _common(((offset, offset + end - begin),), local)
         selected += [(begin + first - offset, begin + last - offset) for first, last in here]
         offset += end - begin
     return _merged(selected)
 
 
-def _dim_positions(part: Intervals, held: Intervals) -> Intervals:
-    """The positions of `part` in `held`: the inverse of `select`."""
+def _dim_positions(part: Intervals, region: Intervals) -> Intervals:
+    """Returns the positions of `part` in `region`: the inverse of `select`."""
     offset, local = 0, []
-    for begin, end in held:
+    for begin, end in region:
         here = _common(((begin, end),), part)
         local += [(first - begin + offset, last - begin + offset) for first, last in here]
         offset += end - begin
@@ -189,7 +193,9 @@ def _common(first: Intervals, second: Intervals) -> Intervals:
 
 
 def _merged(intervals: Iterable[Interval]) -> Intervals:
-    """Without empty intervals, and with neighbours joined; they come in ascending order."""
+    """Returns the intervals without empty ones, and with neighbours joined; they come in ascending
+    order.
+    """
     merged: list[Interval] = []
     for begin, end in intervals:
         if begin >= end:

@@ -18,7 +18,7 @@ from pipedream.graph.placements.regions import check_placements
 
 @dataclass(frozen=True)
 class Requests:
-    """For each name or pattern a placement for each axis of the mesh."""
+    """Holds a placement for each axis of the mesh, for each name or pattern."""
 
     parameters: Mapping[str, Placements] = field(default_factory=dict)
     """By a pattern of names of parameters and buffers, such as `blocks.*.up.weight`. Of several
@@ -43,7 +43,9 @@ class PlacementTexts(ArtifactModel):
     """
 
     def requests(self, axes: int) -> Requests:
-        """For a mesh of so many axes. Raises ValueError that names the placement which is wrong."""
+        """Returns the requests for a mesh of so many axes. Raises ValueError that names the
+        placement which is wrong.
+        """
         parameters, values = (
             {name: _read(name, text, axes) for name, text in texts.items()}
             for texts in (self.parameters, self.values)
@@ -64,33 +66,33 @@ def _read(name: str, text: str, axes: int) -> Placements:
 
 
 def requested_values(graph: OperatorGraph, mesh: Mesh, requests: Requests) -> dict[str, Placements]:
-    """The placements that are set for values, parameters and buffers among them, by name of the
-    value. Raises UserError.
+    """Returns the placements that are set for values, parameters and buffers among them, by name of
+    the value. Raises UserError.
     """
-    found: dict[str, Placements] = {}
+    requested: dict[str, Placements] = {}
     for each, pattern, placements in _matches(graph, requests.parameters):
         where = f"parameters.{pattern}"
         _check(f"{where}: {each.name}", each.type.shape, mesh, placements)
         _no_sum(where, placements)
-        found.setdefault(each.value, placements)
-    given = {f"{each.role} {each.name}": each.value for each in graph.inputs}
+        requested.setdefault(each.value, placements)
+    described = {f"{each.role} {each.name}": each.value for each in graph.inputs}
     types = graph.types()
     for name, placements in requests.values.items():
-        value = given.get(name, name)
+        value = described.get(name, name)
         if value not in types:
-            close = _closest(name, [*given, *types])
+            close = _closest(name, [*described, *types])
             raise UserError(f"values.{name}: no value has this name{close}")
         _check(f"values.{name}: it", types[value].shape, mesh, placements)
-        if value in given.values():
+        if value in described.values():
             _no_sum(f"values.{name}", placements)
-        found[value] = placements
-    return found
+        requested[value] = placements
+    return requested
 
 
 def requested_operators(
     graph: OperatorGraph, mesh: Mesh, requests: Requests
 ) -> dict[str, tuple[Placements, ...]]:
-    """The placements set for what operators read, by name of the call. Raises UserError."""
+    """Returns the placements set for what operators read, by name of the call. Raises UserError."""
     calls = {call.name: call for call in graph.calls}
     for name, inputs in requests.operators.items():
         if name not in calls:

@@ -67,7 +67,7 @@ def measure_network(
 
 
 def _hosts(store: Store, rank_info: RankInfo) -> list[str]:
-    """The host name of each rank."""
+    """Returns the host name of each rank."""
     with peer_errors():
         store.set(f"host/{rank_info.rank}", socket.gethostname())
         return [store.get(f"host/{rank}").decode() for rank in range(rank_info.world_size)]

@@ -57,7 +57,7 @@ class Work:
 
     @staticmethod
     def product(device: torch.device) -> Work:
-        """One product, of the next of several weights."""
+        """Makes work of one product, of the next of several weights."""
         weights = torch.full((_WEIGHTS, _WIDTH, _WIDTH), 1 / _WIDTH, device=device).unbind()
         activations, turns = torch.ones(_ROWS, _WIDTH, device=device), cycle(weights)
 
@@ -88,15 +88,15 @@ class Steps:
         """
         probe = replace(self, runs=_WEIGHTS if self.work.gradient_bytes is None else 1)
         probe.seconds(lambda: None)
-        each = probe.seconds(lambda: None) / probe.runs
-        if each > parts * seconds and self.work.gradient_bytes is not None:
-            parts = max(1, min(int(each / seconds), int(self.work.gradient_bytes / size)))
+        run_seconds = probe.seconds(lambda: None) / probe.runs
+        if run_seconds > parts * seconds and self.work.gradient_bytes is not None:
+            parts = max(1, min(int(run_seconds / seconds), int(self.work.gradient_bytes / size)))
         fewest = -(-parts // self.work.places)
-        found = self.wire.broadcast([parts, max(fewest, round(parts * seconds / each))], 0)
-        return replace(self, parts=int(found[0]), runs=int(found[1]))
+        agreed = self.wire.broadcast([parts, max(fewest, round(parts * seconds / run_seconds))], 0)
+        return replace(self, parts=int(agreed[0]), runs=int(agreed[1]))
 
     def seconds(self, begin: Callable[[], Wait | None]) -> float:
-        """The mean seconds of a step, with a call of `begin` in each part.
+        """Returns the mean seconds of a step, with a call of `begin` in each part.
 
         Timed once the first is waited for: from then on a step has the work of as many messages as
         begin in it, be it of those before it. Where cores are short a message takes several times
@@ -118,7 +118,9 @@ class Steps:
         return taken / _STEPS
 
     def step(self, begin: Callable[[], Wait | None], under_way: deque[Wait]) -> None:
-        """One step, with a call of `begin` in each part; what began is added to `under_way`."""
+        """Runs one step, with a call of `begin` in each part; what began is added to
+        `under_way`.
+        """
         reached = begun = 0
 
         def place() -> None:
@@ -136,7 +138,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What goes between the ranks beside compute.
+    """Describes what goes between the ranks beside compute.
 
     `sizes`: from how many bytes to how many; `parts` of a step in each of which one begins;
     `later`: how many are not waited for yet at the end of a step.
@@ -150,18 +152,20 @@ class Traffic:
 
     @staticmethod
     def messages(seconds: Seconds, begin: Begin) -> Traffic:
-        """Of activations; ranks that pass messages are not always at the same step."""
+        """Makes the traffic of activations; ranks that pass messages are not always at the same
+        step.
+        """
         return Traffic(seconds, begin, (250e3, 16e6), 1, 2)
 
     @staticmethod
     def sums(seconds: Seconds, begin: Begin) -> Traffic:
-        """Of gradients, a bucket each."""
+        """Makes the traffic of gradients, a bucket each."""
         return Traffic(seconds, begin, (BUCKET_BYTES / 2, BUCKET_BYTES), 4, 0)
 
 
 def busy(wire: Wire, ranks: Ranks, effort: Effort, traffic: Traffic, work: Work) -> float:
-    """The share of the traffic's time in which the ranks at its ends cannot compute; above 1 where
-    it takes longer beside compute than alone.
+    """Returns the share of the traffic's time in which the ranks at its ends cannot compute; above
+    1 where it takes longer beside compute than alone.
 
     Called by all ranks, which all compute, since ranks of one machine compete for cores. The median
     over sizes and repeats of the mean over ranks.
@@ -188,7 +192,7 @@ def busy(wire: Wire, ranks: Ranks, effort: Effort, traffic: Traffic, work: Work)
 
 
 def _lost(wire: Wire, beside: Callable[[], float], alone: Callable[[], float]) -> float:
-    """Seconds of a step with traffic, less those of one without before and after it."""
+    """Returns the seconds of a step with traffic, less those of one without before and after it."""
     seconds = []
     for steps in (alone, beside, alone):
         wire.broadcast([0.0], 0)

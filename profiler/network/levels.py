@@ -36,7 +36,7 @@ class NetworkLevel:
 
     @property
     def pairs(self) -> list[Ranks]:
-        """Neighbouring ranks of such groups: a sample from the whole cluster."""
+        """Returns neighbouring ranks of such groups: a sample from the whole cluster."""
         pairs = [pair for group in self._all_groups() for pair in pairwise(group)]
         return evenly(pairs, _MOST_PAIRS)
 
@@ -47,7 +47,7 @@ class NetworkLevel:
 
 
 def levels(machines: Sequence[int]) -> list[NetworkLevel]:
-    """The levels, innermost first, with the given numbers of components (`--machines`)."""
+    """Returns the levels, innermost first, with the given numbers of components (`--machines`)."""
     size = math.prod(machines)
     names = [*_NAMES, *(f"level{index + 1}" for index in range(len(_NAMES), len(machines)))]
     return [
@@ -57,7 +57,7 @@ def levels(machines: Sequence[int]) -> list[NetworkLevel]:
 
 
 def levels_of(hosts: Sequence[str]) -> list[NetworkLevel]:
-    """The levels by the host name of each rank: the devices of a host, then the hosts.
+    """Returns the levels by the host name of each rank: the devices of a host, then the hosts.
 
     There is one level if all ranks are on one host or each on its own. Raises UserError if hosts
     have different numbers of ranks, or if the ranks of a host are not consecutive.

@@ -47,7 +47,7 @@ class Timed:
 
     @property
     def link(self) -> Link:
-        """The link for the cluster file."""
+        """Returns the link for the cluster file."""
         return self.fit.link.model_copy(update={"busy": round(self.busy, 2)})
 
     @staticmethod
@@ -75,7 +75,7 @@ class MeasuredLevel:
 
 
 def cluster(measured: Sequence[MeasuredLevel]) -> Cluster:
-    """The measured cluster, for pd-optimize."""
+    """Returns the measured cluster, for pd-optimize."""
     return Cluster(
         machines=tuple(each.level.count for each in measured),
         names=tuple(each.level.name for each in measured),
@@ -132,7 +132,7 @@ def measure(
 
 
 def _passing(wire: Wire, pair: Ranks, size: int) -> Callable[[], Wait | None]:
-    """A function that starts a message from the first to the second rank."""
+    """Returns a function that starts a message from the first to the second rank."""
     source, target = pair
     if dist.get_rank() == source:
         tensor = wire.tensor(size)
@@ -141,7 +141,7 @@ def _passing(wire: Wire, pair: Ranks, size: int) -> Callable[[], Wait | None]:
 
 
 def _messages(wire: Wire, pair: Ranks, effort: Effort) -> list[list[float]]:
-    """Seconds of a message, [size][repeat].
+    """Returns the seconds of a message, [size][repeat].
 
     The time that a message adds to a stream of its size, plus the latency: half a round trip of the
     smallest message, less the time that this one adds to a stream.
@@ -161,7 +161,7 @@ def _messages(wire: Wire, pair: Ranks, effort: Effort) -> list[list[float]]:
 def _repeated(
     wire: Wire, ranks: Ranks, effort: Effort, kinds: Sequence[Callable[[], float]]
 ) -> list[list[float]]:
-    """The results of each measurement on the first of the ranks, [kind][repeat].
+    """Returns the results of each measurement on the first of the ranks, [kind][repeat].
 
     The kinds take turns, so that a temporary disturbance does not affect only one of them. Ranks
     other than `ranks` wait.
@@ -176,8 +176,8 @@ def _repeated(
 
 @dataclass(frozen=True)
 class _Room:
-    """For gradients, and for the sums of them. Both are used in turn, from end to end: what is
-    added up next is in no cache.
+    """Holds memory for gradients, and for the sums of them. Both are used in turn, from end to end:
+    what is added up next is in no cache.
     """
 
     gradients: Tensor
@@ -189,14 +189,14 @@ class _Room:
         return _Room(wire.tensor(size), wire.tensor(size))
 
     def turns(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of `size` bytes each."""
+        """Yields tensors of `size` bytes each."""
         count = len(self.gradients) // (size // 4)
         for turn in cycle(range(count)):
             part = slice(turn * (size // 4), (turn + 1) * (size // 4))
             yield self.gradients[part], self.sums[part]
 
     def summing(self, wire: Wire, group: Ranks, size: int) -> Callable[[], Wait | None]:
-        """A function that starts a sum over the group."""
+        """Returns a function that starts a sum over the group."""
         turns = self.turns(size)
         return lambda: wire.add_up(*next(turns), group)
 
@@ -218,7 +218,7 @@ def _adding(wire: Wire, group: Ranks, size: int, room: _Room) -> Callable[[], fl
 
 
 def _count(size: int) -> int:
-    """The number of messages of a size that are timed together."""
+    """Returns the number of messages of a size that are timed together."""
     return max(_FEWEST, min(_MOST, int(_TIMED_BYTES / size)))
 
 
@@ -279,6 +279,6 @@ def _streaming(wire: Wire, pair: Ranks, size: int) -> Callable[[], float]:
 
 
 def _width(repeats: Sequence[float]) -> float:
-    """Half the interquartile range over the median."""
+    """Returns half the interquartile range over the median."""
     low, middle, high = np.quantile(repeats, [0.25, 0.5, 0.75])
     return float((high - low) / 2 / middle)

@@ -20,21 +20,21 @@ from pipedream.profiler.timing.full_pass import passes
 
 
 def model_work(loaded: Loaded, device: torch.device) -> Work:
-    """Forward and backward passes; places are where a gradient is there, as in a run.
+    """Makes work of forward and backward passes; places are where a gradient is there, as in a run.
 
     Raises UserError if the model cannot be captured.
     """
     precision = Precision(loaded.autocast, device)
     captured = capture(loaded.model, loaded.args, loaded.kwargs, precision=precision)
     once = passes(captured, flatten_inputs(loaded.args, loaded.kwargs), device)
-    own = [parameter for parameter in captured.module.parameters() if parameter.requires_grad]
+    learned = [parameter for parameter in captured.module.parameters() if parameter.requires_grad]
     listening: list[Callable[[], None]] = []
 
     def arrived(_: Tensor) -> None:
         for reached in listening:
             reached()
 
-    for parameter in own:
+    for parameter in learned:
         parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
 
     def run(reached: Callable[[], None]) -> None:
@@ -43,4 +43,4 @@ def model_work(loaded: Loaded, device: torch.device) -> Work:
         with precision.computing():
             once()
 
-    return Work(run, places=1 + len(own), gradient_bytes=sum(p.nbytes for p in own))
+    return Work(run, places=1 + len(learned), gradient_bytes=sum(p.nbytes for p in learned))

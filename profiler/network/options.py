@@ -52,7 +52,9 @@ class Effort:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of the messages, multiples of four, ascending; each about four times the last."""
+        """Returns the bytes of the messages, multiples of four, ascending; each about four times
+        the last.
+        """
         sizes = [self.largest // 4 * 4]
         while sizes[0] >= _FACTOR * _SMALLEST:
             sizes.insert(0, sizes[0] // _FACTOR // 4 * 4)
@@ -83,7 +85,8 @@ def check_no_network_options(parameters: Mapping[str, Any]) -> None:
 
 
 def network_options(parameters: Mapping[str, Any], rank_info: RankInfo | None) -> NetworkOptions:
-    """The options in the parameters of the command, checked for the ranks that were started.
+    """Returns the options in the parameters of the command, checked for the ranks that were
+    started.
 
     Raises UserError.
     """

@@ -43,7 +43,7 @@ def report(measured: Sequence[MeasuredLevel], provenance: str, folder: Path) -> 
 
 
 def sizes_table(measured: Sequence[MeasuredLevel]) -> Table:
-    """A table of the median seconds by size."""
+    """Returns a table of the median seconds by size."""
     table = _table("Times of a message and an all-reduce")
     table.add_column("bytes", justify="right")
     rows: list[list[str]] = []
@@ -59,7 +59,7 @@ def sizes_table(measured: Sequence[MeasuredLevel]) -> Table:
 
 
 def links_table(measured: Sequence[MeasuredLevel]) -> Table:
-    """A table of the latency and bandwidth of each link, and of the error of the fit."""
+    """Returns a table of the latency and bandwidth of each link, and of the error of the fit."""
     table = _table("Links: latency plus bytes over bandwidth")
     for heading in ("level", ""):
         table.add_column(heading, no_wrap=True)
@@ -91,7 +91,7 @@ def _table(title: str) -> Table:
 
 
 def _kinds(measured: Sequence[MeasuredLevel]) -> Iterator[tuple[str, str, Timed]]:
-    """(name of the level, what was measured, times)."""
+    """Yields (name of the level, what was measured, times)."""
     for each in measured:
         yield each.level.name, "send", each.send
         yield each.level.name, f"all-reduce of {each.level.count}", each.all_reduce

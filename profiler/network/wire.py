@@ -30,8 +30,8 @@ class Wire:
         self.groups = {ranks: connect_group(ranks) for ranks in groups}
 
     def tensor(self, size: int) -> Tensor:
-        """A float32 tensor of `size` bytes on the device. Not zeros: on a CPU they may be one page
-        of memory, which stays in its cache.
+        """Returns a float32 tensor of `size` bytes on the device. Not zeros: on a CPU they may be
+        one page of memory, which stays in its cache.
         """
         return torch.ones(size // 4, device=self.device)
 
@@ -51,8 +51,8 @@ class Wire:
         """
         sums = []
         parts = (torch.split(tensor, BUCKET_BYTES // 4) for tensor in (gradients, flat))
-        for own, bucket in zip(*parts, strict=True):
-            bucket.copy_(own)
+        for gradient, bucket in zip(*parts, strict=True):
+            bucket.copy_(gradient)
             sums.append(self.transport.begin_sum(bucket, self.groups[group]))
 
         def wait() -> None:
@@ -67,7 +67,7 @@ class Wire:
             torch.cuda.synchronize(self.device)
 
     def broadcast(self, numbers: Sequence[float], source: int) -> list[float]:
-        """The numbers of rank `source`, on every rank; all give as many and wait for it."""
+        """Returns the numbers of rank `source`, on every rank; all give as many and wait for it."""
         values = torch.tensor(numbers, dtype=torch.float64, device=self.transport.staged)
         with peer_errors():
             dist.broadcast(values, source)

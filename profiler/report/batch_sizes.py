@@ -109,7 +109,7 @@ def _input_shapes(profile: Profile) -> list[tuple[int, ...]]:
 
 
 def batch_sizes_frame(profiles: Iterable[Profile]) -> pd.DataFrame:
-    """A row for each batch size: seconds, bytes, and the speed-up over the first.
+    """Returns a row for each batch size: seconds, bytes, and the speed-up over the first.
 
     Seconds are those of the whole model on one worker: its nodes and one call, as fitted. Bytes are
     None unless all nodes have them.
@@ -143,7 +143,7 @@ def _row(profile: Profile) -> dict[str, float | None]:
 
 
 def batch_sizes_table(frame: pd.DataFrame, title: str) -> Table:
-    """The frame as a table for the terminal."""
+    """Returns the frame as a table for the terminal."""
     table = Table(
         title=title,
         caption="Saved: memory for the backward pass. Speed-up: examples per second relative to the"
@@ -192,7 +192,7 @@ def draw_batch_sizes(frame: pd.DataFrame, title: str, path: Path) -> None:
 
 
 def _draw_times(axes: Axes, frame: pd.DataFrame) -> None:
-    """In Okabe and Ito's colours, as in layers.png."""
+    """Draws the times in Okabe and Ito's colours, as in layers.png."""
     from matplotlib.ticker import EngFormatter
 
     lines: Mapping[str, tuple[str, dict[str, Any]]] = {

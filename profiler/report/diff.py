@@ -38,7 +38,7 @@ class Diff:
 
     @cached_property
     def frame(self) -> pd.DataFrame:
-        """A row for each node: those of `a` in order, then those only in `b`.
+        """Returns a row for each node: those of `a` in order, then those only in `b`.
 
         The columns are those of `layers_frame` with `_a` and `_b`; NaN if a profile lacks the node.
         The index is module, op and occurrence (from 1).
@@ -48,8 +48,8 @@ class Diff:
         return a.reindex(calls).add_suffix("_a").join(b.reindex(calls).add_suffix("_b"))
 
     def table(self) -> pd.DataFrame:
-        """`frame` with the columns `_change` (or `_change_per_example`) and `_differs` of each
-        quantity.
+        """Returns `frame` with the columns `_change` (or `_change_per_example`) and `_differs` of
+        each quantity.
         """
         columns: dict[str, Numbers | Flags] = {}
         for name, quantity in QUANTITIES.items():
@@ -67,22 +67,24 @@ class Diff:
         return self.frame["id_a"].isna()
 
     def values(self, column: str) -> tuple[Numbers, Numbers]:
-        """A column of `a` and of `b` per minibatch: 0 for a missing node, NaN if not measured."""
+        """Returns a column of `a` and of `b` per minibatch: 0 for a missing node, NaN if not
+        measured.
+        """
         a = self.frame[f"{column}_a"].mask(self.only_in_b, 0.0)
         b = self.frame[f"{column}_b"].mask(self.only_in_a, 0.0)
         return a, b
 
     def per(self, name: str) -> tuple[Numbers, Numbers]:
-        """A quantity of `a` and of `b` as compared: per example if `per_example`."""
+        """Returns a quantity of `a` and of `b` as compared: per example if `per_example`."""
         return self._per(name, *self.values(QUANTITIES[name].column))
 
     def change(self, name: str) -> Numbers:
-        """The increase of a quantity from `a` to `b`."""
+        """Returns the increase of a quantity from `a` to `b`."""
         a, b = self.per(name)
         return b - a
 
     def differs(self, name: str) -> Flags:
-        """Whether a size changed, or a time by more than its spread.
+        """Tells whether a size changed, or a time by more than its spread.
 
         A time differs if the interquartile ranges of `a` and `b`, summed over passes, are disjoint.
         """

@@ -70,7 +70,7 @@ def _measured_on(profile: Profile) -> str:
 
 
 def _changed(diff: Diff, known: list[str], sort: str) -> pd.Series[bool]:
-    """The indices of nodes that changed, and whether they differ beyond the spread.
+    """Returns the indices of nodes that changed, and whether they differ beyond the spread.
 
     Those that differ come first, and large changes before small ones.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _part(name: str) -> Mapping[str, Callable[[ProfiledNode], Any]]:
-    """The columns of a part of the backward pass, None where it was not measured."""
+    """Returns the columns of a part of the backward pass, None where it was not measured."""
 
     def seconds(quartile: str) -> Callable[[ProfiledNode], Any]:
         return lambda node: getattr(getattr(node, f"{name}_seconds"), quartile, None)
@@ -82,7 +82,8 @@ ORDERS = (*QUANTITIES, "order")
 
 
 def layers_frame(profile: Profile) -> pd.DataFrame:
-    """The columns of `COLUMNS`, and `share`: of the forward plus backward time of all nodes.
+    """Returns the columns of `COLUMNS`, and `share`: of the forward plus backward time of all
+    nodes.
 
     Values that were not measured are NaN.
     """
@@ -98,7 +99,7 @@ def layers_frame(profile: Profile) -> pd.DataFrame:
 
 
 def layer_names(frame: pd.DataFrame) -> list[str]:
-    """A label for each row: `layer1.0.conv1: Conv2d`, or `Input0` without a module."""
+    """Returns a label for each row: `layer1.0.conv1: Conv2d`, or `Input0` without a module."""
     return [
         f"{module}: {op}" if module else op
         for module, op in zip(frame["module"], frame["op"], strict=True)
@@ -106,7 +107,7 @@ def layer_names(frame: pd.DataFrame) -> list[str]:
 
 
 def shown_layers(profile: Profile) -> pd.DataFrame:
-    """A row for each layer in order of execution, its quantities in words with units."""
+    """Returns a row for each layer in order of execution, its quantities in words with units."""
     import pandas as pd
 
     frame = layers_frame(profile)

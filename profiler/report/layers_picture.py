@@ -53,7 +53,7 @@ _PANELS: Mapping[str, tuple[_Bars, ...]] = {
 
 
 class _LabelledNodes(NamedTuple):
-    """Neighbouring nodes under one label."""
+    """Holds neighbouring nodes under one label."""
 
     begin: int
     nodes: int
@@ -137,7 +137,7 @@ def _draw_curve(axes: Axes, values: _Numbers, colour: str, line: str) -> None:
 
 
 def _heading(name: str, frame: pd.DataFrame, values: _Numbers) -> str:
-    """`time: 934 ms, most in lm_head: Linear (60%)`."""
+    """Returns `time: 934 ms, most in lm_head: Linear (60%)`."""
     whole, heaviest = float(values.sum()), int(values.argmax())
     shown = f"{name}: {QUANTITIES[name].show(whole)}"
     if not whole:
@@ -192,7 +192,7 @@ def _neighbours(keys: Iterable[object], labels: Sequence[str]) -> Iterator[_Labe
 
 
 def _apart(runs: Sequence[_LabelledNodes], distance: float) -> list[_LabelledNodes]:
-    """The runs to name so that names do not touch; large runs first."""
+    """Returns the runs to name so that names do not touch; large runs first."""
     chosen: list[_LabelledNodes] = []
     for run in sorted(runs, key=lambda run: -run.nodes):
         if all(abs(run.middle - other.middle) >= distance for other in chosen):

@@ -113,7 +113,7 @@ def _summary(profile: Profile) -> str:
 
 
 def _spread(profile: Profile) -> float:
-    """Half the distance between the quartiles of all nodes, as a share of their medians."""
+    """Returns half the distance between the quartiles of all nodes, as a share of their medians."""
     quartiles = [q for node in profile.nodes for q in (node.forward_seconds, node.backward_seconds)]
     whole = sum(each.median for each in quartiles)
     return sum(each.spread for each in quartiles) / whole if whole else 0.0

@@ -14,7 +14,7 @@ _HEAVIEST = 10
 
 
 def how_many(sort: str, top: int | None) -> int | None:
-    """The rows to show, None for all: `top`, by default ten, or all in execution order."""
+    """Returns the rows to show, None for all: `top`, by default ten, or all in execution order."""
     if top is None:
         return None if sort == "order" else _HEAVIEST
     return top or None
@@ -27,7 +27,7 @@ def make_table(
     width: int,
     spare: Iterable[str] = (),
 ) -> Table:
-    """A table of text and number columns by heading; the last text column wraps, at dots.
+    """Returns a table of text and number columns by heading; the last text column wraps, at dots.
 
     If less than a third of `width` would be left for it, and it needs more, columns in `spare` are
     left out, first to last.
@@ -59,5 +59,5 @@ def make_table(
 
 
 def _width(heading: str, cells: Iterable[str]) -> int:
-    """The width of a column in characters, including the gap."""
+    """Returns the width of a column in characters, including the gap."""
     return max(map(len, (*heading.split("\n"), *cells))) + _GAP

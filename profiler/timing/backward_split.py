@@ -26,8 +26,8 @@ from pipedream.capture.node_modules import (
     preserve_model_state,
     run_in_order,
 )
-from pipedream.capture.programs.cut import Part
 from pipedream.capture.programs.program import Program, traced_program
+from pipedream.capture.programs.split_passes import Part
 from pipedream.profiler.memory import MemoryOwners, address
 from pipedream.profiler.timing.passes import RandomGradients
 from pipedream.profiler.timing.per_node import empty_module
@@ -52,7 +52,8 @@ class BackwardSplit:
 def backward_splits(
     captured: Captured, inputs: Sequence[Tensor], stopping_rule: StoppingRule, device: torch.device
 ) -> dict[str, BackwardSplit]:
-    """By node; those that cannot be cut are left out. Runs the model once, node by node.
+    """Returns the splits by node; those that cannot be cut are left out. Runs the model once, node
+    by node.
 
     `inputs` are in the order of `captured.inputs`. Buffers are restored.
     """
@@ -119,7 +120,7 @@ class BackwardSplitter:
         return outputs
 
     def splits(self) -> dict[str, BackwardSplit]:
-        """By node, once all have run."""
+        """Returns the splits by node, once all have run."""
         return {name: BackwardSplit(s, self.kept[name]) for name, s in self.shares.items()}
 
     def _cut(self, node: NodeModule, inputs: Sequence[Tensor]) -> _NodeCut | None:
@@ -138,13 +139,13 @@ class BackwardSplitter:
             return 1.0
         shares = []
         for of_inputs, of_weights in halves.seconds(self.repeats, self.watch):
-            own = max(0.0, of_inputs - self._call_seconds)
-            shares.append(own / (own + of_weights) if of_weights else 1.0)
+            input_seconds = max(0.0, of_inputs - self._call_seconds)
+            shares.append(input_seconds / (input_seconds + of_weights) if of_weights else 1.0)
         return statistics.median(shares)
 
     @cached_property
     def _call_seconds(self) -> float:
-        """Of a BI of nothing: a stage pays it once, here every node does."""
+        """Returns the seconds of a BI of nothing: a stage pays it once, here every node does."""
         halves = Halves.of(empty_module(), [torch.ones(1, device=self.device)], self.random)
         return statistics.median(bi for bi, _ in halves.seconds(_REPEATS, self.watch))
 
@@ -186,7 +187,9 @@ class Halves:
         return Halves(program, state, inputs, outputs, saved, gradients)
 
     def seconds(self, repeats: int, watch: Stopwatch) -> list[tuple[float, float]]:
-        """Of BI and BW in each of at most so many repeats, after one that does not count."""
+        """Returns the seconds of BI and BW in each of at most so many repeats, after one that does
+        not count.
+        """
         self._run(watch)
         marks: list[tuple[Any, Any, Any]] = []
         end = time.monotonic() + _SECONDS
@@ -198,7 +201,7 @@ class Halves:
         ]
 
     def _run(self, watch: Stopwatch) -> tuple[Any, Any, Any]:
-        """The marks before, between and after."""
+        """Runs the halves, and returns the marks before, between and after."""
         saved = dict(self.saved)
         watch.clear()
         start = watch.mark()
@@ -209,7 +212,9 @@ class Halves:
         return start, middle, watch.mark()
 
     def kept(self) -> list[_Kept]:
-        """What is held between BI and BW, each memory once, without parameters and buffers."""
+        """Returns what is held between BI and BW, each memory once, without parameters and
+        buffers.
+        """
         of_inputs, kept = self.program.backward(dict(self.saved), self.gradients)
         values = (*self.inputs, *self.outputs)
         returned = [len(self.inputs) + number for number in self.program.joint.differentiable]
@@ -217,25 +222,25 @@ class Halves:
         for place, gradient in (*zip(returned, self.gradients, strict=True), *enumerate(of_inputs)):
             if gradient is not None:
                 places.setdefault(address(gradient), (place, True))
-        own = set(map(address, self.state.values()))
+        state_addresses = set(map(address, self.state.values()))
         tensors = {address(tensor): tensor for tensor in kept.values.values()}
         return [
             _Kept(place, gradient, tensor.untyped_storage().nbytes())
             for where, tensor in tensors.items()
-            if where not in own
+            if where not in state_addresses
             for place, gradient in [places.get(where, (None, False))]
         ]
 
 
 def _read_by_several(captured: Captured) -> set[str]:
-    """The values that several nodes read."""
+    """Returns the values that several nodes read."""
     owner = captured.owner
     makers = captured.module.graph.nodes
     return {m.name for m in makers if len({owner.get(u.name) for u in m.users}) > 1}
 
 
 def _state(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers that a node reads, by name."""
+    """Yields the parameters and buffers that a node reads, by name."""
     for node in module.graph.find_nodes(op="get_attr"):
         value = operator.attrgetter(str(node.target))(module)
         if isinstance(value, Tensor):
@@ -243,13 +248,15 @@ def _state(module: fx.GraphModule) -> Iterator[tuple[str, Tensor]]:
 
 
 def _computes(part: Part) -> bool:
-    """Whether it runs any operator: to pick one of several results is none."""
+    """Tells whether it runs any operator: to pick one of several results is none."""
     called = (node for node in part.module.graph.nodes if node.op == "call_function")
     return any(node.target is not operator.getitem for node in called)
 
 
 def _kind(node: NodeModule, inputs: Sequence[Tensor]) -> Hashable:
-    """The same for nodes that do the same: operators, their arguments, shapes, types, layouts."""
+    """Returns what is the same for nodes that do the same: operators, their arguments, shapes,
+    types, layouts.
+    """
     module = node.segment.module
     names = {each: f"%{number}" for number, each in enumerate(module.graph.nodes)}
     state = {name: _layout(value) for name, value in _state(module)}

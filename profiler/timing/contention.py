@@ -52,7 +52,7 @@ def contention(count: int) -> Iterator[None]:
 
 
 def is_contending_process() -> bool:
-    """Whether `contention` of another process started this one."""
+    """Tells whether `contention` of another process started this one."""
     return _PARENT in os.environ
 
 

@@ -63,7 +63,7 @@ def time_in_training(
 def passes(
     captured: Captured, inputs: Sequence[Tensor], device: torch.device
 ) -> Callable[[], object]:
-    """A function that runs the whole model forward and backward, without timing."""
+    """Returns a function that runs the whole model forward and backward, without timing."""
     whole = Stretch(captured, captured.working, stopwatch(device), device, marked=False)
     values = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
     return lambda: whole.run(values)
@@ -201,7 +201,7 @@ class _Bench:
 def _shares(
     captured: Captured, nodes: Sequence[str], counts: Callable[[nn.Parameter], bool]
 ) -> Mapping[str, float]:
-    """The share of each node in the parameters that count, by number of reads."""
+    """Returns the share of each node in the parameters that count, by number of reads."""
     parameter = captured.module.get_parameter
     reads = {n: sum(counts(parameter(p)) for p in captured.parameters[n]) for n in nodes}
     return {name: count / (sum(reads.values()) or 1) for name, count in reads.items()}

@@ -33,8 +33,9 @@ _OPAQUE = ("workspace", "reserve")
 def operator_seconds(
     attributed: Attributed, graph: Graph, device: torch.device
 ) -> dict[str, float]:
-    """Seconds of each call by name. Those of the forward calls of a node add up to its forward
-    pass, those of the backward calls to its backward pass; a pass without any call is left out.
+    """Returns the seconds of each call by name. Those of the forward calls of a node add up to its
+    forward pass, those of the backward calls to its backward pass; a pass without any call is left
+    out.
     """
     operators = {call.name: call.operator for call in attributed.graph.calls}
     alone = seconds_alone(dict.fromkeys(operators.values()), device)
@@ -53,8 +54,8 @@ def operator_seconds(
 
 
 def seconds_alone(operators: Iterable[Operator], device: torch.device) -> dict[Operator, float]:
-    """Of each operator by itself. One that cannot be run so takes as long for each byte of its
-    inputs and outputs as is usual among the others.
+    """Returns the seconds of each operator by itself. One that cannot be run so takes as long for
+    each byte of its inputs and outputs as is usual among the others.
     """
     largest_first = sorted(operators, key=_bytes, reverse=True)
     watch, random = stopwatch(device), _RandomValues(device)
@@ -72,7 +73,7 @@ def seconds_alone(operators: Iterable[Operator], device: torch.device) -> dict[O
 def _time(
     operator: Operator, enough: float, watch: Stopwatch, random: _RandomValues
 ) -> float | None:
-    """The median of repeats, of which there is one at least, after one that does not count;
+    """Returns the median of repeats, of which there is one at least, after one that does not count;
     `enough`: after so many seconds no further one begins. None if it cannot be run by itself.
     """
     repeats: list[float] = []
@@ -93,7 +94,7 @@ def _time(
 
 
 def _needs_forward(operator: Operator) -> bool:
-    """Whether it reads memory that is only right as the forward operator left it."""
+    """Tells whether it reads memory that is only right as the forward operator left it."""
     schema = executable(operator)._schema.arguments
     return any(
         argument.name.startswith(_OPAQUE) and operator.input_at(position) is not None
@@ -121,6 +122,6 @@ class _RandomValues:
 
 
 def _bytes(operator: Operator) -> int:
-    """Of its inputs and outputs; at least one."""
+    """Returns the bytes of its inputs and outputs; at least one."""
     types = (*operator.inputs, *(type_ for type_ in operator.outputs if type_ is not None))
     return sum(math.prod(type_.shape) * type_.element_bytes for type_ in types) or 1

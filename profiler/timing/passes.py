@@ -65,7 +65,7 @@ class _Record:
     end: Any
 
     def read(self, watch: Stopwatch) -> Pass:
-        """The seconds by node: from its mark to the next one."""
+        """Returns the seconds by node: from its mark to the next one."""
         if not self.noted:
             return Pass({}, watch.seconds(self.start, self.end))
         nodes: dict[str, float] = defaultdict(float)
@@ -188,7 +188,9 @@ class Stretch:
 def _with_marks(
     part: Segment, owner: Mapping[str, str], nodes: Sequence[str], note: Callable[..., None]
 ) -> Segment:
-    """The same module with its nodes in order, a call of `note` before each and after the last."""
+    """Returns the same module with its nodes in order, a call of `note` before each and after the
+    last.
+    """
     original = part.module.graph
     (output,) = original.find_nodes(op="output")
     inside: dict[str, list[fx.Node]] = {name: [] for name in nodes}

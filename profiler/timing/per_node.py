@@ -76,7 +76,7 @@ class _NodeTimer:
         self.scalar = torch.ones(1, device=device)
 
     def run(self) -> dict[str, tuple[float, float]]:
-        """Seconds forward and backward of every node in one repeat."""
+        """Returns the seconds forward and backward of every node in one repeat."""
         values = dict(zip(self.captured.inputs, self.inputs, strict=True))
         marks: dict[str, Marks] = {}
         floors: list[Marks] = []
@@ -127,7 +127,7 @@ def seconds_of(marks: Marks, watch: Stopwatch) -> tuple[float, float]:
 
 
 def empty_module() -> NodeModule:
-    """An empty module, whose time is contained in the time of every node."""
+    """Returns an empty module, whose time is contained in the time of every node."""
     graph = fx.Graph()
     graph.output((graph.placeholder("x"),))
     part = Segment(fx.GraphModule({}, graph), ("x",), ("x",))

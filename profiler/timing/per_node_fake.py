@@ -31,7 +31,8 @@ def time_per_node_fake(
     device: torch.device,
     progress: Callable[[float], None] = lambda part: None,
 ) -> Times:
-    """Like `time_per_node`, but with all repeats of a node before the next one gets memory.
+    """Measures like `time_per_node`, but with all repeats of a node before the next one gets
+    memory.
 
     Nodes read random values, except for `inputs` (in the order of `captured.inputs`). Equal layers
     are measured minutes apart, and take the same time: each has the repeats of all of them.
@@ -70,7 +71,7 @@ def time_per_node_fake(
 
 
 def _kind(captured: Captured, node: NodeModule) -> Hashable:
-    """The same for nodes that do the same: operator, settings, shapes and types."""
+    """Returns what is the same for nodes that do the same: operator, settings, shapes and types."""
     names = (*node.segment.inputs, *node.segment.outputs)
     values = [captured.values[name] for name in names]
     description = captured.graph.nodes[node.name].description
@@ -80,7 +81,7 @@ def _kind(captured: Captured, node: NodeModule) -> Hashable:
 def footprints_fake(
     captured: Captured, inputs: Sequence[Tensor], device: torch.device
 ) -> dict[str, Footprint]:
-    """Like `pipedream.profiler.memory.footprints`."""
+    """Returns the same as `pipedream.profiler.memory.footprints`."""
     with torch.enable_grad(), metered(device) as meter:
         memory = SavedMemory(captured, {}, meter)
         for _, node, values in _real(captured, inputs, device):
@@ -91,7 +92,7 @@ def footprints_fake(
 def backward_splits_fake(
     captured: Captured, inputs: Sequence[Tensor], stopping_rule: StoppingRule, device: torch.device
 ) -> dict[str, BackwardSplit]:
-    """Like `backward_splits`."""
+    """Returns the same as `backward_splits`."""
     splitter = BackwardSplitter(captured, {}, stopping_rule, device)
     with no_garbage_collection():
         for _, node, values in _real(captured, inputs, device):
@@ -102,13 +103,13 @@ def backward_splits_fake(
 def _real(
     captured: Captured, inputs: Sequence[Tensor], device: torch.device
 ) -> Iterator[tuple[float, NodeModule, Mapping[str, Tensor]]]:
-    """(fraction done, node, its inputs) for each node while it has memory."""
-    own = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
+    """Yields (fraction done, node, its inputs) for each node while it has memory."""
+    model_inputs = {n: value.to(device) for n, value in zip(captured.inputs, inputs, strict=True)}
     known = captured.values
 
     def value(name: str) -> Tensor:
-        if name in own:
-            return own[name]
+        if name in model_inputs:
+            return model_inputs[name]
         return random_tensor(known[name].shape, known[name].dtype, device)
 
     for index, name in enumerate(captured.working, start=1):

@@ -68,7 +68,7 @@ class Repeats:
 
     @property
     def _precise(self) -> bool:
-        """Whether the 95 % confidence interval of the median is within `_PRECISION`.
+        """Tells whether the 95 % confidence interval of the median is within `_PRECISION`.
 
         The notch of a box plot: 1.57 interquartile ranges over the square root of the repeats
         (McGill, Tukey and Larsen, 1978).
@@ -79,7 +79,7 @@ class Repeats:
 
     @property
     def part(self) -> float:
-        """The fraction done, from 0 to 1."""
+        """Returns the fraction done, from 0 to 1."""
         if self.stopping_rule.repeats is not None:
             return len(self.noted) / self.stopping_rule.repeats
         if not self.noted:

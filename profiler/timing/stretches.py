@@ -48,7 +48,9 @@ def stretches(
 
 
 def _crossing(graph: Graph, nodes: Sequence[str]) -> list[float]:
-    """Bytes computed before and read after each place between two nodes, and both ends."""
+    """Returns the bytes computed before and read after each place between two nodes, and both
+    ends.
+    """
     position = {name: index for index, name in enumerate(nodes)}
     change = [0.0] * (len(nodes) + 1)
     for name, index in position.items():
@@ -72,7 +74,7 @@ class Compared:
 
     @staticmethod
     def median(each: Sequence[Compared]) -> Compared:
-        """The median over the repeats; the uncertainty of a single repeat is a tenth.
+        """Returns the median over the repeats; the uncertainty of a single repeat is a tenth.
 
         Takes the median of the ratio within each repeat. On a machine whose speed changes, the
         medians of sums and of measurements may come from moments of different speed.

@@ -21,13 +21,13 @@ class Timing:
 
     @staticmethod
     def of(repeats: Sequence[tuple[float, float]]) -> Timing:
-        """The quartiles over repeats of (forward, backward)."""
+        """Returns the quartiles over repeats of (forward, backward)."""
         forward, backward = zip(*repeats, strict=True)
         return Timing(Quartiles.of(forward), Quartiles.of(backward))
 
     @staticmethod
     def nothing() -> Timing:
-        """The timing of an input: zero."""
+        """Returns the timing of an input: zero."""
         none = Quartiles.of([0.0])
         return Timing(none, none, none)
 

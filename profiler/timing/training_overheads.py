@@ -44,15 +44,15 @@ class UpdateCost:
 
 
 def updates(captured: Captured, device: torch.device) -> dict[str, UpdateCost]:
-    """The cost of each of `OPTIMIZERS`; empty for a model without trainable parameters."""
+    """Returns the cost of each of `OPTIMIZERS`; empty for a model without trainable parameters."""
     trainable = _trainable(captured)
     timed, watch = _timed(trainable), stopwatch(device)
     return {kind: _update(kind, timed, trainable, watch, device) for kind in OPTIMIZERS if timed}
 
 
 def gradient_sum_rate(captured: Captured, device: torch.device) -> float | None:
-    """Bytes of gradients per second that are added to those of the minibatches before them in a
-    round; None for a model without trainable parameters.
+    """Returns the bytes of gradients per second that are added to those of the minibatches before
+    them in a round; None for a model without trainable parameters.
 
     A gradient has just been computed; the sum was last used a whole minibatch before.
     """
@@ -84,7 +84,7 @@ def _trainable(captured: Captured) -> dict[str, Tensor]:
 
 
 def _timed(trainable: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The first of them, as many as are timed."""
+    """Returns the first parameters, as many as are timed."""
     timed: dict[str, Tensor] = {}
     for name, parameter in trainable.items():
         if not timed or _bytes([*timed.values(), parameter]) <= _MOST_BYTES:
@@ -142,7 +142,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def reading_seconds(loaded: Loaded, batch_size: int, device: torch.device) -> float | None:
-    """CPU seconds of reading a minibatch of random examples: the median over several.
+    """Returns the CPU seconds of reading a minibatch of random examples: the median over several.
 
     A run reads in a thread that shares the interpreter and the core with the passes, which take
     longer by this time. None without data and for passes on another device. Raises UserError if the

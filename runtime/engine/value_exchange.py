@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pipedream.comm.redistribute import cut, paste
+from pipedream.comm.redistribute import extract, paste
 from pipedream.comm.teams import TeamGroups
 from pipedream.comm.transport import Message, Transport
 from pipedream.graph.plan import RankAssignment
@@ -45,7 +45,8 @@ class ValueExchange:
         messages.check(action, values)
         for other, parts in messages.parts.items():
             pieces = [
-                cut(values[part.number], messages.held[part.number], part.region) for part in parts
+                extract(values[part.number], messages.held[part.number], part.region)
+                for part in parts
             ]
             self.transport.send(self._channel(action, other), pieces)
 

@@ -16,9 +16,9 @@ from torch.nn import Parameter
 
 from pipedream.capture.programs.description import describe
 from pipedream.capture.programs.joint import Joint
-from pipedream.capture.programs.localize import Ends, localize
+from pipedream.capture.programs.localize import BoundaryPlacements, localize
 from pipedream.capture.programs.means import divisible
-from pipedream.comm.redistribute import cut
+from pipedream.comm.redistribute import extract
 from pipedream.comm.teams import TeamGroups
 from pipedream.comm.tied_sums import GradientPart
 from pipedream.graph.errors import UserError
@@ -72,14 +72,14 @@ class StageSharding:
             assignment = propagate(graph, self.mesh, self._requests(graph, ends), seconds)
         except UserError as error:
             raise UserError(f"stage {self.stage}: placements.{error.format_message()}") from error
-        ways = Ends(
+        boundary = BoundaryPlacements(
             whole_inputs={
                 str(number) for number, name in enumerate(inputs) if name not in crossings.received
             },
             outputs=leaving,
             gradients=self._gradients(),
         )
-        return localize(summed, assignment, self.device, self._move, ways), assignment
+        return localize(summed, assignment, self.device, self._move, boundary), assignment
 
     def _leaving(self, outputs: Sequence[str], crossings: Crossings) -> dict[str, Placements]:
         """By number of an output: as it crosses to another stage; whole, if it does not."""
@@ -148,7 +148,7 @@ class StageSharding:
         """
         shape = tuple(tensor.shape)
         held = self.region(name, shape)
-        return tensor if held is None else cut(tensor, whole(shape), held).clone()
+        return tensor if held is None else extract(tensor, whole(shape), held).clone()
 
     def joined(self, name: str, tensor: Tensor) -> Tensor:
         """The whole of it. Called by all devices of the mesh, for the same tensors."""
@@ -217,7 +217,7 @@ class StageSharding:
             shape, placements = tuple(buffer.shape), assignment.placed_inputs["buffer", name]
             held = held_region(shape, self.mesh.sizes, placements, self.device)
             if held != whole(shape):
-                found[name] = cut(buffer, whole(shape), held).clone()
+                found[name] = extract(buffer, whole(shape), held).clone()
         return found
 
     def region(self, name: str, shape: tuple[int, ...]) -> Region | None:

@@ -2,8 +2,9 @@
 
 Candidates are the orders of the literature that have room, the same with the gradients of weights
 put where these times leave gaps (`deferred.py`), and those of a list scheduler under several rules
-(`greedy.py`). The best of them are improved pass by pass (`improved.py`), the very best is shaken
-and improved again. All of it is a function of the spec: every rank comes to the same order.
+(`greedy.py`). The best of them are improved pass by pass (`improved.py`), the very best is
+perturbed and improved again. All of it is a function of the spec: every rank comes to the same
+order.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice, product
 from math import inf
+from operator import itemgetter
 from random import Random
 
 from pipedream.schedule.action import Kind
 from pipedream.schedule.orders.deferred import deferred
 from pipedream.schedule.orders.greedy import Rule, greedy
-from pipedream.schedule.orders.improved import improved, shaken
+from pipedream.schedule.orders.improved import improved, perturbed
 from pipedream.schedule.orders.literature import literature
 from pipedream.schedule.orders.passes import Round
 from pipedream.schedule.orders.timing import Numbers, Timing, halved
@@ -25,15 +27,15 @@ from pipedream.schedule.spec import PipelineSpec
 EFFORT = 1_200_000
 """Passes that are timed: about a second."""
 
-_IMPROVED = 4
+_SHARES_OF_EFFORT = 4
 """Candidates that share the effort; more where they need less."""
 
-_SHAKEN = 8
-"""Times that the best order is shaken and improved again, where effort is left."""
+_RESTARTS = 8
+"""Times that the best order is perturbed and improved again, where effort is left."""
 
-_PATIENCE = (0.5, 0.0, 1.0)
-_EAGER = (inf, 2.0, 1.5, 1.0)
-_PER_RULE = 40
+_PATIENCE_VALUES = (0.5, 0.0, 1.0)
+_EAGER_VALUES = (inf, 2.0, 1.5, 1.0)
+_COST_OF_RULE = 40
 """A list scheduler takes about so many times as long as its order takes to be timed."""
 
 
@@ -43,28 +45,36 @@ def auto(spec: PipelineSpec, microbatches: int) -> Round:
     candidates = [
         (timing.seconds_of_round(order)[0], order) for order in _candidates(timing, microbatches)
     ]
-    candidates.sort(key=lambda each: each[0])
+    candidates.sort(key=itemgetter(0))
     best, left = candidates[0], EFFORT
     for _, order in candidates:
-        seconds, better, spent = improved(timing, order, min(left, EFFORT // _IMPROVED))
-        best, left = min(best, (seconds, better), key=lambda each: each[0]), left - spent
+        seconds, better, spent = improved(timing, order, min(left, EFFORT // _SHARES_OF_EFFORT))
+        best, left = (
+            min(best, (seconds, better), key=itemgetter(0)),
+            left - spent,
+        )
         if left <= 0:
             break
     chance = Random(0)
-    for _ in range(_SHAKEN if left > 0 else 0):
-        order = shaken(timing, best[1], chance)
+    for _ in range(_RESTARTS if left > 0 else 0):
+        order = perturbed(timing, best[1], chance)
         seconds, better, spent = improved(timing, order, left)
-        best, left = min(best, (seconds, better), key=lambda each: each[0]), left - spent
+        best, left = (
+            min(best, (seconds, better), key=itemgetter(0)),
+            left - spent,
+        )
     return timing.round(best[1])
 
 
 def has_room(spec: PipelineSpec) -> bool:
-    """Whether each place has room for one microbatch of all its stages: less is no pipeline."""
+    """Tells whether each place has room for one microbatch of all its stages: less is no
+    pipeline.
+    """
     times = spec.pass_times
     limits = times.limit or (inf,) * len(spec.places)
     return all(
-        sum(times.held[stage] for stage in own) <= limit * (1 + 1e-9)
-        for own, limit in zip(spec.places, limits, strict=True)
+        sum(times.held[stage] for stage in stages) <= limit * (1 + 1e-9)
+        for stages, limit in zip(spec.places, limits, strict=True)
     )
 
 
@@ -79,8 +89,8 @@ def _candidates(timing: Timing, microbatches: int) -> Iterator[Numbers]:
 
 
 def _by_rules(timing: Timing) -> Iterator[Numbers]:
-    rules = product(_EAGER, (True, False), _PATIENCE)
-    affordable = max(2, EFFORT // (_PER_RULE * len(timing.passes)))
+    rules = product(_EAGER_VALUES, (True, False), _PATIENCE_VALUES)
+    affordable = max(2, EFFORT // (_COST_OF_RULE * len(timing.passes)))
     for eager, deepest, patience in islice(rules, affordable):
         order = greedy(timing, Rule(patience, eager, deepest))
         if order is not None:
@@ -91,8 +101,8 @@ def _from_literature(timing: Timing, microbatches: int) -> Iterator[Numbers]:
     spec, limits = timing.spec, timing.limit
     for order in map(halved, literature(spec, microbatches).values()):
         yield timing.numbers(order)
-        first = [[e for e in own if e.kind is not Kind.BACKWARD_WEIGHT] for own in order]
-        for patience in _PATIENCE:
-            filled = deferred(spec, first, limits, patience)
+        undeferred = [[e for e in passes if e.kind is not Kind.BACKWARD_WEIGHT] for passes in order]
+        for patience in _PATIENCE_VALUES:
+            filled = deferred(spec, undeferred, limits, patience)
             if filled is not None:
                 yield timing.numbers(filled)

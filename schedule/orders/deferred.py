@@ -25,7 +25,7 @@ def deferred(
     times what that takes, or when its next forward pass would hold more than `limit` bytes. None if
     there is no room for what comes next.
     """
-    places = [_Place(own, most) for own, most in zip(halves, limit, strict=True)]
+    places = [_Place(passes, most) for passes, most in zip(halves, limit, strict=True)]
     over: dict[Pass, float] = {}
     left = sum(map(len, halves))
     while left:
@@ -40,7 +40,7 @@ def deferred(
 
 @dataclass(eq=False)
 class _Place:
-    """How far a place is, what it holds, and the gradients of weights that it owes.
+    """Holds how far a place is, what it holds, and the gradients of weights that it owes.
 
     `owing`: that these come next.
     """
@@ -56,20 +56,20 @@ class _Place:
 
     def go_on(self, begin: float, times: PassTimes, over: dict[Pass, float]) -> bool:
         """Does what comes next; returns whether it is one of the passes that were given."""
-        each = self.owed.popleft() if self.owing else self.passes[self.position]
-        self.order.append(each)
-        self.now = begin + seconds_of(times, each)
-        stage = each.stage
+        pass_ = self.owed.popleft() if self.owing else self.passes[self.position]
+        self.order.append(pass_)
+        self.now = begin + seconds_of(times, pass_)
+        stage = pass_.stage
         if self.owing:
             self.held -= times.kept[stage]
             return False
         self.position += 1
-        over[each] = self.now
-        if each.kind is Kind.FORWARD:
+        over[pass_] = self.now
+        if pass_.kind is Kind.FORWARD:
             self.held += times.held[stage]
         else:
             self.held -= times.held[stage] - times.kept[stage]
-            self.owed.append(each._replace(kind=Kind.BACKWARD_WEIGHT))
+            self.owed.append(pass_._replace(kind=Kind.BACKWARD_WEIGHT))
         return True
 
 
@@ -78,11 +78,13 @@ def _begin(spec: PipelineSpec, place: _Place, over: Mapping[Pass, float], patien
     place.owing = bool(place.owed)
     if place.position == len(place.passes):
         return inf
-    each, times = place.passes[place.position], spec.pass_times
-    full = each.kind is Kind.FORWARD and place.held + times.held[each.stage] > place.limit
+    pass_, times = place.passes[place.position], spec.pass_times
+    full = pass_.kind is Kind.FORWARD and place.held + times.held[pass_.stage] > place.limit
     if full:
         return place.now if place.owing else inf
-    ready = max((over.get(needed, inf) + delay for needed, delay in needs(spec, each)), default=0.0)
+    ready = max(
+        (over.get(needed, inf) + delay for needed, delay in needs(spec, pass_)), default=0.0
+    )
     begin = max(place.now, ready)
     if place.owing:
         enough = patience * seconds_of(times, place.owed[0])

@@ -13,7 +13,7 @@ from pipedream.schedule.orders.timing import Numbers, Timing
 
 @dataclass(frozen=True)
 class Rule:
-    """How a place chooses among the passes that it can begin soonest.
+    """Says how a place chooses among the passes that it can begin soonest.
 
     `patience`: it waits for the gradients of inputs, or a forward pass, that can begin within so
     many times the gradients of weights which it would compute meanwhile. `eager`: at most so many
@@ -28,8 +28,8 @@ class Rule:
 
 @dataclass(eq=False)
 class _Place:
-    """`coming`: the next microbatch of each of its stages, forward and backward; `owed`: gradients
-    of weights.
+    """Holds how far a place is. `forward`, `backward`: the next microbatch of each of its stages;
+    `owed`: gradients of weights.
     """
 
     stages: tuple[int, ...]
@@ -62,22 +62,22 @@ class _Greedy:
         ahead = self._one_forward_one_backward()
         self.places = [
             _Place(
-                own,
-                min(timing.limit[place], max(rule.eager * ahead[place], self._least(own))),
-                dict.fromkeys(own, 0),
-                dict.fromkeys(own, 0),
+                stages,
+                min(timing.limit[place], max(rule.eager * ahead[place], self._least(stages))),
+                dict.fromkeys(stages, 0),
+                dict.fromkeys(stages, 0),
             )
-            for place, own in enumerate(spec.places)
+            for place, stages in enumerate(spec.places)
         ]
 
-    def _least(self, own: tuple[int, ...]) -> float:
-        return sum(self.held[stage] for stage in own)
+    def _least(self, stages: tuple[int, ...]) -> float:
+        return sum(self.held[stage] for stage in stages)
 
     def _one_forward_one_backward(self) -> list[float]:
-        """Bytes that a place holds if it has as many microbatches in flight as 1F1B."""
+        """Returns the bytes that a place holds if it has as many microbatches in flight as 1F1B."""
         count = len(self.timing.spec.places)
-        own = self.timing.spec.places
-        return [(count - place) * self._least(stages) for place, stages in enumerate(own)]
+        places = self.timing.spec.places
+        return [(count - place) * self._least(stages) for place, stages in enumerate(places)]
 
     def has_room(self) -> bool:
         slack = self.timing.slack
@@ -85,6 +85,9 @@ class _Greedy:
 
     def order(self) -> Numbers:
         order: Numbers = [[] for _ in self.places]
+        # Of the passes that places would begin next the earliest one is next: nothing that begins
+        # later can change it. A choice holds until its place has done a pass, or one that it needs
+        # has ended.
         choices = [self._choice(place) for place in self.places]
         for _ in self.timing.passes:
             begin, number, at = min(
@@ -154,8 +157,11 @@ class _Greedy:
         return ready
 
     def _has_room(self, place: _Place, stage: int, microbatch: int) -> bool:
-        """What is held, and what the microbatches up to this one will still hold here."""
+        """Tells whether the place has room for what is held, and what the microbatches up to this
+        one will still hold here.
+        """
         coming = sum(
-            self.held[own] * max(0, microbatch + 1 - place.forward[own]) for own in place.stages
+            self.held[other] * max(0, microbatch + 1 - place.forward[other])
+            for other in place.stages
         )
         return place.held + coming <= place.limit + self.timing.slack

@@ -17,18 +17,18 @@ from typing import NamedTuple
 
 from pipedream.schedule.orders.timing import DeadlockError, Numbers, Times, Timing
 
-_PATIENCE = 25
+_MOST_STALE_TURNS = 25
 """Turns without a better order after which there is none to be expected."""
 
-_TABU = 8
+_TABU_TENURE = 8
 """Turns for which two passes that have changed places do not change back."""
 
-_EXCESS = 3.0
+_EXCESS_PENALTY = 3.0
 """An order may lead through others that have no room: each is taken to last as much longer, in
 parts of itself, as this times what its places hold too much, in parts of what they may hold.
 """
 
-_SHAKEN = 8
+_RANDOM_MOVES = 8
 """Passes that go elsewhere at random."""
 
 
@@ -46,36 +46,41 @@ def improved(timing: Timing, order: Numbers, effort: int) -> tuple[float, Number
 
     `effort`: how many passes may be timed, of all orders tried together.
     """
+    # order(t + 1) = the cheapest neighbour of order(t) that is not tabu, or that is better than the
+    # best one so far; what a move has put the other way round is tabu for the next turns. It may
+    # cost more than order(t): so the search leaves an order all of whose neighbours are worse.
     seconds, begin, end = timing.seconds_of_round(order)
     best, left = (seconds, order), effort
     tabu: dict[tuple[int, int], int] = {}
     turn, stale = 0, 0
     plays = 1 if timing.spec.joint_norm else 3
-    while left > 0 and stale < _PATIENCE:
+    while left > 0 and stale < _MOST_STALE_TURNS:
         turn, stale = turn + 1, stale + 1
-        tried = []
+        neighbours = []
         for move in sorted(set(_moves(timing, order, begin, end))):
             if left <= 0:
                 break
             left -= plays * len(timing.passes)
-            each = _tried(timing, order, move)
+            neighbour = _neighbour(timing, order, move)
             pairs = _reversed_pairs(order[move.place], move)
             allowed = all(tabu.get(pair, 0) < turn for pair in pairs)
-            if each is not None and (allowed or each.is_better(best[0])):
-                tried.append(each)
-        if not tried:
+            if neighbour is not None and (allowed or neighbour.is_better(best[0])):
+                neighbours.append(neighbour)
+        if not neighbours:
             break
-        taken = min(tried, key=lambda each: (each.cost, each.move))
+        taken = min(neighbours, key=lambda neighbour: (neighbour.cost, neighbour.move))
         for one, other in _reversed_pairs(order[taken.move.place], taken.move):
-            tabu[other, one] = turn + _TABU
+            tabu[other, one] = turn + _TABU_TENURE
         order, begin, end = taken.order, taken.begin, taken.end
         if taken.is_better(best[0]):
             best, stale = (taken.seconds, order), 0
     return *best, effort - left
 
 
-class _Tried(NamedTuple):
-    """An order a move away. `excess`: of what its places hold, in parts of what they may."""
+class _Neighbour(NamedTuple):
+    """Holds an order a move away. `excess`: by how much its places hold too much, in parts of what
+    they may hold.
+    """
 
     move: _Move
     order: Numbers
@@ -86,74 +91,77 @@ class _Tried(NamedTuple):
 
     @property
     def cost(self) -> float:
-        return self.seconds * (1 + _EXCESS * self.excess)
+        return self.seconds * (1 + _EXCESS_PENALTY * self.excess)
 
     def is_better(self, seconds: float) -> bool:
         return not self.excess and self.seconds < seconds * (1 - 1e-9)
 
 
-def _tried(timing: Timing, order: Numbers, move: _Move) -> _Tried | None:
-    """None if the places would wait for one another."""
+def _neighbour(timing: Timing, order: Numbers, move: _Move) -> _Neighbour | None:
+    """Returns the order after the move; None if the places would wait for one another."""
     moved = _moved(order, move)
     try:
         seconds, begin, end = timing.seconds_of_round(moved)
     except DeadlockError:
         return None
-    return _Tried(move, moved, seconds, begin, end, sum(map(timing.excess, moved)))
+    return _Neighbour(move, moved, seconds, begin, end, sum(map(timing.excess, moved)))
 
 
-def shaken(timing: Timing, order: Numbers, chance: Random) -> Numbers:
+def perturbed(timing: Timing, order: Numbers, chance: Random) -> Numbers:
     """Returns an order that some random moves lead to, in which all has room."""
-    for _ in range(_SHAKEN):
+    for _ in range(_RANDOM_MOVES):
         place = chance.randrange(len(order))
-        own = order[place]
-        at, to = chance.randrange(len(own)), chance.randrange(len(own))
-        each = _tried(timing, order, _Move(place, at, _furthest(timing, own, at, to)))
-        if each is not None and not each.excess:
-            order = each.order
+        sequence = order[place]
+        at, to = chance.randrange(len(sequence)), chance.randrange(len(sequence))
+        neighbour = _neighbour(timing, order, _Move(place, at, _furthest(timing, sequence, at, to)))
+        if neighbour is not None and not neighbour.excess:
+            order = neighbour.order
     return order
 
 
 def _moved(order: Numbers, move: _Move) -> Numbers:
-    own = list(order[move.place])
-    own.insert(move.to, own.pop(move.at))
-    return [own if number == move.place else each for number, each in enumerate(order)]
+    sequence = list(order[move.place])
+    sequence.insert(move.to, sequence.pop(move.at))
+    return [sequence if number == move.place else passes for number, passes in enumerate(order)]
 
 
-def _reversed_pairs(own: Sequence[int], move: _Move) -> list[tuple[int, int]]:
-    """Pairs of passes, the earlier one first, that a move puts the other way round."""
-    number = own[move.at]
+def _reversed_pairs(sequence: Sequence[int], move: _Move) -> list[tuple[int, int]]:
+    """Returns the pairs of passes, the earlier one first, that a move puts the other way round."""
+    number = sequence[move.at]
     if move.at < move.to:
-        return [(number, other) for other in own[move.at + 1 : move.to + 1]]
-    return [(other, number) for other in own[move.to : move.at]]
+        return [(number, other) for other in sequence[move.at + 1 : move.to + 1]]
+    return [(other, number) for other in sequence[move.to : move.at]]
 
 
 def _moves(timing: Timing, order: Numbers, begin: Times, end: Times) -> Iterator[_Move]:
     """Yields the moves within each run of passes that a longest path goes through without a gap."""
     for place, first, last in _blocks(timing, order, begin, end):
-        own = order[place]
+        sequence = order[place]
         for at in range(first, last):
-            if not _stays(timing, own[at], own[at + 1]):
+            if not _stays(timing, sequence[at], sequence[at + 1]):
                 yield _Move(place, at, at + 1)
         for at in range(first, last + 1):
-            for to in (_furthest(timing, own, at, first), _furthest(timing, own, at, last)):
+            for to in (
+                _furthest(timing, sequence, at, first),
+                _furthest(timing, sequence, at, last),
+            ):
                 if abs(to - at) > 1:
                     yield _Move(place, at, to)
 
 
-def _furthest(timing: Timing, own: Sequence[int], at: int, to: int) -> int:
+def _furthest(timing: Timing, sequence: Sequence[int], at: int, to: int) -> int:
     """Returns the position next to `to` to which the pass at `at` can go."""
     step = 1 if to > at else -1
     for position in range(at + step, to + step, step):
         one, other = (at, position) if step > 0 else (position, at)
-        if _stays(timing, own[one], own[other]):
+        if _stays(timing, sequence[one], sequence[other]):
             return position - step
     return to
 
 
 def _stays(timing: Timing, one: int, other: int) -> bool:
-    """Whether `one` has to come before `other`, which needs it, or is the same pass of another
-    microbatch: these stay in their order.
+    """Tells whether `one` has to come before `other`, which needs it, or is the same pass of
+    another microbatch: these stay in their order.
     """
     if timing.passes[one][:2] == timing.passes[other][:2]:
         return True
@@ -167,10 +175,10 @@ def _blocks(
     follow one another on a place without a gap.
     """
     critical = _critical(timing, order, begin, end)
-    for place, own in enumerate(order):
+    for place, sequence in enumerate(order):
         first = 0
-        for at in range(1, len(own) + 1):
-            if at < len(own) and (own[at - 1], own[at]) in critical:
+        for at in range(1, len(sequence) + 1):
+            if at < len(sequence) and (sequence[at - 1], sequence[at]) in critical:
                 continue
             if at - 1 > first:
                 yield place, first, at - 1
@@ -179,8 +187,10 @@ def _blocks(
 
 def _critical(timing: Timing, order: Numbers, begin: Times, end: Times) -> set[tuple[int, int]]:
     """Returns the pairs of passes of a place, one right after the other, on longest paths."""
-    position = {number: at for own in order for at, number in enumerate(own)}
-    last = max((own for own in order if own), key=lambda own: end[own[-1]])[-1]
+    position = {number: at for sequence in order for at, number in enumerate(sequence)}
+    last = max(
+        (sequence for sequence in order if sequence), key=lambda sequence: end[sequence[-1]]
+    )[-1]
     left, seen, pairs = [last], {last}, set()
     while left:
         number = left.pop()

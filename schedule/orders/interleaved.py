@@ -27,17 +27,17 @@ def interleaved(spec: PipelineSpec, microbatches: int) -> Round:
     ranks = len(places)
     whole = -(-microbatches // ranks) * ranks
     return [
-        [each for each in _place(own, ranks, whole) if each.microbatch < microbatches]
-        for own in places
+        [each for each in _place(stages, ranks, whole) if each.microbatch < microbatches]
+        for stages in places
     ]
 
 
-def _place(own: Sequence[int], ranks: int, microbatches: int) -> Iterator[Pass]:
-    total = microbatches * len(own)
-    behind = ranks - own[0] - 1
-    warm_up = min(2 * behind + (len(own) - 1) * ranks if len(own) > 1 else behind, total)
-    forward = _direction(Kind.FORWARD, own, ranks, microbatches)
-    backward = _direction(Kind.BACKWARD, own[::-1], ranks, microbatches)
+def _place(stages: Sequence[int], ranks: int, microbatches: int) -> Iterator[Pass]:
+    total = microbatches * len(stages)
+    behind = ranks - stages[0] - 1
+    warm_up = min(2 * behind + (len(stages) - 1) * ranks if len(stages) > 1 else behind, total)
+    forward = _direction(Kind.FORWARD, stages, ranks, microbatches)
+    backward = _direction(Kind.BACKWARD, stages[::-1], ranks, microbatches)
     for _ in range(warm_up):
         yield next(forward)
     for _ in range(total - warm_up):
@@ -46,8 +46,8 @@ def _place(own: Sequence[int], ranks: int, microbatches: int) -> Iterator[Pass]:
     yield from backward
 
 
-def _direction(kind: Kind, own: Sequence[int], ranks: int, microbatches: int) -> Iterator[Pass]:
+def _direction(kind: Kind, stages: Sequence[int], ranks: int, microbatches: int) -> Iterator[Pass]:
     for group in range(0, microbatches, ranks):
-        for stage in own:
+        for stage in stages:
             for b in range(group, group + ranks):
                 yield Pass(stage, kind, b)

@@ -28,16 +28,16 @@ class RoundOrder:
 
     def misfit(self, spec: PipelineSpec) -> str | None:
         """Returns why it is not for this pipeline, in words that follow its name."""
-        counts = {len(own) for own in spec.places}
+        counts = {len(stages) for stages in spec.places}
         if spec.name != "flush":
             return f"is for schedule flush; this one is {spec.name}"
         if len(set(spec.replicas)) > 1:
             return "is for stages that have as many replicas each"
         if counts - set(self.stages_each):
             return f"is for {_either(self.stages_each)} on each rank"
-        (each,) = counts if len(counts) == 1 else (0,)
-        fitting = [rank_map(len(spec.places), each) for rank_map in self.maps or (loop,)]
-        if not each or spec.place_of not in fitting:
+        (stages_each,) = counts if len(counts) == 1 else (0,)
+        fitting = [rank_map(len(spec.places), stages_each) for rank_map in self.maps or (loop,)]
+        if not stages_each or spec.place_of not in fitting:
             maps = " or ".join(rank_map.__name__ for rank_map in self.maps or (loop,))
             return f"is for stages that are on the ranks as `{maps}` says"
         return None

@@ -27,7 +27,7 @@ def round_of(spec: PipelineSpec, microbatches: int) -> Round:
     whole = _whole_round(spec)
     if microbatches == _in_whole_round(spec):
         return whole
-    return [[each for each in own if each.microbatch < microbatches] for own in whole]
+    return [[pass_ for pass_ in passes if pass_.microbatch < microbatches] for passes in whole]
 
 
 @lru_cache(maxsize=16)

@@ -26,12 +26,12 @@ Round: TypeAlias = Sequence[Sequence[Pass]]
 """The passes of each place, in their order."""
 
 
-def needs(spec: PipelineSpec, each: Pass) -> Iterator[tuple[Pass, float]]:
+def needs(spec: PipelineSpec, pass_: Pass) -> Iterator[tuple[Pass, float]]:
     """Yields the passes that one waits for, and the seconds until what they send has arrived.
 
     A whole backward pass counts as its first half: what gives the gradients of the inputs.
     """
-    stage, kind, b = each
+    stage, kind, b = pass_
     if kind is Kind.FORWARD:
         for source in spec.sources(stage):
             yield Pass(source, Kind.FORWARD, b), spec.delay((source, stage), is_gradient=False)
@@ -44,14 +44,14 @@ def needs(spec: PipelineSpec, each: Pass) -> Iterator[tuple[Pass, float]]:
             yield Pass(target, Kind.BACKWARD_INPUT, b), delay
 
 
-def seconds_of(times: PassTimes, each: Pass) -> float:
+def seconds_of(times: PassTimes, pass_: Pass) -> float:
     """Returns how long a pass takes."""
-    stage = each.stage
-    if each.kind is Kind.FORWARD:
+    stage = pass_.stage
+    if pass_.kind is Kind.FORWARD:
         return times.forward[stage]
-    if each.kind is Kind.BACKWARD_INPUT:
+    if pass_.kind is Kind.BACKWARD_INPUT:
         return times.backward_input[stage]
-    if each.kind is Kind.BACKWARD_WEIGHT:
+    if pass_.kind is Kind.BACKWARD_WEIGHT:
         return times.backward_weight[stage]
     return times.backward_input[stage] + times.backward_weight[stage]
 
@@ -60,20 +60,20 @@ def whole_where_nothing_waits(spec: PipelineSpec, order: Round) -> Round:
     """Joins the halves of a backward pass, one right after the other, where a stage sends no
     gradients.
     """
-    return [list(_joined(spec, own)) for own in order]
+    return [list(_joined(spec, passes)) for passes in order]
 
 
-def _joined(spec: PipelineSpec, own: Sequence[Pass]) -> Iterator[Pass]:
-    coming = iter(own)
-    for each in coming:
-        if each.kind is not Kind.BACKWARD_INPUT or spec.sources(each.stage):
-            yield each
+def _joined(spec: PipelineSpec, passes: Sequence[Pass]) -> Iterator[Pass]:
+    coming = iter(passes)
+    for pass_ in coming:
+        if pass_.kind is not Kind.BACKWARD_INPUT or spec.sources(pass_.stage):
+            yield pass_
             continue
         following = next(coming, None)
-        if following == each._replace(kind=Kind.BACKWARD_WEIGHT):
-            yield each._replace(kind=Kind.BACKWARD)
+        if following == pass_._replace(kind=Kind.BACKWARD_WEIGHT):
+            yield pass_._replace(kind=Kind.BACKWARD)
         else:
-            yield each
+            yield pass_
             if following is not None:
                 yield following
 
@@ -82,31 +82,31 @@ def peaks(order: Round, stages: int) -> tuple[int, ...]:
     """Returns the most microbatches that each stage has in flight, between forward pass and the end
     of the backward pass.
     """
-    most, held = [0] * stages, [0] * stages
-    for stage, kind, _ in (each for own in order for each in own):
+    most, in_flight = [0] * stages, [0] * stages
+    for stage, kind, _ in (pass_ for passes in order for pass_ in passes):
         if kind is Kind.FORWARD:
-            held[stage] += 1
-            most[stage] = max(most[stage], held[stage])
+            in_flight[stage] += 1
+            most[stage] = max(most[stage], in_flight[stage])
         elif kind in ENDS_BACKWARD:
-            held[stage] -= 1
+            in_flight[stage] -= 1
     return tuple(most)
 
 
 def held_bytes(order: Round, times: PassTimes) -> tuple[float, ...]:
     """Returns the most bytes that each place holds at once, of all its stages."""
-    return tuple(max(_held(own, times), default=0.0) for own in order)
+    return tuple(max(_held(passes, times), default=0.0) for passes in order)
 
 
-def _held(own: Sequence[Pass], times: PassTimes) -> Iterator[float]:
-    held = 0.0
-    for stage, kind, _ in own:
+def _held(passes: Sequence[Pass], times: PassTimes) -> Iterator[float]:
+    held_bytes = 0.0
+    for stage, kind, _ in passes:
         if kind is Kind.FORWARD:
-            held += times.held[stage]
+            held_bytes += times.held[stage]
         elif kind is Kind.BACKWARD_INPUT:
-            held -= times.held[stage] - times.kept[stage]
+            held_bytes -= times.held[stage] - times.kept[stage]
         else:
-            held -= times.kept[stage] if kind is Kind.BACKWARD_WEIGHT else times.held[stage]
-        yield held
+            held_bytes -= times.kept[stage] if kind is Kind.BACKWARD_WEIGHT else times.held[stage]
+        yield held_bytes
 
 
 class Arrival(NamedTuple):
@@ -126,28 +126,31 @@ def received(spec: PipelineSpec, order: Round) -> list[list[tuple[Pass, list[Arr
     then. So a network that knows no tags can carry them.
     """
     coming: dict[_Way, deque[Arrival]] = {}
-    for own in order:
-        for each in own:
-            for message in _messages(spec, each, outwards=True):
+    for passes in order:
+        for pass_ in passes:
+            for message in _messages(spec, pass_, outwards=True):
                 coming.setdefault(_way(spec, message), deque()).append(message)
     there: set[Arrival] = set()
-    return [[(each, list(_arrivals(spec, each, coming, there))) for each in own] for own in order]
+    return [
+        [(pass_, list(_arrivals(spec, pass_, coming, there))) for pass_ in passes]
+        for passes in order
+    ]
 
 
 _Way: TypeAlias = tuple[int, int, bool, int, int]
 
 
 def _way(spec: PipelineSpec, message: Arrival) -> _Way:
-    """What has one order: all messages between two places, of a link within one."""
+    """Returns what has one order: all messages between two places, of a link within one."""
     source, target, is_gradient, _ = message
     places = spec.place_of[source], spec.place_of[target]
     link = (source, target) if places[0] == places[1] else (-1, -1)
     return (*places, is_gradient, *link)
 
 
-def _messages(spec: PipelineSpec, each: Pass, outwards: bool) -> Iterator[Arrival]:
+def _messages(spec: PipelineSpec, pass_: Pass, outwards: bool) -> Iterator[Arrival]:
     """Yields what a pass sends, or else what it needs."""
-    stage, kind, b = each
+    stage, kind, b = pass_
     if kind is Kind.BACKWARD_WEIGHT:
         return
     is_gradient = kind is not Kind.FORWARD
@@ -159,11 +162,11 @@ def _messages(spec: PipelineSpec, each: Pass, outwards: bool) -> Iterator[Arriva
 
 def _arrivals(
     spec: PipelineSpec,
-    each: Pass,
+    pass_: Pass,
     coming: Mapping[_Way, deque[Arrival]],
     there: set[Arrival],
 ) -> Iterator[Arrival]:
-    for message in _messages(spec, each, outwards=False):
+    for message in _messages(spec, pass_, outwards=False):
         queue = coming[_way(spec, message)]
         while message not in there:
             first = queue.popleft()

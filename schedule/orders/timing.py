@@ -46,30 +46,30 @@ class Timing:
 
     @staticmethod
     def of_halves(spec: PipelineSpec, microbatches: int) -> Timing:
-        """Of a round in which all backward passes are in halves."""
+        """Makes the timing of a round in which all backward passes are in halves."""
         stages = range(len(spec.replicas))
         numbers = range(microbatches)
         return Timing(spec, (Pass(s, k, b) for s in stages for k in _KINDS for b in numbers))
 
     def _known(self, needed: Pass) -> int:
-        """The number of a pass, or of the whole one that it is the first half of."""
+        """Returns the number of a pass, or of the whole one that it is the first half of."""
         whole = needed._replace(kind=Kind.BACKWARD)
         return self.number[needed if needed in self.number else whole]
 
-    def _holds(self, each: Pass) -> float:
-        """By how many bytes it changes what its place holds."""
-        held, kept = self.spec.pass_times.held[each.stage], self.spec.pass_times.kept[each.stage]
+    def _holds(self, pass_: Pass) -> float:
+        """Returns by how many bytes it changes what its place holds."""
+        held, kept = self.spec.pass_times.held[pass_.stage], self.spec.pass_times.kept[pass_.stage]
         changes = {
             Kind.FORWARD: held,
             Kind.BACKWARD: -held,
             Kind.BACKWARD_INPUT: kept - held,
             Kind.BACKWARD_WEIGHT: -kept,
         }
-        return changes[each.kind]
+        return changes[pass_.kind]
 
     @cached_property
     def needed_by(self) -> list[list[tuple[int, float]]]:
-        """For each pass those that wait for it, and how long after it."""
+        """Lists for each pass those that wait for it, and how long after it."""
         after: list[list[tuple[int, float]]] = [[] for _ in self.passes]
         for number, needed in enumerate(self.needs):
             for other, delay in needed:
@@ -77,29 +77,35 @@ class Timing:
         return after
 
     def numbers(self, order: Round) -> Numbers:
-        return [[self.number[each] for each in own] for own in order]
+        return [[self.number[pass_] for pass_ in passes] for passes in order]
 
     def round(self, order: Numbers) -> Round:
-        return [[self.passes[number] for number in own] for own in order]
+        return [[self.passes[number] for number in sequence] for sequence in order]
 
-    def fits(self, own: Sequence[int]) -> bool:
-        """Whether a place holds no more than it may, with its passes in this order."""
-        return self.excess(own) == 0
+    def fits(self, sequence: Sequence[int]) -> bool:
+        """Tells whether a place holds no more than it may, with its passes in this order."""
+        return self.excess(sequence) == 0
 
-    def excess(self, own: Sequence[int]) -> float:
-        """By how much a place would hold more than it may, in parts of that; 0 if it does not."""
-        if not own or self.limit[self.place[own[0]]] == inf:
+    def excess(self, sequence: Sequence[int]) -> float:
+        """Returns by how much a place would hold more than it may, in parts of that; 0 if it does
+        not.
+        """
+        if not sequence or self.limit[self.place[sequence[0]]] == inf:
             return 0.0
-        held, most, limit = 0.0, 0.0, self.limit[self.place[own[0]]]
-        for number in own:
-            held += self.holds[number]
-            most = max(most, held)
+        held_bytes, most, limit = 0.0, 0.0, self.limit[self.place[sequence[0]]]
+        for number in sequence:
+            held_bytes += self.holds[number]
+            most = max(most, held_bytes)
         return (most - limit) / limit if most > limit + self.slack else 0.0
 
     def play(self, order: Numbers, begins: Sequence[float]) -> tuple[Times, Times]:
-        """When each pass begins and ends, as early as it can; `begins`: of the places. Raises
-        DeadlockError.
+        """Returns when each pass begins and ends, as early as it can; `begins`: of the places.
+        Raises DeadlockError.
         """
+        # begin(p) = max(end(b), max of end(q) + delay(q, p) over all q that p needs), where b comes
+        # before p on its place; end(p) = begin(p) + seconds(p). A place goes on until its next pass
+        # needs one that has no end yet, and again when that has: so each need is looked at a few
+        # times only, and what is left when no place can go on is a deadlock.
         begin, end = [inf] * len(self.passes), [inf] * len(self.passes)
         position, now = [0] * len(order), list(begins)
         waiting: dict[int, list[int]] = {}
@@ -107,9 +113,9 @@ class Timing:
         left = sum(map(len, order))
         while ready:
             place = ready.popleft()
-            own, at = order[place], position[place]
-            while at < len(own):
-                number, start = own[at], now[place]
+            sequence, at = order[place], position[place]
+            while at < len(sequence):
+                number, start = sequence[at], now[place]
                 for needed, delay in self.needs[number]:
                     arrives = end[needed] + delay
                     if arrives == inf:
@@ -130,7 +136,8 @@ class Timing:
         return begin, end
 
     def seconds_of_round(self, order: Numbers) -> tuple[float, Times, Times]:
-        """How long a round takes where many follow one another, and when its passes begin and end.
+        """Returns how long a round takes where many follow one another, and when its passes begin
+        and end.
 
         Where all wait for one another after it (`joint_norm`), from its beginning to its end; else
         each place goes on with the next round at once: then of a later round.
@@ -138,11 +145,13 @@ class Timing:
         begins = [0.0] * len(order)
         begin, end = self.play(order, begins)
         if self.spec.joint_norm:
-            return max(end[own[-1]] for own in order if own), begin, end
+            return max(end[sequence[-1]] for sequence in order if sequence), begin, end
         for _ in range(2):
-            before = [end[own[-1]] if own else 0.0 for own in order]
+            before = [end[sequence[-1]] if sequence else 0.0 for sequence in order]
             begin, end = self.play(order, before)
-        period = max(end[own[-1]] - at for own, at in zip(order, before, strict=True) if own)
+        period = max(
+            end[sequence[-1]] - at for sequence, at in zip(order, before, strict=True) if sequence
+        )
         return period, begin, end
 
 
@@ -150,7 +159,7 @@ def timed(spec: PipelineSpec, order: Round) -> list[list[tuple[float, float]]]:
     """Returns when each pass of each place begins and ends. Raises DeadlockError."""
     timing = Timing(spec, chain.from_iterable(order))
     begin, end = timing.play(timing.numbers(order), [0.0] * len(order))
-    return [[(begin[n], end[n]) for n in own] for own in timing.numbers(order)]
+    return [[(begin[n], end[n]) for n in sequence] for sequence in timing.numbers(order)]
 
 
 def period(spec: PipelineSpec, order: Round) -> float:
@@ -161,12 +170,12 @@ def period(spec: PipelineSpec, order: Round) -> float:
 
 def halved(order: Round) -> Round:
     """Returns the order with whole backward passes in halves, one right after the other."""
-    return [[half for each in own for half in _halves(each)] for own in order]
+    return [[half for pass_ in passes for half in _halves(pass_)] for passes in order]
 
 
-def _halves(each: Pass) -> Iterator[Pass]:
-    if each.kind is Kind.BACKWARD:
-        yield each._replace(kind=Kind.BACKWARD_INPUT)
-        yield each._replace(kind=Kind.BACKWARD_WEIGHT)
+def _halves(pass_: Pass) -> Iterator[Pass]:
+    if pass_.kind is Kind.BACKWARD:
+        yield pass_._replace(kind=Kind.BACKWARD_INPUT)
+        yield pass_._replace(kind=Kind.BACKWARD_WEIGHT)
     else:
-        yield each
+        yield pass_

@@ -36,20 +36,22 @@ the second, and of their backward passes in the order in which a microbatch come
 
 
 def zb_v(spec: PipelineSpec, microbatches: int) -> Round:
-    """As much in flight as 1F1B has in its first stage, no bubble where all passes are alike."""
+    """Makes an order with as much in flight as 1F1B has in its first stage, and no bubble where all
+    passes are alike.
+    """
     places = len(spec.places)
     halves = [list(_zb_v(place, places, microbatches)) for place in range(places)]
     return _filled(spec, halves, microbatches=places)
 
 
 def v_half(spec: PipelineSpec, microbatches: int) -> Round:
-    """Half of the activations of 1F1B."""
+    """Makes an order with half of the activations of 1F1B."""
     most = (len(spec.places) + 2) // 2
     return _filled(spec, _repeated(len(spec.places), microbatches, (2, 1, 2, 1)), most)
 
 
 def v_min(spec: PipelineSpec, microbatches: int) -> Round:
-    """A third of the activations of 1F1B."""
+    """Makes an order with a third of the activations of 1F1B."""
     most = (len(spec.places) + 4) // 3
     return _filled(spec, _repeated(len(spec.places), microbatches, (1, 1, 1, 1)), most)
 
@@ -66,8 +68,8 @@ def _filled(spec: PipelineSpec, halves: Round, microbatches: int) -> Round:
 
 
 def _zb_v(place: int, places: int, microbatches: int) -> Iterator[Pass]:
-    """Forward passes of the first stage until the first microbatch comes back; then those of the
-    second stage as well; then backward and forward passes of both stages in turn.
+    """Yields forward passes of the first stage until the first microbatch comes back; then those of
+    the second stage as well; then backward and forward passes of both stages in turn.
     """
     first, second = place, 2 * places - 1 - place
     passes = {

@@ -51,7 +51,7 @@ assert len(RULES) == sum(len(part.rules()) for part in _PARTS), "two rules for a
 def strategies(
     operator: Operator, devices: int, chunks: tuple[int, ...] = ()
 ) -> tuple[Strategy, ...]:
-    """All ways to divide the operator among so many devices, the replicated one first.
+    """Returns all ways to divide the operator among so many devices, the replicated one first.
 
     Dimensions are also sharded in these numbers of chunks, where that is the same to the operator.
     """
@@ -61,23 +61,27 @@ def strategies(
 def divided_by(
     rule: DivisionRule | None, operator: Operator, devices: int, chunks: tuple[int, ...] = ()
 ) -> tuple[Strategy, ...]:
-    """The same by a rule that need not be in the table."""
-    found = [replicated(operator)]
+    """Returns the same as `strategies` by a rule that need not be in the table."""
+    candidates = [replicated(operator)]
     if rule is not None:
-        own = rule.divisions(operator, devices)
-        found += (each for each in in_chunks(own, chunks) if rule.allows(operator, each, devices))
-    return tuple(dict.fromkeys(each for each in found if fits(operator, each, devices)))
+        unchunked = rule.divisions(operator, devices)
+        candidates += (
+            each for each in in_chunks(unchunked, chunks) if rule.allows(operator, each, devices)
+        )
+    return tuple(dict.fromkeys(each for each in candidates if fits(operator, each, devices)))
 
 
 def summed_types(operator: Operator) -> tuple[TensorType, ...]:
-    """Of what devices add up in the middle of the operator, where a strategy says that they do."""
+    """Returns the types of what devices add up in the middle of the operator, where a strategy says
+    that they do.
+    """
     rule = RULES.get(operator.family)
     return () if rule is None else rule.sums(operator)
 
 
 def local_operator(operator: Operator, strategy: Strategy, devices: int, index: int) -> Operator:
-    """What the device with this index executes: the operator on its local tensors. Where the
-    strategy adds up `within` the operator, it is executed so that it does.
+    """Returns what the device with this index executes: the operator on its local tensors. Where
+    the strategy adds up `within` the operator, it is executed so that it does.
 
     Where arguments are sizes they are local, too. Execute a `view` as `reshape`: local tensors may
     lie in memory in another way than the whole.
@@ -88,7 +92,7 @@ def local_operator(operator: Operator, strategy: Strategy, devices: int, index: 
 def local_by(
     rule: DivisionRule | None, operator: Operator, strategy: Strategy, devices: int, index: int
 ) -> Operator:
-    """The same by a rule that need not be in the table."""
+    """Returns the same as `local_operator` by a rule that need not be in the table."""
     inputs = tuple(
         local_type(type_, placement, devices, index)
         for type_, placement in zip(operator.inputs, strategy.inputs, strict=True)

@@ -36,7 +36,9 @@ def _allows(groups_at: int, operator: Operator, strategy: Strategy, devices: int
 def _letters(
     operator: Operator, groups_at: int, devices: int, dims: int
 ) -> tuple[str, str, str, str]:
-    """Of input, weight, bias and output; g: the groups, if the devices have whole ones."""
+    """Returns the letters of input, weight, bias and output; g: the groups, if the devices have
+    whole ones.
+    """
     rest = "." * (dims - 2)
     groups = operator.integer(groups_at)
     if groups > 1:
@@ -71,7 +73,7 @@ def _local_groups(whole: Operator, local: Operator) -> Arguments:
 
 
 def _local_sizes(whole: Operator, local: Operator) -> Arguments:
-    """Those of the bias are the channels of the gradient."""
+    """Returns the local sizes; those of the bias are the channels of the gradient."""
     sizes = whole.argument(3)
     changed: dict[int, Argument] = {_GROUPS + 1: _groups(whole, local, _GROUPS + 1, 2)}
     if sizes is not None:
@@ -80,7 +82,9 @@ def _local_sizes(whole: Operator, local: Operator) -> Arguments:
 
 
 def _groups(whole: Operator, local: Operator, groups_at: int, weight: int) -> int:
-    """Of several groups a device has as many as it has of the weight's first dimension."""
+    """Returns the groups of a device: of several, as many as it has of the weight's first
+    dimension.
+    """
     groups = whole.integer(groups_at)
     if groups == 1:
         return 1

@@ -37,7 +37,8 @@ class TermSum:
 def divisions(
     inputs: Sequence[str], outputs: Sequence[TermSum], linear: Collection[int] = ()
 ) -> Iterator[Strategy]:
-    """One strategy for each index, and one for each way in which partial inputs pass through.
+    """Yields one strategy for each index, and one for each way in which partial inputs pass
+    through.
 
     `linear`: the inputs of which each term that has them is a linear function.
     """
@@ -54,13 +55,13 @@ def divisions(
 
 
 def letters_of(shape: Sequence[int], first: int = 0) -> str:
-    """A letter for each dimension; a dot for those of one element."""
+    """Returns a letter for each dimension; a dot for those of one element."""
     letters = ascii_lowercase[first : first + len(shape)]
     return "".join("." if size == 1 else each for each, size in zip(letters, shape, strict=True))
 
 
 def broadcast(shape: Sequence[int], to: Sequence[int], letters: str) -> str:
-    """The letters of an input that is broadcast to a shape with these letters."""
+    """Returns the letters of an input that is broadcast to a shape with these letters."""
     skipped = len(to) - len(shape)
     assert skipped >= 0, (shape, to)
     return "".join(

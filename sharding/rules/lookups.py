@@ -27,14 +27,18 @@ def rules() -> dict[str, DivisionRule]:
 
 
 def _embedding(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """A weight of words and their vectors, and numbers of words; the vocabulary is not divided."""
+    """Divides a weight of words and their vectors, and numbers of words; the vocabulary is not
+    divided.
+    """
     numbers = letters_of(operator.inputs[1].shape)
     output = TermSum(f"{numbers}z", [[0, 1]])
     yield from divisions([".z", numbers], [output], [0])
 
 
 def _embedding_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """If gradients are divided by how often a word occurs, all occurrences must be there."""
+    """Yields the strategies; if gradients are divided by how often a word occurs, all occurrences
+    must be there.
+    """
     shape = operator.inputs[1].shape
     numbers = "." * len(shape) if operator.argument(4, False) else letters_of(shape)
     yield from divisions([f"{numbers}z", numbers], [TermSum(".z", [[0, 1]])], [0])
@@ -55,8 +59,8 @@ def _class_loss(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _class_loss_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Gradient, logarithms, classes, perhaps weights, and their sum, which is that of the whole
-    batch.
+    """Divides gradient, logarithms, classes, perhaps weights, and their sum, which is that of the
+    whole batch.
     """
     if len(operator.inputs[1].shape) < 2:
         return
@@ -74,7 +78,7 @@ def _class_letters(operator: Operator, data_at: int) -> tuple[str, str]:
 
 
 def _gather(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Dimensions in which each index reads what is at its own place."""
+    """Divides the dimensions in which each index reads what is at its own place."""
     source, indices = (each.shape for each in operator.inputs)
     if not source or len(source) != len(indices):
         return
@@ -83,8 +87,8 @@ def _gather(operator: Operator, devices: int) -> Iterator[Strategy]:
         "." if d == dim or source[d] != indices[d] else letter
         for d, letter in enumerate(letters_of(source))
     )
-    own = letters[:dim] + letters_of([indices[dim]], len(source)) + letters[dim + 1 :]
-    yield from divisions([letters, own], [TermSum(own, [[0, 1]])], [0])
+    index_letters = letters[:dim] + letters_of([indices[dim]], len(source)) + letters[dim + 1 :]
+    yield from divisions([letters, index_letters], [TermSum(index_letters, [[0, 1]])], [0])
 
 
 def _index_select(operator: Operator, devices: int) -> Iterator[Strategy]:
@@ -94,6 +98,6 @@ def _index_select(operator: Operator, devices: int) -> Iterator[Strategy]:
     dim = operator.integer(1) % len(source)
     letters = letters_of(source)
     before, after = letters[:dim], letters[dim + 1 :]
-    own = letters_of(indices, len(source))
-    inputs = [f"{before}.{after}", own]
-    yield from divisions(inputs, [TermSum(f"{before}{own}{after}", [[0, 1]])], [0])
+    index_letters = letters_of(indices, len(source))
+    inputs = [f"{before}.{after}", index_letters]
+    yield from divisions(inputs, [TermSum(f"{before}{index_letters}{after}", [[0, 1]])], [0])

@@ -59,7 +59,7 @@ def rules() -> dict[str, DivisionRule]:
 
 
 def _layer_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Input, then perhaps weight and bias; output, mean, deviation."""
+    """Divides input, then perhaps weight and bias; output, mean, deviation."""
     data, statistics, weight = _layer_letters(operator, 0)
     inputs = [data] + [weight] * (len(operator.inputs) - 1)
     bias = operator.input_at(3)
@@ -69,7 +69,9 @@ def _layer_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _layer_norm_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Gradient, input, mean, deviation, weight, bias; gradients of input, weight and bias."""
+    """Divides gradient, input, mean, deviation, weight, bias; gradients of input, weight and
+    bias.
+    """
     data, statistics, weight = _layer_letters(operator, 1)
     inputs = [data, data, statistics, statistics] + [weight] * (len(operator.inputs) - 4)
     factor = operator.input_at(5)
@@ -79,7 +81,9 @@ def _layer_norm_backward(operator: Operator, devices: int) -> Iterator[Strategy]
 
 
 def _layer_letters(operator: Operator, data_at: int) -> tuple[str, str, str]:
-    """Of the data, their statistics and the weight, for each dimension that is normalized."""
+    """Returns the letters of the data, their statistics and the weight, for each dimension that is
+    normalized.
+    """
     shape = operator.inputs[data_at].shape
     weight = "." * len(operator.integers(2 if data_at else 1))
     batch = letters_of(shape[: len(shape) - len(weight)])
@@ -87,7 +91,7 @@ def _layer_letters(operator: Operator, data_at: int) -> tuple[str, str, str]:
 
 
 def _group_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Input, then perhaps weight and bias; output, mean and deviation for each group."""
+    """Divides input, then perhaps weight and bias; output, mean and deviation for each group."""
     data, statistics, weight = _group_letters(operator, 0, operator.integer(6), devices)
     inputs = [data] + [weight] * (len(operator.inputs) - 1)
     outputs = [TermSum(data, [range(len(inputs))]), *(TermSum(statistics, [[0]]) for _ in range(2))]
@@ -95,7 +99,7 @@ def _group_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _group_norm_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Gradient, input, mean, deviation, weight; gradients of input, weight and bias."""
+    """Divides gradient, input, mean, deviation, weight; gradients of input, weight and bias."""
     data, statistics, weight = _group_letters(operator, 1, operator.integer(8), devices)
     inputs = [data, data, statistics, statistics] + [weight] * (len(operator.inputs) - 4)
     of_weight = [TermSum(weight, [[0, 1, 2, 3]]), TermSum(weight, [[0]])]
@@ -105,7 +109,9 @@ def _group_norm_backward(operator: Operator, devices: int) -> Iterator[Strategy]
 def _group_letters(
     operator: Operator, data_at: int, groups: int, devices: int
 ) -> tuple[str, str, str]:
-    """Of the data, their statistics and the weight; devices have whole groups of channels."""
+    """Returns the letters of the data, their statistics and the weight; devices have whole groups
+    of channels.
+    """
     rank = len(operator.inputs[data_at].shape)
     g = "." if groups % devices else "g"
     return f"n{g}" + "." * (rank - 2), f"n{g}", g
@@ -120,7 +126,7 @@ def _group_norm_backward_sizes(whole: Operator, local: Operator) -> Arguments:
 
 
 def _group_sizes(data: TensorType, whole: Operator, first: int) -> Arguments:
-    """Batch, channels, elements of a channel, groups."""
+    """Returns batch, channels, elements of a channel, groups."""
     batch, channels = data.shape[:2]
     groups = whole.integer(first + 3) * channels // whole.integer(first + 1)
     return {first: batch, first + 1: channels, first + 3: groups}
@@ -144,7 +150,9 @@ def _batch_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _divided_batch_norm(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """By channels, and in training along all other dimensions with sums of the statistics."""
+    """Divides batch norm by channels, and in training along all other dimensions with sums of the
+    statistics.
+    """
     for strategy in _batch_norm(operator, devices):
         by_channels = strategy.inputs[0] == Shard(1)
         yield replace(strategy, within=Shard(0)) if by_channels else strategy
@@ -160,23 +168,25 @@ def _along(dim: int, types: tuple[TensorType | None, ...]) -> Placements:
 
 
 def _statistics(operator: Operator) -> tuple[TensorType, ...]:
-    """Of each channel the sum of its elements, and then that of their squared deviations."""
+    """Returns the types of the sum of each channel's elements, and then of that of their squared
+    deviations.
+    """
     return (_summed_type(operator.inputs[0], ()),) * 2
 
 
 def _gradient_sums(operator: Operator) -> tuple[TensorType, ...]:
-    """Of each channel the gradients of its weight and bias, at once."""
+    """Returns the type of the gradients of each channel's weight and bias, summed at once."""
     return (_summed_type(operator.inputs[0], (2,)),)
 
 
 def _summed_type(data: TensorType, shape: tuple[int, ...]) -> TensorType:
-    """Of sums for each channel, which have single precision at least."""
+    """Returns the type of sums for each channel, which have single precision at least."""
     dtype, size = (data.dtype, 8) if data.dtype == "float64" else ("float32", 4)
     return TensorType(shape=(data.shape[1], *shape), dtype=dtype, element_bytes=size)
 
 
 def elements_of_a_channel(operator: Operator) -> int:
-    """How many elements of the data have the same statistics in batch norm."""
+    """Counts the elements of the data that have the same statistics in batch norm."""
     shape = operator.inputs[0].shape
     return math.prod(shape) // shape[1]
 

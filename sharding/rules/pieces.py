@@ -33,46 +33,47 @@ def rules() -> dict[str, DivisionRule]:
 
 
 def _cut(dim_at: int, operator: Operator, devices: int) -> Iterator[Strategy]:
-    """The pieces come out."""
+    """Divides an operator of which the pieces come out."""
     whole = operator.inputs[0]
     pieces = [each for each in operator.outputs if each]
     if len(pieces) != len(operator.outputs):
         return
     dim = operator.integer(dim_at) % len(whole.shape)
-    own, of_piece = _letters(whole, pieces[0], dim)
-    yield from divisions([own], [TermSum(of_piece, [[0]])] * len(pieces), [0])
+    of_whole, of_piece = _letters(whole, pieces[0], dim)
+    yield from divisions([of_whole], [TermSum(of_piece, [[0]])] * len(pieces), [0])
     parts = _equal_parts(operator, whole, pieces, dim)
     if parts:
         yield Strategy((Shard(dim, parts),), (Shard(dim),) * len(pieces))
 
 
 def _joined(dim_at: int, operator: Operator, devices: int) -> Iterator[Strategy]:
-    """The pieces go in; what comes of each is a term of its own."""
+    """Divides an operator into which the pieces go; what comes of each is a term of its own."""
     (whole,), pieces = operator.outputs, operator.inputs
     assert whole is not None
     if any(len(each.shape) != len(pieces[0].shape) for each in pieces):
         return
     dim = operator.integer(dim_at) % len(whole.shape)
-    own, of_piece = _letters(whole, pieces[0], dim)
+    of_whole, of_piece = _letters(whole, pieces[0], dim)
     yield Strategy((P,) * len(pieces), (P,))
-    yield from divisions([of_piece] * len(pieces), [TermSum(own, [range(len(pieces))])])
+    yield from divisions([of_piece] * len(pieces), [TermSum(of_whole, [range(len(pieces))])])
     parts = _equal_parts(operator, whole, pieces, dim)
     if parts:
         yield Strategy((Shard(dim),) * len(pieces), (Shard(dim, parts),))
 
 
 def _letters(whole: TensorType, piece: TensorType, dim: int) -> tuple[str, str]:
-    """Of the whole and of a piece, which may not have the dimension."""
+    """Returns the letters of the whole and of a piece, which may not have the dimension."""
     letters = letters_of(whole.shape)
-    own = letters[:dim] + "." + letters[dim + 1 :]
+    of_whole = letters[:dim] + "." + letters[dim + 1 :]
     same = len(piece.shape) == len(whole.shape)
-    return own, own if same else letters[:dim] + letters[dim + 1 :]
+    return of_whole, of_whole if same else letters[:dim] + letters[dim + 1 :]
 
 
 def _equal_parts(
     operator: Operator, whole: TensorType, pieces: Sequence[TensorType], dim: int
 ) -> int:
-    """How many pieces the whole has, if they are equal and have the dimension; else 0.
+    """Counts the pieces that the whole has, if they are equal and have the dimension; else returns
+    0.
 
     One alone must begin at a multiple of its size, and leave out nothing in between.
     """
@@ -88,7 +89,7 @@ def _equal_parts(
 
 
 def _split_sizes(whole: Operator, local: Operator) -> Arguments:
-    """Those of the pieces on the device."""
+    """Returns the sizes of the pieces on the device."""
     dim = whole.integer(2) % len(whole.inputs[0].shape)
     sizes = [each.shape[dim] for each in local.outputs if each]
     return {1: tuple(sizes) if isinstance(whole.argument(1), tuple) else sizes[0]}
@@ -114,8 +115,8 @@ def _ends(
     before: TensorType,
     dim_at: int,
 ) -> Arguments:
-    """Begin and end of a slice, where the device has as large a share of what is before it. If the
-    dimension is not divided they stay as they are.
+    """Returns the begin and end of a slice, where the device has as large a share of what is before
+    it. If the dimension is not divided they stay as they are.
     """
     assert piece is not None
     dim = operator.integer(dim_at) % len(whole.shape)

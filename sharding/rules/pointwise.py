@@ -35,7 +35,9 @@ _BACKWARD = """
 
 
 def rules() -> dict[str, DivisionRule]:
-    """By family; those that write the result into their first input are the same."""
+    """Returns the rules by family; those that write the result into their first input are the
+    same.
+    """
     table = {name: DivisionRule(_nonlinear) for name in _NONLINEAR.split()}
     table |= dict.fromkeys(("add", "sub", "rsub"), DivisionRule(_sum))
     table |= {"mul": DivisionRule(_product), "div": DivisionRule(_quotient)}
@@ -101,7 +103,7 @@ def _masked_fill(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _copy(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """The second tensor, in the shape of the first."""
+    """Divides the second tensor, in the shape of the first."""
     return _elementwise(operator, [_all(operator)])
 
 

@@ -47,7 +47,7 @@ def _added(
 
 
 def _linear(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """An input of any dimensions, a weight [outputs, inputs] and perhaps a bias."""
+    """Divides an input of any dimensions, a weight [outputs, inputs] and perhaps a bias."""
     batch = "abcdefgh"[: len(operator.inputs[0].shape) - 1]
     inputs, terms = [f"{batch}k", "nk"], [[0, 1]]
     if len(operator.inputs) == 3:
@@ -56,8 +56,8 @@ def _linear(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _attention(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Query, key, value, and perhaps a mask that is added; the result, and for each query the
-    logarithm of the sum that its softmax divides by.
+    """Divides query, key, value, and perhaps a mask that is added; the result, and for each query
+    the logarithm of the sum that its softmax divides by.
     """
     if operator.argument(3, 0.0):
         return
@@ -68,7 +68,9 @@ def _attention(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _attention_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Gradient, query, key, value, result, logarithms, and perhaps a mask; three gradients."""
+    """Divides gradient, query, key, value, result, logarithms, and perhaps a mask; three
+    gradients.
+    """
     if operator.argument(6, 0.0):
         return
     query, key, value, *mask = _attention_letters(operator, 1, causal_at=7)
@@ -78,7 +80,8 @@ def _attention_backward(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _attention_letters(operator: Operator, first: int, causal_at: int) -> list[str]:
-    """Of query, the first of three inputs, of key and value, and of the mask if there is one.
+    """Returns the letters of query, the first of three inputs, of key and value, and of the mask if
+    there is one.
 
     Batch and heads can be divided; and the queries, unless each sees those before it alone.
     """

@@ -54,7 +54,7 @@ def rules() -> dict[str, DivisionRule]:
 
 
 def _dims(operator: Operator, position: int, default: int | None) -> set[int]:
-    """The dimensions of the first input that an argument names; all if there is none."""
+    """Returns the dimensions of the first input that an argument names; all if there is none."""
     rank = len(operator.inputs[0].shape)
     named = operator.argument(position, dict(operator.keywords).get("dim", default))
     numbers = named if isinstance(named, tuple) else (named,)
@@ -69,7 +69,9 @@ def _reduction(
     linear: Collection[int] = (),
     dims_at: int = 1,
 ) -> Iterator[Strategy]:
-    """To one element for all along some dimensions, which are kept in the output or not."""
+    """Divides a reduction to one element for all along some dimensions, which are kept in the
+    output or not.
+    """
     if len(operator.inputs) != 1:
         return
     shape = operator.inputs[0].shape
@@ -88,7 +90,7 @@ def _reduction(
 def _along(
     operator: Operator, devices: int, linear: Collection[int] = (), dim_at: int = 1
 ) -> Iterator[Strategy]:
-    """Tensors with the same dimensions, one of which cannot be divided."""
+    """Divides tensors with the same dimensions, one of which cannot be divided."""
     shape = operator.inputs[0].shape
     dims = _dims(operator, dim_at, -1)
     letters = "".join("." if d in dims else each for d, each in enumerate(letters_of(shape)))
@@ -98,7 +100,9 @@ def _along(
 
 
 def _loss(position: int, operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Of each element, or their sum, which can be divided, or their mean, which cannot."""
+    """Divides a loss of each element, or their sum, which can be divided, or their mean, which
+    cannot.
+    """
     reduction = operator.integer(position, 1)
     if reduction == 0 or reduction == _SUM:
         shape = operator.inputs[0].shape

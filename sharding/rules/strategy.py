@@ -35,7 +35,7 @@ Arguments: TypeAlias = Mapping[int, Argument]
 
 @dataclass(frozen=True)
 class DivisionRule:
-    """For one family of operators."""
+    """Says how one family of operators can be divided."""
 
     divisions: Callable[[Operator, int], Iterable[Strategy]]
     """The strategies of an operator on so many devices; one that does not fit is dropped."""
@@ -55,7 +55,9 @@ class DivisionRule:
 
 
 def no_chunks(operator: Operator, strategy: Strategy, devices: int) -> bool:
-    """For operators to which the order of indices matters."""
+    """Tells whether no dimension is divided in chunks, for operators to which the order of indices
+    matters.
+    """
     sharded = (each for each in (*strategy.inputs, *strategy.outputs) if isinstance(each, Shard))
     return all(each.chunks == 1 for each in sharded)
 
@@ -65,7 +67,9 @@ def replicated(operator: Operator) -> Strategy:
 
 
 def in_chunks(strategies: Iterable[Strategy], chunks: Iterable[int]) -> Iterator[Strategy]:
-    """The strategies, with as many chunks as they have, and these numbers of times as many."""
+    """Yields the strategies, with as many chunks as they have, and these numbers of times as
+    many.
+    """
     numbers = tuple(dict.fromkeys((1, *chunks)))
     for strategy in strategies:
         sharded = any(isinstance(each, Shard) for each in (*strategy.inputs, *strategy.outputs))
@@ -78,7 +82,7 @@ def in_chunks(strategies: Iterable[Strategy], chunks: Iterable[int]) -> Iterator
 
 
 def fits(operator: Operator, strategy: Strategy, devices: int) -> bool:
-    """Whether all tensors can be placed so, with some elements of each on every device.
+    """Tells whether all tensors can be placed so, with some elements of each on every device.
 
     What is written in place (the name of the operator ends with _) is the output.
     """
@@ -96,7 +100,7 @@ def fits(operator: Operator, strategy: Strategy, devices: int) -> bool:
 
 
 def local_type(type_: TensorType, placement: Placement, devices: int, index: int) -> TensorType:
-    """Of what the device with this index holds."""
+    """Returns the type of what the device with this index holds."""
     if not isinstance(placement, Shard):
         return type_
     dim, chunks = placement.dim, placement.chunks

@@ -53,7 +53,9 @@ def output_shape(whole: Operator, local: Operator) -> Arguments:
 
 
 def _view(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """All pairs of dimensions that hold the same elements, with as few chunks as there can be."""
+    """Yields all pairs of dimensions that hold the same elements, with as few chunks as there can
+    be.
+    """
     (output,) = operator.outputs
     assert output is not None
     before, after = operator.inputs[0].shape, output.shape
@@ -71,7 +73,7 @@ def _view(operator: Operator, devices: int) -> Iterator[Strategy]:
 
 
 def _alike(size: int, chunks: int, other: int, chunks_to: int, devices: int) -> bool:
-    """Whether the devices divide the chunks of both dimensions at the same places."""
+    """Tells whether the devices divide the chunks of both dimensions at the same places."""
     if size % chunks or other % chunks_to:
         return False
     part, part_to = size // chunks, other // chunks_to
@@ -97,5 +99,5 @@ def _expand(operator: Operator, devices: int) -> Iterator[Strategy]:
     (output,) = operator.outputs
     assert output is not None
     letters = letters_of(output.shape)
-    own = broadcast(operator.inputs[0].shape, output.shape, letters)
-    yield from divisions([own], [TermSum(letters, [[0]])], [0])
+    input_letters = broadcast(operator.inputs[0].shape, output.shape, letters)
+    yield from divisions([input_letters], [TermSum(letters, [[0]])], [0])

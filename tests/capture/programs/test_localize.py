@@ -17,9 +17,9 @@ from processes import free_port, run_processes
 from torch import Tensor
 
 from pipedream.capture.programs.description import describe
-from pipedream.capture.programs.localize import Ends, localize
+from pipedream.capture.programs.localize import BoundaryPlacements, localize
 from pipedream.capture.programs.program import Program
-from pipedream.comm.redistribute import MeshGroups, cut
+from pipedream.comm.redistribute import MeshGroups, extract
 from pipedream.graph.cluster import Link
 from pipedream.graph.placements.placement import (
     Mesh,
@@ -85,7 +85,7 @@ class OnMesh:
     def _local(self, tensor: Tensor, placements: Placements) -> Tensor:
         shape = tuple(tensor.shape)
         held = held_region(shape, self.assignment.mesh.sizes, placements, self.device)
-        return cut(tensor, whole(shape), held).clone()
+        return extract(tensor, whole(shape), held).clone()
 
     def moved(self, local: Tensor, shape: tuple[int, ...], way: Sequence[Placements]) -> Tensor:
         mesh = self.assignment.mesh
@@ -206,7 +206,9 @@ def test_gradients_are_partial_where_those_of_other_graphs_are() -> None:
         moved: list[Step] = []
         move = partial(_first_keeps, moved, device)
         places = {"up.weight": (Partial(),)}
-        program = Program(localize(traced.joint, assignment, device, move, Ends(gradients=places)))
+        program = Program(
+            localize(traced.joint, assignment, device, move, BoundaryPlacements(gradients=places))
+        )
         values, joint = traced.values, traced.joint
         weights = {name: values[node] for name, node in joint.weights.items()}
         _, saved = program.forward(weights, [values[node] for node in joint.inputs])

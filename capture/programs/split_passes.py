@@ -33,7 +33,8 @@ a transposed tensor. As nothing is written, a reshape gives the same.
 
 @dataclass(frozen=True)
 class Part:
-    """`module` computes the values `results` from the values `needs`, nodes of the joint graph.
+    """Computes the values `results` from the values `needs`, nodes of the joint graph, by running
+    `module`.
 
     It is given a list of the needs in reverse, and takes each out of it. So a value that nobody
     else holds is freed when its last operator is done, as autograd does it.
@@ -45,10 +46,10 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """`forward` also gives what the others need of it. `weights`: one part for each parameter with
-    a gradient, in the order in which a backward pass comes to them; each also gives what later ones
-    need of it.
+class SplitPasses:
+    """Holds the three parts. `forward` also gives what the others need of it. `weights`: one part
+    for each parameter with a gradient, in the order in which a backward pass comes to them; each
+    also gives what later ones need of it.
     """
 
     forward: Part
@@ -56,7 +57,7 @@ class Cut:
     weights: Mapping[str, Part]
 
 
-def cut(joint: Joint) -> Cut:
+def split_passes(joint: Joint) -> SplitPasses:
     """Divides the graph, and in place the operators that compute all gradients of a convolution.
 
     Raises CannotDivide.
@@ -75,11 +76,11 @@ def cut(joint: Joint) -> Cut:
 
     saved = sort(forward & (later | _needed([inputs]) | set(gradients)))
     parts, wanted = dict[str, Part](), set[fx.Node]()
-    for name, own in reversed(weights.items()):
+    for name, members in reversed(weights.items()):
         end = learned[name]
-        parts[name] = _part(joint, own, [end, *sort(own & wanted - {end})])
+        parts[name] = _part(joint, members, [end, *sort(members & wanted - {end})])
         wanted.update(parts[name].needs)
-    return Cut(
+    return SplitPasses(
         _part(joint, forward, [*joint.outputs, *saved]),
         _part(joint, inputs, [*gradients, *sort(inputs & later)]),
         dict(reversed(parts.items())),
@@ -87,7 +88,9 @@ def cut(joint: Joint) -> Cut:
 
 
 def _by_weight(done: Set[fx.Node], learned: Mapping[str, fx.Node]) -> dict[str, Set[fx.Node]]:
-    """What is computed for each of the gradients that is not done before, or for another one."""
+    """Returns what is computed for each of the gradients that is not done before, or for another
+    one.
+    """
     members: dict[str, Set[fx.Node]] = {}
     for name, gradient in learned.items():
         members[name] = _before([gradient]) - done
@@ -100,12 +103,12 @@ def _divide_operators(graph: fx.Graph) -> None:
         mask = node.args[-1]
         if not (mask[0] and any(mask[1:])):
             continue
-        for own in ([True, False, False], [False, *mask[1:]]):
+        for half_mask in ([True, False, False], [False, *mask[1:]]):
             with graph.inserting_before(node):
                 half = graph.node_copy(node)
-                half.update_arg(len(node.args) - 1, own)
+                half.update_arg(len(node.args) - 1, half_mask)
             for user in list(node.users):
-                if own[user.args[1]]:
+                if half_mask[user.args[1]]:
                     user.update_arg(0, half)
         for user in list(node.users):  # of a gradient that is not computed
             graph.erase_node(user)
@@ -113,9 +116,9 @@ def _divide_operators(graph: fx.Graph) -> None:
 
 
 def writes(joint: Joint) -> list[fx.Node]:
-    """Operators that write into buffers, such as the statistics of batch norm, those that read what
-    was there before, and those that draw, for the sake of the next draw after the same seed. Raises
-    CannotDivide if the backward pass needs some of them.
+    """Returns the operators that write into buffers, such as the statistics of batch norm, those
+    that read what was there before, and those that draw, for the sake of the next draw after the
+    same seed. Raises CannotDivide if the backward pass needs some of them.
     """
     ends: list[fx.Node] = []
     readers: dict[fx.Node, list[fx.Node]] = {}
@@ -132,27 +135,27 @@ def writes(joint: Joint) -> list[fx.Node]:
 
 
 def _memory(node: fx.Node) -> fx.Node:
-    """The value whose memory a view shows."""
+    """Returns the value whose memory a view shows."""
     while node.op == "call_function" and shares(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def _before(ends: Iterable[fx.Node]) -> set[fx.Node]:
-    """The operators that these values are computed by.
+    """Returns the operators that these values are computed by.
 
     Of an operator with several results all are taken apart at once: a tuple would hold each of them
     as long as one is needed.
     """
-    found: set[fx.Node] = set()
+    computing: set[fx.Node] = set()
     left = list(ends)
     while left:
         node = left.pop()
-        if node not in found and node.op == "call_function":
-            found.add(node)
-            found.update(user for user in node.users if user.target is operator.getitem)
+        if node not in computing and node.op == "call_function":
+            computing.add(node)
+            computing.update(user for user in node.users if user.target is operator.getitem)
             left.extend(node.all_input_nodes)
-    return found
+    return computing
 
 
 def _needed(members: Iterable[Set[fx.Node]]) -> set[fx.Node]:
