@@ -75,7 +75,8 @@ def lower_bound(request: Request) -> float:
         kinds=cluster.kinds,
         machine_kinds=tuple(kind for kind in cluster.machine_kinds for _ in range(inner)),
     )
-    relaxed = request.changed(
+    relaxed = replace(
+        request,
         cluster=flat,
         model=RelaxedCost.of(cluster),
         memory=None,

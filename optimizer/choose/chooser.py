@@ -68,7 +68,7 @@ def _in_an_order(request: Request) -> Outcome:
     where any order will do, that of 1f1b if it is faster.
     """
     try:
-        plain = choose(request.changed(order=None, stages_each=None))
+        plain = choose(replace(request, order=None, stages_each=None))
     except UserError:
         return best_ordered_plan(request)
     ordered = best_ordered_plan(request)
@@ -256,7 +256,8 @@ def _under_others(
     for schedule in _SCHEDULES:
         if schedule == request.schedule:
             continue
-        changed = request.changed(
+        changed = replace(
+            request,
             schedule=schedule,
             latency=None,
             weight_prediction=False,

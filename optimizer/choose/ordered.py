@@ -255,7 +255,7 @@ def _in_longer_rounds(request: Request, best: OrderedPlan) -> Iterator[ScheduleT
     """What the same stages take with more microbatches, between which a round's ends are shared."""
     for times in (2, 4):
         microbatches = times * request.settings.microbatches
-        plans = OrderedPlans(request.changed(microbatches=microbatches))
+        plans = OrderedPlans(replace(request, microbatches=microbatches))
         longer = plans.try_out(best.order, best.shape, best.division)
         if longer is not None and longer.fits:
             name = f"{request.schedule}, {best.order}"

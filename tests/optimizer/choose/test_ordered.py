@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -153,12 +154,12 @@ def test_memory_is_that_of_all_stages_of_a_rank() -> None:
     assert held == sorted(held)
     assert held[0] < held[2]
     tight = request(graph, 4, "zb-v", rules=Rules(straight=True), microbatches=8)
-    less = tight.changed(memory=free.rank_bytes * 0.99, recompute="never")
+    less = replace(tight, memory=free.rank_bytes * 0.99, recompute="never")
     with pytest.raises(UserError, match="no plan found fits --memory: give --microbatches fewer"):
         best_ordered_plan(less)
-    again = best_ordered_plan(less.changed(recompute="auto"))
+    again = best_ordered_plan(replace(less, recompute="auto"))
     assert any(stage.recompute for stage in again.plan.stages)
-    auto = best_ordered_plan(less.changed(order="auto"))
+    auto = best_ordered_plan(replace(less, order="auto"))
     assert auto.rank_bytes is not None
     assert auto.rank_bytes <= free.rank_bytes * 0.99
     assert auto.plan.order_times is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -61,7 +62,7 @@ def test_the_plan_of_every_schedule_can_be_trained(chain, schedule, bandwidth) -
 
 @pytest.mark.parametrize("model", [PaperCost(), NetworkCost()])
 def test_so_can_those_of_the_formulas_and_of_all_searches(chain, model) -> None:
-    wanted = request(chain, bandwidth=SLOW, devices=3).changed(model=model)
+    wanted = replace(request(chain, bandwidth=SLOW, devices=3), model=model)
     assert trains(optimize(wanted).plan)
     few = optimize(wanted, most_cuts=3)  # over some cuts, with a bound
     assert trains(few.plan)
