@@ -16,7 +16,7 @@ from pipedream.graph.plan import read_plan
 from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.ordered import best_ordered_plan, even, shapes
-from pipedream.optimizer.choose.ordered_plan import OrderedPlans
+from pipedream.optimizer.choose.ordered_trials import OrderedTrials
 from pipedream.optimizer.cli.command import main
 from pipedream.optimizer.cost.models import NetworkCost
 from pipedream.optimizer.search.outcome import Outcome
@@ -79,11 +79,12 @@ def test_the_best_of_all_cuts_is_found(order: str, devices: int, nodes: int, see
     """Within 3 %: it is a local search. Of straight pipelines, with two stages on a rank or one."""
     wanted = request(chain(nodes, seed), devices, order, rules=Rules(straight=True))
     chosen = best_ordered_plan(wanted)
-    plans, best = OrderedPlans(wanted), float("inf")
+    best = float("inf")
     for shape in shapes(wanted, order):
+        trials = OrderedTrials(wanted, order, shape)
         for ends in combinations(range(1, nodes), len(shape.places) - 1):
             downsets = tuple((1 << end) - 1 for end in (*ends, nodes))
-            tried = plans.try_out(order, shape, Division(downsets, shape.of_stages))
+            tried = trials.try_out(Division(downsets, shape.of_stages))
             assert tried is not None
             best = min(best, tried.seconds)
     assert best <= seconds_of(chosen) + 1e-12
@@ -112,12 +113,11 @@ def test_every_order_makes_plans_that_are_sound(order: str) -> None:
 def test_auto_is_never_slower_than_a_named_order_with_the_same_stages() -> None:
     for seed in range(4):
         wanted = request(chain(8, seed), 2, "auto", rules=Rules(straight=True))
-        plans = OrderedPlans(wanted)
         for order in ("zb-h1", "zb-h2", "interleaved", "zb-v", "v-half", "v-min"):
             for shape in shapes(wanted, order):
                 division = even(wanted.planning, shape)
-                named = plans.try_out(order, shape, division)
-                found = plans.try_out("auto", shape, division)
+                named = OrderedTrials(wanted, order, shape).try_out(division)
+                found = OrderedTrials(wanted, "auto", shape).try_out(division)
                 assert named is not None
                 assert found is not None
                 assert found.seconds <= named.seconds * (1 + 1e-6)
