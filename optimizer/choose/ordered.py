@@ -17,8 +17,10 @@ from pipedream.graph.choices import BEST_ORDER, DEFAULT_ORDER
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_bytes
+from pipedream.optimizer.choose.bound import lower_bound
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.expected import expected
+from pipedream.optimizer.choose.limits import limits
 from pipedream.optimizer.choose.local_search import best_first
 from pipedream.optimizer.choose.neighbours import Neighbours
 from pipedream.optimizer.choose.ordered_trials import AUTO, OrderedTrial, OrderedTrials, Shape
@@ -180,13 +182,6 @@ def even(graph: PlanningGraph, shape: Shape) -> Division:
     return Division(tuple((1 << end) - 1 for end in ends), shape.of_stages)
 
 
-def lower_bound(request: Request) -> float:
-    """Seconds per minibatch that no order takes less than: all work, shared out evenly."""
-    cluster = request.cluster
-    speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
-    return float(request.planning.compute_seconds.sum()) / speeds
-
-
 def _outcome(request: Request, best: OrderedTrial, tried: int) -> Outcome:
     cuts = best.division.cuts(request.planning)
     whole = request.memory_model(cuts).of(0, len(cuts) - 1, Peak(1, 1), recompute=False)
@@ -201,8 +196,8 @@ def _outcome(request: Request, best: OrderedTrial, tried: int) -> Outcome:
     plan = best.plan.model_copy(update={"predicted": predicted})
     plan = type(plan)(**dict(plan))  # which checks it
     figures = tuple(
-        StageFigures(stage.compute_seconds / stage.replicas, "compute", stage.in_flight or 1)
-        for stage in plan.stages
+        StageFigures(stage.compute_seconds / stage.replicas, limit, stage.in_flight or 1)
+        for stage, limit in zip(plan.stages, limits(plan, request), strict=True)
     )
     outcome = Outcome(
         plan=plan,

@@ -28,7 +28,7 @@ from pipedream.optimizer.search.bounds import (
     bound_over_bins,
     latency_bound,
     latency_bound_over_bins,
-    lower_bound,
+    throughput_bound,
 )
 from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.hierarchical import Search, affordable
@@ -143,7 +143,7 @@ def plan_throughput(graph: PlanningGraph, request: Request, most_cuts: int | Non
     memory, solution, _ = best
     _check_versions(memory, request, solution)
     cluster, model, straight = request.cluster, request.cost_model, request.rules.straight
-    simple = lower_bound(graph, cluster, model, straight)
+    simple = throughput_bound(graph, cluster, model, straight)
     over_bins = bound_over_bins(bins.merged(many), cluster, model, straight, solution.cost)
     return make_outcome(memory, request, solution, max(simple, over_bins), exact=False)
 
@@ -296,7 +296,7 @@ def plan_latency(
     solution = narrowed(cuts, fill_order, cost_of, goal).best()
     if solution is None:
         raise NothingFits(memory, request)
-    slowest = lower_bound(graph, request.cluster, model, straight)
+    slowest = throughput_bound(graph, request.cluster, model, straight)
     stages = Solution(solution.cost, solution.stages)
     outcome = make_outcome(memory, request, stages, slowest, exact=False)
     seconds = outcome.batch_seconds(goal)

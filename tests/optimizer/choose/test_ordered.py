@@ -15,6 +15,7 @@ from pipedream.graph.model import Graph, Node, format_graph
 from pipedream.graph.plan import read_plan
 from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.choose.limits import limits
 from pipedream.optimizer.choose.ordered import best_ordered_plan, even, shapes
 from pipedream.optimizer.choose.ordered_trials import OrderedTrials
 from pipedream.optimizer.cli.command import main
@@ -176,6 +177,38 @@ def test_stages_have_the_devices_of_their_place() -> None:
         ((0, 1), (2, 3), (2, 3), (0, 1)),
         ((0, 2), (1, 3), (1, 3), (0, 2)),
     }
+
+
+@pytest.mark.parametrize(
+    ("order", "activation", "parameters", "limit"),
+    [
+        ("zb-h1", 1e3, 1e3, "compute"),
+        ("zb-h1", 1e8, 1e3, "boundary"),
+        ("zb-h1", 1e3, 1e9, "all-reduce"),
+        ("zb-v", 1e3, 1e3, "compute"),
+        ("zb-v", 1e8, 1e3, "boundary"),
+    ],
+)
+def test_what_limits_the_stages(
+    order: str, activation: float, parameters: float, limit: str
+) -> None:
+    """Messages of 0.1 s or sums of seconds, beside passes of some 10 ms."""
+    wanted = request(chain(8, activation=activation, parameters=parameters), 4, order)
+    shape = next(each for each in shapes(wanted, order) if each.replicas[0] == 2)
+    trial = OrderedTrials(wanted, order, shape).try_out(even(wanted.planning, shape))
+    assert trial is not None
+    assert set(limits(trial.plan, wanted)) == {limit}
+
+
+@pytest.mark.parametrize(("size", "limit"), [(12e6, "compute"), (18e6, "boundary")])
+def test_the_port_of_a_rank_is_compared_with_all_its_stages(size: float, limit: str) -> None:
+    """A rank has two stages of 15 ms, and sends one activation and one gradient of `size`."""
+    nodes = {f"n{i}": Node(f"n{i}", "Linear", 5e-3, 1e-2, (size,), 0.0) for i in range(4)}
+    wanted = request(Graph(nodes, (("n0", "n1"), ("n1", "n2"), ("n2", "n3"))), 2, "zb-v")
+    (shape,) = shapes(wanted, "zb-v")
+    trial = OrderedTrials(wanted, "zb-v", shape).try_out(even(wanted.planning, shape))
+    assert trial is not None
+    assert limits(trial.plan, wanted) == [limit] * 4
 
 
 def typed(*words: object) -> int:
