@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 from typing import Literal, TypeAlias
@@ -11,12 +11,10 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.choose.expected import expected
 from pipedream.optimizer.cost.device_types import DeviceTypes
-from pipedream.optimizer.cost.models import COST_MODELS, CostModel
-from pipedream.optimizer.cost.stage_cost import Replication
+from pipedream.optimizer.cost.models import COST_MODELS
 from pipedream.optimizer.cost.stage_time import in_a_run, stage_time
 from pipedream.optimizer.cost.stages import NestedStage, Share
 from pipedream.optimizer.cuts.downsets import Cuts
-from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.closed_form import ClosedForm
@@ -72,7 +70,7 @@ def price_plan(plan: Plan, request: Request) -> Price:
     """
     if request.cost_model.prices_plans:
         return _price_as_a_whole(plan, request)
-    limits = stage_times(plan, request.planning, request.cost_model)
+    limits = stage_times(plan, request)
     times = [seconds for seconds, _ in limits]
     simulation = simulate_plan(
         plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
@@ -107,15 +105,16 @@ def _price_as_a_whole(plan: Plan, request: Request) -> Price:
     )
 
 
-def stage_times(plan: Plan, working: PlanningGraph, model: CostModel) -> list[tuple[float, str]]:
-    """Seconds per minibatch that each stage allows, and what limits them."""
-    position = working.position
+def stage_times(plan: Plan, request: Request) -> list[tuple[float, str]]:
+    """Seconds per minibatch that each stage allows on the plan's cluster, and what limits them."""
+    position = request.planning.position
     pieces = [
         sum(1 << position[name] for name in stage.nodes if name in position)
         for stage in plan.stages
     ]
-    cuts = Cuts(working, list(accumulate(pieces, initial=0)))
-    cost, device_types = Replication(cuts, plan.cluster, model), DeviceTypes.of(plan.cluster)
+    cuts = Cuts(request.planning, list(accumulate(pieces, initial=0)))
+    cost = replace(request, cluster=plan.cluster).stage_cost(cuts)
+    device_types = DeviceTypes.of(plan.cluster)
     flat = plan.predicted.objective == "latency"
     of_stages = [_components(plan, stage.stage) for stage in plan.stages]
     nested = _flat(of_stages) if flat else _nested(of_stages)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from pipedream.graph.choices import DEFAULT_ORDER
 from pipedream.graph.cluster import Cluster, Link, ring_seconds
 from pipedream.optimizer.cost.models import CostModel, LevelLinks, Terms, Work
 from pipedream.optimizer.cost.stages import Rules
@@ -62,7 +63,23 @@ class RelaxedCost:
 
 
 def lower_bound(request: Request) -> float:
-    """Seconds per minibatch that no division takes less than, on however many of the devices."""
+    """Seconds per minibatch that no plan chosen by simulation takes less than, on however many of
+    the devices: a certificate for any division in the order of the request.
+    """
+    if request.order in (None, DEFAULT_ORDER):
+        return _of_any_division(request)
+    return _shared_out(request)
+
+
+def _shared_out(request: Request) -> float:
+    """What no order takes less than: all work, shared out evenly."""
+    cluster = request.cluster
+    speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
+    return float(request.planning.compute_seconds.sum()) / speeds
+
+
+def _of_any_division(request: Request) -> float:
+    """What the best division takes whose stages cost no more than in any plan."""
     cluster, settings = request.cluster, request.settings
     in_rounds = uniform_updates(settings.schedule)
     microbatches = settings.microbatches
@@ -75,7 +92,8 @@ def lower_bound(request: Request) -> float:
         kinds=cluster.kinds,
         machine_kinds=tuple(kind for kind in cluster.machine_kinds for _ in range(inner)),
     )
-    relaxed = request.changed(
+    relaxed = replace(
+        request,
         cluster=flat,
         model=RelaxedCost.of(cluster),
         memory=None,

@@ -31,11 +31,11 @@ def candidates(request: Request) -> Iterator[tuple[str, Division]]:
     if not rules.straight or devices == 1:
         yield DATA_PARALLEL, data_parallel(request)
     for model in MODELS:
-        yield from _found(f"best by {model.name}", request.changed(model=model))
+        yield from _found(f"best by {model.name}", replace(request, model=model))
     crowded = devices > len(request.planning)
     straight = replace(rules, straight=True, fewer_machines=rules.fewer_machines or crowded)
     for model in (NetworkCost(), PaperCost()):
-        changed = request.changed(model=model, rules=straight)
+        changed = replace(request, model=model, rules=straight)
         yield from _found("straight pipeline", changed)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
-from itertools import chain, islice
+from itertools import islice
 
 from pipedream.graph.choices import BEST_ORDER, DEFAULT_ORDER, ScheduleName
 from pipedream.graph.errors import UserError
@@ -15,9 +14,11 @@ from pipedream.optimizer.choose.bound import lower_bound
 from pipedream.optimizer.choose.candidates import DATA_PARALLEL, candidates, data_parallel
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.expected import expected
+from pipedream.optimizer.choose.local_search import WorthSteps, best_first, climb
 from pipedream.optimizer.choose.neighbours import Neighbours
 from pipedream.optimizer.choose.ordered import best_ordered_plan
-from pipedream.optimizer.choose.trial import Trial, Trials
+from pipedream.optimizer.choose.placed_trials import PlacedTrials
+from pipedream.optimizer.choose.trial import Trial
 from pipedream.optimizer.search.outcome import (
     Outcome,
     Rival,
@@ -68,7 +69,7 @@ def _in_an_order(request: Request) -> Outcome:
     where any order will do, that of 1f1b if it is faster.
     """
     try:
-        plain = choose(request.changed(order=None, stages_each=None))
+        plain = choose(replace(request, order=None, stages_each=None))
     except UserError:
         return best_ordered_plan(request)
     ordered = best_ordered_plan(request)
@@ -99,22 +100,24 @@ def choose(request: Request) -> Outcome:
     check(request.planning, request)
     if request.split is not None:
         return _as_given(request, request.split)
-    trials = Trials(request)
+    trials = PlacedTrials(request)
     found = list(_found(request, trials))
     fitting = _distinct([trial for _, trial in found if trial.fits])
     if not fitting:
         # Either nothing fits, which the search then says, or all of it takes long to simulate.
         return optimize(request)
     fitting.sort(key=lambda trial: trial.seconds)
-    steps = Neighbours(request.planning, request.cluster, request.rules.straight)
+    neighbours = Neighbours(request.planning, request.cluster, request.rules.straight)
+    steps = _steps(neighbours)
     climbed = [climb(start, trials, steps, trials.spent + _SPENT) for start in fitting[:_STARTS]]
-    around = explore([*climbed, *fitting], trials, steps, trials.spent + _SPENT)
+    starts = [*climbed, *fitting]
+    around = best_first(starts, trials, neighbours.of, trials.spent + _SPENT, _AROUND)
     best = climb(around, trials, steps, trials.spent + _SPENT)
-    starts = [best.division, *(trial.division for trial in fitting[:_STARTS])]
+    divisions = [best.division, *(trial.division for trial in fitting[:_STARTS])]
     return replace(
         _outcome(request, best, trials),
         rivals=tuple(_rivals(found, best)),
-        schedules=tuple(_under_others(request, starts, steps)),
+        schedules=tuple(_under_others(request, divisions, neighbours)),
     )
 
 
@@ -130,7 +133,7 @@ def _as_given(request: Request, split: Split) -> Outcome:
             " --replicas"
         )
     check_shared(request, graph, split.ends(graph), split.replicas)
-    division, trials = Division.given(split, graph), Trials(request)
+    division, trials = Division.given(split, graph), PlacedTrials(request)
     trial = trials.settle(division)
     if trial is None:
         raise UserError("--split: it takes too long to simulate: give fewer stages or devices")
@@ -152,12 +155,12 @@ def _too_large(plan: Plan, request: Request) -> tuple[str, ...]:
     )
 
 
-def _found(request: Request, trials: Trials) -> Iterator[tuple[str, Trial]]:
+def _found(request: Request, trials: PlacedTrials) -> Iterator[tuple[str, Trial]]:
     """The candidates; with more in flight those that may come near the fastest."""
     tried = [
         (name, trial)
         for name, division in candidates(request)
-        if (trial := _tried(division, trials)) is not None
+        if (trial := trials.tried(division)) is not None
     ]
     fastest = min((trial.seconds for _, trial in tried), default=0.0)
     for name, trial in tried:
@@ -170,55 +173,17 @@ def _distinct(trials: Sequence[Trial]) -> list[Trial]:
     return list({trial.division: trial for trial in trials}.values())
 
 
-def climb(start: Trial, trials: Trials, steps: Neighbours, most: int) -> Trial:
-    """The best division that steps lead to, each to a faster one, until `most` is spent."""
-    best, improved = start, True
-    while improved:
-        improved = False
-        others = ((division, _BETTER) for division in steps.of(best.division))
-        in_flight = ((division, _WORTH_MEMORY) for division in steps.in_flight(best.division))
-        for division, gain in chain(in_flight, others):
-            if trials.spent > most:
-                return best
-            within = best.seconds * (1 - gain)
-            trial = _tried(division, trials, within)
-            if trial is not None and trial.seconds < within:
-                best, improved = trial, True
-                break
-    return best
+def _steps(neighbours: Neighbours) -> WorthSteps:
+    """The steps of a climb: more or fewer minibatches in flight first, then other divisions."""
+
+    def steps(division: Division) -> Iterator[tuple[Division, float]]:
+        yield from ((other, _WORTH_MEMORY) for other in neighbours.in_flight(division))
+        yield from ((other, _BETTER) for other in neighbours.of(division))
+
+    return steps
 
 
-def explore(starts: Sequence[Trial], trials: Trials, steps: Neighbours, most: int) -> Trial:
-    """The best division found best first: of all that are known and whose steps have not been
-    tried, the fastest is next, be it slower than the best; until `most` is spent.
-    """
-    best = min(starts, key=lambda trial: trial.seconds)
-    seen = {trial.division for trial in starts}
-    waiting = [(trial.seconds, number, trial) for number, trial in enumerate(starts)]
-    heapify(waiting)
-    while waiting and trials.spent <= most:
-        for division in steps.of(heappop(waiting)[-1].division):
-            if trials.spent > most:
-                break
-            if division in seen:
-                continue
-            trial = _tried(division, trials, best.seconds * _AROUND)
-            if trial is not None and trial.fits:
-                seen.add(division)
-                best = min(best, trial, key=lambda each: each.seconds)
-                heappush(waiting, (trial.seconds, len(starts) + len(seen), trial))
-    return best
-
-
-def _tried(division: Division, trials: Trials, within: float = float("inf")) -> Trial | None:
-    """None also where the schedule does not allow it."""
-    try:
-        return trials.try_out(division, within)
-    except UserError:
-        return None
-
-
-def _settled(division: Division, trials: Trials) -> Trial | None:
+def _settled(division: Division, trials: PlacedTrials) -> Trial | None:
     try:
         return trials.settle(division)
     except UserError:
@@ -235,7 +200,7 @@ def _rivals(found: Sequence[tuple[str, Trial]], best: Trial) -> list[Rival]:
             name,
             division.replicas,
             trial.fits,
-            trial.simulation.seconds_per_minibatch,
+            trial.simulated,
             trial.why,
         )
         for division, (name, trial) in named.items()
@@ -247,46 +212,47 @@ def _rivals(found: Sequence[tuple[str, Trial]], best: Trial) -> list[Rival]:
 
 
 def _under_others(
-    request: Request, starts: Sequence[Division], steps: Neighbours | None
+    request: Request, starts: Sequence[Division], neighbours: Neighbours | None
 ) -> Iterator[ScheduleTime]:
     """The fastest plan found under each of the schedules that people choose between, with as many
-    minibatches per update; without `steps` it is the fastest of `starts`.
+    minibatches per update; without `neighbours` it is the fastest of `starts`.
     """
     microbatches = request.settings.microbatches
     for schedule in _SCHEDULES:
         if schedule == request.schedule:
             continue
-        changed = request.changed(
+        changed = replace(
+            request,
             schedule=schedule,
             latency=None,
             weight_prediction=False,
             microbatches=None if schedule == "2bw" else microbatches,
         )
-        trials = Trials(changed)
-        tried = (_tried(division, trials) for division in starts)
+        trials = PlacedTrials(changed)
+        tried = (trials.tried(division) for division in starts)
         fitting = [trial for trial in tried if trial is not None and trial.fits]
         if fitting:
             best = min(fitting, key=lambda trial: trial.seconds)
-            if steps is not None:
-                best = climb(best, trials, steps, trials.spent + _SPENT_ON_OTHERS)
+            if neighbours is not None:
+                best = climb(best, trials, _steps(neighbours), trials.spent + _SPENT_ON_OTHERS)
             count = best.plan.predicted.microbatches
             microbatches = max(microbatches, count or 0)
             yield ScheduleTime(schedule, best.division.replicas, best.seconds, count)
 
 
-def _outcome(request: Request, best: Trial, trials: Trials) -> Outcome:
+def _outcome(request: Request, best: Trial, trials: PlacedTrials) -> Outcome:
     memory = request.memory_model(best.division.cuts(request.planning))
     placed = best.division.placed(request.cluster)
     bound = lower_bound(request)
     outcome = placed_outcome(memory, request, placed, bound, slack=best.division.slack)
     plan = best.simulation.noted_in(outcome.plan)
-    outcome = replace(outcome, plan=plan, cuts=len(trials.known))
+    outcome = replace(outcome, plan=plan, cuts=trials.plans)
     figures: dict[str, object] = {}
     in_a_run = expected(plan, request)
     if in_a_run is not None:
         figures["expected_seconds_per_minibatch"] = in_a_run.seconds
         figures["expected_deviation_seconds"] = in_a_run.deviation
-    whole = _tried(data_parallel(request), trials)
+    whole = trials.tried(data_parallel(request))
     beside = whole and expected(whole.plan, request)
     if beside is not None:
         figures["data_parallel_seconds"] = beside.seconds

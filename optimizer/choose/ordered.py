@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from heapq import heappop, heappush
 
 import numpy as np
 
@@ -18,10 +17,13 @@ from pipedream.graph.choices import BEST_ORDER, DEFAULT_ORDER
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.units import show_bytes
+from pipedream.optimizer.choose.bound import lower_bound
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.choose.expected import expected
+from pipedream.optimizer.choose.limits import limits
+from pipedream.optimizer.choose.local_search import best_first
 from pipedream.optimizer.choose.neighbours import Neighbours
-from pipedream.optimizer.choose.ordered_plan import AUTO, OrderedPlan, OrderedPlans, Shape
+from pipedream.optimizer.choose.ordered_trials import AUTO, OrderedTrial, OrderedTrials, Shape
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.search.outcome import Outcome, Rival, ScheduleTime, StageFigures
 from pipedream.optimizer.search.request import Request
@@ -30,7 +32,7 @@ from pipedream.schedule.policy import Peak
 from pipedream.schedule.rank_maps import loop
 
 _STEPS = 80
-"""Divisions tried from the first one of each shape."""
+"""A search ends when it has tried more divisions of a shape."""
 
 _AROUND = 1.3
 """Shapes whose even division takes so many times as long as the best are left."""
@@ -45,12 +47,12 @@ _NEAR = 1.1
 def best_ordered_plan(request: Request) -> Outcome:
     """The fastest plan found in the order of the request. Raises UserError if there is none."""
     assert request.order not in (None, DEFAULT_ORDER)
-    plans = OrderedPlans(request)
-    found = sorted(_found(request, plans), key=lambda each: each.seconds)
+    found, tried = _found(request)
+    found.sort(key=lambda each: each.simulated)
     fitting = [each for each in found if each.fits or request.split is not None]
     if not fitting:
         raise UserError(_nothing(request, found))
-    outcome = _outcome(request, fitting[0], len(plans.known))
+    outcome = _outcome(request, fitting[0], tried)
     return replace(
         outcome,
         rivals=tuple(_rivals(fitting[0], found)),
@@ -60,14 +62,14 @@ def best_ordered_plan(request: Request) -> Outcome:
     )
 
 
-def _too_large(plan: OrderedPlan) -> str:
+def _too_large(plan: OrderedTrial) -> str:
     return (
         f"Does not fit: a rank needs {show_bytes(plan.rank_bytes)}; give --memory more,"
         " --recompute always, or another --split."
     )
 
 
-def _nothing(request: Request, found: Sequence[OrderedPlan]) -> str:
+def _nothing(request: Request, found: Sequence[OrderedTrial]) -> str:
     if found:
         return (
             f"--order {request.order}: no plan found fits --memory: give --microbatches fewer,"
@@ -88,29 +90,40 @@ def _nothing(request: Request, found: Sequence[OrderedPlan]) -> str:
     )
 
 
-def _found(request: Request, plans: OrderedPlans) -> Iterator[OrderedPlan]:
+def _found(request: Request) -> tuple[list[OrderedTrial], int]:
     """The best division of each order and shape, of those shapes that begin well; with auto and
-    best also the order found for it, if it is one of the best.
+    best also the order found for it, if it is one of the best. And how many plans were made.
     """
     every = [name for name in ROUND_ORDERS if name != AUTO]
     wanted = every if request.order in (AUTO, BEST_ORDER) else [str(request.order)]
-    tried = [
-        plans.try_out(order, shape, _begin(request, shape))
-        for order in wanted
-        for shape in shapes(request, order)
+    trials = [
+        OrderedTrials(request, order, shape) for order in wanted for shape in shapes(request, order)
     ]
-    begun = sorted((each for each in tried if each is not None), key=_rank)
-    near = [each for each in begun if each.seconds <= begun[0].seconds * _AROUND]
-    movable = request.split is None
-    best = sorted((_climb(request, plans, each) if movable else each for each in near), key=_rank)
-    if request.order != AUTO:
-        yield from best
+    best = sorted(_best_of_each(request, trials), key=lambda each: each.rank)
+    found = [] if request.order == AUTO else list(best)
     if request.order in (AUTO, BEST_ORDER):
         divided = {(each.shape, each.division): None for each in best}
         for shape, division in list(divided)[:_ORDERED]:
-            ordered = plans.try_out(AUTO, shape, division)
+            trials.append(OrderedTrials(request, AUTO, shape))
+            ordered = trials[-1].try_out(division)
             if ordered is not None:
-                yield ordered
+                found.append(ordered)
+    return found, sum(each.plans for each in trials)
+
+
+def _best_of_each(request: Request, trials: Sequence[OrderedTrials]) -> Iterator[OrderedTrial]:
+    """The best division of each, of those that begin well."""
+    tried = ((each, each.try_out(_begin(request, each.shape))) for each in trials)
+    begun = [(each, first) for each, first in tried if first is not None]
+    begun.sort(key=lambda pair: pair[1].rank)
+    moved_cuts = Neighbours(request.planning, request.cluster, straight=True).moved_cuts
+    for own, first in begun:
+        if first.simulated > begun[0][1].simulated * _AROUND:
+            continue
+        if request.split is not None:
+            yield first
+        else:
+            yield best_first([first], own, moved_cuts, _STEPS, _NEAR, unfit=True)
 
 
 def _begin(request: Request, shape: Shape) -> Division:
@@ -156,35 +169,6 @@ def _layouts(cluster: Cluster, places: int, replicas: int) -> Iterator[tuple[tup
         )
 
 
-def _climb(request: Request, plans: OrderedPlans, start: OrderedPlan) -> OrderedPlan:
-    """The best division that moves of cuts lead to, of plans that fit if there are any.
-
-    Best first: of all that are known and whose moves have not been tried the fastest is next, be it
-    slower than the best.
-    """
-    steps = Neighbours(request.planning, request.cluster, straight=True)
-    best, left, seen = start, _STEPS, {start.division}
-    waiting = [(_rank(start), 0, start)]
-    while waiting:
-        for division in steps.moved_cuts(heappop(waiting)[-1].division):
-            least = plans.least_seconds(start.shape, division)
-            if division in seen or (best.fits and least >= best.seconds * _NEAR):
-                continue
-            if left == 0:
-                return best
-            seen.add(division)
-            left -= 1
-            other = plans.try_out(start.order, start.shape, division)
-            if other is not None:
-                best = min(best, other, key=_rank)
-                heappush(waiting, (_rank(other), len(seen), other))
-    return best
-
-
-def _rank(plan: OrderedPlan) -> tuple[bool, float]:
-    return not plan.fits, plan.seconds
-
-
 def even(graph: PlanningGraph, shape: Shape) -> Division:
     """Stages of as much work each, in the order of the graph, none of them empty."""
     stages, count = len(shape.places), len(graph)
@@ -198,29 +182,22 @@ def even(graph: PlanningGraph, shape: Shape) -> Division:
     return Division(tuple((1 << end) - 1 for end in ends), shape.of_stages)
 
 
-def lower_bound(request: Request) -> float:
-    """Seconds per minibatch that no order takes less than: all work, shared out evenly."""
-    cluster = request.cluster
-    speeds = sum(cluster.device(rank).speed for rank in range(cluster.devices))
-    return float(request.planning.compute_seconds.sum()) / speeds
-
-
-def _outcome(request: Request, best: OrderedPlan, tried: int) -> Outcome:
+def _outcome(request: Request, best: OrderedTrial, tried: int) -> Outcome:
     cuts = best.division.cuts(request.planning)
     whole = request.memory_model(cuts).of(0, len(cuts) - 1, Peak(1, 1), recompute=False)
     types = request.device_types
     predicted = best.plan.predicted.model_copy(
         update={
-            "seconds_per_minibatch": best.seconds,
-            "lower_bound_seconds": min(lower_bound(request), best.seconds),
+            "seconds_per_minibatch": best.simulated,
+            "lower_bound_seconds": min(lower_bound(request), best.simulated),
             "one_worker_seconds": float(request.planning.compute_seconds.sum()) / types.fastest,
         }
     )
     plan = best.plan.model_copy(update={"predicted": predicted})
     plan = type(plan)(**dict(plan))  # which checks it
     figures = tuple(
-        StageFigures(stage.compute_seconds / stage.replicas, "compute", stage.in_flight or 1)
-        for stage in plan.stages
+        StageFigures(stage.compute_seconds / stage.replicas, limit, stage.in_flight or 1)
+        for stage, limit in zip(plan.stages, limits(plan, request), strict=True)
     )
     outcome = Outcome(
         plan=plan,
@@ -241,22 +218,21 @@ def _outcome(request: Request, best: OrderedPlan, tried: int) -> Outcome:
     )
 
 
-def _rivals(best: OrderedPlan, found: Sequence[OrderedPlan]) -> Iterator[Rival]:
+def _rivals(best: OrderedTrial, found: Sequence[OrderedTrial]) -> Iterator[Rival]:
     """The best of each other order with as many stages on a rank."""
     named = {(each.order, each.shape.stages_each): each for each in reversed(found)}
-    for (order, stages_each), each in sorted(named.items(), key=lambda pair: pair[1].seconds):
+    for (order, stages_each), each in sorted(named.items(), key=lambda pair: pair[1].simulated):
         if each is not best and each.division != best.division:
             name = f"{order}, {stages_each} on each rank" if stages_each > 1 else order
-            why = f"ranks wait {each.simulation.bubble:.0%} of the time"
-            yield Rival(name, each.division.replicas, each.fits, each.seconds, why)
+            yield Rival(name, each.division.replicas, each.fits, each.simulated, each.why)
 
 
-def _in_longer_rounds(request: Request, best: OrderedPlan) -> Iterator[ScheduleTime]:
+def _in_longer_rounds(request: Request, best: OrderedTrial) -> Iterator[ScheduleTime]:
     """What the same stages take with more microbatches, between which a round's ends are shared."""
     for times in (2, 4):
         microbatches = times * request.settings.microbatches
-        plans = OrderedPlans(request.changed(microbatches=microbatches))
-        longer = plans.try_out(best.order, best.shape, best.division)
+        longer_rounds = replace(request, microbatches=microbatches)
+        longer = OrderedTrials(longer_rounds, best.order, best.shape).try_out(best.division)
         if longer is not None and longer.fits:
             name = f"{request.schedule}, {best.order}"
             yield ScheduleTime(name, best.division.replicas, longer.seconds, microbatches)

@@ -8,6 +8,7 @@ one with a flush may be faster than that.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pipedream.graph.errors import UserError
@@ -35,7 +36,7 @@ def plan_shared(request: Request, any_schedule: bool) -> Chosen:
     """
     if not request.sharing or uniform_updates(request.schedule):
         return Chosen(request, best_plan(request))
-    flush = request.changed(schedule="flush") if any_schedule else None
+    flush = replace(request, schedule="flush") if any_schedule else None
     try:
         together = best_plan(request)
     except UserError:

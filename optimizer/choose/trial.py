@@ -1,36 +1,23 @@
-"""Tries divisions: makes the plan of each under the request, and simulates it."""
+"""A division that has been tried, and the trials of a request, each made once."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf
+from typing import Generic, TypeVar
 
-import numpy as np
-
+from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.choose.division import Division
-from pipedream.optimizer.cuts.planning_graph import Floats
-from pipedream.optimizer.search.outcome import placed_plan, unweighed_plan
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulation import Simulation
-from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_work
-
-_TRIAL, _NODE = 2_000, 5
-"""What a trial costs besides its actions, and for each node of the graph, counted in actions."""
-
-_SLACK = (1, 2, 4, 8, 16)
-"""What is tried where messages take longer than they should."""
-
-_NEAR, _GAIN = 1.02, 0.01
-"""A division so near to its bound is not tried with more in flight, nor given it for less."""
 
 
 @dataclass(frozen=True)
 class Trial:
     """A division with its plan and simulation; `fits`: within the memory of its devices; `why` it
-    takes as long as it does, in words; `bound`: what its stages and ports take at least, in seconds
-    per minibatch.
+    takes as long as it does, in words; `bound`: what it takes at least, in seconds per minibatch.
     """
 
     division: Division
@@ -41,22 +28,47 @@ class Trial:
     bound: float
 
     @property
+    def simulated(self) -> float:
+        """Seconds per minibatch, whether or not it fits."""
+        return self.simulation.seconds_per_minibatch
+
+    @property
     def seconds(self) -> float:
         """Simulated, per minibatch; infinite if it does not fit."""
-        return self.simulation.seconds_per_minibatch if self.fits else inf
+        return self.simulated if self.fits else inf
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """The less the better: what fits comes first."""
+        return not self.fits, self.simulated
 
 
-class Trials:
-    """All that has been tried for a request; `spent`: about how many actions were simulated."""
+T = TypeVar("T", bound=Trial)
 
-    def __init__(self, request: Request, most_moves: int = QUICK_MOVES) -> None:
+
+class Trials(ABC, Generic[T]):
+    """All divisions that have been tried for a request; `plans`: how many were made of them;
+    `spent`: what that took, at least `effort` for each division.
+    """
+
+    effort = 1
+
+    def __init__(self, request: Request) -> None:
         self.request, self.graph = request, request.planning
-        self.most_moves = most_moves
-        self.known: dict[Division, Trial | None] = {}
-        self.bounds: dict[Division, float] = {}
-        self.spent = 0
+        self.known: dict[Division, T | None] = {}
+        self.spent = self.plans = 0
 
-    def try_out(self, division: Division, within: float = inf) -> Trial | None:
+    @abstractmethod
+    def least(self, division: Division) -> float:
+        """Seconds per minibatch that the division takes at least, found without a plan."""
+
+    @abstractmethod
+    def make(self, division: Division, within: float) -> T | None:
+        """Makes the plan, simulates it, and notes in `known` what came of it; None without a note
+        if it takes longer than `within`.
+        """
+
+    def try_out(self, division: Division, within: float = inf) -> T | None:
         """None if it takes longer than `within` or too long to simulate, or if stages would each
         learn their own of a parameter; raises UserError where the schedule does not allow it.
         """
@@ -64,77 +76,14 @@ class Trials:
             return None
         if division in self.known:
             return self.known[division]
-        if division not in self.bounds:
-            self.bounds[division] = self._passes(division)
-        if self.bounds[division] > within:
+        if self.least(division) > within:
             return None
-        self.spent += _TRIAL + _NODE * len(self.graph)
-        return self._try(division, within)
+        self.spent += self.effort
+        return self.make(division, within)
 
-    def settle(self, division: Division) -> Trial | None:
-        """The division with as many minibatches in flight as bring it near to what stages and ports
-        take at least, or that help most: streams that share ports delay each other in ways that
-        only a simulation tells. Raises UserError as `try_out` does.
-        """
-        best = self.try_out(division)
-        for slack in _SLACK:
-            if best is None or best.seconds <= best.bound * _NEAR:
-                break
-            other = self.try_out(division._replace(slack=slack))
-            if other is not None and other.seconds < best.seconds * (1 - _GAIN):
-                best = other
-        return best
-
-    def _try(self, division: Division, within: float) -> Trial | None:
-        request = self.request
-        cuts, placed = division.cuts(self.graph), division.placed(request.cluster)
-        if request.constrains_stages(request.device_types):
-            memory = request.memory_model(cuts)
-            plan, form, workers = placed_plan(memory, request, placed, division.slack)
-        else:
-            plan, form, workers = unweighed_plan(cuts, request, placed, division.slack, within)
-        self.bounds[division] = form.bound
-        if form.bound > within:
+    def tried(self, division: Division, within: float = inf) -> T | None:
+        """As `try_out`, and None also where the schedule does not allow it."""
+        try:
+            return self.try_out(division, within)
+        except UserError:
             return None
-        self.known[division] = None
-        simulation = simulate_work(plan, form.workload, self.most_moves)
-        if simulation is None:
-            return None
-        self.spent += len(simulation.program.op)
-        fits = all(worker.share <= 1 for worker in workers)
-        trial = Trial(division, simulation.noted_in(plan), simulation, fits, form.why, form.bound)
-        self.known[division] = trial
-        return trial
-
-    def _passes(self, division: Division) -> float:
-        """Seconds per minibatch that the passes of the busiest stage take at least."""
-        slowest, before = 0.0, 0
-        for downset, own in zip(division.downsets, division.ranks, strict=True):
-            speed = min(self._speeds[rank] for rank in own)
-            slowest = max(slowest, self._seconds(downset & ~before) / len(own) / speed)
-            before = downset
-        return slowest
-
-    @cached_property
-    def _speeds(self) -> list[float]:
-        cluster = self.request.cluster
-        return [cluster.device(rank).speed for rank in range(cluster.devices)]
-
-    def _seconds(self, nodes: int) -> float:
-        if nodes not in self._sums:
-            width = -(-len(self.graph) // 8)
-            bits = np.unpackbits(
-                np.frombuffer(nodes.to_bytes(width, "little"), dtype=np.uint8),
-                count=len(self.graph),
-                bitorder="little",
-            )
-            self._sums[nodes] = float(self._compute @ bits)
-        return self._sums[nodes]
-
-    @cached_property
-    def _compute(self) -> Floats:
-        return self.graph.compute_seconds
-
-    @cached_property
-    def _sums(self) -> dict[int, float]:
-        return {}

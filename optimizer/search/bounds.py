@@ -25,7 +25,9 @@ from pipedream.optimizer.search.latency import DoneBounds, Latency, LatencySearc
 from pipedream.optimizer.search.submeshes import Mesh
 
 
-def lower_bound(graph: PlanningGraph, cluster: Cluster, model: CostModel, straight: bool) -> float:
+def throughput_bound(
+    graph: PlanningGraph, cluster: Cluster, model: CostModel, straight: bool
+) -> float:
     """Seconds per minibatch of any plan: the larger of two bounds.
 
     All devices share the compute time at best in proportion to their speeds, since under every

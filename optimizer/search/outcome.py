@@ -11,7 +11,6 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, Predicted, Stage
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel
-from pipedream.optimizer.cost.stage_cost import Replication
 from pipedream.optimizer.cost.stage_time import (
     compute_seconds,
     data_parallel_time,
@@ -128,7 +127,7 @@ def make_outcome(
     cuts, types = memory.cuts, request.device_types
     workers: Sequence[WorkerMemory]
     workers = worker_memory(memory, request.limit(memory, types), placed, types)
-    cost = Replication(cuts, cluster, request.cost_model)
+    cost = request.stage_cost(cuts)
     times = [
         stage_time(cost.on(worker.device), stage, worker.recompute)
         for stage, worker in zip(solution.stages, workers, strict=True)

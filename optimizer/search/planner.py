@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pipedream.graph.errors import UserError
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel
-from pipedream.optimizer.cost.stage_cost import Replication
+from pipedream.optimizer.cost.stage_cost import StageCost
 from pipedream.optimizer.cost.stages import TIE, Solution
 from pipedream.optimizer.cuts.antichains import all_downsets
 from pipedream.optimizer.cuts.downsets import Cuts
@@ -28,7 +28,7 @@ from pipedream.optimizer.search.bounds import (
     bound_over_bins,
     latency_bound,
     latency_bound_over_bins,
-    lower_bound,
+    throughput_bound,
 )
 from pipedream.optimizer.search.fill_order import build_fill_order
 from pipedream.optimizer.search.hierarchical import Search, affordable
@@ -143,7 +143,7 @@ def plan_throughput(graph: PlanningGraph, request: Request, most_cuts: int | Non
     memory, solution, _ = best
     _check_versions(memory, request, solution)
     cluster, model, straight = request.cluster, request.cost_model, request.rules.straight
-    simple = lower_bound(graph, cluster, model, straight)
+    simple = throughput_bound(graph, cluster, model, straight)
     over_bins = bound_over_bins(bins.merged(many), cluster, model, straight, solution.cost)
     return make_outcome(memory, request, solution, max(simple, over_bins), exact=False)
 
@@ -205,7 +205,7 @@ def _many(graph: PlanningGraph, bins: Bins, request: Request) -> int:
     """How many cuts can be searched in some seconds, judging by a search over a few."""
     machines, types = request.cluster.machines, request.device_types.without_memory_limit
     cuts = Cuts(graph, likely_cuts(graph, bins, _FEW))
-    cost = Replication(cuts, request.cluster, request.cost_model)
+    cost = request.stage_cost(cuts)
     cheapest = Search(cuts, machines, cost, request.rules, types).bottleneck()
     limited = Search(cuts, machines, cost, request.rules, types, cheapest)
     limited.bottleneck()
@@ -255,9 +255,9 @@ def _search(
     cuts, machines, rules = memory.cuts, request.cluster.machines, request.rules
     if len(cuts) > 3 * _FEW and limit is None:
         few = Cuts(cuts.graph, [cuts.downsets[index] for index in lightest(cuts, _FEW)])
-        rough = Replication(few, request.cluster, request.cost_model, working=working)
+        rough = request.stage_cost(few, working=working)
         within = min(within, Search(few, machines, rough, rules, types, within).bottleneck())
-    cost = Replication(cuts, request.cluster, request.cost_model, limit, working)
+    cost = request.stage_cost(cuts, limit, working)
     return Search(cuts, machines, cost, rules, types, within).best()
 
 
@@ -273,9 +273,8 @@ def plan_latency(
     constrained = request.constrains_stages(types)
     fill_order = build_fill_order(machines, types, request.rules, with_downstream=constrained)
 
-    def cost_of(cuts: Cuts) -> Replication:
-        limit = request.limit(request.memory_model(cuts), types)
-        return Replication(cuts, request.cluster, model, limit)
+    def cost_of(cuts: Cuts) -> StageCost:
+        return request.stage_cost(cuts, request.limit(request.memory_model(cuts), types))
 
     limit = most_cuts
     if limit is None:
@@ -297,7 +296,7 @@ def plan_latency(
     solution = narrowed(cuts, fill_order, cost_of, goal).best()
     if solution is None:
         raise NothingFits(memory, request)
-    slowest = lower_bound(graph, request.cluster, model, straight)
+    slowest = throughput_bound(graph, request.cluster, model, straight)
     stages = Solution(solution.cost, solution.stages)
     outcome = make_outcome(memory, request, stages, slowest, exact=False)
     seconds = outcome.batch_seconds(goal)

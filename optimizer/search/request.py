@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from pipedream.graph.choices import MICROBATCHES, InFlight, OptimizerName, Recompute, ScheduleName
 from pipedream.graph.cluster import Cluster
@@ -15,10 +14,11 @@ from pipedream.graph.profile import Footprint, Sharing, TrainingOverheads
 from pipedream.optimizer.cost.device_types import DeviceTypes
 from pipedream.optimizer.cost.memory import MemoryModel, TrainingSettings
 from pipedream.optimizer.cost.models import CostModel
-from pipedream.optimizer.cost.stage_cost import MemoryLimit
+from pipedream.optimizer.cost.stage_cost import MemoryLimit, Replication
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.downsets import Cuts
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
+from pipedream.optimizer.search.graph_views import GraphViews
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.split import Split
 from pipedream.optimizer.simulate.workload import UPDATE_RATE
@@ -39,7 +39,8 @@ class Request:
     - `overheads`: measured costs of training besides its nodes, where the profile has them;
     - `order`: of the passes on a rank, and `stages_each`: stages of a rank, None for the best;
     - `sharing`: parameters that several nodes read, and learn together;
-    - `split`: the stages, if they are given and only to be priced.
+    - `split`: the stages, if they are given and only to be priced;
+    - `views`: what has been worked out of graphs, which requests made by `replace` share.
     """
 
     graph: Graph
@@ -61,11 +62,12 @@ class Request:
     stages_each: int | None = None
     sharing: tuple[Sharing, ...] = ()
     split: Split | None = None
+    views: GraphViews = field(default_factory=GraphViews, repr=False, compare=False)
 
     @cached_property
     def planned_graph(self) -> PlannedGraph:
         """What the plan says of the graph."""
-        return PlannedGraph.of(self.graph)
+        return self.views.planned(self.graph)
 
     @property
     def cost_model(self) -> CostModel:
@@ -77,7 +79,8 @@ class Request:
     @cached_property
     def planning(self) -> PlanningGraph:
         """The graph to divide, with the overheads that the cost model counts."""
-        return PlanningGraph.of(self.graph, self.footprints, *self._seconds_besides, self.sharing)
+        besides = self._seconds_besides
+        return self.views.planning(self.graph, self.footprints, besides, self.sharing)
 
     @property
     def _seconds_besides(self) -> tuple[float, float, float]:
@@ -90,17 +93,6 @@ class Request:
         calls = overheads.call_forward + overheads.call_backward
         update = 1 / self.update_rate / per_update + overheads.sum_seconds(per_update)
         return update, calls, overheads.reading
-
-    def changed(self, **changes: Any) -> Request:
-        """The request with these fields changed. What it has worked out of its graph is kept where
-        it stays the same.
-        """
-        other = replace(self, **changes)
-        if other.graph is self.graph and other.footprints is self.footprints:
-            vars(other)["planned_graph"] = self.planned_graph
-            if other._seconds_besides == self._seconds_besides:
-                vars(other)["planning"] = self.planning
-        return other
 
     @property
     def spread(self) -> Sequence[float]:
@@ -145,3 +137,11 @@ class Request:
         if not self.constrains_stages(device_types):
             return None
         return MemoryLimit(device_types.smallest_memory, memory, self.recompute)
+
+    def stage_cost(
+        self, cuts: Cuts, limit: MemoryLimit | None = None, working: bool = False
+    ) -> Replication:
+        """What a stage between the cuts costs on some devices; `working`: without any work it is
+        not allowed.
+        """
+        return Replication(cuts, self.cluster, self.cost_model, limit, working)

@@ -31,7 +31,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.model import Graph, Node, read_graph
 from pipedream.optimizer.choose.candidates import candidates
 from pipedream.optimizer.choose.chooser import choose
-from pipedream.optimizer.choose.trial import Trials
+from pipedream.optimizer.choose.placed_trials import PlacedTrials
 from pipedream.optimizer.cost.models import NetworkCost
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulator import simulate_plan
@@ -58,7 +58,7 @@ def measured(name: str, graph: Graph, cluster: Cluster) -> dict[str, float | str
     taken = time.perf_counter() - begin
     assert plan.predicted.simulated is not None
     chosen = plan.predicted.simulated.seconds_per_minibatch
-    trials = Trials(request)
+    trials = PlacedTrials(request)
     others = {
         label: trial
         for label, division in candidates(request)
@@ -128,7 +128,7 @@ def against_all(seed: int) -> tuple[float, float, float]:
     predicted = choose(request).plan.predicted
     assert predicted.simulated is not None
     chosen = best = predicted.simulated.seconds_per_minibatch
-    trials = Trials(request)
+    trials = PlacedTrials(request)
     for division in every_division(request.planning, cluster.devices):
         trial = trials.try_out(division, within=best)
         if trial is not None:

@@ -37,7 +37,7 @@ from pipedream.graph.profile import read_profile
 from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.choose.division import Division, in_order
 from pipedream.optimizer.choose.expected import expected
-from pipedream.optimizer.choose.trial import Trials
+from pipedream.optimizer.choose.placed_trials import PlacedTrials
 from pipedream.optimizer.cost.models import NetworkCost
 from pipedream.optimizer.search.request import Request
 
@@ -176,7 +176,7 @@ def divisions(asked: Request) -> dict[str, Division]:
 
 
 def planned(asked: Request, division: Division) -> Plan:
-    trial = Trials(asked).settle(division)
+    trial = PlacedTrials(asked).settle(division)
     assert trial is not None
     return trial.plan
 

@@ -121,7 +121,7 @@ def test_the_first_stage_reads_the_inputs_and_the_last_one_the_target(make_graph
         graph, cluster, MeasuredCost(), rules=rules, overheads=TrainingOverheads({}, reading=2e-3)
     )
     plan = given_plan(request, request.planning, [1, 2, 3], [1, 1, 1]).plan
-    times = [seconds for seconds, _ in stage_times(plan, request.planning, MeasuredCost())]
+    times = [seconds for seconds, _ in stage_times(plan, request)]
     assert times == pytest.approx([6e-3, 4e-3, 6e-3])
     simulated = price_plan(plan, request).simulated
     assert simulated == pytest.approx(6e-3)

@@ -16,7 +16,7 @@ from pipedream.optimizer.choose.bound import lower_bound
 from pipedream.optimizer.choose.candidates import data_parallel
 from pipedream.optimizer.choose.chooser import best_plan, choose
 from pipedream.optimizer.choose.division import Division
-from pipedream.optimizer.choose.trial import Trials
+from pipedream.optimizer.choose.placed_trials import PlacedTrials
 from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost, ReleasedCost
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.search.planner import optimize
@@ -41,7 +41,7 @@ def test_the_best_of_all_divisions_is_found_and_the_bound_holds(
 ):
     """Within 2 %: it is a local search. scripts/bench/choice.py has larger graphs."""
     wanted = request(graph, devices, bandwidth, schedule=schedule)
-    trials = Trials(wanted)
+    trials = PlacedTrials(wanted)
     best = min(
         trial.seconds
         for division in every_division(wanted.planning, devices)
@@ -62,7 +62,7 @@ def test_no_plan_of_a_formula_is_faster(graph, machines, data):
         chosen = choose(wanted).plan.predicted.simulated.seconds_per_minibatch
     except UserError:
         return
-    trials = Trials(wanted)
+    trials = PlacedTrials(wanted)
     whole = trials.try_out(data_parallel(wanted))
     assert whole is None or chosen <= whole.seconds
     for model in (PaperCost(), ReleasedCost(), MeasuredCost()):

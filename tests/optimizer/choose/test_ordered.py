@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from pipedream.graph.model import Graph, Node, format_graph
 from pipedream.graph.plan import read_plan
 from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.choose.limits import limits
 from pipedream.optimizer.choose.ordered import best_ordered_plan, even, shapes
-from pipedream.optimizer.choose.ordered_plan import OrderedPlans
+from pipedream.optimizer.choose.ordered_trials import OrderedTrials
 from pipedream.optimizer.cli.command import main
 from pipedream.optimizer.cost.models import NetworkCost
 from pipedream.optimizer.cost.stages import Rules
@@ -78,11 +80,12 @@ def test_the_best_of_all_cuts_is_found(order: str, devices: int, nodes: int, see
     """Within 3 %: it is a local search. Of straight pipelines, with two stages on a rank or one."""
     wanted = request(chain(nodes, seed), devices, order, rules=Rules(straight=True))
     chosen = best_ordered_plan(wanted)
-    plans, best = OrderedPlans(wanted), float("inf")
+    best = float("inf")
     for shape in shapes(wanted, order):
+        trials = OrderedTrials(wanted, order, shape)
         for ends in combinations(range(1, nodes), len(shape.places) - 1):
             downsets = tuple((1 << end) - 1 for end in (*ends, nodes))
-            tried = plans.try_out(order, shape, Division(downsets, shape.of_stages))
+            tried = trials.try_out(Division(downsets, shape.of_stages))
             assert tried is not None
             best = min(best, tried.seconds)
     assert best <= seconds_of(chosen) + 1e-12
@@ -111,12 +114,11 @@ def test_every_order_makes_plans_that_are_sound(order: str) -> None:
 def test_auto_is_never_slower_than_a_named_order_with_the_same_stages() -> None:
     for seed in range(4):
         wanted = request(chain(8, seed), 2, "auto", rules=Rules(straight=True))
-        plans = OrderedPlans(wanted)
         for order in ("zb-h1", "zb-h2", "interleaved", "zb-v", "v-half", "v-min"):
             for shape in shapes(wanted, order):
                 division = even(wanted.planning, shape)
-                named = plans.try_out(order, shape, division)
-                found = plans.try_out("auto", shape, division)
+                named = OrderedTrials(wanted, order, shape).try_out(division)
+                found = OrderedTrials(wanted, "auto", shape).try_out(division)
                 assert named is not None
                 assert found is not None
                 assert found.seconds <= named.seconds * (1 + 1e-6)
@@ -153,12 +155,12 @@ def test_memory_is_that_of_all_stages_of_a_rank() -> None:
     assert held == sorted(held)
     assert held[0] < held[2]
     tight = request(graph, 4, "zb-v", rules=Rules(straight=True), microbatches=8)
-    less = tight.changed(memory=free.rank_bytes * 0.99, recompute="never")
+    less = replace(tight, memory=free.rank_bytes * 0.99, recompute="never")
     with pytest.raises(UserError, match="no plan found fits --memory: give --microbatches fewer"):
         best_ordered_plan(less)
-    again = best_ordered_plan(less.changed(recompute="auto"))
+    again = best_ordered_plan(replace(less, recompute="auto"))
     assert any(stage.recompute for stage in again.plan.stages)
-    auto = best_ordered_plan(less.changed(order="auto"))
+    auto = best_ordered_plan(replace(less, order="auto"))
     assert auto.rank_bytes is not None
     assert auto.rank_bytes <= free.rank_bytes * 0.99
     assert auto.plan.order_times is not None
@@ -175,6 +177,38 @@ def test_stages_have_the_devices_of_their_place() -> None:
         ((0, 1), (2, 3), (2, 3), (0, 1)),
         ((0, 2), (1, 3), (1, 3), (0, 2)),
     }
+
+
+@pytest.mark.parametrize(
+    ("order", "activation", "parameters", "limit"),
+    [
+        ("zb-h1", 1e3, 1e3, "compute"),
+        ("zb-h1", 1e8, 1e3, "boundary"),
+        ("zb-h1", 1e3, 1e9, "all-reduce"),
+        ("zb-v", 1e3, 1e3, "compute"),
+        ("zb-v", 1e8, 1e3, "boundary"),
+    ],
+)
+def test_what_limits_the_stages(
+    order: str, activation: float, parameters: float, limit: str
+) -> None:
+    """Messages of 0.1 s or sums of seconds, beside passes of some 10 ms."""
+    wanted = request(chain(8, activation=activation, parameters=parameters), 4, order)
+    shape = next(each for each in shapes(wanted, order) if each.replicas[0] == 2)
+    trial = OrderedTrials(wanted, order, shape).try_out(even(wanted.planning, shape))
+    assert trial is not None
+    assert set(limits(trial.plan, wanted)) == {limit}
+
+
+@pytest.mark.parametrize(("size", "limit"), [(12e6, "compute"), (18e6, "boundary")])
+def test_the_port_of_a_rank_is_compared_with_all_its_stages(size: float, limit: str) -> None:
+    """A rank has two stages of 15 ms, and sends one activation and one gradient of `size`."""
+    nodes = {f"n{i}": Node(f"n{i}", "Linear", 5e-3, 1e-2, (size,), 0.0) for i in range(4)}
+    wanted = request(Graph(nodes, (("n0", "n1"), ("n1", "n2"), ("n2", "n3"))), 2, "zb-v")
+    (shape,) = shapes(wanted, "zb-v")
+    trial = OrderedTrials(wanted, "zb-v", shape).try_out(even(wanted.planning, shape))
+    assert trial is not None
+    assert limits(trial.plan, wanted) == [limit] * 4
 
 
 def typed(*words: object) -> int:

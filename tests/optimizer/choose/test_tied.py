@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,8 +15,8 @@ from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Sharing
 from pipedream.optimizer.choose.bound import lower_bound
 from pipedream.optimizer.choose.chooser import best_plan
+from pipedream.optimizer.choose.placed_trials import PlacedTrials
 from pipedream.optimizer.choose.tied import plan_shared
-from pipedream.optimizer.choose.trial import Trials
 from pipedream.optimizer.compare.comparison import compare
 from pipedream.optimizer.cost.models import NetworkCost, PaperCost
 from pipedream.optimizer.cost.stages import Rules
@@ -61,7 +62,7 @@ def test_the_plan_of_every_schedule_can_be_trained(chain, schedule, bandwidth) -
 
 @pytest.mark.parametrize("model", [PaperCost(), NetworkCost()])
 def test_so_can_those_of_the_formulas_and_of_all_searches(chain, model) -> None:
-    wanted = request(chain, bandwidth=SLOW, devices=3).changed(model=model)
+    wanted = replace(request(chain, bandwidth=SLOW, devices=3), model=model)
     assert trains(optimize(wanted).plan)
     few = optimize(wanted, most_cuts=3)  # over some cuts, with a bound
     assert trains(few.plan)
@@ -71,7 +72,7 @@ def test_so_can_those_of_the_formulas_and_of_all_searches(chain, model) -> None:
 def test_none_that_can_be_trained_is_faster_and_the_bound_holds(chain) -> None:
     """Against all divisions of the chain among two devices."""
     wanted = request(chain, "b", "d", bandwidth=SLOW)
-    trials = Trials(wanted)
+    trials = PlacedTrials(wanted)
     tried = [trials.try_out(division) for division in every_division(wanted.planning, 2)]
     allowed = [trial for trial in tried if trial is not None]
     assert 0 < len(allowed) < len(tried)

@@ -16,7 +16,7 @@ from pipedream.optimizer.cost.device_types import DeviceTypes, MixedRadixCounter
 from pipedream.optimizer.cost.models import COST_MODELS
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.bounds import lower_bound
+from pipedream.optimizer.search.bounds import throughput_bound
 from pipedream.optimizer.search.latency import Latency
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
@@ -201,7 +201,7 @@ def check(by_hand, graph, cluster, model, rules, schedule="flush", memory=None, 
         return
     plan = optimize(request).plan
     assert plan.predicted.seconds_per_minibatch == pytest.approx(best, rel=1e-9)
-    bound = lower_bound(PlanningGraph.of(graph), cluster, request.model, rules.straight)
+    bound = throughput_bound(PlanningGraph.of(graph), cluster, request.model, rules.straight)
     assert bound <= best * (1 + 1e-12)
     nested, taken = by_hand.nest(plan, graph), taken_by(plan)
     time = costs.time_on_kinds(nested, taken, speeds, limits, schedule, recompute)

@@ -10,7 +10,7 @@ from pipedream.optimizer.cost.models import COST_MODELS
 from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.frontier import bins_of
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
-from pipedream.optimizer.search.bounds import bound_over_bins, lower_bound
+from pipedream.optimizer.search.bounds import bound_over_bins, throughput_bound
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 
@@ -18,7 +18,9 @@ from pipedream.optimizer.search.request import Request
 def test_devices_share_the_time_at_best(make_graph):
     graph = make_graph("a b", "a-b", a=(30, 0, 0), b=(50, 0, 0))
     cluster = Cluster(machines=(4,), bandwidth=(1e9,))
-    bound = lower_bound(PlanningGraph.of(graph), cluster, COST_MODELS["paper"](), straight=False)
+    bound = throughput_bound(
+        PlanningGraph.of(graph), cluster, COST_MODELS["paper"](), straight=False
+    )
     assert bound == pytest.approx(0.020)
 
 
@@ -27,7 +29,7 @@ def test_a_node_that_cannot_be_replicated_well_bounds_the_time(make_graph):
     graph = make_graph("a b", "a-b", a=(1, 0, 0), b=(50, 0, 1e9))
     cluster = Cluster(machines=(4,), bandwidth=(1e9,))
     for straight in (False, True):
-        bound = lower_bound(PlanningGraph.of(graph), cluster, COST_MODELS["paper"](), straight)
+        bound = throughput_bound(PlanningGraph.of(graph), cluster, COST_MODELS["paper"](), straight)
         assert bound == pytest.approx(0.050)
 
 
@@ -51,7 +53,7 @@ def test_no_plan_is_faster(make_graph, data):
     model = COST_MODELS[data.draw(st.sampled_from(FORMULAS))](1.0)
     rules = Rules(fewer_machines=data.draw(st.booleans()))
     best = optimize(Request(graph, cluster, model, rules=rules)).plan.predicted
-    bound = lower_bound(PlanningGraph.of(graph), cluster, model, straight=False)
+    bound = throughput_bound(PlanningGraph.of(graph), cluster, model, straight=False)
     assert bound <= best.seconds_per_minibatch * (1 + 1e-12)
 
 
@@ -91,5 +93,5 @@ def test_bins_see_what_a_cut_costs(make_graph):
     graph = PlanningGraph.of(make_graph("a b", "a-b", **costs))
     cluster = Cluster(machines=(2,), bandwidth=(1e9,))
     model = COST_MODELS["paper"]()
-    assert lower_bound(graph, cluster, model, False) == pytest.approx(0.030)
+    assert throughput_bound(graph, cluster, model, False) == pytest.approx(0.030)
     assert bound_over_bins(bins_of(graph), cluster, model, False, 1.0) == pytest.approx(0.060)

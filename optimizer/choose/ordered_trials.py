@@ -1,4 +1,4 @@
-"""A plan whose ranks do their passes in an order of `schedule.orders`, several stages on each."""
+"""Tries divisions in an order of `schedule.orders`, several stages on each rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import cached_property
 from pipedream.graph.choices import MICROBATCHES
 from pipedream.graph.plan import LinkSeconds, OrderTimes, Plan, StageMemory
 from pipedream.optimizer.choose.division import Division
+from pipedream.optimizer.choose.trial import Trial, Trials
 from pipedream.optimizer.cost.memory import MemoryModel
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.cuts.antichains import bits
@@ -51,57 +52,40 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class OrderedPlan:
-    """A plan with its simulation; `fits`: within the memory of its devices, of which a rank holds
-    at most `rank_bytes`.
-    """
+class OrderedTrial(Trial):
+    """A trial of stages in this shape, of which a rank holds at most `rank_bytes`."""
 
-    order: str
     shape: Shape
-    division: Division
-    plan: Plan
-    simulation: Simulation
     rank_bytes: float
-    fits: bool
 
     @property
-    def seconds(self) -> float:
-        """Simulated, per minibatch."""
-        return self.simulation.seconds_per_minibatch
+    def order(self) -> str:
+        assert self.plan.order is not None
+        return self.plan.order
 
 
-class OrderedPlans:
-    """Makes and simulates plans of a request, each once."""
+class OrderedTrials(Trials[OrderedTrial]):
+    """All that has been tried in one order and shape; `spent`: the number of divisions."""
 
-    def __init__(self, request: Request) -> None:
-        self.request, self.types = request, request.device_types
-        self.network = Network(request.cluster)
-        self.known: dict[tuple[str, Shape, Division, bool], OrderedPlan | None] = {}
+    def __init__(self, request: Request, order: str, shape: Shape) -> None:
+        super().__init__(request)
+        self.order, self.shape, self.types = order, shape, request.device_types
 
-    def try_out(self, order: str, shape: Shape, division: Division) -> OrderedPlan | None:
-        """None if it takes too long to simulate, or no order has room. With --recompute auto, of a
-        plan that does not fit the one that recomputes.
+    def make(self, division: Division, within: float) -> OrderedTrial | None:
+        """None also if no order has room. With --recompute auto, of a plan that does not fit the
+        one that recomputes.
         """
-        always = self.request.recompute == "always"
-        tried = self._try(order, shape, division, always)
-        if self.request.recompute == "auto" and (tried is None or not tried.fits):
-            return self._try(order, shape, division, recompute=True) or tried
-        return tried
+        trial = self._make(division, self.request.recompute == "always")
+        if self.request.recompute == "auto" and (trial is None or not trial.fits):
+            trial = self._make(division, recompute=True) or trial
+        self.known[division] = trial
+        return trial
 
-    def _try(
-        self, order: str, shape: Shape, division: Division, recompute: bool
-    ) -> OrderedPlan | None:
-        key = order, shape, division, recompute
-        if key not in self.known:
-            self.known[key] = self._made(order, shape, division, recompute)
-        return self.known[key]
-
-    def _made(
-        self, order: str, shape: Shape, division: Division, recompute: bool
-    ) -> OrderedPlan | None:
-        stages = _Stages(self, shape, division, recompute)
-        plan = stages.plan(order, [1] * len(shape.places))
-        if order == AUTO:
+    def _make(self, division: Division, recompute: bool) -> OrderedTrial | None:
+        self.plans += 1
+        stages = _Stages(self.request, self.shape, division, recompute)
+        plan = stages.plan(self.order, [1] * len(self.shape.places))
+        if self.order == AUTO:
             plan = plan.model_copy(update={"order_times": stages.order_times(plan)})
         spec = in_order_of(plan, stages.spec(plan))
         if not has_room(spec):
@@ -112,14 +96,15 @@ class OrderedPlans:
         if simulation is None:
             return None
         held = _held(simulation)
-        return OrderedPlan(
-            order,
-            shape,
+        return OrderedTrial(
             division,
             simulation.noted_in(plan),
             simulation,
-            max(held.values()),
             self._fits(held),
+            f"ranks wait {simulation.bubble:.0%} of the time",
+            self.least(division),
+            self.shape,
+            max(held.values()),
         )
 
     def _fits(self, held: Mapping[int, float]) -> bool:
@@ -129,8 +114,9 @@ class OrderedPlans:
             for rank, amount in held.items()
         )
 
-    def least_seconds(self, shape: Shape, division: Division) -> float:
-        """What a minibatch takes at least: the work of the ranks that have most of it."""
+    def least(self, division: Division) -> float:
+        """The work of the ranks that have most of it."""
+        shape = self.shape
         compute, before = self.request.planning.compute_seconds, 0
         work = [0.0] * len(shape.ranks)
         for place, downset in zip(shape.places, division.downsets, strict=True):
@@ -151,10 +137,8 @@ def _held(simulation: Simulation) -> dict[int, float]:
 class _Stages:
     """The stages between the cuts of a division, on the ranks of a shape."""
 
-    def __init__(
-        self, plans: OrderedPlans, shape: Shape, division: Division, recompute: bool
-    ) -> None:
-        self.request, self.types, self.network = plans.request, plans.types, plans.network
+    def __init__(self, request: Request, shape: Shape, division: Division, recompute: bool) -> None:
+        self.request, self.types = request, request.device_types
         self.shape, self.recompute = shape, recompute
         self.cuts = division.cuts(self.request.planning)
         self.placed = division.placed(self.request.cluster)
@@ -226,10 +210,11 @@ class _Stages:
         )
 
     def _link(self, plan: Plan, work: Workload, source: int, target: int) -> LinkSeconds:
+        network = Network(self.request.cluster)
         here, there = plan.stages[source].ranks[0], plan.stages[target].ranks[0]
 
         def seconds(amount: float) -> float:
-            return 0.0 if here == there else self.network.message(here, there, amount).total
+            return 0.0 if here == there else network.message(here, there, amount).total
 
         forward = seconds(work.forward_bytes[source, target])
         back = seconds(work.backward_bytes.get((source, target), 0.0))

@@ -1,0 +1,57 @@
+"""What limits the stages of a plan whose ranks have several of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pipedream.graph.plan import Plan
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.simulate.closed_form import ClosedForm
+from pipedream.optimizer.simulate.workload import Workload
+from pipedream.schedule.policy import policy
+from pipedream.schedule.spec import PipelineSpec, in_order_of
+
+
+def limits(plan: Plan, request: Request) -> list[str]:
+    """For each stage compute, all-reduce or boundary, as for plans in the order 1F1B.
+
+    It is boundary where messages use the port of a rank for longer than passes and sums of all its
+    stages take. A rank may wait for others longer than that: the simulation says how long.
+    """
+    form = _closed_form(plan, request)
+    compute: list[float] = []
+    summed: list[float] = []
+    whole: dict[tuple[int, ...], float] = defaultdict(float)
+    for stage, (work, ranks) in enumerate(zip(form.works, form.ranks, strict=True)):
+        size = form.policy.round_size(stage)
+        passes = work.forward_seconds + work.backward_seconds + form.busy[stage]
+        compute.append(passes / len(ranks) + work.update_seconds / size)
+        summed.append(form.sums[stage][1] / size)
+        whole[tuple(ranks)] += compute[stage] + summed[stage]
+    return [
+        "boundary"
+        if _port_seconds(form, ranks) > whole[tuple(ranks)]
+        else "all-reduce"
+        if summed[stage] > compute[stage]
+        else "compute"
+        for stage, ranks in enumerate(form.ranks)
+    ]
+
+
+def _port_seconds(form: ClosedForm, ranks: Sequence[int]) -> float:
+    """Seconds per minibatch in which the busiest port of these ranks is in use."""
+    own = (
+        seconds
+        for port, seconds in form.ports.items()
+        if port.level == 1 and port.component in ranks
+    )
+    return max(own, default=0.0)
+
+
+def _closed_form(plan: Plan, request: Request) -> ClosedForm:
+    assert plan.predicted.microbatches is not None
+    spec = PipelineSpec(plan.schedule, plan.replicas, plan.links, plan.predicted.microbatches)
+    rules = policy(in_order_of(plan, spec))
+    work = Workload.of(plan, rules, request.graph, request.update_rate, request.overheads)
+    return ClosedForm(work, plan.cluster, [stage.ranks for stage in plan.stages], rules)

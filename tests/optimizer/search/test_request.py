@@ -1,0 +1,61 @@
+"""What requests that are made of one another share, and the one place that prices stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pipedream.graph.cluster import Cluster
+from pipedream.graph.profile import Sharing, TrainingOverheads
+from pipedream.optimizer.cost.models import MeasuredCost, NetworkCost, PaperCost
+from pipedream.optimizer.cost.stage_cost import Replication
+from pipedream.optimizer.search.latency import Latency
+from pipedream.optimizer.search.planner import optimize
+from pipedream.optimizer.search.request import Request
+
+CLUSTER = Cluster(machines=(3,), bandwidth=(1e9,))
+
+
+def test_graphs_are_worked_out_once_for_all_that_divide_them_alike(make_graph) -> None:
+    graph = make_graph("a b c", "a-b b-c", a=(1, 0, 1e6), b=(1, 0, 1e6), c=(1, 0, 1e6))
+    overheads = TrainingOverheads({}, reading=2e-3)
+    request = Request(graph, CLUSTER, MeasuredCost(), overheads=overheads)
+    alike = replace(request, memory=1e9, model=NetworkCost())
+    assert alike.planning is request.planning
+    assert alike.planned_graph is request.planned_graph
+    paper = replace(request, model=PaperCost())  # which counts no overheads
+    assert paper.planning.reading == 0
+    assert request.planning.reading == 2e-3
+    assert paper.planned_graph is request.planned_graph
+    flush = replace(request, schedule="flush")
+    assert flush.planning.update < request.planning.update
+    tied = replace(request, sharing=(Sharing("w", ("a", "c"), 8.0),))
+    assert tied.planning.sharing == tied.sharing
+    other = make_graph("a b", "a-b", a=(1, 0, 0), b=(1, 0, 0))
+    assert len(replace(request, graph=other).planning) == 2
+    assert len(replace(request, graph=other).planned_graph.nodes) == 2
+
+
+@pytest.mark.parametrize("latency", [None, Latency(4)])
+def test_another_answer_to_what_stages_cost_is_put_in_at_one_place(make_graph, latency) -> None:
+    """Here stages of several nodes are not allowed, where one would be fastest."""
+
+    class SingleNodes(Replication):
+        def on_device(self, start, ends, downstream_workers):
+            seconds = super().on_device(start, ends, downstream_workers)
+            counts = [len(self.cuts.nodes(start, end)) for end in np.arange(len(self.cuts))[ends]]
+            return np.where(np.array(counts) > 1, np.inf, seconds)
+
+    class Divided(Request):
+        def stage_cost(self, cuts, limit=None, working=False):
+            return SingleNodes(cuts, self.cluster, self.cost_model, limit, working)
+
+    graph = make_graph("a b c", "a-b b-c", a=(2, 0, 0), b=(1, 0, 0), c=(1, 0, 0))
+    plain, divided = (
+        optimize(kind(graph, CLUSTER, PaperCost(), latency=latency)).plan
+        for kind in (Request, Divided)
+    )
+    assert len(plain.stages) == 1
+    assert [stage.nodes for stage in divided.stages] == [("a",), ("b",), ("c",)]
