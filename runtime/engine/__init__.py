@@ -1,6 +1,6 @@
 """What a rank does while it trains or evaluates.
 
 `engine` is the loop over its list of actions; `executor` performs those of a stage; `forward` is
-shared by training and `evaluation`; `minibatch_state` and `program_passes` are what a minibatch
-leaves between its passes. Begin with `engine`.
+shared by training and `evaluation`; `minibatch_state` and `passes` are what a minibatch leaves
+between its passes. Begin with `engine`.
 """

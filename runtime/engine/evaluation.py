@@ -115,7 +115,7 @@ class EvaluationExecutor(ForwardExecutor):
     passes: int = field(default=0, init=False)
 
     def _prepare(
-        self, action: Action, state: MinibatchState, segment: Segment, inputs: tuple[Tensor, ...]
+        self, action: Action, state: MinibatchState, segment: Segment, inputs: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         return self.tensors
 

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from pipedream.capture.programs.loss_end import LOSS, Target
 from pipedream.capture.segment import Segment
 from pipedream.comm.buckets import Buckets, StageGroups
 from pipedream.graph.errors import UserError
 from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, computing
-from pipedream.runtime.engine.minibatch_state import BackwardRoots, MinibatchState, Recomputation
-from pipedream.runtime.engine.program_passes import ProgramPasses
+from pipedream.runtime.engine.minibatch_state import MinibatchState, Recomputation
+from pipedream.runtime.engine.passes.autograd_passes import AutogradPasses
+from pipedream.runtime.engine.passes.passes import Passes
+from pipedream.runtime.engine.passes.program_passes import ProgramPasses
+from pipedream.runtime.engine.passes.round_gradients import RoundGradients
 from pipedream.runtime.optim.stepping import Scale
 from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.stages.partition import StageInterface
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_module import StageModule
-from pipedream.runtime.stages.stage_program import NamedProgram
 from pipedream.schedule.action import ENDS_BACKWARD, Action, Kind, uses
 
 
@@ -49,11 +49,9 @@ class Executor(ForwardExecutor):
     stage, whose backward pass follows at once. `per_update` minibatches of a round count as one
     update for the learning rate scheduler.
 
-    A stage that has backward passes in two halves runs as programs (`ProgramPasses`); whole ones
-    are then both halves in turn. Of a stage that cannot be divided so, the halves go through the
-    autograd graph twice: from the loss, or what was sent, to what was received, then once more to
-    the parameters. The gradients between operators are then computed twice, and all saved tensors
-    stay until the second half.
+    A stage on a mesh, or that has backward passes in two halves, runs as programs
+    (`ProgramPasses`); whole ones are then both halves in turn. Others, and one that cannot be
+    divided so, run by autograd (`AutogradPasses`).
     """
 
     weights: Weights
@@ -95,7 +93,7 @@ class Executor(ForwardExecutor):
         }
 
     def _prepare(
-        self, action: Action, state: MinibatchState, segment: Segment, inputs: tuple[Tensor, ...]
+        self, action: Action, state: MinibatchState, segment: Segment, inputs: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         delay = self.delays.get(action.minibatch, 0)
         state.version = self.weights.acquire(self.base + action.version, delay)
@@ -112,24 +110,27 @@ class Executor(ForwardExecutor):
         tensors: Mapping[str, Tensor],
         known: Mapping[str, Tensor],
     ) -> Mapping[str, Tensor]:
-        piece, program = stage_module.piece, stage_module.program
-        named: NamedProgram | None = None
+        target = self._target(action)
+        passes = state.passes = self._passes(stage_module, tensors, known, target)
+        return passes.forward(tensors, known if target is None else {**known, **target.tensors})
+
+    def _passes(
+        self,
+        stage_module: StageModule,
+        tensors: Mapping[str, Tensor],
+        known: Mapping[str, Tensor],
+        target: Target | None,
+    ) -> Passes:
+        """How the stage computes the passes of a minibatch."""
+        program = stage_module.program
         if self.sharding is not None:
-            target = self._target(action)
-            named = program.on_mesh(tensors, known, target)
-            known = known if target is None else {**known, **target.tensors}
-        elif self.in_halves:
-            named = program.of(tensors, known)
-        if named is None:
-            results = stage_module.compute(tensors, tuple(known[name] for name in piece.inputs))
-            return dict(zip(piece.outputs, results, strict=True))
-        state.passes = ProgramPasses(stage_module, named)
-        results = state.passes.forward(tensors, tuple(known[name] for name in named.inputs))
-        return dict(zip(named.outputs, results, strict=True))
+            return ProgramPasses(stage_module, program.on_mesh(tensors, known, target))
+        named = program.of(tensors, known) if self.in_halves else None
+        return AutogradPasses(stage_module) if named is None else ProgramPasses(stage_module, named)
 
     def _target(self, action: Action) -> Target | None:
         """For programs that end in the loss."""
-        if action.stage != self.last_stage:
+        if self.sharding is None or action.stage != self.last_stage:
             return None
         return Target.of(self.data.target(action.minibatch))
 
@@ -160,13 +161,11 @@ class Executor(ForwardExecutor):
         interface: StageInterface,
         values: Mapping[str, Tensor],
     ) -> None:
-        if state.passes is not None:
-            if state.loss is not None:
-                state.passes.hold_ends({**state.received, **values})
-            if self.recompute:
-                state.passes.saved = {}
-        elif not self.recompute:
-            _keep_edges(state, interface, values)
+        assert state.passes is not None
+        if state.loss is not None:
+            state.passes.hold_ends({**state.received, **values})
+        if self.recompute:
+            state.passes.forget()
         received = state.received
         state.received = {name: received[name] for name in interface.received_for_gradient}
 
@@ -182,37 +181,22 @@ class Executor(ForwardExecutor):
             gradients[value.name] = tensor if known is None else known + tensor
 
     def _backward(self, action: Action) -> None:
-        if self.states[action.minibatch].passes is not None:
-            self._backward_input(action)
-            self._backward_weight(action)
-            return
-        state = self._turn(action)
-        assert state.ends is not None
-        received = state.received.values()
-        with self._learning(action, state) as parameters:
-            state.ends.propagate([*parameters, *received])
-        _keep_gradients(state)
-        self._let_go(action.minibatch, state)
+        self._go_backward(action, self._gradients(action))
+        self._backward_weight(action)
 
     def _backward_input(self, action: Action) -> None:
         """First half: computes the gradients of what was received, which can then be sent."""
-        state = self._turn(action)
-        if state.passes is not None:
-            self._inputs_by_program(action, state, state.passes)
-            return
-        assert state.ends is not None
-        with computing(action):
-            state.ends.propagate(list(state.received.values()), retain_graph=True)
-        _keep_gradients(state)
+        self._go_backward(action)
 
-    def _inputs_by_program(
-        self, action: Action, state: MinibatchState, passes: ProgramPasses
-    ) -> None:
+    def _go_backward(self, action: Action, whole: RoundGradients | None = None) -> None:
         """Afterwards nothing is held but what the second half needs, and what is to be sent."""
+        state = self._turn(action)
+        passes = state.passes
+        assert passes is not None
         with computing(action):
-            found = passes.backward(list(state.received))
+            found = passes.backward(state.received, whole)
         for name, tensor in state.received.items():
-            gradient = found[name]
+            gradient = found[name]  # None where the loss does not depend on it
             state.gradients[name] = torch.zeros_like(tensor) if gradient is None else gradient
         state.received = {}
         self._recycle(state, lambda tensor: passes.holds(tensor, state.gradients.values()))
@@ -220,58 +204,34 @@ class Executor(ForwardExecutor):
     def _backward_weight(self, action: Action) -> None:
         """Second half: adds the gradients of the parameters to the round."""
         state = self.states[action.minibatch]
-        if state.passes is not None:
-            with computing(action):
-                self._add_all(state.passes.weight_gradients(), action.minibatch in self.closing)
-        else:
-            assert state.ends is not None
-            with self._learning(action, state) as parameters:
-                state.ends.propagate(parameters)
+        assert state.passes is not None
+        with computing(action):
+            state.passes.backward_weights(self._gradients(action))
         self._let_go(action.minibatch, state)
 
-    def _add_all(self, gradients: Iterable[tuple[str, Tensor, bool]], closing: bool) -> None:
-        """Adds to the gradients of the round; those of a `closing` pass are complete after that."""
-        for name, gradient, own in gradients:
-            self.weights.add(name, gradient, own)
-            if closing:
-                for buckets in self.buckets:
-                    buckets.arrived(name, self.weights.gradients.get)
+    def _gradients(self, action: Action) -> RoundGradients:
+        """Of the round, to which the backward pass of a minibatch adds its own."""
+        version = self.states[action.minibatch].version
+        assert version is not None
+        last = action.minibatch in self.closing
+        return RoundGradients(self.weights, version, self.buckets if last else ())
 
     def _turn(self, action: Action) -> MinibatchState:
-        """Returns the state of a minibatch, with its graph and the roots of its backward pass.
+        """Returns the state of a minibatch, with what its forward pass leaves, to go backward.
 
-        Gradients that were received move to `ends`; those to be sent are yet to be computed.
+        Gradients that were received move to `passes`; those to be sent are yet to be computed.
         """
-        state, stage_module = self.states[action.minibatch], self.stage_modules.of(action.minibatch)
+        state = self.states[action.minibatch]
         assert state.version is not None
-        if state.recomputation is not None:
-            self.rng.minibatch = action.minibatch
-            run = stage_module.compute if state.passes is None else state.passes.forward
-            with computing(action):
-                results = state.recomputation.run(run, state.version.tensors)
-            state.recomputation = None
-            values = dict(zip(stage_module.piece.outputs, results, strict=True))
-            if state.passes is None:
-                _keep_edges(state, stage_module.interface, values)
-        if state.passes is None:
-            state.ends = BackwardRoots.of(state)
-        else:
-            with computing(action):
-                state.passes.turn(state.loss, state.gradients)
-        state.gradients, state.edges, state.loss = {}, {}, None
-        state.sent = not stage_module.interface.receives
+        assert state.passes is not None
+        with computing(action):
+            if state.recomputation is not None:
+                self.rng.minibatch = action.minibatch
+                state.recomputation.run(state.passes, state.version.tensors)
+            state.passes.turn(state.loss, state.gradients)
+        state.recomputation, state.gradients, state.loss = None, {}, None
+        state.sent = not self.stage_modules.of(action.minibatch).interface.receives
         return state
-
-    @contextmanager
-    def _learning(self, action: Action, state: MinibatchState) -> Iterator[list[Tensor]]:
-        """Yields the parameters; gradients computed inside are added to those of the round."""
-        version = state.version
-        assert version is not None
-        with ExitStack() as summing, computing(action), self.weights.accumulating(version):
-            if action.minibatch in self.closing:
-                for buckets in self.buckets:  # over the replicas, meanwhile
-                    summing.enter_context(buckets.filling(version.tensors))
-            yield [tensor for tensor in version.tensors.values() if tensor.requires_grad]
 
     def _let_go(self, minibatch: int, state: MinibatchState) -> None:
         """Releases what the minibatch held, except what is still to be sent.
@@ -280,7 +240,7 @@ class Executor(ForwardExecutor):
         """
         version = state.version
         assert version is not None
-        state.received, state.ends, state.passes, state.version = {}, None, None, None
+        state.received, state.passes, state.version = {}, None, None
         self._recycle(state)
         self.weights.release(version)
         if state.sent:
@@ -343,17 +303,3 @@ def _closing(actions: Sequence[Action]) -> set[int]:
             closing.add(last)
             last = None
     return closing
-
-
-def _keep_edges(
-    state: MinibatchState, interface: StageInterface, values: Mapping[str, Tensor]
-) -> None:
-    """Keeps the graph edges of what is sent, so that its data can be freed once sent."""
-    needed = {name: values[name] for name in interface.sent if values[name].requires_grad}
-    state.edges = {name: get_gradient_edge(tensor) for name, tensor in needed.items()}
-
-
-def _keep_gradients(state: MinibatchState) -> None:
-    """Keeps the gradients of what was received, to be sent; zeros where the loss has none."""
-    for name, tensor in state.received.items():
-        state.gradients[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

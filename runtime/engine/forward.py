@@ -134,7 +134,7 @@ class ForwardExecutor(ABC):
         interface, segment = stage_module.interface, stage_module.piece
         read = self.data.inputs(action.minibatch, interface.reads.values())
         known = {**state.received, **dict(zip(interface.reads, read, strict=True))}
-        inputs = tuple(known[name] for name in segment.inputs)
+        inputs = {name: known[name] for name in segment.inputs}
         tensors = self._prepare(action, state, segment, inputs)
         with computing(action):
             values = self._compute(action, state, stage_module, tensors, known)
@@ -145,7 +145,7 @@ class ForwardExecutor(ABC):
 
     @abstractmethod
     def _prepare(
-        self, action: Action, state: MinibatchState, segment: Segment, inputs: tuple[Tensor, ...]
+        self, action: Action, state: MinibatchState, segment: Segment, inputs: Mapping[str, Tensor]
     ) -> Mapping[str, Tensor]:
         """Called before a forward pass; returns its parameters and buffers by name."""
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipedream.runtime.engine.minibatch_state import MinibatchState
+from pipedream.runtime.engine.passes.program_passes import ProgramPasses
 from pipedream.schedule.action import Action, Kind
 
 
@@ -32,6 +33,11 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, StorageWeakRef]:
     """By address."""
     parts = (tensor.untyped_storage() for tensor in tensors)
     return {part.data_ptr(): StorageWeakRef(part) for part in parts}
+
+
+def program_passes(state: MinibatchState) -> ProgramPasses:
+    assert isinstance(state.passes, ProgramPasses)
+    return state.passes
 
 
 class Watch:
@@ -58,16 +64,15 @@ class Watch:
             assert not self.lasting(action, ())
 
     def saved(self, state: MinibatchState) -> list[Tensor]:
-        return list(state.passes.saved.values()) if state.passes else []
+        return list(program_passes(state).saved.values()) if state.passes else []
 
     def kept(self, state: MinibatchState) -> list[Tensor]:
-        kept = state.passes and state.passes.kept
+        kept = state.passes and program_passes(state).kept
         return list(kept.values.values()) if kept else []
 
     def between(self, action: Action, state: MinibatchState) -> None:
         assert not self.saved(state)
-        assert state.passes is not None
-        assert not state.passes.gradients
+        assert not program_passes(state).gradients
         assert not state.received
         kept = self.kept(state)
         assert not self.lasting(action, [*kept, *state.gradients.values()])

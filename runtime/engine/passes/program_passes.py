@@ -1,12 +1,11 @@
 """The passes of one minibatch through a stage that runs as programs, and what stays between them.
 
-The counterpart of an autograd graph. After the gradients of the inputs only what those of the
-weights need is held.
+After the gradients of the inputs only what those of the weights need is held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -14,12 +13,14 @@ from torch import Tensor
 
 from pipedream.capture.programs.loss_end import LOSS
 from pipedream.capture.programs.program import Kept, Values
+from pipedream.runtime.engine.passes.passes import Passes
+from pipedream.runtime.engine.passes.round_gradients import RoundGradients
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.stages.stage_program import NamedProgram
 
 
 @dataclass
-class ProgramPasses:
+class ProgramPasses(Passes):
     """`ends`: in the last stage, the loss if the program ends in it, else the outputs of the model
     that have a gradient, by name; `gradients`: of outputs, once the minibatch goes backward.
     """
@@ -32,31 +33,35 @@ class ProgramPasses:
     gradients: Mapping[str, Tensor | None] = field(default_factory=dict)
 
     def forward(
-        self, tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        """The outputs, as leaves of a loss."""
-        program = self.named.program
+        self, tensors: Mapping[str, Tensor], known: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The outputs are leaves of a loss."""
+        program, inputs = self.named.program, tuple(known[name] for name in self.named.inputs)
         state = self.stage_module.program.state(tensors, self.named)
         results, self.saved = program.forward(state, inputs, program.draw())
         differentiable = program.joint.differentiable
-        return tuple(
+        leaves = (
             result.detach().requires_grad_(number in differentiable)
             for number, result in enumerate(results)
         )
+        return dict(zip(self.named.outputs, leaves, strict=True))
 
     def hold_ends(self, known: Mapping[str, Tensor]) -> None:
-        """Called in the last stage with received values and outputs, which a loss was made of."""
         names = (LOSS,) if LOSS in self.named.outputs else self.stage_module.outputs
         outputs = {name: known[name] for name in names if name in known}
         self.ends = {name: value for name, value in outputs.items() if value.requires_grad}
 
+    def forget(self) -> None:
+        self.saved = {}
+
     def turn(self, loss: Tensor | None, gradients: Mapping[str, Tensor]) -> None:
-        """Begins to go backward, at the loss or at the `gradients` of what was sent."""
         self.gradients = gradients if loss is None else _of_loss(loss, self.ends)
         self.ends = {}
 
-    def backward(self, received: Sequence[str]) -> dict[str, Tensor | None]:
-        """The gradients of these received values, which may be outputs of the model themselves."""
+    def backward(
+        self, received: Mapping[str, Tensor], whole: RoundGradients | None = None
+    ) -> dict[str, Tensor | None]:
+        """The received values may be outputs of the model themselves."""
         program, gradients = self.named.program, self.gradients
         outputs = (self.named.outputs[number] for number in program.joint.differentiable)
         tangents = [gradients.get(name) for name in outputs]
@@ -64,15 +69,13 @@ class ProgramPasses:
         by_name, self.gradients = dict(zip(self.named.inputs, of_inputs, strict=True)), {}
         return {name: _sum(by_name.get(name), gradients.get(name)) for name in received}
 
-    def weight_gradients(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Each gradient of a parameter, with its name and whether its memory is its own."""
+    def backward_weights(self, gradients: RoundGradients) -> None:
         assert self.kept is not None
         program = self.named.program
         for name, gradient in program.weight_gradients(self.kept):
-            yield name, gradient, name in program.own
+            gradients.add(name, gradient, name in program.own)
 
     def holds(self, tensor: Tensor, others: Iterable[Tensor]) -> bool:
-        """Whether what is kept for the weights, or one of the others, is in memory of `tensor`."""
         assert self.kept is not None
         memory, kept = tensor.untyped_storage().data_ptr(), self.kept.values.values()
         return any(each.untyped_storage().data_ptr() == memory for each in (*kept, *others))
