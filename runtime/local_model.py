@@ -63,9 +63,8 @@ class LocalModel:
         if self.rank_info.rank == 0:
             self._forget_other_stages()
         self.evaluation = captures.evaluation
-        for stage in self.stages:
-            if stage.sharding is not None and self.evaluation is not None:
-                self.evaluation.divide(stage.stage, stage.sharding, stage.module)
+        if self.evaluation is not None:
+            self.evaluation.join_meshes({stage.stage: stage.whole for stage in self.stages})
 
     def _mesh_device(self, worker: Worker) -> int:
         """Which device of the stage's mesh this rank is."""

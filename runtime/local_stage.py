@@ -40,9 +40,10 @@ _NOT_TIED: Mapping[str, Sequence[int]] = MappingProxyType({})
 class LocalStage:
     """One replica of one stage: its modules, parameters and optimizer.
 
-    `stage_modules` compute it, out of `forms` where minibatches vary in shape; `parameters` and
-    `buffers` are its part of a checkpoint, of which `sharding` has divided some if the stage has a
-    mesh. Random operators draw from `rng`.
+    `stage_modules` compute it, out of `forms` where minibatches vary in shape; `whole` is the form
+    for most minibatches, `module` its module. `parameters` and `buffers` are its part of a
+    checkpoint, of which `sharding` has divided some if the stage has a mesh. Random operators draw
+    from `rng`.
     """
 
     def __init__(
@@ -66,16 +67,12 @@ class LocalStage:
         if self.replica == 0 and mesh_device == 0:
             self._write_source(captures.whole)
         whole, rest = self._stage_module(captures.whole), None
-        self.module = whole.piece.module
+        self.whole, self.module = whole, whole.piece.module
         ending = loss if self.stage == len(job.plan.stages) - 1 else None
         self.sharding = self._divide(whole, captures, mesh_device, ending)
         if captures.rest is not None:
             rest = self._stage_module(captures.rest)
-            if self.sharding is not None:
-                rest.program.sharding = self.sharding
-                self.sharding.follow(rest.piece.module, self.module)
-                if ending is not None:
-                    rest.end_in(ending)
+            rest.join_mesh(whole)
             rest.share(whole, captures.buffers)
         self.stage_modules: ModuleChoice = StageModules(whole, rest, captures.last)
         if forms is not None:

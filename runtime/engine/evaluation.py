@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipedream.capture.export import Captured
 from pipedream.capture.loss import Loss, Metric, accuracy
@@ -28,7 +28,6 @@ from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.engine.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
-from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Action, Worker
 from pipedream.schedule.schedule import forwards
 
@@ -202,13 +201,12 @@ class Evaluation:
         actions = forwards(plan.replicas, every, len(sizes), workers)
         return Evaluation(stage_modules, sizes, actions, plan.rank_assignment)
 
-    def divide(self, stage: int, sharding: StageSharding, divided: nn.Module) -> None:
-        """Makes this rank evaluate its device's part of a stage: that of the `divided` module."""
-        forms = self.stage_modules[stage]
-        for form in (forms.whole, forms.rest):
-            if form is not None:
-                form.program.sharding = sharding
-                sharding.follow(form.piece.module, divided)
+    def join_meshes(self, trained: Mapping[int, StageModule]) -> None:
+        """Makes this rank evaluate its device's part of each stage that is `trained` on a mesh."""
+        for stage, forms in self.stage_modules.items():
+            for form in (forms.whole, forms.rest):
+                if form is not None:
+                    form.join_mesh(trained[stage])
 
     def run(
         self,

@@ -142,12 +142,7 @@ class StageForms:
     def _form(self, captured: Captured, stage: int) -> StageModule:
         form = seeded_module(captured, self.plan, stage, self.rng, self.backend)
         original = self.originals.setdefault(stage, form)
-        sharding = original.program.sharding
-        if sharding is not None:
-            form.program.sharding = sharding
-            sharding.follow(form.piece.module, original.piece.module)
-            if original.program.loss is not None:
-                form.end_in(original.program.loss.loss)
+        form.join_mesh(original)
         form.share(original, [name for name, _ in self.model.named_buffers()])
         return form
 

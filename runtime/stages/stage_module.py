@@ -126,6 +126,18 @@ class StageModule:
         """Makes the programs of the last stage give the loss, where the stage is on a mesh."""
         self.program.loss = LossEnd(loss, self.outputs, self.out_spec)
 
+    def join_mesh(self, original: StageModule) -> None:
+        """Has this form of a stage run as its `original` one does if that is on a mesh: with the
+        parts of parameters and buffers of the same device, its programs ending in the same loss.
+        """
+        sharding, loss = original.program.sharding, original.program.loss
+        if sharding is None:
+            return
+        self.program.sharding = sharding
+        sharding.follow(self.piece.module, original.piece.module)
+        if loss is not None:
+            self.end_in(loss.loss)
+
     def share(self, other: StageModule, buffers: Collection[str]) -> None:
         """Makes the two use the same buffers, of those that the model has: `buffers`."""
         for name, buffer in other.piece.module.named_buffers(remove_duplicate=False):
