@@ -45,8 +45,9 @@ from pipedream.runtime.loop.whole_state import whole_state
 from pipedream.runtime.optim.gradient_sums import GradientSums, with_gradients
 from pipedream.runtime.selfcheck.first_call import compare, expect
 from pipedream.runtime.selfcheck.reference import Expected, Settings
-from pipedream.runtime.stages.by_kind import ByMinibatch, Call, StageForms, part_of
+from pipedream.runtime.stages.by_kind import Call, CapturedStages, part_of
 from pipedream.runtime.stages.partition import holds_first
+from pipedream.runtime.stages.stage_forms import StageForms
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.schedule.action import Action
 from pipedream.schedule.channel import rank_links
@@ -152,7 +153,7 @@ class Pipeline:
 
     def _stage(self, _: ModelState) -> StagedModel:
         """The model, which is in this state now."""
-        forms = StageForms(self.model, self.plan, self.stages, self.rng, self.precision)
+        forms = CapturedStages(self.model, self.plan, self.stages, self.rng, self.precision)
         forms.checked = self.checked and self.rank == 0
         if self.staged.cache_info().misses == _OFTEN:
             warnings.warn(
@@ -277,7 +278,7 @@ class Pipeline:
         on_loss: Callable[[int, Tensor], None],
     ) -> Executor:
         return Executor(
-            stage_modules=ByMinibatch(stage, forms),
+            stage_modules=StageForms.of_each([form[stage] for form in forms]),
             transport=self._transport(staged),
             assignment=self.plan.rank_assignment,
             loss=self._loss,
@@ -319,7 +320,7 @@ class Pipeline:
             self._average_buffers(staged)
         executors = {
             stage: kind(
-                ByMinibatch(stage, forms),
+                StageForms.of_each([form[stage] for form in forms]),
                 self._transport(staged),
                 self.plan.rank_assignment,
                 self._loss,

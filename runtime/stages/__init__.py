@@ -2,6 +2,7 @@
 
 `captures` captures the model in each way in which it will run; `partition` finds what each stage
 computes and which tensors pass between stages; `stage_module` runs one, and `stage_program` where
-backward passes are in halves or the stage is on a mesh, as `stage_sharding` divides it. Begin with
-`partition`.
+backward passes are in halves or the stage is on a mesh, as `stage_sharding` divides it.
+`stage_forms` has the module for each minibatch, `by_kind` captures those for further shapes. Begin
+with `partition`.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -160,30 +160,6 @@ def seeded_module(
 
     assert rng.device.type == captured.precision.device.type
     return StageModule.of(captured, plan, stage, compute, backend)
-
-
-class ModuleChoice(Protocol):
-    """A stage in the forms that its minibatches need."""
-
-    def of(self, minibatch: int) -> StageModule: ...
-
-    def begin(self, data: Any) -> None:
-        """Called with the minibatches of a segment, before it begins."""
-
-
-@dataclass(frozen=True)
-class StageModules:
-    """The module for each minibatch: `whole`, but `rest` for the one with the number `last`."""
-
-    whole: StageModule
-    rest: StageModule | None = None
-    last: int | None = None
-
-    def of(self, minibatch: int) -> StageModule:
-        return self.rest if self.rest is not None and minibatch == self.last else self.whole
-
-    def begin(self, data: Any) -> None:
-        """All that there is to know of the minibatches is known."""
 
 
 def capture_rest(
