@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -27,8 +26,6 @@ from pipedream.comm.transport import Transport
 from pipedream.graph.choices import MICROBATCHES
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, read_plan, workers_by_rank
-from pipedream.runtime.data.order import Sizes
-from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.engine import Engine
 from pipedream.runtime.engine.evaluation import EvaluationExecutor, EvaluationTotals
 from pipedream.runtime.engine.executor import Executor
@@ -36,17 +33,21 @@ from pipedream.runtime.engine.forward import ForwardExecutor
 from pipedream.runtime.loop.agreement import Agreement
 from pipedream.runtime.loop.model_state import ModelState
 from pipedream.runtime.loop.outputs import OutputExecutor, together
+from pipedream.runtime.loop.precision_check import check_precision
+from pipedream.runtime.loop.split_minibatch import SplitMinibatch
 from pipedream.runtime.loop.staged_model import StagedModel
+from pipedream.runtime.loop.weighted_loss import WeightedLoss
 from pipedream.runtime.loop.whole_state import whole_state
 from pipedream.runtime.optim.gradient_sums import GradientSums, with_gradients
 from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.selfcheck.first_call import compare, expect
-from pipedream.runtime.selfcheck.reference import Expected, Settings
-from pipedream.runtime.stages.by_kind import ByMinibatch, Call, StageForms, part_of
+from pipedream.runtime.selfcheck.reference import Settings
+from pipedream.runtime.stages.by_kind import Call, CapturedStages
 from pipedream.runtime.stages.partition import holds_first
 from pipedream.runtime.stages.randomness import MinibatchRng
+from pipedream.runtime.stages.stage_forms import StageForms
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.schedule.action import Action
 from pipedream.schedule.channel import rank_links
@@ -125,6 +126,7 @@ class Pipeline:
         self.timeout, self.weigh, self.checked = timeout, weigh, checked
         self.rank = self._join(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.rng, self.precision = MinibatchRng(seed, self.device), Precision(autocast, self.device)
+        self.weighted_loss = WeightedLoss(self.loss, self.precision)
         self.workers = workers_by_rank(self.plan.rank_assignment)[self.rank]
         self.stages = [stage for stage, _ in self.workers]
         self.agreement = Agreement(model, self.device)
@@ -152,7 +154,7 @@ class Pipeline:
 
     def _stage(self, _: ModelState) -> StagedModel:
         """The model, which is in this state now."""
-        forms = StageForms(self.model, self.plan, self.stages, self.rng, self.precision)
+        forms = CapturedStages(self.model, self.plan, self.stages, self.rng, self.precision)
         forms.checked = self.checked and self.rank == 0
         if self.staged.cache_info().misses == _OFTEN:
             warnings.warn(
@@ -211,8 +213,8 @@ class Pipeline:
 
     def _minibatch(
         self, args: Any, kwargs: Mapping[str, Any], target: Any, weights: Tensor | None
-    ) -> _Minibatch:
-        self._check_precision()
+    ) -> SplitMinibatch:
+        check_precision(self.precision)
         # A loop for evaluation may be in inference mode, in which nothing can be captured.
         with torch.inference_mode(False):
             args, kwargs, target = pytree.tree_map_only(
@@ -223,12 +225,10 @@ class Pipeline:
                 weights = torch.ones(sum(map(len, calls)))
                 weights = (self.weigh(*args, **kwargs) if self.weigh else weights).double()
                 weights = weights / weights.sum()
-            cut = Call((weights,), {}).split(self.microbatches)
-            factors = [float(call.tensors[0].sum()) for call in cut]
-            return _Minibatch(calls, _cut(target, calls), factors, self.device)
+            return SplitMinibatch.of(calls, target, weights, self.microbatches, self.device)
 
     def _forms(
-        self, minibatch: _Minibatch, what: str
+        self, minibatch: SplitMinibatch, what: str
     ) -> tuple[StagedModel, Sequence[Mapping[int, StageModule]]]:
         """The stages for each microbatch, of the model as it is now. Raises UserError unless all
         ranks have the same.
@@ -243,13 +243,14 @@ class Pipeline:
             self.agreement.note_trained(own)
         return staged, forms
 
-    def _train(self, minibatch: _Minibatch) -> tuple[Tensor, list[tuple[Parameter, Tensor]]]:
+    def _train(self, minibatch: SplitMinibatch) -> tuple[Tensor, list[tuple[Parameter, Tensor]]]:
         """The loss, and the gradients of the parameters of this rank that learn."""
         first = self.now is None  # all ranks have the whole model, as it is
         staged, forms = self._forms(minibatch, "training")
         # The engine makes the mean of the microbatches' gradients.
         data = minibatch.times([len(forms)] * len(forms))
-        expected = self._expected(staged, data) if self.checked and first else None
+        settings = Settings(self.weighted_loss, self.rng, 1.0)
+        expected = expect(staged, data, settings) if self.checked and first else None
         sums = {stage: GradientSums() for stage in self.stages}
         losses: dict[int, Tensor] = {}
         executors = {
@@ -277,10 +278,10 @@ class Pipeline:
         on_loss: Callable[[int, Tensor], None],
     ) -> Executor:
         return Executor(
-            stage_modules=ByMinibatch(stage, forms),
+            stage_modules=StageForms.of_each([form[stage] for form in forms]),
             transport=self._transport(staged),
             assignment=self.plan.rank_assignment,
-            loss=self._loss,
+            loss=self.weighted_loss,
             weights=Weights(staged.parameters(stage)),
             stepping=sums,
             groups=self._groups(staged)[stage],
@@ -289,29 +290,20 @@ class Pipeline:
             recompute=self.plan.stages[stage].recompute,
         )
 
-    def _expected(self, staged: StagedModel, data: _Minibatch) -> Mapping[str, Expected] | None:
-        captures = [staged.forms.captures[call.kind] for call in data.calls]
-        batches = [
-            Batch(tuple(call.tensors), (target, factor))
-            for call, target, factor in zip(data.calls, data.targets, data.factors, strict=True)
-        ]
-        pairs = zip(captures, batches, strict=True)
-        return expect(staged, dict(enumerate(pairs)), Settings(self._loss, self.rng, 1.0))
-
     @torch.no_grad()
-    def _try(self, minibatch: _Minibatch) -> Tensor:
+    def _try(self, minibatch: SplitMinibatch) -> Tensor:
         """The loss alone."""
         loss, _ = self._evaluated(minibatch, EvaluationExecutor)
         return loss
 
-    def _outputs(self, minibatch: _Minibatch, losing: bool) -> tuple[Tensor | None, Any]:
+    def _outputs(self, minibatch: SplitMinibatch, losing: bool) -> tuple[Tensor | None, Any]:
         loss, executors = self._evaluated(minibatch, partial(OutputExecutor, losing=losing))
         returned = {key: each for one in executors for key, each in one.returned.items()}
         sizes = [len(call) for call in minibatch.calls]
         return loss if losing else None, together(returned, sizes, minibatch.factors)
 
     def _evaluated(
-        self, minibatch: _Minibatch, kind: Callable[..., _Evaluates]
+        self, minibatch: SplitMinibatch, kind: Callable[..., _Evaluates]
     ) -> tuple[Tensor, list[_Evaluates]]:
         staged, forms = self._forms(minibatch, "evaluation")
         sizes, totals = minibatch.sizes, EvaluationTotals()
@@ -319,10 +311,10 @@ class Pipeline:
             self._average_buffers(staged)
         executors = {
             stage: kind(
-                ByMinibatch(stage, forms),
+                StageForms.of_each([form[stage] for form in forms]),
                 self._transport(staged),
                 self.plan.rank_assignment,
-                self._loss,
+                self.weighted_loss,
                 {**staged.parameters(stage), **staged.buffers(stage)},
                 sizes,
                 totals,
@@ -392,25 +384,12 @@ class Pipeline:
         trained = self.agreement.trained
         return whole_state(optimizer, None if trained is None else trained.values())
 
-    def _check_precision(self) -> None:
-        """It is that of the pipeline. Raises UserError if the loop is in another."""
-        kind, own = self.device.type, self.precision.autocast
-        theirs = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
-        if torch.is_autocast_enabled(kind) and theirs != own:
-            remedy = f"give it autocast={theirs!r} when you make it, or call it outside"
-            if theirs == "float16":
-                remedy = "use bfloat16: gradients are there before a scaler scales the loss"
-            raise UserError(
-                f"the pipeline is called within torch.autocast of {theirs}, and has types of its"
-                f" own: {remedy}"
-            )
-
     def _run(
         self,
         executors: Mapping[int, ForwardExecutor],
         staged: StagedModel,
         actions: Sequence[Action],
-        data: _Minibatch,
+        data: SplitMinibatch,
     ) -> None:
         stream = ActionStream(TrainingSegment(0, len(data.calls)), actions)
         # Dropout has random numbers of its own; those of the user's code stay alike on all ranks.
@@ -437,13 +416,6 @@ class Pipeline:
             buffers = list(staged.buffers(stage).values())
             self._transport(staged).average(buffers, self._groups(staged)[stage].replicas)
 
-    def _loss(self, output: Any, target: tuple[Any, float]) -> Tensor:
-        target, factor = target
-        if factor == 0.0 or factor != factor:
-            return _uncounted(output, factor)
-        with self.precision.computing():
-            return self.loss(output, target) * factor
-
     def _sum(self, values: Sequence[Tensor]) -> Tensor:
         """Of all ranks, as a float64 scalar."""
         total = torch.zeros(1, dtype=torch.float64, device=self.device)
@@ -452,53 +424,3 @@ class Pipeline:
         assert self.now is not None
         self._transport(self.now).begin_sum(total, None).wait()
         return total[0]
-
-
-def _uncounted(output: Any, value: float) -> Tensor:
-    """The loss of a microbatch in which nothing counts, such as one without labels: its mean would
-    be 0 / 0. All gradients are zero.
-    """
-    loss = torch.tensor(value)
-    for tensor in pytree.tree_leaves(output):
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            nothing = torch.zeros_like(tensor)
-            loss = loss.to(tensor) + nothing.where(nothing == 0, tensor).sum()
-    return loss
-
-
-@dataclass(frozen=True)
-class _Minibatch:
-    """The microbatches of a minibatch; the loss of each counts `factors` times."""
-
-    calls: Sequence[Call]
-    targets: Sequence[Any]
-    factors: Sequence[float]
-    device: torch.device
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes(sum(map(len, self.calls)), len(self.calls[0]))
-
-    def times(self, factors: Sequence[float]) -> _Minibatch:
-        """Each microbatch counts so many times as much."""
-        pairs = zip(self.factors, factors, strict=True)
-        return replace(self, factors=[one * other for one, other in pairs])
-
-    def inputs(self, minibatch: int, which: Iterable[int]) -> list[Tensor]:
-        tensors = self.calls[minibatch].tensors
-        return [tensors[position].to(self.device) for position in which]
-
-    def peek(self, minibatch: int) -> Batch:
-        return Batch(tuple(self.calls[minibatch].tensors), self.targets[minibatch])
-
-    def target(self, minibatch: int) -> tuple[Any, float]:
-        target = pytree.tree_map_only(Tensor, lambda x: x.to(self.device), self.targets[minibatch])
-        return target, self.factors[minibatch]
-
-
-def _cut(target: Any, calls: Sequence[Call]) -> list[Any]:
-    """The part of `target` for each call."""
-    ends = list(accumulate(len(call) for call in calls))
-    return [
-        part_of(target, slice(end - len(call), end)) for call, end in zip(calls, ends, strict=True)
-    ]

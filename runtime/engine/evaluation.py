@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.loss import Loss, Metric, accuracy
@@ -27,8 +27,8 @@ from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
-from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
-from pipedream.runtime.stages.stage_sharding import StageSharding
+from pipedream.runtime.stages.stage_forms import StageForms
+from pipedream.runtime.stages.stage_module import StageModule, plain
 from pipedream.schedule.action import Action, Worker
 from pipedream.schedule.schedule import forwards
 
@@ -172,7 +172,7 @@ class EvaluationExecutor(ForwardExecutor):
 class Evaluation:
     """A rank's part in the evaluation: its stages in eval mode, and its actions."""
 
-    stage_modules: Mapping[int, StageModules]
+    stage_modules: Mapping[int, StageForms]
     sizes: Sizes
     actions: Sequence[Action]
     assignment: RankAssignment
@@ -191,10 +191,9 @@ class Evaluation:
             return StageModule.of(captured, plan, stage, lambda _, piece: plain(piece))
 
         stage_modules = {
-            stage: StageModules(
+            stage: StageForms(
                 stage_module(captured, stage),
-                stage_module(rest, stage) if rest else None,
-                sizes.last,
+                {sizes.last: stage_module(rest, stage)} if rest and sizes.last is not None else {},
             )
             for stage, _ in workers
         }
@@ -202,13 +201,11 @@ class Evaluation:
         actions = forwards(plan.replicas, every, len(sizes), workers)
         return Evaluation(stage_modules, sizes, actions, plan.rank_assignment)
 
-    def divide(self, stage: int, sharding: StageSharding, divided: nn.Module) -> None:
-        """Makes this rank evaluate its device's part of a stage: that of the `divided` module."""
-        forms = self.stage_modules[stage]
-        for form in (forms.whole, forms.rest):
-            if form is not None:
-                form.program.sharding = sharding
-                sharding.follow(form.piece.module, divided)
+    def join_meshes(self, trained: Mapping[int, StageModule]) -> None:
+        """Makes this rank evaluate its device's part of each stage that is `trained` on a mesh."""
+        for stage, forms in self.stage_modules.items():
+            for form in forms.known:
+                form.join_mesh(trained[stage])
 
     def run(
         self,
@@ -232,12 +229,12 @@ class Evaluation:
                 {name: tensor.detach() for name, tensor in tensors[stage].items()},
                 self.sizes,
                 totals,
-                sharding=stage_modules.whole.program.sharding,
+                sharding=stage_modules.usual.program.sharding,
                 metrics=metrics,
             )
             for stage, stage_modules in self.stage_modules.items()
         }
-        interfaces = [each.whole.interface for each in self.stage_modules.values()]
+        interfaces = [each.usual.interface for each in self.stage_modules.values()]
         minibatches = minibatches_read(self.actions, interfaces, len(self.assignment))
         stream = ActionStream(TrainingSegment(0, len(self.sizes)), self.actions)
         with torch.no_grad(), Reader(held_out, minibatches) as data:

@@ -20,7 +20,8 @@ from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.engine.value_exchange import ValueExchange
 from pipedream.runtime.stages.partition import StageInterface
-from pipedream.runtime.stages.stage_module import ModuleChoice, StageModule
+from pipedream.runtime.stages.stage_forms import StageForms
+from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Action, Kind
 
@@ -64,7 +65,7 @@ class ForwardExecutor(ABC):
     perform the same actions.
     """
 
-    stage_modules: ModuleChoice
+    stage_modules: StageForms
     transport: Transport
     assignment: RankAssignment
     loss: Loss

@@ -13,7 +13,7 @@ from pipedream.runtime.local.captures import Captures, capture_all
 from pipedream.runtime.local.local_stage import LocalStage
 from pipedream.runtime.local.order_check import check_stages
 from pipedream.runtime.run.job import Job
-from pipedream.runtime.stages.by_kind import StageForms
+from pipedream.runtime.stages.by_kind import CapturedStages
 from pipedream.runtime.stages.partition import interfaces, links, tied
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.schedule.action import Action, Worker
@@ -63,9 +63,9 @@ class LocalModel:
         if self.rank_info.rank == 0:
             self._forget_other_stages()
         self.evaluation = captures.evaluation
-        for stage in self.stages:
-            if stage.sharding is not None and self.evaluation is not None:
-                self.evaluation.divide(stage.stage, stage.sharding, stage.module)
+        if self.evaluation is not None:
+            trained = {stage.stage: stage.stage_modules.usual for stage in self.stages}
+            self.evaluation.join_meshes(trained)
 
     def _mesh_device(self, worker: Worker) -> int:
         """Which device of the stage's mesh this rank is."""
@@ -73,11 +73,11 @@ class LocalModel:
         team = self.job.plan.rank_assignment[stage][replica]
         return team.ranks.index(self.rank_info.rank)
 
-    def _forms(self, captures: Captures) -> StageForms | None:
+    def _forms(self, captures: Captures) -> CapturedStages | None:
         """The stages of this rank in other forms, if minibatches vary in shape."""
         if captures.model is None:
             return None
-        return StageForms(
+        return CapturedStages(
             captures.model,
             self.job.plan,
             [stage for stage, _ in self.workers],

@@ -22,15 +22,11 @@ from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.optim.stepping import StageStepping
 from pipedream.runtime.run.job import Job
-from pipedream.runtime.stages.by_kind import ByData, StageForms
+from pipedream.runtime.stages.by_kind import CapturedStages
 from pipedream.runtime.stages.partition import StageInterface, holds_first, source_text
 from pipedream.runtime.stages.randomness import MinibatchRng
-from pipedream.runtime.stages.stage_module import (
-    ModuleChoice,
-    StageModule,
-    StageModules,
-    seeded_module,
-)
+from pipedream.runtime.stages.stage_forms import StageForms
+from pipedream.runtime.stages.stage_module import StageModule, seeded_module
 from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Worker
 
@@ -52,7 +48,7 @@ class LocalStage:
         captures: Captures,
         interface: StageInterface,
         rng: MinibatchRng,
-        forms: StageForms | None = None,
+        forms: CapturedStages | None = None,
         tied: Mapping[str, Sequence[int]] = _NOT_TIED,
         mesh_device: int = 0,
         loss: Loss | None = None,
@@ -65,22 +61,20 @@ class LocalStage:
         self.stage, self.replica = worker
         if self.replica == 0 and mesh_device == 0:
             self._write_source(captures.whole)
-        whole, rest = self._stage_module(captures.whole), None
+        whole = self._stage_module(captures.whole)
         self.module = whole.piece.module
         ending = loss if self.stage == len(job.plan.stages) - 1 else None
         self.sharding = self._divide(whole, captures, mesh_device, ending)
+        others = {}
         if captures.rest is not None:
+            assert captures.last is not None
             rest = self._stage_module(captures.rest)
-            if self.sharding is not None:
-                rest.program.sharding = self.sharding
-                self.sharding.follow(rest.piece.module, self.module)
-                if ending is not None:
-                    rest.end_in(ending)
+            rest.join_mesh(whole)
             rest.share(whole, captures.buffers)
-        self.stage_modules: ModuleChoice = StageModules(whole, rest, captures.last)
+            others[captures.last] = rest
         if forms is not None:
             forms.originals[self.stage] = whole
-            self.stage_modules = ByData(self.stage, forms)
+        self.stage_modules = StageForms(whole, others, forms)
         _copy_parameters(self.module, tied)
         self.parameters: dict[str, Parameter] = dict(self.module.named_parameters())
         buffers = self.module.named_buffers()

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from pipedream.capture.captured import Captured
 from pipedream.graph.choices import ScheduleName
-from pipedream.runtime.stages.by_kind import StageForms
+from pipedream.runtime.stages.by_kind import CapturedStages
 from pipedream.runtime.stages.partition import interfaces, links, tied
 from pipedream.schedule.spec import PipelineSpec
 
@@ -22,7 +22,7 @@ class StagedModel:
     buffers are those of the model.
     """
 
-    forms: StageForms
+    forms: CapturedStages
     schedule: ScheduleName
     microbatches: int
 

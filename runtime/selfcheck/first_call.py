@@ -8,10 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from pipedream.capture.captured import Captured
 from pipedream.capture.checks.equivalence import gradient_of
 from pipedream.graph.errors import UserError
-from pipedream.runtime.data.reader import Batch
+from pipedream.runtime.loop.split_minibatch import SplitMinibatch
 from pipedream.runtime.loop.staged_model import StagedModel
 from pipedream.runtime.selfcheck.fingerprint import Fingerprint, fingerprint
 from pipedream.runtime.selfcheck.reference import (
@@ -29,33 +28,29 @@ from pipedream.schedule.action import Worker
 
 
 def expect(
-    staged: StagedModel,
-    minibatches: Mapping[int, tuple[Captured, Batch]],
-    settings: Settings,
+    staged: StagedModel, minibatch: SplitMinibatch, settings: Settings
 ) -> Mapping[str, Expected] | None:
-    """The figures of these microbatches, which rank 0 computes for all; None if it has no room.
+    """The figures of a minibatch, which rank 0 computes for all; None if it has no room.
 
     To be called by all ranks, where each has the whole model up to date.
     """
     forms, told = staged.forms, [None]
     if dist.get_rank() == 0:
-        told = [_figures(staged, minibatches, settings)]
+        told = [_figures(staged, minibatch, settings)]
     dist.broadcast_object_list(told, 0, device=forms.rng.device)
     return told[0]
 
 
-def _figures(
-    staged: StagedModel,
-    minibatches: Mapping[int, tuple[Captured, Batch]],
-    settings: Settings,
-) -> Any:
+def _figures(staged: StagedModel, minibatch: SplitMinibatch, settings: Settings) -> Any:
     forms, captured = staged.forms, staged.captured
     if forms.tolerance is None or not has_room(captured, forms.rng.device):
         return None
     names = frozenset(name for name, _ in forms.model.named_buffers())
     faces, replicas = interfaces(captured, forms.plan), forms.plan.replicas
     replicas_of = buffer_replicas(captured, faces, replicas, names)
-    return Reference(settings, replicas_of, forms.tolerance).round(minibatches)
+    captures = (forms.captures[call.kind] for call in minibatch.calls)
+    numbered = dict(enumerate(zip(captures, minibatch.batches, strict=True)))
+    return Reference(settings, replicas_of, forms.tolerance).round(numbered)
 
 
 def compare(

@@ -1,4 +1,4 @@
-"""One stage in as many forms as its minibatches have shapes, captured when one first comes."""
+"""Stages in as many forms as minibatches have shapes, captured when one first comes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Peeking(Protocol):
 
 
 @dataclass(eq=False)
-class StageForms:
+class CapturedStages:
     """The stages of `plan` that a rank runs, of a `model` captured as it is, or in eval mode.
 
     `texts`: what each kind of minibatch was captured as. `originals`: by stage the form whose
@@ -143,12 +143,7 @@ class StageForms:
     def _form(self, captured: Captured, stage: int) -> StageModule:
         form = seeded_module(captured, self.plan, stage, self.rng, self.backend)
         original = self.originals.setdefault(stage, form)
-        sharding = original.program.sharding
-        if sharding is not None:
-            form.program.sharding = sharding
-            sharding.follow(form.piece.module, original.piece.module)
-            if original.program.loss is not None:
-                form.end_in(original.program.loss.loss)
+        form.join_mesh(original)
         form.share(original, [name for name, _ in self.model.named_buffers()])
         return form
 
@@ -171,34 +166,6 @@ def _text(captured: Captured) -> str:
     values = [(v.name, v.shape, v.dtype, v.requires_grad) for v in captured.values.values()]
     learn = [(name, p.requires_grad) for name, p in captured.module.named_parameters()]
     return f"{captured.module.code}{values}{learn}"
-
-
-@dataclass(frozen=True)
-class ByMinibatch:
-    """The form of one stage for each minibatch, by its number."""
-
-    stage: int
-    forms: Sequence[Mapping[int, StageModule]]
-
-    def of(self, minibatch: int) -> StageModule:
-        return self.forms[minibatch][self.stage]
-
-    def begin(self, data: Any) -> None:
-        """All that there is to know of the minibatches is known."""
-
-
-@dataclass(frozen=True)
-class ByData:
-    """The form of one stage for each minibatch, by what the data of the segment are."""
-
-    stage: int
-    forms: StageForms
-
-    def begin(self, data: Peeking) -> None:
-        self.forms.begin(data)
-
-    def of(self, minibatch: int) -> StageModule:
-        return self.forms.of_minibatch(minibatch)[self.stage]
 
 
 def _shapes(call: Call) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -127,6 +127,18 @@ class StageModule:
         """Makes the programs of the last stage give the loss, where the stage is on a mesh."""
         self.program.loss = LossEnd(loss, self.outputs, self.out_spec)
 
+    def join_mesh(self, original: StageModule) -> None:
+        """Has this form of a stage run as its `original` one does if that is on a mesh: with the
+        parts of parameters and buffers of the same device, its programs ending in the same loss.
+        """
+        sharding, loss = original.program.sharding, original.program.loss
+        if sharding is None:
+            return
+        self.program.sharding = sharding
+        sharding.follow(self.piece.module, original.piece.module)
+        if loss is not None:
+            self.end_in(loss.loss)
+
     def share(self, other: StageModule, buffers: Collection[str]) -> None:
         """Makes the two use the same buffers, of those that the model has: `buffers`."""
         for name, buffer in other.piece.module.named_buffers(remove_duplicate=False):
@@ -149,30 +161,6 @@ def seeded_module(
 
     assert rng.device.type == captured.precision.device.type
     return StageModule.of(captured, plan, stage, compute, backend)
-
-
-class ModuleChoice(Protocol):
-    """A stage in the forms that its minibatches need."""
-
-    def of(self, minibatch: int) -> StageModule: ...
-
-    def begin(self, data: Any) -> None:
-        """Called with the minibatches of a segment, before it begins."""
-
-
-@dataclass(frozen=True)
-class StageModules:
-    """The module for each minibatch: `whole`, but `rest` for the one with the number `last`."""
-
-    whole: StageModule
-    rest: StageModule | None = None
-    last: int | None = None
-
-    def of(self, minibatch: int) -> StageModule:
-        return self.rest if self.rest is not None and minibatch == self.last else self.whole
-
-    def begin(self, data: Any) -> None:
-        """All that there is to know of the minibatches is known."""
 
 
 def capture_rest(

@@ -38,7 +38,8 @@ from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import StageInterface, interfaces, links
 from pipedream.runtime.stages.randomness import MinibatchRng
-from pipedream.runtime.stages.stage_module import StageModule, StageModules, plain
+from pipedream.runtime.stages.stage_forms import StageForms
+from pipedream.runtime.stages.stage_module import StageModule, plain
 from pipedream.schedule.action import Kind
 from pipedream.schedule.channel import rank_links
 from pipedream.schedule.checker import check_ranks
@@ -143,7 +144,7 @@ def executor(
     optimizer = make_optimizer(OPTIMIZER, parameters)
     config, rate = chain_config(OPTIMIZER), LearningRate(None, optimizer, Path())
     return Executor(
-        stage_modules=StageModules(stage_module),
+        stage_modules=StageForms(stage_module),
         weights=Weights(parameters),
         stepping=Stepping(
             {interface.stage: StageStepping(optimizer, parameters, config, rate, ())},

@@ -13,7 +13,8 @@ from pipedream.capture.export import capture
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.stages.stage_module import StageModule, StageModules, capture_rest, plain
+from pipedream.runtime.stages.stage_forms import StageForms
+from pipedream.runtime.stages.stage_module import StageModule, capture_rest, plain
 
 BATCH = Batch((torch.randn(4, 6),), None)
 
@@ -94,16 +95,17 @@ def test_each_size_computes_what_the_plain_model_does_and_they_have_one_state() 
     whole = capture(model, BATCH.inputs)
     plan = make_plan(whole.graph, cut(whole.graph, 1), (1,))
     rest = capture_rest(model, BATCH, 3, whole, plan)
-    stage_modules = StageModules(stage_module(whole, plan), stage_module(rest, plan), last=2)
-    stage_modules.rest.share(stage_modules.whole, {name for name, _ in model.named_buffers()})
-    tensors = dict(stage_modules.whole.piece.module.named_parameters())
+    usual, smaller = stage_module(whole, plan), stage_module(rest, plan)
+    smaller.share(usual, {name for name, _ in model.named_buffers()})
+    tensors = dict(usual.piece.module.named_parameters())
+    forms = StageForms(usual, {2: smaller})
     for minibatch, count in enumerate((4, 4, 3, 4)):
         x = torch.randn(count, 6)
-        used = stage_modules.of(minibatch)
-        assert used is (stage_modules.rest if count == 3 else stage_modules.whole)
+        used = forms.of(minibatch)
+        assert used is (smaller if count == 3 else usual)
         known = dict(zip(used.piece.outputs, used.compute(tensors, (x,)), strict=True))
         torch.testing.assert_close(used.output(known), reference(x))
-    mine = dict(stage_modules.whole.piece.module.named_buffers())
+    mine = dict(usual.piece.module.named_buffers())
     for name, buffer in reference.named_buffers():
         torch.testing.assert_close(mine[name], buffer)
 

@@ -27,15 +27,11 @@ from pipedream.runtime.optim.stepping import StageStepping, Stepping
 from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.training_segment import TrainingSegment
-from pipedream.runtime.stages.by_kind import ByData, StageForms
+from pipedream.runtime.stages.by_kind import CapturedStages
 from pipedream.runtime.stages.partition import interfaces, links
 from pipedream.runtime.stages.randomness import MinibatchRng
-from pipedream.runtime.stages.stage_module import (
-    ModuleChoice,
-    StageModule,
-    StageModules,
-    seeded_module,
-)
+from pipedream.runtime.stages.stage_forms import StageForms
+from pipedream.runtime.stages.stage_module import StageModule, seeded_module
 from pipedream.schedule.action import Action
 from pipedream.schedule.generate import Step
 from pipedream.schedule.schedule import Schedule
@@ -115,7 +111,7 @@ class OneRank:
         ranks = [[0]] * self.stages
         self.orders = Orders.of(self.schedule, ranks, lambda _: self._passes())
         self.rng, settings = MinibatchRng(5, CPU), (self.precision, True, self.backend)
-        self.forms = StageForms(self.model, plan, range(self.stages), self.rng, *settings)
+        self.forms = CapturedStages(self.model, plan, range(self.stages), self.rng, *settings)
         self.executors = {
             stage: self._executor(
                 stage,
@@ -155,11 +151,11 @@ class OneRank:
             recompute=self.recompute and stage < self.stages - 1,
         )
 
-    def _choice(self, stage: int, stage_module: StageModule) -> ModuleChoice:
+    def _choice(self, stage: int, stage_module: StageModule) -> StageForms:
         if not self.varying:
-            return StageModules(stage_module)
+            return StageForms(stage_module)
         self.forms.originals[stage] = stage_module
-        return ByData(stage, self.forms)
+        return StageForms(stage_module, captured=self.forms)
 
     def _loss(self, output: Any, target: Any) -> Tensor:
         with self.precision.computing():

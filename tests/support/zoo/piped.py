@@ -34,9 +34,10 @@ from pipedream.runtime.optim.gradient_sums import GradientSums
 from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.training_segment import TrainingSegment
-from pipedream.runtime.stages.by_kind import ByMinibatch, Call, StageForms
+from pipedream.runtime.stages.by_kind import Call, CapturedStages
 from pipedream.runtime.stages.partition import interfaces, links, tied
 from pipedream.runtime.stages.randomness import MinibatchRng
+from pipedream.runtime.stages.stage_forms import StageForms
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.schedule.action import Action
 from pipedream.schedule.generate import Step
@@ -110,9 +111,11 @@ class Pipelined:
         self.forms = [self._forms(stage, first) for stage in range(way.stages)]
         self.given: list[Tensor] = []
 
-    def _forms(self, stage: int, first: Captured) -> StageForms:
+    def _forms(self, stage: int, first: Captured) -> CapturedStages:
         model = self.specimen.model()
-        forms = StageForms(model, self.plan, [stage], self.rng, IN_FULL, self.training, first=first)
+        forms = CapturedStages(
+            model, self.plan, [stage], self.rng, IN_FULL, self.training, first=first
+        )
         call = Call(*self.specimen.call(0, 0, self.way.sizes[0][0]))
         own = _adopted(copy.deepcopy(first), model)
         forms.forms[call.kind] = {stage: forms._form(own, stage)}
@@ -143,7 +146,7 @@ class Pipelined:
     def _executor(self, stage: int, groups: StageGroups) -> Executor:
         (form,) = (forms[stage] for forms in self.forms[stage].forms.values())
         return Executor(
-            stage_modules=ByMinibatch(stage, ()),
+            stage_modules=StageForms(form),
             transport=self.transport,
             assignment=self.assignment,
             loss=self._loss,
@@ -165,7 +168,7 @@ class Pipelined:
         self.given, self.rng.epoch, before = [], update + 1, len(self.learned.losses)
         for stage, executor in executors.items():
             forms = [self.forms[stage].of(Call(*each)) for each in calls]
-            executor.stage_modules = ByMinibatch(stage, forms)
+            executor.stage_modules = StageForms.of_each([form[stage] for form in forms])
         orders = Orders.of(
             Schedule(spec, len(calls)), [[0]] * len(executors), lambda _: self._passes(len(calls))
         )
@@ -219,7 +222,7 @@ class Pipelined:
         form = self.forms[stage].of(Call(*call))[stage]
         named = (*form.piece.module.named_parameters(), *form.piece.module.named_buffers())
         return EvaluationExecutor(
-            ByMinibatch(stage, [{stage: form}]),
+            StageForms(form),
             self.transport,
             self.assignment,
             self._loss,
