@@ -6,19 +6,19 @@ a pipeline better and need less memory; large ones spend less on calls, messages
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
+from rich.console import Console
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.profile import difference, folder_of, sizes_in
-from pipedream.graph.tables import make_console, print_table
+from pipedream.graph.tables import print_line, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.compare.comparison import Candidate, no_plan
 from pipedream.optimizer.report import show_replicas, table_of
@@ -29,21 +29,19 @@ if TYPE_CHECKING:
     from pipedream.optimizer.cli.options import Options
 
 
-def options_by_size(options: Options, typed: Callable[[str], bool]) -> dict[int, Options | None]:
+def options_by_size(options: Options) -> dict[int, Options | None]:
     """The options for each batch size in the folder GRAPH, smallest first; None for sizes that do
-    not divide --global-batch. `typed` says whether an option was on the command line.
+    not divide --global-batch.
 
     Raises UserError if options contradict each other, or there is no size to plan for.
     """
-    folder, whole = options.graph, options.global_batch
-    _check(options, typed)
+    folder, whole = options.graph_path, options.global_batch
+    _check(options)
     by_size: dict[int, Options | None] = {}
     for size in sizes_in(folder):
         count = options.microbatches if whole is None else whole // size
         graph = folder_of(folder, size) / "graph.txt"
-        changed = replace(
-            options, graph=graph, output=options.folder, profile=None, microbatches=count
-        )
+        changed = replace(options, graph=graph, profile=None, microbatches=count)
         by_size[size] = changed if whole is None or whole % size == 0 else None
     if not by_size:
         raise UserError(
@@ -56,17 +54,17 @@ def options_by_size(options: Options, typed: Callable[[str], bool]) -> dict[int,
     return by_size
 
 
-def _check(options: Options, typed: Callable[[str], bool]) -> None:
-    folder = options.graph
+def _check(options: Options) -> None:
+    folder = options.graph_path
     if options.calibrate:
         raise UserError(
             f"--calibrate: a run has one batch size: name the graph.txt of that one in {folder}"
         )
-    if typed("profile"):
+    if "profile" in options.typed:
         raise UserError(f"--profile: in {folder} each batch size has its own: leave it out")
-    if options.folder.resolve() == folder.resolve():
+    if options.output is not None and options.output.resolve() == folder.resolve():
         raise UserError(f"-o {folder}: this is the profile folder: choose another")
-    if options.global_batch is not None and typed("microbatches"):
+    if options.global_batch is not None and "microbatches" in options.typed:
         raise UserError(
             "--global-batch and --microbatches both set the examples per update: give one of them"
         )
@@ -108,6 +106,12 @@ class Choices:
     def planned(self) -> tuple[Choice, ...]:
         return tuple(choice for choice in self.of if choice.plan is not None)
 
+    @property
+    def problems(self) -> list[str]:
+        """Why sizes have no plan, in a line each."""
+        without = [choice for choice in self.of if choice.problem]
+        return [f"batch size {choice.batch_size}: {choice.problem}" for choice in without]
+
     @cached_property
     def all_simulated(self) -> bool:
         """Whether simulated times decide; the cost model ignores bubbles, for one."""
@@ -148,15 +152,11 @@ class Choices:
         return f"{whole} per update of {self.global_batch} examples{how}"
 
 
-def print_choices(choices: Choices) -> None:
-    """Prints the table, and why sizes have no plan. Raises UserError if none has one."""
-    without = [choice for choice in choices.of if choice.problem]
-    lines = [f"batch size {choice.batch_size}: {choice.problem}" for choice in without]
-    if not choices.planned:
-        raise UserError(f"no batch size has a plan; {lines[0]}")
-    print_table(make_console(), choices_table(choices))
-    for line in lines:
-        click.echo(line)
+def print_choices(choices: Choices, console: Console) -> None:
+    """Prints the table, and why sizes have no plan."""
+    print_table(console, choices_table(choices))
+    for line in choices.problems:
+        print_line(console, line)
 
 
 def choices_table(choices: Choices) -> Table:
