@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
-
-import click
 
 from pipedream.graph.errors import UserError
 
@@ -31,15 +29,14 @@ def words(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def checked(
-    function: Callable[_Arguments, _Result], command: click.Command | None = None
+    function: Callable[_Arguments, _Result], options: Collection[str] = ()
 ) -> Callable[_Arguments, _Result]:
-    """The function, which raises UserError for arguments that it does not take, and for options
-    that its command does not have.
+    """The function, which raises UserError for arguments that it does not take, and that are none
+    of the `options`.
     """
     signature = inspect.signature(function)
     name = function.__name__
     own = [each.name for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    options = [each.name for each in command.params if each.name] if command else []
 
     @wraps(function)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:

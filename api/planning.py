@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import gc
 import io
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from pipedream.command_line import checked, words
-from pipedream.graph.command import whole, write_whole
-from pipedream.graph.model import Graph, format_graph
-from pipedream.graph.plan import Plan, read_plan
+from pipedream.command_line import checked
+from pipedream.graph.command import write_whole
+from pipedream.graph.model import Graph
+from pipedream.graph.plan import Plan
+from pipedream.graph.tables import make_console
 from pipedream.graph.units import show_seconds
-from pipedream.optimizer.cli.command import main as pd_optimize
+from pipedream.optimizer.cli.options import ModelInMemory, option_types
+from pipedream.optimizer.cli.output import sections
+from pipedream.optimizer.cli.planning import plan, quick_collector
+from pipedream.optimizer.cli.values import make_options
 from pipedream.profiling import Profiled
-
-_OF_THE_FOLDER = ("Written: ", "Next: ", "Exported: ")
-"""How lines of pd-optimize begin that name its folder: one for the time being here."""
 
 
 @dataclass(frozen=True, repr=False)
 class Planned:
-    """A plan, and in `files` what pd-optimize wrote, by name; `report` is what it printed, as is
+    """A plan, and in `files` what pd-optimize writes, by name; `report` is what it prints, as is
     `str(planned)`.
     """
 
@@ -40,8 +38,7 @@ class Planned:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files.items():
-            with whole(folder / name) as fresh:
-                fresh.write_bytes(content)
+            write_whole(folder / name, content)
         return folder
 
     def __repr__(self) -> str:
@@ -62,7 +59,7 @@ class Planned:
         return f"<pre>{escape(self.report)}</pre>{scrolling if svg else ''}"
 
 
-@partial(checked, command=pd_optimize)
+@partial(checked, options=[name for name in option_types() if name != "output"])
 def optimize(
     graph: Profiled | Graph | str | Path,
     machines: Sequence[int] | int | None = None,
@@ -76,36 +73,19 @@ def optimize(
     memory="16GB", schedule="flush")`; `split=("layer2", "layer3"), replicas=(2, 1, 1)` prices your
     own stages. Raises UserError.
     """
-    with TemporaryDirectory() as folder, _quick_collector():
-        made = Path(folder) / "plan"
-        asked = {"machines": machines, "bandwidth": bandwidth, **options}
-        arguments = [str(_written(graph, Path(folder))), *words(asked), "--output", str(made)]
-        report = io.StringIO()
-        with redirect_stdout(report), pd_optimize.make_context("pd-optimize", arguments) as context:
-            pd_optimize.invoke(context)
-        files = {path.name: path.read_bytes() for path in made.iterdir() if path.is_file()}
-        lines = report.getvalue().splitlines(keepends=True)
-        kept = "".join(line for line in lines if not line.startswith(_OF_THE_FOLDER))
-        return Planned(read_plan(made / "plan.json"), kept, files)
+    given = {"machines": machines, "bandwidth": bandwidth, **options}
+    report = io.StringIO()
+    console = make_console(report)
+    files: dict[str, bytes] = {}
+    with quick_collector():
+        planning = plan(make_options(_model(graph), given))
+        for section in sections(planning):
+            section.show(console)
+            files |= {name: text for name, text in section.files.items() if text is not None}
+    return Planned(Plan.model_validate_json(files["plan.json"]), report.getvalue(), files)
 
 
-def _written(graph: Profiled | Graph | str | Path, folder: Path) -> Path:
-    """The path of its graph.txt."""
+def _model(graph: Profiled | Graph | str | Path) -> ModelInMemory | Path:
     if isinstance(graph, Profiled):
-        return graph.write(folder / "profile") / "graph.txt"
-    if isinstance(graph, Graph):
-        write_whole(folder / "graph.txt", format_graph(graph))
-        return folder / "graph.txt"
-    return Path(graph)
-
-
-@contextmanager
-def _quick_collector() -> Iterator[None]:
-    """pd-optimize changes the thresholds of Python's garbage collector, which is not this process's
-    own.
-    """
-    before = gc.get_threshold()
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+        return ModelInMemory(graph.graph, graph.profile, graph.operators)
+    return ModelInMemory(graph) if isinstance(graph, Graph) else Path(graph)

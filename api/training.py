@@ -29,6 +29,8 @@ from pipedream.runtime.run.job import EVALUATION
 if TYPE_CHECKING:
     import pandas as pd
 
+_OPTIONS = [each.name for each in pd_train.params if each.name]
+
 _NEWEST = 1_000
 """Lines of pd-train that are kept for an error."""
 
@@ -65,7 +67,7 @@ class Run:
         return f"<b>{escape(str(self.folder))}</b>{told}{ranks}"
 
 
-@partial(checked, command=pd_train)
+@partial(checked, options=_OPTIONS)
 def train(
     plan: Planned | Plan | str | Path,
     config: Mapping[str, Any] | str | Path,
@@ -85,7 +87,7 @@ def train(
     return Run(Path(output))
 
 
-@partial(checked, command=pd_train)
+@partial(checked, options=_OPTIONS)
 def evaluate(
     plan: Planned | Plan | str | Path,
     config: Mapping[str, Any] | str | Path,

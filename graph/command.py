@@ -88,10 +88,23 @@ def remove_unfinished(folder: Path) -> None:
             path.unlink()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes the text in UTF-8. Raises OSError."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes the bytes, or the text in UTF-8. Raises OSError."""
     with whole(path) as fresh:
-        fresh.write_text(text, encoding="utf-8")
+        fresh.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def write_files(folder: Path, files: Mapping[str, bytes | None]) -> None:
+    """Writes files by name; one whose content is None goes, as that of an earlier time. Raises
+    UserError if the folder cannot be written.
+    """
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            if content is None:
+                (folder / name).unlink(missing_ok=True)
+            else:
+                write_whole(folder / name, content)
 
 
 class FiniteRange(click.FloatRange):

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import graphviz
 
-from pipedream.graph.command import whole, write_whole
+from pipedream.graph.command import write_whole
 from pipedream.graph.model import Graph, Node
 from pipedream.graph.tables import end_of
 from pipedream.graph.units import show_bytes, show_seconds
@@ -56,6 +56,9 @@ _MOST_BOXES, _FEW_BOXES = 100, 40
 
 _NO_NOTES: Mapping[str, str] = MappingProxyType({})
 
+OTHER = {".svg": ".gv", ".gv": ".svg"}
+"""The suffix of the file that an earlier picture may have."""
+
 
 def draw(
     graph: Graph,
@@ -64,27 +67,37 @@ def draw(
     modules: Mapping[str, str] | None = None,
     notes: Mapping[str, str] = _NO_NOTES,
 ) -> Path:
-    """Draws `graph` as `path`.svg, or writes `path`.gv if dot is missing or the graph is too large.
+    """Writes the `picture` as `path`.svg or `path`.gv; returns that file, the other one goes.
 
-    `path` has no suffix; returns the file written. If nodes have stages, each stage has a frame and
-    a colour. Otherwise nodes are darker the larger their share of the compute time (`HEAT`), with a
-    legend below the title. `why_text` explains a .gv to the user. `modules`: the path of the module
-    of each node; a large graph is drawn as `condensed` by them. `notes`: by node, its last line.
+    `path` has no suffix. `why_text` explains a .gv to the user.
+    """
+    suffix, content = picture(graph, title, modules, notes)
+    written = path.parent / (path.name + suffix)
+    write_whole(written, content)
+    (path.parent / (path.name + OTHER[suffix])).unlink(missing_ok=True)
+    return written
+
+
+def picture(
+    graph: Graph,
+    title: str = "",
+    modules: Mapping[str, str] | None = None,
+    notes: Mapping[str, str] = _NO_NOTES,
+) -> tuple[str, bytes]:
+    """Draws `graph` as an image, .svg, or as text, .gv, if dot is missing or the graph is too
+    large; returns the suffix and the content of the file.
+
+    If nodes have stages, each stage has a frame and a colour. Otherwise nodes are darker the larger
+    their share of the compute time (`HEAT`), with a legend below the title. `modules`: the path of
+    the module of each node; a large graph is drawn as `condensed` by them. `notes`: by node, its
+    last line.
     """
     drawn = graph
     if modules is not None and len(graph.nodes) > _MOST_BOXES:
         drawn = condensed(graph, modules)
-    picture = _digraph(drawn, title, graph, {} if modules is None else modules, notes)
-    svg, text = (path.parent / (path.name + suffix) for suffix in (".svg", ".gv"))
-    image = _lay_out(picture) if _can_lay_out(drawn) else None
-    written, stale = (text, svg) if image is None else (svg, text)
-    if image is None:
-        write_whole(text, picture.source)
-    else:
-        with whole(svg) as fresh:
-            fresh.write_bytes(image)
-    stale.unlink(missing_ok=True)
-    return written
+    digraph = _digraph(drawn, title, graph, {} if modules is None else modules, notes)
+    image = _lay_out(digraph) if _can_lay_out(drawn) else None
+    return (".gv", digraph.source.encode()) if image is None else (".svg", image)
 
 
 def condensed(graph: Graph, modules: Mapping[str, str], most: int = _FEW_BOXES) -> Graph:

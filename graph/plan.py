@@ -465,4 +465,9 @@ def moved(plan: Plan, source: Path, target: Path) -> Plan:
 
 
 def write_plan(plan: Plan, path: Path) -> None:
-    write_whole(path, plan.model_dump_json(indent=1, exclude_none=True) + "\n")
+    write_whole(path, plan_text(plan))
+
+
+def plan_text(plan: Plan) -> str:
+    """The text of plan.json."""
+    return plan.model_dump_json(indent=1, exclude_none=True) + "\n"

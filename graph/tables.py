@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import re
-import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,21 +16,22 @@ _LEAST = 12
 _BOUNDLESS = 100_000
 
 
-def make_console() -> Console:
-    """Returns a console of the terminal's width, or of a fixed width if the output is
-    redirected.
+def make_console(file: TextIO | None = None) -> Console:
+    """Returns a console of the terminal's width, or of a fixed width if the output is redirected;
+    or one that writes to `file`.
     """
     from rich.console import Console
 
     # Without emoji=False, `transformers:llama: ...` is printed with an emoji. In a notebook rich
-    # would display each table by itself, past whoever collects the output; and there FORCE_COLOR is
-    # set, which is for who looks at it.
+    # would display each table by itself, past the file; and there FORCE_COLOR is set, which is for
+    # who looks at it.
     console = Console(
+        file=file,
         highlight=False,
         markup=False,
         emoji=False,
         force_jupyter=False,
-        force_terminal=False if isinstance(sys.stdout, io.StringIO) else None,
+        force_terminal=None if file is None else False,
     )
     if not console.is_terminal:
         console.width = _PIPED_WIDTH
@@ -55,6 +54,12 @@ def print_table(console: Console, table: Table, labels: int = 1) -> None:
         console.print(_part(table, columns, title=number == 0, caption=not several))
     if several and caption:
         console.print(caption, style="table.caption")
+
+
+def print_line(console: Console, line: str) -> None:
+    """Prints the line as it is: not wrapped, and nothing in it is markup."""
+    console.file.write(f"{line}\n")
+    console.file.flush()
 
 
 def end_of(path: str, width: int) -> str:

@@ -5,6 +5,7 @@ A timeline has, for each rank, its actions with the seconds in which they ran.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from pipedream.graph.command import whole, write_whole
+from pipedream.graph.command import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -101,6 +102,13 @@ STYLES = {
 _PASSES = ("F", "B", "BI", "BW")
 
 
+def png(figure: Figure, dpi: int) -> bytes:
+    """The figure as the content of a file."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=dpi)
+    return content.getvalue()
+
+
 # Gantt charts
 
 
@@ -111,12 +119,12 @@ def draw(ranks: Timeline, path: Path, title: str, first: int = 0, count: int = 1
     everything that ran in between. Boxes carry the number of the minibatch if it fits. If there are
     more than 32 ranks, evenly spaced ones are drawn.
     """
-    draw_panels([Panel(title, ranks, first, count)], path)
+    write_whole(path, panels_png([Panel(title, ranks, first, count)]))
 
 
-def draw_panels(panels: Sequence[Panel], path: Path) -> None:
-    """Draws several timelines one below the other, on the same scale; the rows of several are
-    lower, so that they are seen together.
+def panels_png(panels: Sequence[Panel]) -> bytes:
+    """Returns the picture that `draw` writes, with several timelines one below the other, on the
+    same scale; the rows of several are lower, so that they are seen together.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -137,8 +145,7 @@ def draw_panels(panels: Sequence[Panel], path: Path) -> None:
     kinds = {event.action.kind for event in visible}
     colours = {style.name: style.colour for kind, style in STYLES.items() if kind in kinds}
     _legend(figure, [Patch(facecolor=colour, label=name) for name, colour in colours.items()])
-    with whole(path) as fresh:
-        figure.savefig(fresh, dpi=_DPI)
+    return png(figure, _DPI)
 
 
 def _draw_panel(axes: Axes, panel: Panel, begin: float, end: float) -> None:
@@ -248,13 +255,12 @@ def _legend(figure: Figure, handles: Sequence[Artist]) -> None:
 # Memory
 
 
-def draw_memory(
+def memory_png(
     memory: Mapping[int, StepCurve],
     stages: Sequence[Sequence[int]],
-    path: Path,
     title: str,
     limit: float | None = None,
-) -> None:
+) -> bytes:
     """Draws the bytes in use on each rank over time (PNG), in the colour of its stage.
 
     `stages` lists the ranks of each stage; `limit` is the memory of each rank.
@@ -288,8 +294,7 @@ def draw_memory(
     axes.set_title(title + _left_out(len(shown), len(memory)), loc="left")
     drawn = {stage_of[rank]: len(stages[stage_of[rank]]) for rank in shown}
     _stage_legend(figure, drawn, colours, limit is not None)
-    with whole(path) as fresh:
-        figure.savefig(fresh, dpi=_DPI)
+    return png(figure, _DPI)
 
 
 def _stage_colours(count: int) -> list[Any]:
@@ -328,7 +333,16 @@ def write_chrome(
     counters: Mapping[str, Mapping[int, StepCurve]] | None = None,
     marks: Mapping[str, float] | None = None,
 ) -> None:
-    """Writes the timeline as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing.
+    """Writes the `chrome_text`."""
+    write_whole(path, chrome_text(ranks, counters, marks))
+
+
+def chrome_text(
+    ranks: Timeline,
+    counters: Mapping[str, Mapping[int, StepCurve]] | None = None,
+    marks: Mapping[str, float] | None = None,
+) -> str:
+    """The timeline as JSON for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
     In the Trace Event Format: a complete event per action, per rank a counter for each name in
     `counters`, and a line across all ranks at each of `marks`. Times are in microseconds from the
@@ -338,8 +352,7 @@ def write_chrome(
     written = [*_rank_entries(ranks, counters or {}, begin)]
     for name, time in (marks or {}).items():
         written.append(_entry(name, "i", 0, time - begin, s="g", tid=0))
-    text = json.dumps({"traceEvents": written, "displayTimeUnit": "ms"})
-    write_whole(path, text + "\n")
+    return json.dumps({"traceEvents": written, "displayTimeUnit": "ms"}) + "\n"
 
 
 def _rank_entries(

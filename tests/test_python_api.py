@@ -17,10 +17,13 @@ from pathlib import Path
 import pytest
 import small_models
 import torch
+from profiled import profile_of
 from torch.nn import functional as F
 
 import pipedream
 from pipedream.command_line import words
+from pipedream.graph.model import format_graph, read_graph
+from pipedream.graph.profile import write_profile
 from pipedream.training import Run, _follow
 
 
@@ -76,6 +79,28 @@ def test_stages_of_the_users_own_are_priced() -> None:
     planned = pipedream.optimize(GRAPH, machines=3, bandwidth="1GB/s", split="enc", replicas=(2, 1))
     assert planned.plan.replicas == (2, 1)
     assert "The stages of --split; at most" in planned.report
+
+
+def test_a_graph_in_memory_is_planned_as_its_file_is_and_needs_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    asked = {"machines": 2, "bandwidth": "1GB/s"}
+    of_file, of_graph = (pipedream.optimize(each, **asked) for each in (GRAPH, read_graph(GRAPH)))
+    assert of_graph.report == of_file.report
+    assert of_graph.files == of_file.files
+    assert of_graph.plan == of_file.plan
+
+
+def test_a_plan_names_the_profile_by_a_path_that_holds_in_any_folder(tmp_path: Path) -> None:
+    """It was relative to a temporary folder."""
+    graph = read_graph(GRAPH)
+    (tmp_path / "graph.txt").write_text(format_graph(graph))
+    write_profile(profile_of(graph), tmp_path / "profile.json")
+    planned = pipedream.optimize(tmp_path / "graph.txt", 2, "1GB/s", export=["torch"])
+    assert planned.plan.asked is not None
+    assert planned.plan.asked.profile == str(tmp_path / "profile.json")
+    assert json.loads(planned.files["export-torch.json"])["stages"]
 
 
 def test_a_plan_is_shown_whole_and_by_no_folder_that_is_gone(

@@ -1,10 +1,11 @@
 """The command `pd-optimize`.
 
-- `command.py`: the command; begin here
-- `arguments.py`, `options.py`: the options as click has them, and their values
+- `planning.py`: planning as a function of options, for `pipedream.optimize`, too; begin here
+- `command.py`, `arguments.py`: the command, and its options as click has them
+- `options.py`, `values.py`: the options, and how they are made of what was given
 - `batch_sizes.py`: those of each batch size in a folder of profiles
-- `cluster_options.py`, `measure_here.py`, `like.py`: the cluster; `task.py`: the task
-- `output.py`: the files
+- `cluster_options.py`, `measure_here.py`, `like.py`, `inputs.py`: cluster and model
+- `task.py`: the task; `output.py`: the report and the files
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from pipedream.graph.choices import BEST_ORDER, OPTIMIZERS, ORDER_NAMES, SCHEDULES
-from pipedream.graph.command import COUNT, PATH, FiniteRange, option
+from pipedream.graph import command
+from pipedream.graph.command import PATH, FiniteRange
+from pipedream.optimizer.cli.options import OptionType, option_types
 
 EXAMPLES = (
     "pd-optimize profiles/vgg16/graph.txt --machines 4,2 --bandwidth 10GB,1GB --memory 16GB",
@@ -16,27 +17,28 @@ EXAMPLES = (
 )
 
 
-def _options_of_plan(context: click.Context, _parameter: click.Parameter, path: Path | None) -> Any:
-    """Makes the options of the plan the defaults."""
-    if path is not None:
-        from pipedream.graph.plan import read_plan
-        from pipedream.optimizer.cli.like import options_of
+def option(declaration: str, text: str, kind: click.ParamType[Any] | None = None) -> click.Option:
+    """An option of the type and with the default that `Options` says; `kind` overrides the type."""
+    name = declaration.split("--")[1].split()[0].replace("-", "_")
+    known = option_types()[name]
+    settings: dict[str, Any] = {"multiple": True} if known.several else {}
+    if known.of is not bool and known.default not in (None, ()):
+        settings["default"] = known.default
+    return command.option(declaration, text, kind or _kind(known), **settings)
 
-        known = options_of(read_plan(path), path)
-        context.default_map = {name: value for name, value in known.items() if value is not None}
-    return path
 
-
-def _options_of_run(
-    context: click.Context, _parameter: click.Parameter, runs: tuple[Path, ...]
-) -> Any:
-    """Makes the options of the newest run's plan the defaults, its update rate as measured."""
-    if runs:
-        from pipedream.optimizer.calibrate.runs import CalibrationRun
-        from pipedream.optimizer.cli.like import options_after
-
-        context.default_map = options_after(CalibrationRun.read(runs[-1]))
-    return runs
+def _kind(known: OptionType) -> click.ParamType[Any] | None:
+    """What click has for it; None for words and flags."""
+    if known.choice is not None:
+        return click.Choice(known.choice.words)
+    if known.of is Path:
+        return PATH
+    if known.bounds is None:
+        return None
+    least, most, above = known.bounds.least, known.bounds.most, known.bounds.above
+    if known.of is int:
+        return click.IntRange(int(least), None if most is None else int(most))
+    return FiniteRange(min=least, min_open=above)
 
 
 GROUPS = {
@@ -46,7 +48,6 @@ GROUPS = {
             "Cluster file: levels, measured links, types of device. Or auto: the workers of this"
             " machine, with the network between them measured first. Instead of --machines,"
             " --bandwidth and --latency.  [default: none]",
-            PATH,
         ),
         option(
             "--machines N,N,...",
@@ -67,20 +68,15 @@ GROUPS = {
             "How many times as fast as the device that was profiled the devices are, for plans"
             " for machines that you do not have; a cluster file has it for each type.  [default:"
             " 1]",
-            FiniteRange(min=0, min_open=True),
         ),
         option(
             "--like PLAN",
             "Take the cluster of this plan.json, and its options as defaults.  [default: none]",
-            PATH,
-            is_eager=True,
-            callback=_options_of_plan,
         ),
         option(
             "--workers N",
             "With --like or --calibrate: plan for N devices of that cluster; with --cluster auto:"
             " for N here.  [default: all]",
-            COUNT,
         ),
     ),
     "Model of cost": (
@@ -88,19 +84,16 @@ GROUPS = {
             "--profile",
             "profile.json with the memory and modules of the layers.  [default: profile.json"
             " beside GRAPH, if there]",
-            PATH,
         ),
         option(
             "--cost-model",
             "How plans are judged: by the simulator (network), or by a formula: PipeDream's as"
             " published (paper) or as released, or one for measured links.  [default: network]",
-            click.Choice(["network", "paper", "released", "measured"]),
         ),
         option(
             "--activation-compression R",
             "For paper, released and measured: divide the bytes between stages by R; released"
             " counts them only with this option.  [default: no compression]",
-            FiniteRange(min=0, min_open=True),
         ),
         option(
             "--update-rate BYTES",
@@ -112,18 +105,12 @@ GROUPS = {
             "Correct the times of GRAPH by what pd-train measured in this run folder, and say"
             " whether another plan is better now. Takes the cluster and options of the run's plan"
             " as defaults. Repeat for more runs, newest last.  [default: none]",
-            PATH,
-            multiple=True,
-            is_eager=True,
-            callback=_options_of_run,
         ),
     ),
     "Plan": (
         option(
             "--objective",
             "Most minibatches per second, or least time per batch of --microbatches.",
-            click.Choice(["throughput", "latency"]),
-            default="throughput",
         ),
         option("--straight", "No replication: one device per stage.  [default: off]"),
         option(
@@ -135,13 +122,11 @@ GROUPS = {
             "--epsilon SECONDS",
             "For latency: accept a plan slower by this many seconds per microbatch, to plan"
             " faster.  [default: 0]",
-            FiniteRange(min=0),
         ),
         option(
             "--layers L",
             "For latency: group the graph into L layers and cut only between them.  [default: cut"
             " anywhere]",
-            COUNT,
         ),
         option(
             "--split NAME,NAME,...",
@@ -160,38 +145,31 @@ GROUPS = {
             "--schedule",
             "When weights are updated, and which version a minibatch uses.  [default:"
             " weight-stashing; flush with --objective latency]",
-            click.Choice(SCHEDULES),
         ),
         option(
             "--order",
             "In which order a rank does its passes: of several stages with interleaved, zb-v,"
             " v-half, v-min and auto; backward passes in halves with all but interleaved; auto is"
             " found for the measured times; best is the fastest. With a flush.  [default: 1f1b]",
-            click.Choice([*ORDER_NAMES, BEST_ORDER]),
         ),
         option(
             "--stages-per-rank V",
             "With --order: so many stages on each rank, 1 to 4.  [default: what is fastest]",
-            click.IntRange(1, 4),
         ),
         option(
             "--microbatches B",
             "Minibatches of GRAPH in a batch (latency) or an update (flush, gpipe, 2bw)."
             "  [default: 4]  With --compare: of the plans with a flush.  [default: 4 per device]",
-            COUNT,
         ),
         option(
             "--global-batch N",
             "If GRAPH is a folder: examples per update; tries each batch size that divides N, with"
             " N / size microbatches.  [default: --microbatches of each size]",
-            COUNT,
         ),
         option("--memory BYTES", "Bytes of each device, such as 16GB.  [default: unlimited]"),
         option(
             "--optimizer",
             "Optimizer whose state is counted: none, one or two tensors per parameter.",
-            click.Choice(OPTIMIZERS),
-            default="adam",
         ),
         option(
             "--weight-prediction",
@@ -202,15 +180,11 @@ GROUPS = {
             "--recompute",
             "Recompute a stage's forward pass before its backward pass; auto: only in stages that"
             " --memory would not hold otherwise.",
-            click.Choice(["never", "auto", "always"]),
-            default="auto",
         ),
         option(
             "--in-flight",
             "Minibatches between forward and backward: as many as keep the pace and fit, or"
             " PipeDream's number, with less memory and fresher weights.",
-            click.Choice(["useful", "least"]),
-            default="useful",
         ),
     ),
     "Stages on several devices": (
@@ -224,7 +198,6 @@ GROUPS = {
             "With --mesh: place the parameters of this name (* stands for any letters), one"
             " placement for each axis: S(0) shards dimension 0, S(0, chunks=3) each third of it, R"
             " replicates. The rest follows. Repeat for more.  [default: all R]",
-            multiple=True,
         ),
     ),
     "Output": (
@@ -234,10 +207,8 @@ GROUPS = {
             click.Path(path_type=Path, file_okay=False),
         ),
         option(
-            "--export exports",
+            "--export",
             "Also write the plan for another framework; repeat for more.  [default: none]",
-            click.Choice(["torch", "torchtitan", "deepspeed", "megatron"]),
-            multiple=True,
         ),
         option(
             "--timeline",

@@ -71,15 +71,14 @@ def cluster_of(options: Options) -> Cluster:
 
 def _measured_here(options: Options) -> Cluster:
     """The workers of this machine. Raises UserError."""
-    from pipedream.graph.model import read_graph
-    from pipedream.graph.profile import read_profile
+    from pipedream.optimizer.cli.inputs import any_profile, graph_of
     from pipedream.optimizer.cli.measure_here import cluster_here, workers_here
 
-    read_graph(options.graph)  # what is wrong with it is said before measuring takes a minute
-    path = options.profile_path
-    machine = read_profile(path).machine if path.exists() else None
+    graph_of(options)  # what is wrong with it is said before measuring takes a minute
+    profile = any_profile(options)
+    machine = None if profile is None else profile.machine
     device = "cpu" if machine is None or machine.device == "cpu" else "cuda"
-    folder = options.folder / "network"
+    folder = None if options.output is None else options.output / "network"
     return cluster_here(options.workers or workers_here(machine), device, folder)
 
 

@@ -25,8 +25,15 @@ def recorded_options(options: Options, profile_used: bool) -> PlanningOptions:
     """The options for plan.json to record; the profile, if used, relative to the plan's folder."""
     typed: dict[str, Any] = {name: getattr(options, name) for name in _AS_TYPED}
     typed["shard"] = options.shard or None
-    profile = os.path.relpath(options.profile_path.resolve(), options.folder.resolve())
-    return PlanningOptions(**typed, profile=profile if profile_used else None)
+    return PlanningOptions(**typed, profile=_recorded_profile(options) if profile_used else None)
+
+
+def _recorded_profile(options: Options) -> str | None:
+    """Its path: whole if the plan is for no folder, None if the profile is in memory."""
+    if options.profile is None and not isinstance(options.graph, Path):
+        return None
+    path = options.profile_path.resolve()
+    return str(path) if options.output is None else os.path.relpath(path, options.output.resolve())
 
 
 def options_of(plan: Plan, path: Path) -> dict[str, Any]:

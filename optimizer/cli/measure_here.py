@@ -7,8 +7,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-
-import click
+from tempfile import TemporaryDirectory
 
 from pipedream.graph.cluster import Cluster, read_cluster
 from pipedream.graph.errors import UserError
@@ -18,16 +17,27 @@ _COUNT_GPUS = "import torch; print(torch.cuda.device_count())"
 
 
 @cache
-def cluster_here(workers: int, device: str, folder: Path) -> Cluster:
-    """Measures between so many processes with a `device` (cpu or cuda) each; the results are
-    written to `folder`. Raises UserError.
+def cluster_here(workers: int, device: str, folder: Path | None = None) -> Cluster:
+    """Measures between so many processes with a `device` (cpu or cuda) each; they write the results
+    to `folder`, if there is one for them. Raises UserError.
     """
     if workers < 2:
         raise UserError(
             f"--cluster auto: there is {workers} worker here, and nothing to measure: give"
             " --workers N, or name a cluster file"
         )
-    click.echo(f"Measuring the network between {workers} workers of this machine", err=True)
+    print(
+        f"Measuring the network between {workers} workers of this machine",
+        file=sys.stderr,
+        flush=True,
+    )
+    if folder is not None:
+        return _measure(workers, device, folder)
+    with TemporaryDirectory() as own:
+        return _measure(workers, device, Path(own))
+
+
+def _measure(workers: int, device: str, folder: Path) -> Cluster:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     program = ["--nproc-per-node", str(workers), "-m", "pipedream.profiler.cli", "--network"]
     done = subprocess.run(

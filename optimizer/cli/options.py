@@ -1,71 +1,168 @@
-"""The values of `pd-optimize`'s options."""
+"""The options of planning, of `pd-optimize` as of `pipedream.optimize`: names, types, defaults."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import NoneType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    TypeAlias,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from pipedream.graph.choices import (
+    BEST_ORDER,
+    ORDER_NAMES,
+    InFlight,
+    OptimizerName,
+    Recompute,
+    ScheduleName,
+)
 
 if TYPE_CHECKING:
-    from pipedream.graph.choices import InFlight, OptimizerName, Recompute, ScheduleName
+    from collections.abc import Mapping
+
+    from pipedream.graph.model import Graph
+    from pipedream.graph.placements.operators import OperatorProfile
+    from pipedream.graph.profile import Profile
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Finite numbers from `least` on, which itself is left out if `above`, up to `most`."""
+
+    least: float
+    most: float | None = None
+    above: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of these words."""
+
+    words: tuple[str, ...]
+
+
+Count: TypeAlias = Annotated[int, Bounds(1)]
+Factor: TypeAlias = Annotated[float, Bounds(0, above=True)]
+
+
+@dataclass(frozen=True)
+class ModelInMemory:
+    """A model that has no files: its graph, and what else was profiled of it."""
+
+    graph: Graph
+    profile: Profile | None = None
+    operators: OperatorProfile | None = None
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was typed, None where nothing was: one field per option, under its Python name."""
+    """What is asked for, None where nothing is: one field per option, under its Python name.
 
-    graph: Path
+    Amounts and lists are as typed: `plan.json` records them so. `typed`: the options that the user
+    gave, and not an earlier plan.
+    """
 
-    cluster: Path | None
-    machines: str | None
-    bandwidth: str | None
-    latency: str | None
-    speed: float | None
-    like: Path | None
-    workers: int | None
+    graph: Path | ModelInMemory
 
-    profile: Path | None
-    cost_model: str | None
-    activation_compression: float | None
-    update_rate: str | None
-    calibrate: tuple[Path, ...]
+    cluster: Path | None = None
+    machines: str | None = None
+    bandwidth: str | None = None
+    latency: str | None = None
+    speed: Factor | None = None
+    like: Path | None = None
+    workers: Count | None = None
 
-    objective: str
-    straight: bool
-    fewer_machines: bool
-    epsilon: float | None
-    layers: int | None
-    split: str | None
-    replicas: str | None
+    profile: Path | None = None
+    cost_model: Literal["network", "paper", "released", "measured"] | None = None
+    activation_compression: Factor | None = None
+    update_rate: str | None = None
+    calibrate: tuple[Path, ...] = ()
 
-    schedule: ScheduleName | None
-    order: str | None
-    stages_per_rank: int | None
-    microbatches: int | None
-    global_batch: int | None
-    memory: str | None
-    optimizer: OptimizerName
-    weight_prediction: bool
-    recompute: Recompute
-    in_flight: InFlight
+    objective: Literal["throughput", "latency"] = "throughput"
+    straight: bool = False
+    fewer_machines: bool = False
+    epsilon: Annotated[float, Bounds(0)] | None = None
+    layers: Count | None = None
+    split: str | None = None
+    replicas: str | None = None
 
-    mesh: str | None
-    shard: tuple[str, ...]
+    schedule: ScheduleName | None = None
+    order: Annotated[str, Choice((*ORDER_NAMES, BEST_ORDER))] | None = None
+    stages_per_rank: Annotated[int, Bounds(1, 4)] | None = None
+    microbatches: Count | None = None
+    global_batch: Count | None = None
+    memory: str | None = None
+    optimizer: OptimizerName = "adam"
+    weight_prediction: bool = False
+    recompute: Recompute = "auto"
+    in_flight: InFlight = "useful"
 
-    output: Path | None
-    exports: tuple[str, ...]
-    timeline: bool
-    compare: bool
-    sweep: str | None
+    mesh: str | None = None
+    shard: tuple[str, ...] = ()
+
+    output: Path | None = None
+    """The folder that the files are for; None if they are for none."""
+    export: tuple[Literal["torch", "torchtitan", "deepspeed", "megatron"], ...] = ()
+    timeline: bool = False
+    compare: bool = False
+    sweep: str | None = None
+
+    typed: frozenset[str] = frozenset()
 
     @property
-    def folder(self) -> Path:
-        """The output folder."""
-        if self.output is not None:
-            return self.output
-        return (self.graph if self.graph.is_dir() else self.graph.parent) / "plan"
+    def graph_path(self) -> Path:
+        """The path of graph.txt, or what stands for it in messages."""
+        return self.graph if isinstance(self.graph, Path) else Path("graph.txt")
 
     @property
     def profile_path(self) -> Path:
         """The profile that the graph came with."""
-        return self.profile or self.graph.with_name("profile.json")
+        return self.profile or self.graph_path.with_name("profile.json")
+
+
+@dataclass(frozen=True)
+class OptionType:
+    """The values of an option: a bool, int, float, str or Path, or `several` in a tuple; with its
+    default.
+    """
+
+    of: type
+    choice: Choice | None
+    bounds: Bounds | None
+    several: bool
+    default: Any
+
+
+@cache
+def option_types() -> Mapping[str, OptionType]:
+    """The type of each option, by its Python name."""
+    hints = get_type_hints(Options, include_extras=True)
+    others = ("graph", "typed")
+    return {
+        each.name: _option_type(hints[each.name], each.default)
+        for each in fields(Options)
+        if each.name not in others
+    }
+
+
+def _option_type(hint: Any, default: Any) -> OptionType:
+    several = get_origin(hint) is tuple
+    if several or NoneType in get_args(hint):
+        hint = get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        return OptionType(str, Choice(get_args(hint)), None, several, default)
+    if get_origin(hint) is not Annotated:
+        return OptionType(hint, None, None, several, default)
+    of, note = get_args(hint)
+    choice = note if isinstance(note, Choice) else None
+    bounds = note if isinstance(note, Bounds) else None
+    return OptionType(of, choice, bounds, several, default)

@@ -1,66 +1,107 @@
-"""Writes the files of `pd-optimize`, and prints what goes with them."""
+"""What planning has to show: the sections of its report, and the files that go with them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
-import click
+from rich.console import Console
 
-from pipedream.graph import timeline
-from pipedream.graph.command import write_whole, writing
-from pipedream.graph.draw import draw, why_text
+from pipedream.graph.draw import OTHER, picture, why_text
 from pipedream.graph.model import Graph, format_graph
-from pipedream.graph.plan import Plan, write_plan
+from pipedream.graph.plan import Plan, plan_text
 from pipedream.graph.profile import BATCH_SIZES_TABLE
-from pipedream.graph.tables import make_console, print_table
+from pipedream.graph.tables import print_line, print_table
+from pipedream.graph.timeline import Panel, chrome_text, memory_png, panels_png
 from pipedream.optimizer.calibrate.price_plan import price_plan
 from pipedream.optimizer.calibrate.verdict import Verdict, print_runs, print_verdict
+from pipedream.optimizer.cli.planning import Planning
 from pipedream.optimizer.cli.task import Task
-from pipedream.optimizer.compare.batch_sizes import Choices, choices_frame
+from pipedream.optimizer.compare.batch_sizes import Choices, choices_frame, print_choices
 from pipedream.optimizer.compare.comparison import (
     compare,
     comparison_frame,
+    comparison_png,
     comparison_table,
-    draw_comparison,
 )
-from pipedream.optimizer.compare.sweep import draw_sweep, sweep, sweep_frame, sweep_table
-from pipedream.optimizer.export.frameworks import export, write_export
+from pipedream.optimizer.compare.sweep import sweep, sweep_frame, sweep_png, sweep_table
+from pipedream.optimizer.export.frameworks import export
+from pipedream.optimizer.report.plan_report import print_report
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.sharding.model_sharding import ModelSharding
 from pipedream.optimizer.sharding.table import sharding_table, traffic_table
 from pipedream.optimizer.simulate.simulation import Simulation
 
-_NO_NOTES: Mapping[str, str] = MappingProxyType({})
+
+def _nothing(_console: Console) -> None:
+    """Shows nothing."""
 
 
-def write_plan_files(
-    plan: Plan,
-    request: Request,
-    folder: Path,
-    simulation: Simulation | None,
-    whole: Graph,
-    modules: Mapping[str, str] | None = None,
-    notes: Mapping[str, str] = _NO_NOTES,
-) -> str:
-    """Writes plan.json, graph.txt and pictures, of the simulation too if there is one; returns a
-    line that names them. `whole`: the graph that graph.txt is to have; `modules`: the path of the
-    module of each node; `notes`: what is to be written at nodes in the picture.
+@dataclass(frozen=True)
+class Section:
+    """A part of the report, and its files.
 
-    Raises UserError if the folder cannot be written.
+    `files`: the content by name, None for one of an earlier plan that has to go; `named`: the line
+    that names them, and the folder, which comes after what is shown.
     """
+
+    show: Callable[[Console], None] = _nothing
+    files: Mapping[str, bytes | None] = field(default_factory=dict)
+    named: Callable[[Path], str] | None = None
+
+
+def sections(planning: Planning) -> Iterator[Section]:
+    """Yields what there is to show, each section once it is made: a comparison or a sweep plans,
+    too. Raises UserError if an export is not possible.
+    """
+    options, task, plan = planning.options, planning.task, planning.outcome.plan
+    if planning.choices is not None:
+        choices = planning.choices
+        yield Section(lambda console: print_choices(choices, console))
+    yield _report(planning)
+    for framework in options.export:
+        yield from _export(framework, plan, task)
+    if task.numbers is not None:
+        yield _sweep(task.request, task.numbers)
+    if options.compare:
+        yield _compare(task.request, options.microbatches, plan)
+    if planning.choices is not None:
+        yield from _choices(planning.choices)
+    yield next_step(plan, "" if task.profile is None else task.profile.model)
+
+
+def _report(planning: Planning) -> Section:
+    """The report of the plan: plan.json, graph.txt and pictures, of the simulation too if there is
+    one.
+    """
+    task, outcome, simulation = planning.task, planning.outcome, planning.simulation
+    plan, request = outcome.plan, task.request
+    whole = request.graph if task.sharding is None else task.profiled
+    modules = None if task.profile is None else task.profile.modules
     staged = _on_devices(request.graph.with_stages(plan.stage_of), plan)
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_plan(plan, folder / "plan.json")
-        write_whole(folder / "graph.txt", format_graph(whole.with_stages(plan.stage_of)))
-        picture = draw(staged, folder / "graph", modules=modules, notes=notes)
-        drawn = "" if simulation is None else _draw(simulation, plan, folder, request.memory)
-    why = why_text(staged, picture)
-    files = f"{folder}/plan.json, graph.txt, {picture.name}"
-    return f"Written: {files}" + (f" ({why})" if why else "") + drawn
+    suffix, image = picture(staged, modules=modules, notes=task.placement_notes)
+    files: dict[str, bytes | None] = {
+        "plan.json": plan_text(plan).encode(),
+        "graph.txt": format_graph(whole.with_stages(plan.stage_of)).encode(),
+        f"graph{suffix}": image,
+        f"graph{OTHER[suffix]}": None,
+    }
+    pictures = {} if simulation is None else _timelines(simulation, plan, request.memory)
+
+    def show(console: Console) -> None:
+        print_report(outcome, request.graph, console, task.profile)
+        if task.sharding is not None:
+            print_table(console, sharding_table(plan, task.sharding))
+            print_table(console, traffic_table(plan, task.sharding))
+        if task.runs:
+            _judge(task, plan, console)
+
+    def named(folder: Path) -> str:
+        why = why_text(staged, folder / f"graph{suffix}")
+        drawn = f"graph{suffix}" + (f" ({why})" if why else "")
+        return f"Written: {folder}/{', '.join(('plan.json', 'graph.txt', drawn, *pictures))}"
+
+    return Section(show, {**files, **pictures}, named)
 
 
 def _on_devices(graph: Graph, plan: Plan) -> Graph:
@@ -78,85 +119,97 @@ def _on_devices(graph: Graph, plan: Plan) -> Graph:
     )
 
 
-def print_sharding(plan: Plan, sharding: ModelSharding) -> None:
-    """Prints how the parameters of each stage are placed, and what its devices exchange."""
-    console = make_console()
-    print_table(console, sharding_table(plan, sharding))
-    print_table(console, traffic_table(plan, sharding))
-
-
-def _draw(simulation: Simulation, plan: Plan, folder: Path, memory: float | None) -> str:
-    """Writes the pictures of --timeline; returns their names for the user."""
-    timeline.draw(simulation.events, folder / "timeline.png", "simulated schedule")
-    timeline.write_chrome(
-        simulation.events, folder / "timeline.json", {"memory": simulation.memory}
-    )
+def _timelines(simulation: Simulation, plan: Plan, memory: float | None) -> dict[str, bytes]:
+    """The files of --timeline."""
+    events, curves = simulation.events, simulation.memory
     stages = [stage.ranks for stage in plan.stages]
     title = "memory of each rank, simulated"
-    timeline.draw_memory(simulation.memory, stages, folder / "memory.png", title, memory)
-    return ", timeline.png, timeline.json, memory.png"
+    return {
+        "timeline.png": panels_png([Panel("simulated schedule", events)]),
+        "timeline.json": chrome_text(events, {"memory": curves}).encode(),
+        "memory.png": memory_png(curves, stages, title, memory),
+    }
 
 
-def export_plan(framework: str, plan: Plan, task: Task, folder: Path) -> None:
-    """Writes export-FRAMEWORK.json, and a CSV where there is one, and prints the notes. Raises
-    UserError if not possible.
-    """
+def _judge(task: Task, plan: Plan, console: Console) -> None:
+    """Prints the measurements of the runs, and compares the newest run's plan with this one."""
+    run, request = task.runs[-1], task.request
+    print_runs(task.runs, task.profiled, request.overheads, console)
+    now = price_plan(run.measured.plan, request)
+    print_verdict(Verdict(run, now, plan), console)
+
+
+def _export(framework: str, plan: Plan, task: Task) -> Iterator[Section]:
+    """export-FRAMEWORK.json, a CSV where there is one, and then the notes."""
     assert task.profile is not None
     exported = export(framework, plan, task.request.graph, task.profile)
-    path = folder / f"export-{framework}.json"
-    with writing(folder):
-        write_export(exported, path)
-    click.echo(f"Exported: {path}" + ("" if exported.csv is None else f", {path.stem}.csv"))
-    for note in exported.notes:
-        click.echo(f"  {note}")
+    stem = f"export-{framework}"
+    csv = "" if exported.csv is None else f", {stem}.csv"
+    yield Section(
+        files=exported.files(stem),
+        named=lambda folder: f"Exported: {folder / stem}.json{csv}",
+    )
+    yield _lines(*(f"  {note}" for note in exported.notes))
 
 
-def say_next(plan: Plan, folder: Path, profiled: str = "") -> None:
-    """Prints the command that trains the plan, and a hint if the plan is no pipeline.
+def _lines(*lines: str) -> Section:
+    def show(console: Console) -> None:
+        for line in lines:
+            print_line(console, line)
+
+    return Section(show)
+
+
+def _sweep(request: Request, numbers: range) -> Section:
+    """The table of --sweep, as CSV and as a picture, too."""
+    frame = sweep_frame(list(sweep(request, numbers)))
+    return Section(
+        lambda console: print_table(console, sweep_table(frame)),
+        {"sweep.csv": frame.to_csv(index=False).encode(), "sweep.png": sweep_png(frame)},
+        lambda folder: f"Written: {folder}/sweep.csv, sweep.png",
+    )
+
+
+def _compare(request: Request, microbatches: int | None, chosen: Plan) -> Section:
+    """The table of --compare, as CSV and as timelines, too."""
+    count = microbatches or 4 * request.cluster.devices
+    contenders = compare(request, count, chosen)
+    table = comparison_frame(contenders).to_csv(index=False).encode()
+    timelines = comparison_png(contenders)
+
+    def show(console: Console) -> None:
+        print_table(console, comparison_table(contenders, count))
+        for contender in contenders:
+            if contender.problem is not None:
+                print_line(console, f"{contender.name}: {contender.problem}")
+
+    return Section(
+        show,
+        {"compare.csv": table} | ({} if timelines is None else {"compare.png": timelines}),
+        lambda folder: f"Written: {folder}/compare.csv, compare.png",
+    )
+
+
+def _choices(choices: Choices) -> Iterator[Section]:
+    """The table of batch sizes as CSV, and then which size was chosen."""
+    table = choices_frame(choices).to_csv(index=False).encode()
+    yield Section(
+        files={BATCH_SIZES_TABLE: table},
+        named=lambda folder: f"Written: {folder}/{BATCH_SIZES_TABLE}",
+    )
+    yield _lines(choices.words)
+
+
+def next_step(plan: Plan, profiled: str) -> Section:
+    """The command that trains the plan, and a hint if the plan is no pipeline.
 
     `profiled`: the model as pd-profile was given it; a run config, if it is one that is there.
     """
-    if len(plan.stages) == 1 and plan.stages[0].replicas > 1:
-        click.echo(
-            "1 stage: this is data parallelism; add --straight for a pipeline without replicas"
-        )
     is_config = profiled.endswith((".yaml", ".yml")) and Path(profiled).is_file()
     config = profiled if is_config else "CONFIG.yaml"
-    click.echo(f"Next: pd-train {folder}/plan.json --config {config}")
-
-
-def sweep_workers(request: Request, numbers: range, folder: Path) -> None:
-    """Prints the table of --sweep; writes it as CSV and as a picture."""
-    frame = sweep_frame(list(sweep(request, numbers)))
-    print_table(make_console(), sweep_table(frame))
-    write_whole(folder / "sweep.csv", frame.to_csv(index=False))
-    draw_sweep(frame, folder / "sweep.png")
-    click.echo(f"Written: {folder}/sweep.csv, sweep.png")
-
-
-def compare_plans(request: Request, microbatches: int, chosen: Plan, folder: Path) -> None:
-    """Prints the table of --compare; writes it as CSV and as timelines."""
-    contenders = compare(request, microbatches, chosen)
-    print_table(make_console(), comparison_table(contenders, microbatches))
-    for contender in contenders:
-        if contender.problem is not None:
-            click.echo(f"{contender.name}: {contender.problem}")
-    write_whole(folder / "compare.csv", comparison_frame(contenders).to_csv(index=False))
-    draw_comparison(contenders, folder / "compare.png")
-    click.echo(f"Written: {folder}/compare.csv, compare.png")
-
-
-def write_choices(choices: Choices, folder: Path) -> None:
-    """Writes the table of batch sizes as CSV, and prints which size was chosen."""
-    with writing(folder):
-        write_whole(folder / BATCH_SIZES_TABLE, choices_frame(choices).to_csv(index=False))
-    click.echo(f"Written: {folder}/{BATCH_SIZES_TABLE}")
-    click.echo(choices.words)
-
-
-def judge(task: Task, plan: Plan) -> None:
-    """Prints the measurements of the runs, and compares the newest run's plan with this one."""
-    run, request = task.runs[-1], task.request
-    print_runs(task.runs, task.profiled, request.overheads)
-    now = price_plan(run.measured.plan, request)
-    print_verdict(Verdict(run, now, plan))
+    hint = "1 stage: this is data parallelism; add --straight for a pipeline without replicas"
+    alone = len(plan.stages) == 1 and plan.stages[0].replicas > 1
+    return replace(
+        _lines(*([hint] if alone else [])),
+        named=lambda folder: f"Next: pd-train {folder}/plan.json --config {config}",
+    )

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from pipedream.graph.choices import DEFAULT_ORDER
+from pipedream.graph.choices import DEFAULT_ORDER, ScheduleName
+from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
+from pipedream.graph.model import Graph
+from pipedream.graph.plan import Plan
+from pipedream.graph.profile import Footprint, Profile, TrainingOverheads
+from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
 from pipedream.optimizer.cli.cluster_options import bytes_of, cluster_of
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from pipedream.graph.cluster import Cluster
-    from pipedream.graph.model import Graph
-    from pipedream.graph.plan import Plan
-    from pipedream.graph.profile import Profile
-    from pipedream.optimizer.calibrate.runs import CalibrationRun
-    from pipedream.optimizer.cli.options import Options
-    from pipedream.optimizer.search.latency import Latency
-    from pipedream.optimizer.search.request import Request
-    from pipedream.optimizer.search.split import Split
-    from pipedream.optimizer.sharding.model_sharding import ModelSharding
+from pipedream.optimizer.cli.inputs import graph_of, has_profile, operators_of, profile_of
+from pipedream.optimizer.cli.options import Options
+from pipedream.optimizer.compare.sweep import check_sweep, parse_range
+from pipedream.optimizer.cost.models import COST_MODELS, DEFAULT_COST_MODEL, CostModel
+from pipedream.optimizer.cost.stages import Rules
+from pipedream.optimizer.search.latency import Latency
+from pipedream.optimizer.search.request import Request
+from pipedream.optimizer.search.split import Split, split_of
+from pipedream.optimizer.sharding.expand import expand
+from pipedream.optimizer.sharding.model_sharding import ModelSharding
+from pipedream.optimizer.sharding.table import notes
+from pipedream.optimizer.sharding.team_graph import team_footprints, team_graph
+from pipedream.optimizer.simulate.workload import UPDATE_RATE
+from pipedream.schedule.policy import uniform_updates
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,6 @@ class Task:
         """The plan with the devices of its teams, if it is for teams."""
         if self.sharding is None:
             return plan
-        from pipedream.optimizer.sharding.expand import expand
-
         assert self.profile is not None
         return expand(plan, self.sharding, self.profile, self.profiled)
 
@@ -59,123 +63,189 @@ class Task:
         """By node how its parameters are divided, with --mesh."""
         if self.sharding is None or self.profile is None:
             return {}
-        from pipedream.optimizer.sharding.table import notes
-
         return notes(self.sharding, self.profile)
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What the options say that no file is needed for."""
+
+    cluster: Cluster
+    memory: float | None
+    latency: Latency | None
+    in_rounds: bool
+    update_rate: float | None
+    numbers: range | None
+
+
+@dataclass(frozen=True)
+class _Model:
+    """The model: its graph as `profiled`, and with times corrected by the `runs`."""
+
+    profiled: Graph
+    graph: Graph
+    profile: Profile | None
+    runs: Sequence[CalibrationRun]
+
+    @property
+    def footprints(self) -> Mapping[str, Footprint] | None:
+        return None if self.profile is None else self.profile.footprints
+
+    @property
+    def overheads(self) -> TrainingOverheads | None:
+        return _overheads(self.profile)
 
 
 def make_task(options: Options) -> Task:
     """Reads the inputs. Raises UserError for everything that can be wrong before planning."""
     options = _with_schedule(options)
-    cluster = cluster_of(options)
-    limit = None if options.memory is None else bytes_of("--memory", options.memory)
-    goal = _latency(options)
-    in_rounds = _in_rounds(options)
-    typed = options.update_rate
-    rate = None if typed is None else bytes_of("--update-rate", typed)
-    numbers = None if options.sweep is None else _numbers(options.sweep, cluster)
+    figures = _figures(options)
     _check_files(options)
+    model = _read_model(options)
+    schedule = _schedule(options, figures.latency)
+    cost_model = _cost_model(options)
+    sharding = _model_sharding(options, model, figures.cluster)
+    request = _request(options, figures, model, schedule, cost_model)
+    return Task(
+        request if sharding is None else _of_teams(request, model.profile, sharding),
+        figures.numbers,
+        model.profile,
+        model.runs,
+        model.profiled,
+        None if model.profile is None else model.profile.batch_size,
+        options.schedule is None and figures.latency is None and not options.weight_prediction,
+        sharding,
+    )
 
-    from pipedream.graph.model import read_graph
-    from pipedream.graph.profile import TrainingOverheads
-    from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
-    from pipedream.optimizer.cost.models import COST_MODELS, DEFAULT_COST_MODEL
-    from pipedream.optimizer.cost.stages import Rules
-    from pipedream.optimizer.search.request import Request
-    from pipedream.optimizer.simulate.workload import UPDATE_RATE
 
-    profiled = read_graph(options.graph)
+def _figures(options: Options) -> _Figures:
+    cluster, rate = cluster_of(options), options.update_rate
+    return _Figures(
+        cluster,
+        memory=None if options.memory is None else bytes_of("--memory", options.memory),
+        latency=_latency(options),
+        in_rounds=_in_rounds(options),
+        update_rate=None if rate is None else bytes_of("--update-rate", rate),
+        numbers=None if options.sweep is None else _numbers(options.sweep, cluster),
+    )
+
+
+def _read_model(options: Options) -> _Model:
+    graph = graph_of(options)
     runs = [CalibrationRun.read(folder) for folder in options.calibrate]
-    profile = _profile(options, profiled)
+    profile = profile_of(options, graph)
     if profile is not None:
-        profiled = profile.divide_backward(profiled)
-    footprints = None if profile is None else profile.footprints
-    overheads = profile.training_overheads if profile and footprints else None
+        graph = profile.divide_backward(graph)
     for run in runs:
-        run.check(profiled, options.graph, options.profile_path, profile)
-    graph = calibrated(profiled, runs, profile, overheads) if runs else profiled
-    schedule = options.schedule or ("weight-stashing" if goal is None else "flush")
+        run.check(graph, options.graph_path, options.profile_path, profile)
+    corrected = calibrated(graph, runs, profile, _overheads(profile)) if runs else graph
+    return _Model(graph, corrected, profile, runs)
+
+
+def _overheads(profile: Profile | None) -> TrainingOverheads | None:
+    return profile.training_overheads if profile and profile.footprints else None
+
+
+def _schedule(options: Options, latency: Latency | None) -> ScheduleName:
+    schedule = options.schedule or ("weight-stashing" if latency is None else "flush")
     if options.weight_prediction and schedule != "weight-stashing":
         raise UserError(
             f"--weight-prediction is for weight-stashing, and the schedule is {schedule}: leave one"
             " of them out"
         )
-    cost_model = options.cost_model or DEFAULT_COST_MODEL
-    if options.activation_compression is not None and cost_model == DEFAULT_COST_MODEL:
+    return schedule
+
+
+def _cost_model(options: Options) -> CostModel:
+    name = options.cost_model or DEFAULT_COST_MODEL
+    if options.activation_compression is not None and name == DEFAULT_COST_MODEL:
         raise UserError(
             "--activation-compression is for formulas, and pd-train sends activations as they are:"
             " add --cost-model paper, released or measured, or leave it out"
         )
-    sharding = _model_sharding(options, graph, profile, cluster)
-    if sharding is not None and profile is not None:
-        from pipedream.optimizer.sharding.team_graph import team_footprints, team_graph
+    return COST_MODELS[name](options.activation_compression)
 
-        graph, cluster = team_graph(graph, profile, sharding), sharding.teams
-        footprints = None if footprints is None else team_footprints(footprints, sharding)
-    request = Request(
-        graph=graph,
-        cluster=cluster,
-        model=COST_MODELS[cost_model](options.activation_compression),
+
+def _request(
+    options: Options,
+    figures: _Figures,
+    model: _Model,
+    schedule: ScheduleName,
+    cost_model: CostModel,
+) -> Request:
+    profile, overheads = model.profile, model.overheads
+    rates = {} if overheads is None else overheads.update_rates
+    return Request(
+        graph=model.graph,
+        cluster=figures.cluster,
+        model=cost_model,
         schedule=schedule,
-        memory=limit,
+        memory=figures.memory,
         rules=Rules(options.straight, options.fewer_machines),
-        latency=goal,
+        latency=figures.latency,
         optimizer=options.optimizer,
         recompute=options.recompute,
         in_flight=options.in_flight,
-        update_rate=rate
-        or (overheads or TrainingOverheads({})).update_rates.get(options.optimizer, UPDATE_RATE),
+        update_rate=figures.update_rate or rates.get(options.optimizer, UPDATE_RATE),
         overheads=overheads,
-        footprints=footprints,
-        microbatches=options.microbatches if in_rounds else None,
+        footprints=model.footprints,
+        microbatches=options.microbatches if figures.in_rounds else None,
         weight_prediction=options.weight_prediction,
         order=options.order,
         stages_each=options.stages_per_rank,
         sharing=() if profile is None else profile.learned_together,
-        split=_split(options, graph, profile),
+        split=_split(options, model.graph, profile),
     )
-    size = None if profile is None else profile.batch_size
-    open_to_choice = options.schedule is None and goal is None and not options.weight_prediction
-    return Task(request, numbers, profile, runs, profiled, size, open_to_choice, sharding)
 
 
-def _model_sharding(
-    options: Options, graph: Graph, profile: Profile | None, cluster: Cluster
-) -> ModelSharding | None:
+def _of_teams(request: Request, profile: Profile | None, sharding: ModelSharding) -> Request:
+    """The request for teams of devices, in place of single ones."""
+    assert profile is not None
+    footprints = request.footprints
+    return replace(
+        request,
+        graph=team_graph(request.graph, profile, sharding),
+        cluster=sharding.teams,
+        footprints=None if footprints is None else team_footprints(footprints, sharding),
+    )
+
+
+def _model_sharding(options: Options, model: _Model, cluster: Cluster) -> ModelSharding | None:
     """How --mesh and --shard divide the operators; None without. Raises UserError."""
     if options.mesh is None:
         if options.shard:
             raise UserError("--shard needs --mesh: add --mesh 2, or leave it out")
         return None
-    others = {
-        "--compare": options.compare,
-        "--sweep": options.sweep,
-        "--calibrate": options.calibrate,
-        f"--export {' '.join(options.exports)}": options.exports,
-        "--timeline": options.timeline,
-    }
-    for other, given in others.items():
-        if given:
-            raise UserError(f"{other} does not know teams of devices: leave it or --mesh out")
-    from pipedream.graph.placements.operators import read_operators
-    from pipedream.optimizer.sharding.model_sharding import ModelSharding
-
+    _check_known_to_teams(options)
     mesh = _mesh(options.mesh)
-    path = options.graph.with_name("operators.json")
+    profile, path = model.profile, options.graph_path.with_name("operators.json")
     if profile is not None and profile.no_operators is not None:
         raise UserError(
             f"--mesh: the model cannot run on a mesh: {profile.no_operators}; plan it without"
             " --mesh"
         )
-    if not path.exists() or profile is None:
+    operators = None if profile is None else operators_of(options)
+    if operators is None:
         raise UserError(
             f"--mesh: there is no {path if profile else options.profile_path}: pd-profile writes it"
             " with graph.txt"
         )
-    operators = read_operators(path)
-    if operators.fingerprint != graph.fingerprint:
+    if operators.fingerprint != model.graph.fingerprint:
         raise UserError(f"{path}: the operators of another graph: run pd-profile again")
     return ModelSharding.of(mesh, options.shard, operators, cluster)
+
+
+def _check_known_to_teams(options: Options) -> None:
+    others = {
+        "--compare": options.compare,
+        "--sweep": options.sweep,
+        "--calibrate": options.calibrate,
+        f"--export {' '.join(options.export)}": options.export,
+        "--timeline": options.timeline,
+    }
+    for other, given in others.items():
+        if given:
+            raise UserError(f"{other} does not know teams of devices: leave it or --mesh out")
 
 
 def _mesh(text: str) -> tuple[int, ...]:
@@ -206,8 +276,6 @@ def _split(options: Options, graph: Graph, profile: Profile | None) -> Split | N
             raise UserError(
                 f"{option} says what the stages are, to be simulated: leave out {other}"
             )
-    from pipedream.optimizer.search.split import split_of
-
     names = tuple(name.strip() for name in (options.split or "").split(",") if name.strip())
     try:
         counts = None if options.replicas is None else list(map(int, options.replicas.split(",")))
@@ -246,8 +314,6 @@ def _in_rounds(options: Options) -> bool:
 
     Raises UserError if --microbatches was typed and nothing uses it.
     """
-    from pipedream.schedule.policy import uniform_updates
-
     in_rounds = options.schedule is not None and uniform_updates(options.schedule)
     unused = not (in_rounds or options.compare or options.objective == "latency")
     if unused and options.microbatches is not None:
@@ -262,9 +328,9 @@ def check_global_batch(options: Options) -> None:
     """Raises UserError if --global-batch was typed and nothing uses it."""
     if options.global_batch is None:
         return
-    if not options.graph.is_dir():
+    if not (isinstance(options.graph, Path) and options.graph.is_dir()):
         raise UserError(
-            f"--global-batch: {options.graph} has one batch size: name a folder of pd-profile"
+            f"--global-batch: {options.graph_path} has one batch size: name a folder of pd-profile"
             " --batch-sizes, or give --microbatches"
         )
     if options.objective != "latency" and not _in_rounds(replace(options, microbatches=None)):
@@ -289,31 +355,10 @@ def _latency(options: Options) -> Latency | None:
             "--objective latency plans for the schedules flush and gpipe: leave out"
             f" --schedule {options.schedule}"
         )
-    from pipedream.optimizer.search.latency import Latency
-
     return Latency(options.microbatches, options.epsilon or 0.0, options.layers)
 
 
-def _profile(options: Options, graph: Graph) -> Profile | None:
-    """The profile that was asked for or that an export needs; else that beside the graph, if it
-    belongs to this graph. Raises UserError.
-    """
-    from pipedream.graph.profile import read_profile_of
-
-    if options.profile is None and not options.exports:
-        try:
-            return read_profile_of(options.profile_path, graph)
-        except UserError:
-            return None
-    profile = read_profile_of(options.profile_path, graph)
-    if options.profile is not None and profile.footprints is None:
-        raise UserError(f"--profile {options.profile}: has no memory figures: run pd-profile again")
-    return profile
-
-
 def _numbers(text: str, cluster: Cluster) -> range:
-    from pipedream.optimizer.compare.sweep import check_sweep, parse_range
-
     numbers = parse_range(text)
     check_sweep(cluster, numbers)
     return numbers
@@ -323,19 +368,24 @@ def _check_files(options: Options) -> None:
     """Raises UserError if the output folder clearly cannot be written, or --export needs a profile
     that is missing.
     """
-    folder = options.folder
-    if options.calibrate and folder.resolve() == options.graph.resolve().parent:
+    if options.output is not None:
+        _check_folder(options, options.output)
+    if options.export and not has_profile(options):
         raise UserError(
-            f"-o {folder}: {options.graph} would be overwritten by the graph with corrected"
-            " times: name another folder"
+            f"--export {options.export[0]} needs {options.profile_path}: pd-profile writes it with"
+            " graph.txt"
+        )
+
+
+def _check_folder(options: Options, folder: Path) -> None:
+    graph = options.graph_path
+    if options.calibrate and folder.resolve() == graph.resolve().parent:
+        raise UserError(
+            f"-o {folder}: {graph} would be overwritten by the graph with corrected times: name"
+            " another folder"
         )
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise UserError(f"-o {folder}: cannot be written: {there} is a file; name another folder")
     if not os.access(there, os.W_OK | os.X_OK):
         raise UserError(f"-o {folder}: cannot be written: no permission to write in {there}")
-    if options.exports and not options.profile_path.exists():
-        raise UserError(
-            f"--export {options.exports[0]} needs {options.profile_path}: pd-profile writes it with"
-            " graph.txt"
-        )

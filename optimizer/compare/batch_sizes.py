@@ -12,13 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
+from rich.console import Console
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.profile import difference
-from pipedream.graph.tables import make_console, print_table
+from pipedream.graph.tables import print_line, print_table
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.compare.comparison import Candidate, no_plan
 from pipedream.optimizer.report.tables import show_replicas, table_of
@@ -63,6 +63,12 @@ class Choices:
     def planned(self) -> tuple[Choice, ...]:
         return tuple(choice for choice in self.of if choice.plan is not None)
 
+    @property
+    def problems(self) -> list[str]:
+        """Why sizes have no plan, in a line each."""
+        without = [choice for choice in self.of if choice.problem]
+        return [f"batch size {choice.batch_size}: {choice.problem}" for choice in without]
+
     @cached_property
     def all_simulated(self) -> bool:
         """Whether simulated times decide; the cost model ignores bubbles, for one."""
@@ -103,15 +109,11 @@ class Choices:
         return f"{whole} per update of {self.global_batch} examples{how}"
 
 
-def print_choices(choices: Choices) -> None:
-    """Prints the table, and why sizes have no plan. Raises UserError if none has one."""
-    without = [choice for choice in choices.of if choice.problem]
-    lines = [f"batch size {choice.batch_size}: {choice.problem}" for choice in without]
-    if not choices.planned:
-        raise UserError(f"no batch size has a plan; {lines[0]}")
-    print_table(make_console(), choices_table(choices))
-    for line in lines:
-        click.echo(line)
+def print_choices(choices: Choices, console: Console) -> None:
+    """Prints the table, and why sizes have no plan."""
+    print_table(console, choices_table(choices))
+    for line in choices.problems:
+        print_line(console, line)
 
 
 def choices_table(choices: Choices) -> Table:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
-from pipedream.graph.timeline import Panel, draw_panels
+from pipedream.graph.timeline import Panel, panels_png
 from pipedream.graph.units import show_bytes, show_seconds
 from pipedream.optimizer.choose.division import Division
 from pipedream.optimizer.compare.baselines import data_parallel, equal_layers, equal_parameters
@@ -209,8 +208,10 @@ def comparison_frame(contenders: list[Contender]) -> pd.DataFrame:
     )
 
 
-def draw_comparison(contenders: list[Contender], path: Path) -> None:
-    """Draws the timelines one under the other (PNG), on one scale, from their steady states on."""
+def comparison_png(contenders: list[Contender]) -> bytes | None:
+    """Draws the timelines one under the other (PNG), on one scale, from their steady states on;
+    None if none was simulated.
+    """
     best = _fastest(contenders)
     panels = [
         Panel(
@@ -224,5 +225,4 @@ def draw_comparison(contenders: list[Contender], path: Path) -> None:
         for contender in contenders
         if (simulation := contender.simulation) is not None
     ]
-    if panels:
-        draw_panels(panels, path)
+    return panels_png(panels) if panels else None

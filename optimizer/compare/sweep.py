@@ -6,15 +6,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from math import isnan, prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from rich.table import Table
 
 from pipedream.graph.cluster import Cluster
-from pipedream.graph.command import whole
 from pipedream.graph.errors import UserError
+from pipedream.graph.timeline import png
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.choose.chooser import best_plan
 from pipedream.optimizer.report.tables import table_of
@@ -182,7 +181,7 @@ def _cells(row: dict[Any, Any]) -> dict[str, str]:
     }
 
 
-def draw_sweep(frame: pd.DataFrame, path: Path) -> None:
+def sweep_png(frame: pd.DataFrame) -> bytes:
     """Draws minibatches per second against workers (PNG)."""
     from matplotlib.figure import Figure
 
@@ -204,5 +203,4 @@ def draw_sweep(frame: pd.DataFrame, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if axes.lines:  # none where no plan fits
         axes.legend(frameon=False)
-    with whole(path) as fresh:
-        figure.savefig(fresh, dpi=110)
+    return png(figure, 110)

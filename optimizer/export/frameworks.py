@@ -18,10 +18,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
-from pipedream.graph.command import write_whole
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
@@ -40,6 +38,12 @@ class Export:
     notes: tuple[str, ...]
     csv: str | None = None
 
+    def files(self, name: str) -> dict[str, bytes | None]:
+        """The content of `name`.json and of `name`.csv, None if there is none."""
+        text = json.dumps(self.content, indent=1) + "\n"
+        csv = None if self.csv is None else self.csv.encode()
+        return {f"{name}.json": text.encode(), f"{name}.csv": csv}
+
 
 def export(framework: str, plan: Plan, graph: Graph, profile: Profile) -> Export:
     """The plan for one of `FRAMEWORKS`; `profile` belongs to `graph`.
@@ -50,15 +54,6 @@ def export(framework: str, plan: Plan, graph: Graph, profile: Profile) -> Export
         return FRAMEWORKS[framework](plan, graph, profile)
     except UserError as error:
         raise UserError(f"--export {framework}: {error.format_message()}") from error
-
-
-def write_export(export: Export, path: Path) -> None:
-    write_whole(path, json.dumps(export.content, indent=1) + "\n")
-    beside = path.with_suffix(".csv")
-    if export.csv is None:
-        beside.unlink(missing_ok=True)  # that of an earlier plan
-    else:
-        write_whole(beside, export.csv)
 
 
 def _torch(plan: Plan, graph: Graph, profile: Profile) -> Export:

@@ -10,7 +10,7 @@ from pipelines import of_rounds
 from played import played
 
 from pipedream.graph import timeline
-from pipedream.graph.timeline import Event, Panel, draw, draw_memory, draw_panels, write_chrome
+from pipedream.graph.timeline import Event, Panel, draw, memory_png, panels_png, write_chrome
 from pipedream.schedule.action import Action
 from pipedream.schedule.orders.named import round_of
 from pipedream.schedule.orders.timing import timed
@@ -94,9 +94,9 @@ def test_unit(seconds, unit):
     assert timeline._unit(seconds)[1] == unit
 
 
-def test_panels_share_a_scale_and_a_legend(tmp_path, texts):
+def test_panels_share_a_scale_and_a_legend(texts):
     panels = [Panel("one", played((1, 1), 4)), Panel("other", played((2, 1), 4))]
-    draw_panels(panels, tmp_path / "compare.png")
+    assert panels_png(panels).startswith(b"\x89PNG")
     assert {"one, all 4 minibatches", "other, all 4 minibatches"} <= set(texts)
     assert texts.count("forward") == 1
 
@@ -107,7 +107,7 @@ def test_only_so_many_ranks_are_drawn(tmp_path, texts):
     assert {"rank 0: stage 0", "rank 40: stage 1"} <= set(texts)
 
 
-def test_memory_is_drawn_in_a_colour_for_each_stage(tmp_path, texts, monkeypatch):
+def test_memory_is_drawn_in_a_colour_for_each_stage(texts, monkeypatch):
     drawn = []
     step = Axes.step
     monkeypatch.setattr(
@@ -115,7 +115,7 @@ def test_memory_is_drawn_in_a_colour_for_each_stage(tmp_path, texts, monkeypatch
     )
     memory = {0: [(0.0, 1e6), (0.5, 3e6), (1.0, 1e6)], 1: [(0.0, 2e6), (1.0, 2e6)]}
     memory |= {2: memory[1], 3: []}
-    draw_memory(memory, [(0, 2), (1, 3)], tmp_path / "memory.png", "held", limit=4e6)
+    memory_png(memory, [(0, 2), (1, 3)], "held", limit=4e6)
     assert {"held (3 of 4 ranks)", "memory in MB", "time in ms"} <= set(texts)
     assert {"stage 0 (2 ranks)", "stage 1 (2 ranks)", "memory of each rank"} <= set(texts)
     assert drawn[0] == drawn[2] != drawn[1]

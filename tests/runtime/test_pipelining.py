@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, pipeline
 
 from pipedream.capture.sources.load import Loaded
+from pipedream.graph.command import write_files
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import read_profile_of, write_profile
-from pipedream.optimizer.export.frameworks import export, write_export
+from pipedream.optimizer.export.frameworks import export
 from pipedream.profiler.measure import Settings, measure
 from pipedream.profiler.timing.stopping_rule import StoppingRule
 from pipedream.runtime.pipelining import split_policy
@@ -57,11 +58,9 @@ def profiled(model: nn.Module, example: Tensor, folder: Path, pieces=None, repli
     graph, profile = measured.graph, measured.profile
     write_profile(profile, folder / "profile.json")
     plan = make_plan(graph, pieces(graph) if pieces else cut(graph, 2), replicas)
-    path = folder / "export-torch.json"
-    write_export(
-        export("torch", plan, graph, read_profile_of(folder / "profile.json", graph)), path
-    )
-    return path
+    made = export("torch", plan, graph, read_profile_of(folder / "profile.json", graph))
+    write_files(folder, made.files("export-torch"))
+    return folder / "export-torch.json"
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:

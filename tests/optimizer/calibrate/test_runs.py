@@ -17,8 +17,7 @@ from pipedream.graph.profile import Quartiles, TrainingOverheads, write_profile
 from pipedream.optimizer.calibrate.price_plan import Price, price_plan
 from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
 from pipedream.optimizer.calibrate.verdict import Verdict
-from pipedream.optimizer.cli.command import main
-from pipedream.optimizer.cli.options import Options
+from pipedream.optimizer.cli.command import main, typed_options
 from pipedream.optimizer.cli.task import make_task
 from pipedream.optimizer.cost.models import PaperCost
 from pipedream.optimizer.cost.stages import Rules
@@ -182,7 +181,7 @@ def folder(tmp_path, chain, plan):
 def typed(*words):
     context = click.Context(main)
     main.parse_args(context, [str(word) for word in words])
-    return Options(**context.params)
+    return typed_options(context)
 
 
 def ended(capsys, *words):

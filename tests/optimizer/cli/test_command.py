@@ -14,9 +14,8 @@ from profiled import profile, profile_of
 from pipedream.graph.model import format_graph, read_graph
 from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import write_profile
-from pipedream.optimizer.cli.command import main
-from pipedream.optimizer.cli.options import Options
-from pipedream.optimizer.cli.output import say_next
+from pipedream.optimizer.cli.command import main, typed_options
+from pipedream.optimizer.cli.output import next_step
 from pipedream.optimizer.cli.task import make_task
 
 TRANSLATION = Path(__file__).parents[1] / "translation.txt"
@@ -62,7 +61,7 @@ def test_how_backward_passes_divide_comes_from_the_profile(tmp_path):
     write_profile(profile_of(graph), tmp_path / "profile.json")
     context = click.Context(main)
     main.parse_args(context, [str(tmp_path / "graph.txt"), *LEVELS])
-    found = make_task(Options(**context.params)).request.graph
+    found = make_task(typed_options(context)).request.graph
     assert {node.kept_bytes for node in found.nodes.values()} == {30}
     for name, node in found.nodes.items():
         assert node.backward_input_seconds == pytest.approx(graph.nodes[name].backward_seconds / 2)
@@ -73,16 +72,14 @@ def test_one_stage_is_called_data_parallelism(tmp_path):
     assert "1 stage: this is data parallelism; add --straight for a pipeline" in done.stdout
 
 
-def test_the_next_command_names_the_run_config_that_was_profiled(tmp_path, monkeypatch, capsys):
+def test_the_next_command_names_the_run_config_that_was_profiled(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = Mock(stages=[1, 2])
-    say_next(plan, Path("plan"), "run.yaml")
+    before = next_step(plan, "run.yaml").named(Path("plan"))
     Path("run.yaml").touch()
-    say_next(plan, Path("plan"), "run.yaml")
-    assert capsys.readouterr().out.splitlines() == [
-        "Next: pd-train plan/plan.json --config CONFIG.yaml",
-        "Next: pd-train plan/plan.json --config run.yaml",
-    ]
+    assert before == "Next: pd-train plan/plan.json --config CONFIG.yaml"
+    after = next_step(plan, "run.yaml").named(Path("plan"))
+    assert after == "Next: pd-train plan/plan.json --config run.yaml"
 
 
 def test_the_graph_keeps_its_text_but_for_the_stages(tmp_path):

@@ -10,9 +10,8 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.model import format_graph
 from pipedream.graph.plan import read_plan
 from pipedream.optimizer.cli.cluster_options import cluster_of
-from pipedream.optimizer.cli.command import main
+from pipedream.optimizer.cli.command import main, typed_options
 from pipedream.optimizer.cli.like import remaining
-from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.cli.task import make_task
 
 
@@ -20,7 +19,7 @@ def typed(*words):
     """The options as the command would have them."""
     context = click.Context(main)
     main.parse_args(context, [str(word) for word in words])
-    return Options(**context.params)
+    return typed_options(context)
 
 
 def planned(*words):

@@ -14,8 +14,7 @@ from pipedream.graph.model import format_graph, read_graph
 from pipedream.graph.plan import read_plan
 from pipedream.graph.profile import difference, sizes_in, write_profile
 from pipedream.optimizer.cli.batch_sizes import options_by_size
-from pipedream.optimizer.cli.command import main
-from pipedream.optimizer.cli.options import Options
+from pipedream.optimizer.cli.command import main, typed_options
 
 # Parameters that no all-reduce is worth, updates that take nothing.
 STRAIGHT = ("--machines", "4", "--bandwidth", "1GB", "--update-rate", "1e24", "--straight")
@@ -204,9 +203,9 @@ def test_a_run_has_one_batch_size(curve):
     folder = curve([1, 2], lambda size: 3 + size)
     context = click.Context(main)
     main.parse_args(context, [str(folder), *STRAIGHT])
-    options = replace(Options(**context.params), calibrate=(Path("run"),))
+    options = replace(typed_options(context), calibrate=(Path("run"),))
     with pytest.raises(UserError, match="--calibrate: a run has one batch size"):
-        options_by_size(options, lambda _: False)
+        options_by_size(options)
 
 
 def test_folders_of_sizes_are_found_in_their_order(tmp_path):

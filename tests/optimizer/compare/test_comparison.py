@@ -10,8 +10,8 @@ from pipedream.optimizer.choose.chooser import choose
 from pipedream.optimizer.compare.comparison import (
     compare,
     comparison_frame,
+    comparison_png,
     comparison_table,
-    draw_comparison,
 )
 from pipedream.optimizer.cost.models import NetworkCost, PaperCost
 from pipedream.optimizer.search.request import Request
@@ -34,7 +34,7 @@ def test_the_name_of_a_schedule_is_not_broken(request_of):
     assert text.getvalue().count("weight-stashing") == 4
 
 
-def test_six_plans_each_with_both_times(request_of, tmp_path):
+def test_six_plans_each_with_both_times(request_of):
     contenders = compare(request_of(), 6, None)
     frame = comparison_frame(contenders).set_index("plan")
     assert list(frame.index) == [
@@ -53,8 +53,7 @@ def test_six_plans_each_with_both_times(request_of, tmp_path):
     assert times["data parallelism"] == pytest.approx((13e-3 + 4 / 3 * 1e-3) / 3, rel=0.01)
     best = frame["seconds_per_minibatch"]["PipeDream"]
     assert (frame["seconds_per_minibatch"] >= best * (1 - 1e-9)).all()
-    draw_comparison(contenders, tmp_path / "compare.png")
-    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert comparison_png(contenders).startswith(b"\x89PNG")
 
 
 def test_the_plan_chosen_by_simulation_stands_first_and_is_the_fastest(request_of):

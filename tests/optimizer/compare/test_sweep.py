@@ -7,11 +7,11 @@ from pipedream.graph.cluster import Cluster, Link
 from pipedream.graph.errors import UserError
 from pipedream.optimizer.compare.sweep import (
     MOST_POINTS,
-    draw_sweep,
     parse_range,
     shaped,
     sweep,
     sweep_frame,
+    sweep_png,
     thinned,
 )
 from pipedream.optimizer.cost.models import PaperCost
@@ -67,7 +67,7 @@ def test_a_range_that_is_none(text):
         parse_range(text)
 
 
-def test_a_row_for_each_number_and_the_picture(make_graph, tmp_path):
+def test_a_row_for_each_number_and_the_picture(make_graph):
     graph = make_graph("a b c", "a-b b-c", a=(6, 1e3, 1e3), b=(6, 1e3, 1e3), c=(6, 1e3, 1e8))
     request = Request(graph, Cluster(machines=(2, 2), bandwidth=(1e9, 1e9)), PaperCost())
     frame = sweep_frame(list(sweep(request, parse_range("1..5"))))
@@ -77,8 +77,7 @@ def test_a_row_for_each_number_and_the_picture(make_graph, tmp_path):
     assert (frame.plan >= frame.data_parallel * (1 - 1e-9)).all()
     assert (frame.plan <= frame.ideal * (1 + 1e-9)).all()
     assert frame.plan[0] == pytest.approx(1 / 18e-3)
-    draw_sweep(frame, tmp_path / "sweep.png")
-    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert sweep_png(frame).startswith(b"\x89PNG")
 
 
 def test_numbers_of_workers_that_nothing_fits_on_have_no_plan(make_graph):

@@ -10,9 +10,10 @@ from plans import make_plan
 from processes import free_port, run_processes
 from profiled import MACHINE, leaving, profile_of
 
+from pipedream.graph.command import write_files
 from pipedream.graph.errors import UserError
 from pipedream.graph.profile import read_profile_of, write_profile
-from pipedream.optimizer.export.frameworks import export, write_export
+from pipedream.optimizer.export.frameworks import export
 
 # A transformer: embedding, three layers of two modules, norm and head. One letter is one node.
 GPT = {
@@ -79,7 +80,7 @@ def test_torch_names_the_operators_of_each_stage(exported, tmp_path):
     made = exported("torch", GPT, CHAIN, "iepqr stunh")
     assert made.notes == (NO_ORDER,)
     (tmp_path / "export-torch.csv").touch()
-    write_export(made, tmp_path / "export-torch.json")
+    write_files(tmp_path, made.files("export-torch"))
     assert not (tmp_path / "export-torch.csv").exists(), "that of an earlier plan"
     assert json.loads((tmp_path / "export-torch.json").read_text()) == {
         "format": "pipedream-torch-split/1",
@@ -95,7 +96,7 @@ def test_torch_names_the_operators_of_each_stage(exported, tmp_path):
 def test_torch_names_the_order_of_passes_beside_it(exported, tmp_path):
     made = exported("torch", GPT, CHAIN, "iepqr stunh", flush=2)
     assert made.notes == ()
-    write_export(made, tmp_path / "export-torch.json")
+    write_files(tmp_path, made.files("export-torch"))
     assert json.loads((tmp_path / "export-torch.json").read_text())["order"] == {
         "file": "export-torch.csv",
         "microbatches": 2,

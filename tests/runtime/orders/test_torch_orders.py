@@ -20,10 +20,11 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from pipedream.capture.export import capture
 from pipedream.capture.sources.load import Loaded
+from pipedream.graph.command import write_files
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import read_profile_of, write_profile
-from pipedream.optimizer.export.frameworks import export, write_export
+from pipedream.optimizer.export.frameworks import export
 from pipedream.optimizer.export.torch_order import TorchOrder, torch_order
 from pipedream.profiler.measure import Settings, measure
 from pipedream.profiler.timing.stopping_rule import StoppingRule
@@ -158,5 +159,5 @@ def test_the_files_of_an_export_are_all_that_torch_needs(tmp_path: Path) -> None
         graph,
         read_profile_of(tmp_path / "profile.json", graph),
     )
-    write_export(made, tmp_path / "export-torch.json")
+    write_files(tmp_path, made.files("export-torch"))
     assert_as_plain(*run_processes(run_export, 2, tmp_path, free_port(), seconds=60))

@@ -1,0 +1,120 @@
+"""Planning as a function of options: what pd-optimize and `pipedream.optimize` both call."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipedream.graph.errors import UserError
+from pipedream.optimizer.choose.tied import plan_shared
+from pipedream.optimizer.cli.batch_sizes import options_by_size
+from pipedream.optimizer.cli.cluster_options import named
+from pipedream.optimizer.cli.like import recorded_options
+from pipedream.optimizer.cli.options import Options
+from pipedream.optimizer.cli.task import Task, check_global_batch, make_task
+from pipedream.optimizer.compare.batch_sizes import Choice, Choices, check_alike
+from pipedream.optimizer.search.outcome import Outcome
+from pipedream.optimizer.simulate.simulation import Simulation
+from pipedream.optimizer.simulate.simulator import MOST_MOVES, QUICK_MOVES, simulate_plan
+
+
+@dataclass(frozen=True)
+class Planning:
+    """The best plan for some options, and the task that it solves, under the schedule that was
+    chosen; the simulation if --timeline wants it; `choices`: by batch size, if there were several.
+    """
+
+    options: Options
+    task: Task
+    outcome: Outcome
+    simulation: Simulation | None
+    choices: Choices | None = None
+
+
+def plan(options: Options) -> Planning:
+    """Plans what the options ask for. Raises UserError for wrong ones, and if there is no plan."""
+    check_global_batch(options)
+    if isinstance(options.graph, Path) and (options.graph / "graph.txt").exists():
+        options = replace(options, graph=options.graph / "graph.txt")
+    if isinstance(options.graph, Path) and options.graph.is_dir():
+        planning = _plan_by_size(options, options.graph)
+    else:
+        planning = _plan(make_task(options), options)
+    task, outcome = planning.task, planning.outcome
+    return replace(planning, outcome=replace(outcome, plan=task.expanded(outcome.plan)))
+
+
+@contextmanager
+def quick_collector() -> Iterator[None]:
+    """Collects garbage less often inside: planning makes millions of long-lived objects and hardly
+    any cycles, and with the default thresholds it takes a tenth longer.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(200_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+def _plan(task: Task, options: Options) -> Planning:
+    try:
+        request, outcome, notes = plan_shared(task.request, task.any_schedule)
+    except MemoryError as error:
+        raise UserError(
+            f"{named(options)}: not enough memory here to plan for so many devices; give fewer"
+        ) from error
+    most_moves = MOST_MOVES if options.timeline else QUICK_MOVES
+    simulation = simulate_plan(
+        outcome.plan, request.graph, request.update_rate, request.overheads, most_moves
+    )
+    best = outcome.plan if simulation is None else simulation.noted_in(outcome.plan)
+    recorded = recorded_options(options, request.footprints is not None)
+    best = best.model_copy(update={"asked": recorded, "batch_size": task.batch_size})
+    return Planning(
+        options,
+        replace(task, request=request),
+        replace(outcome, plan=best, notes=(*notes, *outcome.notes)),
+        simulation if options.timeline else None,
+    )
+
+
+def _plan_by_size(options: Options, folder: Path) -> Planning:
+    """Plans for each batch size in the folder; returns the best one's plan. Raises UserError."""
+    by_size = options_by_size(options)
+    tasks = _tasks(by_size, folder)
+    planned: dict[int, Planning] = {}
+
+    def choice(size: int) -> Choice:
+        if size not in tasks:
+            return Choice(None, None, size, f"does not divide {options.global_batch}")
+        try:
+            planned[size] = _plan(tasks[size][1], tasks[size][0])
+        except UserError as error:
+            return Choice(None, error.format_message(), size)
+        return Choice(planned[size].outcome.plan, None, size)
+
+    choices = Choices(tuple(map(choice, by_size)), options.global_batch)
+    if not choices.planned:
+        raise UserError(f"no batch size has a plan; {choices.problems[0]}")
+    return replace(planned[choices.best.batch_size], choices=choices)
+
+
+def _tasks(by_size: Mapping[int, Options | None], folder: Path) -> dict[int, tuple[Options, Task]]:
+    """The task of each batch size. Raises UserError if they are not of one model."""
+    tasks = {}
+    for size, options in by_size.items():
+        if options is None:
+            continue
+        task = make_task(options)
+        if task.batch_size not in (None, size):
+            raise UserError(
+                f"{options.profile_path}: batch_size is {task.batch_size}, but the folder's name"
+                f" says {size}: profile this size again"
+            )
+        tasks[size] = options, replace(task, batch_size=size)
+    check_alike({size: task.profiled for size, (_, task) in tasks.items()}, folder)
+    return tasks
