@@ -143,11 +143,10 @@ class Trainings:
 
         save = ("--save-every", str(MICROBATCHES), *(["--unchecked"] if self.unchecked else []))
         words = (folder / PLAN, "--config", folder / CONFIG, "-o", folder / RUN, *save)
-        report = "pipedream.runtime.report"
         with (
             patch.object(local_model, "capture_all", known),
-            patch(f"{report}.recording.draw"),
-            patch(f"{report}.run_end.write_page"),
+            patch("pipedream.runtime.report.recording.draw"),
+            patch("pipedream.runtime.run_end.write_page"),
         ):
             code: int = cli.main.main(list(map(str, words)), "pd-train")
         return code
