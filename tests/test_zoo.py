@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from amount import one_in
 from zoo.specimens import zoo
 from zoo.survey import survey
 
@@ -15,7 +14,8 @@ QUICK = ("2 stages, halves",)
 """The way that touches most: capture, a cut, messages, and programs."""
 
 
-@pytest.mark.parametrize("name", one_in(4, ZOO))
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", ZOO)
 def test_a_module_is_trained_right_or_refused(name: str) -> None:
     torch.set_num_threads(1)
     specimen = ZOO[name]

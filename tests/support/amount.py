@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from typing import Any
-
-import pytest
 
 ALL = os.environ.get("PIPEDREAM_TESTS") == "all"
 
@@ -14,11 +10,3 @@ ALL = os.environ.get("PIPEDREAM_TESTS") == "all"
 def examples(most: int) -> int:
     """How many random examples to try of `most`: a tenth by default, but not fewer than ten."""
     return most if ALL else min(most, max(10, most // 10))
-
-
-def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
-    """All cases for `parametrize`, of which only one in `count` is tried by default."""
-    return [
-        pytest.param(case, marks=pytest.mark.thorough if index % count else ())
-        for index, case in enumerate(cases)
-    ]
