@@ -56,6 +56,7 @@ def compare(folder: Path, plain: str, pipeline: str) -> None:
     assert changed(folder, plain, pipeline) <= MOST_CHANGED
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(500)  # a minute on an idle machine
 def test_a_causal_language_model_with_transformers_and_accelerate(folder: Path) -> None:
@@ -65,6 +66,7 @@ def test_a_causal_language_model_with_transformers_and_accelerate(folder: Path) 
     compare(folder, "accelerate_loop.py", "accelerate_pipeline.py")
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_lightning_module(folder: Path) -> None:
     layers = [nn.Linear(a, b) for a, b in pairwise([8, 32, 32, 32, 3])]

@@ -19,6 +19,7 @@ from pipedream.schedule.action import Kind, parse_action
 SUPPORT = Path(small_models.__file__).parent
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["weight-stashing", "flush"])
 def test_a_stage_that_learns_nothing_waits_for_the_others(tmp_path: Path, schedule: str) -> None:

@@ -61,6 +61,7 @@ def test_what_is_not_run_is_known(page: str) -> None:
     assert commands(page, skipped=True) == NOT_RUN[page]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("page", NOT_RUN)
 def test_the_commands_of_a_page_run(page: str, tmp_path: Path) -> None:

@@ -293,6 +293,7 @@ PARAMETERS = {
 }  # as torchvision's documentation gives them
 
 
+@pytest.mark.one_in(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_real_models_go_through(run: Run, tmp_path: Path, model: str) -> None:
@@ -311,6 +312,7 @@ def test_real_models_go_through(run: Run, tmp_path: Path, model: str) -> None:
         assert profile.totals.parameter_bytes == 4 * PARAMETERS[model]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_as_installed_from_the_users_folder(tmp_path: Path) -> None:
     """The program itself finds a module of the current directory, and is quiet when piped."""
@@ -327,6 +329,7 @@ def test_as_installed_from_the_users_folder(tmp_path: Path) -> None:
     assert {"graph.txt", "profile.json"} < {file.name for file in (tmp_path / "out").iterdir()}
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_fake_model_is_measured_a_node_at_a_time(run: Run, tmp_path: Path) -> None:
     small = ["--arg", "num_classes=5", "--input", "3x32x32", "--batch-size", "2", "--repeats", "2"]
@@ -346,6 +349,7 @@ def with_contention(folder: Path, model: str) -> Done:
     return typed(folder, words, seconds=120)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_others_are_at_work_meanwhile_and_gone_afterwards(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text(

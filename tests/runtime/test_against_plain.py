@@ -11,6 +11,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "scripts/bench/against_plain/against_plain.py"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_losses_and_gradients_are_those_of_a_plain_loop(tmp_path: Path) -> None:

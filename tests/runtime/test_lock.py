@@ -47,6 +47,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_what_a_killed_run_had_forked_kept_its_folder(tmp_path):
     """Processes that read data live on for a while, or for ever if the dataset is stuck."""

@@ -86,6 +86,7 @@ def assert_same(job: Job, expected: list[float], model: nn.Module, tolerance: fl
         torch.testing.assert_close(weights(job)[name], tensor, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 3, 2)], ids=str)
 def test_the_norm_of_the_whole_model_is_clipped_and_the_rate_goes_by_updates(
@@ -122,6 +123,7 @@ THEN_DECAY = {"name": "ExponentialLR", "args": {"gamma": 0.8}}
 ONE_AFTER_ANOTHER = {"schedulers": [WARM_UP, THEN_DECAY], "milestones": [3]}
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "scheduler",
@@ -142,6 +144,7 @@ def test_a_run_that_goes_on_has_the_learning_rate_of_one_that_was_never_stopped(
         assert torch.equal(weights(begun)[name], tensor), name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1), (1, 3, 2)], ids=str)
 def test_several_minibatches_make_an_update_without_a_flush(

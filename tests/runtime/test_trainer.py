@@ -189,6 +189,7 @@ def test_a_run_that_fails_leaves_nothing_frozen(monkeypatch: pytest.MonkeyPatch)
     assert gc.get_freeze_count() <= before
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["alone", "torchrun"])
 def test_a_run_goes_on_when_a_worker_was_killed(launcher: str, folder: Path) -> None:
@@ -237,6 +238,7 @@ def test_ctrl_c_saves_and_the_run_goes_on(folder: Path) -> None:
     assert again.code == 0, again.error
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_legs_change_nothing_for_flush(tmp_path: Path) -> None:
     """It drains after every update as it is."""
@@ -284,6 +286,7 @@ def test_a_checkpoint_loads_into_the_plain_model(folder: Path) -> None:
     small_models.Noisy().load_state_dict(weights(job))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_plan(tmp_path: Path) -> None:
     """Checkpoints know parameters, not stages: with flush the losses are those of one plan."""

@@ -64,6 +64,7 @@ def test_every_schedule_goes_in_halves(name, replicas):
     assert checked(halved(made)) == check(made)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("orders", BOTH, ids=["interleaved", "zero bubble"])
 def test_every_dropped_or_doubled_action_is_noticed(orders):

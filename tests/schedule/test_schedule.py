@@ -304,6 +304,7 @@ def test_what_workers_hold():
 # Soundness -------------------------------------------------------------------
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("first", [1, 2, 3, 4])
@@ -413,6 +414,7 @@ def test_no_minibatches_no_actions():
     assert made.chart().split() == ["0", "0.1", "1"]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_long_epoch_on_ten_workers_is_quick():
     began = time.process_time()
@@ -490,6 +492,7 @@ def test_circular_waiting_is_a_deadlock():
     assert "worker 0 at 0RG0<1: deadlock" in broken("weight-stashing", (1, 1), swap)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 3), (2, 3, 1)])

@@ -20,6 +20,7 @@ def machine(**fields):
     return Machine(**(known | fields))
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # a minute on an idle machine
 def test_plans_for_the_links_between_two_workers_here(tmp_path):

@@ -24,6 +24,7 @@ def add_up(by_hand, graph, outcome, model, compression):
     return costs.time(len(cluster.machines) - 1, by_hand.nest(plan, working))
 
 
+@pytest.mark.one_in(10)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", PROFILES)
@@ -60,6 +61,7 @@ def test_gnmt_on_5_5_has_nodes_and_time_in_every_stage(by_hand, profile):
     assert add_up(by_hand, graph, outcome, "released", None) == pytest.approx(time, rel=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "machines", "gap"),
@@ -88,6 +90,7 @@ def test_many_cuts_give_a_plan_as_good_as_the_best_known(
     assert added == pytest.approx(predicted.seconds_per_minibatch, rel=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("machines", [(8,), (4, 2)])
 def test_towers_side_by_side_are_planned_to_within_a_few_percent(make_graph, by_hand, machines):

@@ -114,6 +114,7 @@ def test_a_cut_inside_a_stage_may_cost_as_much_as_its_replicas_allow(make_graph)
     assert prune_cuts(cuts, question, 0.0299).tolist() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("machines", "model", "milliseconds"),

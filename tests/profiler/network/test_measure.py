@@ -163,6 +163,7 @@ def launched(launcher: str, ranks: int, folder: Path, *words: str) -> subprocess
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "ranks", "machines"), [("torchrun", 4, "2,2"), ("mpirun", 2, None)]

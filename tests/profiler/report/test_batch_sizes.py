@@ -75,6 +75,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return call
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [("run.yaml",), ("users_net:told",), ("users_net:net", "--input", "3")]

@@ -43,6 +43,7 @@ def tried(job: Job) -> list[dict[str, float]]:
     return [json.loads(line) for line in (job.run / "held_out.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "autocast"), [((1, 1, 1), None), ((2, 1, 2), "bfloat16")])
 def test_it_is_what_the_plain_model_does(

@@ -153,6 +153,7 @@ SCHEDULES_IN_BOTH: Sequence[ScheduleName] = ("weight-stashing", "flush")
 """Each run takes a second: the other schedules with each model in one of the types."""
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -186,6 +187,7 @@ SENTENCES = DataFactory(
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 2, 1)], ids=str)
 def test_minibatches_of_eight_lengths(
@@ -234,6 +236,7 @@ def test_whole_numbers_and_truth_values_go_from_stage_to_stage(tmp_path: Path) -
         torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 1), (3, 2)], ids=str)
 def test_batch_norm_statistics_move_with_their_replica_and_are_averaged_when_saved(
@@ -247,6 +250,7 @@ def test_batch_norm_statistics_move_with_their_replica_and_are_averaged_when_sav
     assert_equals_serial(job, serial, chain_stages, ("an", "c"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["weight-stashing", "gpipe"])
 def test_recomputation_changes_nothing_batch_norm_moves_once(

@@ -263,6 +263,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_runs_are_those_of_the_plain_model_and_go_on(tmp_path: Path) -> None:
     """In real processes: inside the second epoch each goes on, bit for bit as if never stopped."""

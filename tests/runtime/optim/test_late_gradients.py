@@ -205,6 +205,7 @@ def reference(serial: ModuleType, job: Job, case: str) -> tuple[list[float], dic
     return found, loop.weights
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "runs"),
@@ -301,6 +302,7 @@ def test_other_schedules_have_nothing_to_correct(case: str, schedule: str, tmp_p
         job.check_asynchronous()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_late_gradients_go_on_under_another_plan(serial: ModuleType, tmp_path: Path) -> None:
     """The pipeline was drained at the checkpoint: from there weights are as late as the new plan

@@ -187,6 +187,7 @@ def test_what_an_optimizer_cannot_do_for_a_group(given: OptimizerConfig, message
         make_optimizer(given, parameters)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_groups_go_on_under_another_plan(tmp_path: Path) -> None:
     """Each stage has the rates of all groups in one order, those of which it has no member, too:

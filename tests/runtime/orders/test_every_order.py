@@ -75,6 +75,7 @@ def test_tied_weights_clipped_and_a_smaller_last_round(tmp_path: Path) -> None:
     assert_all_as_plain(tmp_path, config)
 
 
+@pytest.mark.thorough
 def test_fewer_microbatches_than_ranks_and_recomputation(tmp_path: Path) -> None:
     """Three ranks, with links that skip stages."""
     changes = {"optimizer": ADAM, "microbatches": 2, "epochs": 1}
@@ -82,6 +83,7 @@ def test_fewer_microbatches_than_ranks_and_recomputation(tmp_path: Path) -> None
     assert_all_as_plain(tmp_path, config)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("model", ["Chain", "Tied"])
 def test_replicas_of_the_whole_pipeline(tmp_path: Path, model: str) -> None:
     """The last of the rounds of 5, 5 and 1 has no minibatch for the second replica."""
@@ -91,6 +93,7 @@ def test_replicas_of_the_whole_pipeline(tmp_path: Path, model: str) -> None:
     assert_all_as_plain(tmp_path, config)
 
 
+@pytest.mark.thorough
 def test_dropout_and_batch_norm(tmp_path: Path) -> None:
     """They draw what the model does on one rank, by itself, also in a smaller last minibatch."""
     data = {"source": "small_models:classes", "args": {"examples": 68}}

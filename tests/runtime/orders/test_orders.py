@@ -163,6 +163,7 @@ def test_a_run_goes_on_from_order_to_order(tmp_path: Path) -> None:
     assert_as_plain(tmp_path, config)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("order", "ranks", "killed"), [("zb-v", vee(2, 2), 0), ("auto", loop(2, 1), 1)]
 )

@@ -290,6 +290,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Sequence[str]
     return found  # type: ignore[no-any-return]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_mistake_is_noticed(ends: Mapping[str, Sequence[str]], name: str) -> None:
@@ -299,6 +300,7 @@ def test_a_planted_mistake_is_noticed(ends: Mapping[str, Sequence[str]], name: s
     assert PLANTED[name][3] in told[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["right 1f1b", "right zb-h1", "right replicas", "right on a mesh"])
 def test_without_a_mistake_it_trains(ends: Mapping[str, Sequence[str]], name: str) -> None:

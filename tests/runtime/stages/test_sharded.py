@@ -45,6 +45,7 @@ MESHES = {
 """In the last one minibatches are divided along the first axis."""
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("model", "meshes"),
     [
@@ -73,6 +74,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("schedule", ["flush", "weight-stashing", "2bw"])
 def test_pipelines_of_meshes(tmp_path: Path, schedule: str) -> None:
     """Stages on meshes beside stages on one device, with replicas, 2 x 2 and uneven; clipped, and
@@ -110,6 +112,7 @@ def test_what_crosses_between_meshes(tmp_path: Path) -> None:
     assert_alike(tmp_path, "Perceptron", [replace(case, changes=changes) for case in cases])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("loss", ["mse_loss", "sharded_models:rounded_down"])
 def test_losses(tmp_path: Path, loss: str) -> None:
     """One is part of the last stage's passes, one looks at values and is computed of the whole
@@ -135,6 +138,7 @@ def test_a_loss_that_differs_from_call_to_call_is_no_part_of_the_passes(constant
     assert named.outputs == ((LOSS,) if constant else whole.outputs)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_other_meshes(tmp_path: Path) -> None:
     """From two devices to four to none, Adam's state with it: each reads its slices of whole
     tensors.
@@ -153,6 +157,7 @@ def test_a_run_goes_on_with_other_meshes(tmp_path: Path) -> None:
     assert metrics(tmp_path, kept[0]) == pytest.approx(metrics(tmp_path, straight), rel=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "changes"),
     [
@@ -168,6 +173,7 @@ def test_recomputation(tmp_path: Path, model: str, changes: dict[str, object]) -
     assert_alike(tmp_path, model, [case])
 
 
+@pytest.mark.thorough
 def test_autocast(tmp_path: Path) -> None:
     """bfloat16 has eight bits: sums in another order differ by some thousandths."""
     changes = {"dtype": "float32", "autocast": "bfloat16", "evaluate_every": None}
@@ -194,6 +200,7 @@ def test_optimizers_that_look_at_all_of_a_parameter(
         train_cases(tmp_path, "Perceptron", [Case("run", changes={"optimizer": optimizer})])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("killed", [1, 2])
 def test_a_killed_device_is_named_and_the_run_goes_on(tmp_path: Path, killed: int) -> None:
     """One of a team, or the stage after it: the run ends with one line, or goes on from its

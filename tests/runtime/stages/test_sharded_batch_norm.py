@@ -87,6 +87,7 @@ def test_no_picture_is_gathered(model: str, norms: int, case: Case) -> None:
     assert largest <= 2 * 64 * 8, "two numbers for each of 64 channels"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("model", "cases", "changes"),
     [
@@ -109,6 +110,7 @@ def test_uneven_minibatches(tmp_path: Path) -> None:
     assert_alike(tmp_path, "Convolutions", cases)
 
 
+@pytest.mark.thorough
 def test_recomputation_and_stages(tmp_path: Path) -> None:
     """Statistics are updated once, in the first of two stages too, which is recomputed."""
     meshes = ((2,), (2,))
@@ -116,6 +118,7 @@ def test_recomputation_and_stages(tmp_path: Path) -> None:
     assert_alike(tmp_path, "Convolutions", [case])
 
 
+@pytest.mark.thorough
 def test_autocast(tmp_path: Path) -> None:
     """bfloat16 has eight bits: sums in another order differ by some thousandths."""
     changes = CHANGES | {"dtype": "float32", "autocast": "bfloat16", "evaluate_every": None}

@@ -65,6 +65,7 @@ REPLICAS = {
 }
 
 
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", PAIRS)
 def test_as_the_plain_model(tmp_path: Path, name: str) -> None:
     """Losses and weights of a loop without stages, whose two layers have one weight."""
@@ -109,6 +110,7 @@ def assert_copies_equal(folder: Path, chosen: Case) -> None:
             assert torch.equal(first[name], last[name]), name
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("schedule", "optimizer"),
     [("flush", ADAM), ("gpipe", MOMENTUM), ("2bw", ADAM), ("2bw", MOMENTUM)],
@@ -132,6 +134,7 @@ def test_schedules_and_replicas(
             assert_copies_equal(folder, chosen)
 
 
+@pytest.mark.thorough
 def test_copies_stay_equal_in_single_precision(tmp_path: Path) -> None:
     """Over 27 updates of parts whose sizes are no multiples of a vector's."""
     changes = {"optimizer": MOMENTUM, "dtype": "float32", "epochs": 3, "microbatches": 1}
@@ -142,6 +145,7 @@ def test_copies_stay_equal_in_single_precision(tmp_path: Path) -> None:
         assert_copies_equal(tmp_path, chosen)
 
 
+@pytest.mark.thorough
 def test_three_stages(tmp_path: Path) -> None:
     """The one between them, which is on a mesh too, does not have the weight."""
     three = case("three", (None, (2,), (2,)), (None, "S(0)"))
@@ -154,6 +158,7 @@ def test_three_stages(tmp_path: Path) -> None:
         assert_alike(folder, "TiedWords", [chosen])
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_with_other_meshes(tmp_path: Path) -> None:
     """From one mesh to two others to none to one stage that has the weight twice."""
     changes = {"optimizer": ADAM, "clip_norm": 0.3, "evaluate_every": None}
@@ -177,6 +182,7 @@ def test_a_run_goes_on_with_other_meshes(tmp_path: Path) -> None:
     assert metrics(tmp_path, kept[0]) == pytest.approx(metrics(tmp_path, straight), rel=1e-12)
 
 
+@pytest.mark.thorough
 def test_twice_within_a_stage(tmp_path: Path) -> None:
     """One stage has embedding and head, on a mesh of one and of two axes; clipped."""
     changes = {"optimizer": MOMENTUM, "clip_norm": 0.3}
@@ -190,6 +196,7 @@ def test_twice_within_a_stage(tmp_path: Path) -> None:
     assert_alike(tmp_path, "TiedWords", [replace(each, changes=changes) for each in cases])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["first", "both"])
 def test_frozen(tmp_path: Path, name: str) -> None:
     """What nobody learns stays as it is, weight decay or not."""
@@ -200,6 +207,7 @@ def test_frozen(tmp_path: Path, name: str) -> None:
     assert torch.equal(checkpoint(tmp_path, chosen)[WORDS], expected)
 
 
+@pytest.mark.thorough
 def test_both_on_one_team(tmp_path: Path) -> None:
     """The first and the last of the four stages of a V, with halves of backward passes."""
     changes = {"optimizer": MOMENTUM, "clip_norm": 0.3, "evaluate_every": None}

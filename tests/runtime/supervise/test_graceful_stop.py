@@ -113,6 +113,7 @@ def test_a_stopped_run_is_one_whose_leg_ended_there(tmp_path: Path) -> None:
             torch.testing.assert_close(found[parameter], tensor, rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_stopped_flush_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     """It empties the pipeline after every update as it is."""
@@ -167,6 +168,7 @@ def whole_segment(segment: TrainingSegment) -> ActionStream:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_all_ranks_try_the_held_out_data_or_none(tmp_path: Path) -> None:
     """Rank 0 tries them already when it is asked to stop, and rank 1 has yet to save the epoch."""

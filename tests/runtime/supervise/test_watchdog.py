@@ -96,6 +96,7 @@ def test_all_name_the_one_that_stands_still(rings: list[Ring]) -> None:
     assert [ring.said[rank] for rank in (0, 1, 3)] == [line] * 3
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_one_of_two_that_stand_still_is_named(rings: list[Ring]) -> None:
     """By who comes after them: the other's neighbour stands still, too."""
@@ -108,6 +109,7 @@ def test_one_of_two_that_stand_still_is_named(rings: list[Ring]) -> None:
     assert ring.said[0] == ring.said[3] == "rank 2 has not responded for 1 s at work"
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_nobody_stands_still_who_is_at_the_same_action_for_long(rings: list[Ring]) -> None:
     rings.append(ring := Ring(2))
