@@ -139,6 +139,7 @@ class _Stages:
 
     def __init__(self, request: Request, shape: Shape, division: Division, recompute: bool) -> None:
         self.request, self.types = request, request.device_types
+        self.network = Network(request.cluster)
         self.shape, self.recompute = shape, recompute
         self.cuts = division.cuts(self.request.planning)
         self.placed = division.placed(self.request.cluster)
@@ -210,11 +211,10 @@ class _Stages:
         )
 
     def _link(self, plan: Plan, work: Workload, source: int, target: int) -> LinkSeconds:
-        network = Network(self.request.cluster)
         here, there = plan.stages[source].ranks[0], plan.stages[target].ranks[0]
 
         def seconds(amount: float) -> float:
-            return 0.0 if here == there else network.message(here, there, amount).total
+            return 0.0 if here == there else self.network.message(here, there, amount).total
 
         forward = seconds(work.forward_bytes[source, target])
         back = seconds(work.backward_bytes.get((source, target), 0.0))
