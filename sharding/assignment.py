@@ -188,11 +188,6 @@ def report(assignment: Assignment) -> ShardingReport:
     )
 
 
-def total_seconds(assignment: Assignment) -> float:
-    """Returns the seconds of a minibatch and of an update together."""
-    return sum(each.seconds for each in redistributions(assignment))
-
-
 @lru_cache(maxsize=200_000)
 def steps_between(
     type_: TensorType, mesh: LinkedMesh, source: Placements, target: Placements

@@ -239,11 +239,7 @@ def _chunk_numbers(
     counts: Counter[int] = Counter()
     for operator in operators:
         for strategy in strategies(operator, devices):
-            numbers = {
-                each.chunks
-                for each in (*strategy.inputs, *strategy.outputs)
-                if isinstance(each, Shard)
-            }
+            numbers = {each.chunks for each in strategy.shards}
             if 1 in numbers:
                 counts.update(numbers - {1})
     frequent = [number for number, _ in counts.most_common(_MOST_CHUNKS)]

@@ -286,8 +286,7 @@ def _local_seconds(seconds: float, strategies: tuple[Strategy, ...], mesh: Linke
 
 def _divided(seconds: float, strategy: Strategy, devices: int) -> float:
     """An operator any of whose tensors is sharded takes each device its part of the time."""
-    sharded = any(isinstance(each, Shard) for each in (*strategy.inputs, *strategy.outputs))
-    return seconds / devices if sharded else seconds
+    return seconds / devices if strategy.shards else seconds
 
 
 def _rounded(seconds: float) -> float:

@@ -68,10 +68,15 @@ class Operator(ArtifactModel):
         """Returns the target without its overload: aten.mm."""
         return self.target.rpartition(".")[0]
 
+    @property
+    def output(self) -> TensorType:
+        """Returns the type of its only output."""
+        (output,) = self.outputs
+        assert output is not None, self.target
+        return output
+
     def argument(self, position: int, default: Argument = None) -> Argument:
-        """Returns the positional argument; those at the end that have their default values may be
-        left out.
-        """
+        """Returns the positional argument, or the default where it is left out."""
         return self.arguments[position] if position < len(self.arguments) else default
 
     def integer(self, position: int, default: int = 0) -> int:

@@ -55,14 +55,7 @@ def strategies(
 
     Dimensions are also sharded in these numbers of chunks, where that is the same to the operator.
     """
-    return divided_by(RULES.get(operator.family), operator, devices, chunks)
-
-
-def divided_by(
-    rule: DivisionRule | None, operator: Operator, devices: int, chunks: tuple[int, ...] = ()
-) -> tuple[Strategy, ...]:
-    """Returns the same as `strategies` by a rule that need not be in the table."""
-    candidates = [replicated(operator)]
+    rule, candidates = RULES.get(operator.family), [replicated(operator)]
     if rule is not None:
         unchunked = rule.divisions(operator, devices)
         candidates += (
@@ -86,13 +79,6 @@ def local_operator(operator: Operator, strategy: Strategy, devices: int, index: 
     Where arguments are sizes they are local, too. Execute a `view` as `reshape`: local tensors may
     lie in memory in another way than the whole.
     """
-    return local_by(RULES.get(operator.family), operator, strategy, devices, index)
-
-
-def local_by(
-    rule: DivisionRule | None, operator: Operator, strategy: Strategy, devices: int, index: int
-) -> Operator:
-    """Returns the same as `local_operator` by a rule that need not be in the table."""
     inputs = tuple(
         local_type(type_, placement, devices, index)
         for type_, placement in zip(operator.inputs, strategy.inputs, strict=True)
@@ -102,4 +88,5 @@ def local_by(
         for type_, placement in zip(operator.outputs, strategy.outputs, strict=True)
     )
     local = operator.model_copy(update={"inputs": inputs, "outputs": outputs})
+    rule = RULES.get(operator.family)
     return local if rule is None else local.with_arguments(dict(rule.arguments(operator, local)))

@@ -22,13 +22,9 @@ def rules() -> dict[str, DivisionRule]:
 
 def _shape(operator: Operator, devices: int) -> Iterator[Strategy]:
     """A tensor that is given is read for its type alone."""
-    (output,) = operator.outputs
-    assert output is not None
-    for dim in range(len(output.shape)):
+    for dim in range(len(operator.output.shape)):
         yield Strategy((R,) * len(operator.inputs), (Shard(dim),))
 
 
 def _local_shape(position: int, whole: Operator, local: Operator) -> Arguments:
-    (output,) = local.outputs
-    assert output is not None
-    return {position: output.shape}
+    return {position: local.output.shape}

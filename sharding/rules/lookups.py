@@ -6,10 +6,8 @@ from collections.abc import Iterator
 
 from pipedream.graph.placements.operators import Operator
 from pipedream.sharding.rules.indices import TermSum, divisions, letters_of
+from pipedream.sharding.rules.reductions import SUM
 from pipedream.sharding.rules.strategy import DivisionRule, Strategy
-
-_SUM = 2
-"""torch's number for the reduction of a loss: 0 for none, 1 for the mean."""
 
 
 def rules() -> dict[str, DivisionRule]:
@@ -54,7 +52,7 @@ def _class_loss(operator: Operator, devices: int) -> Iterator[Strategy]:
     data, target = _class_letters(operator, 0)
     inputs = [data, target, *("." for _ in operator.inputs[2:])]
     numbers = [range(len(inputs))]
-    loss = TermSum("" if reduction == _SUM else target, numbers)
+    loss = TermSum("" if reduction == SUM else target, numbers)
     yield from divisions(inputs, [loss, TermSum("", numbers)])
 
 

@@ -48,8 +48,7 @@ def _cut(dim_at: int, operator: Operator, devices: int) -> Iterator[Strategy]:
 
 def _joined(dim_at: int, operator: Operator, devices: int) -> Iterator[Strategy]:
     """Divides an operator into which the pieces go; what comes of each is a term of its own."""
-    (whole,), pieces = operator.outputs, operator.inputs
-    assert whole is not None
+    whole, pieces = operator.output, operator.inputs
     if any(len(each.shape) != len(pieces[0].shape) for each in pieces):
         return
     dim = operator.integer(dim_at) % len(whole.shape)
@@ -96,29 +95,20 @@ def _split_sizes(whole: Operator, local: Operator) -> Arguments:
 
 
 def _slice_ends(whole: Operator, local: Operator) -> Arguments:
-    (piece,) = local.outputs
-    return _ends(whole, local.inputs[0], piece, whole.inputs[0], 1)
+    return _ends(whole, local.inputs[0], local.output, whole.inputs[0], 1)
 
 
 def _slice_backward_sizes(whole: Operator, local: Operator) -> Arguments:
-    (all_of_it,) = local.outputs
-    assert all_of_it is not None
-    before = whole.outputs[0]
-    assert before is not None
-    return {1: all_of_it.shape, **_ends(whole, all_of_it, local.inputs[0], before, 2)}
+    ends = _ends(whole, local.output, local.inputs[0], whole.output, 2)
+    return {1: local.output.shape, **ends}
 
 
 def _ends(
-    operator: Operator,
-    whole: TensorType,
-    piece: TensorType | None,
-    before: TensorType,
-    dim_at: int,
+    operator: Operator, whole: TensorType, piece: TensorType, before: TensorType, dim_at: int
 ) -> Arguments:
     """Returns the begin and end of a slice, where the device has as large a share of what is before
     it. If the dimension is not divided they stay as they are.
     """
-    assert piece is not None
     dim = operator.integer(dim_at) % len(whole.shape)
     if whole.shape == before.shape or whole.shape[dim] == before.shape[dim]:
         return {}

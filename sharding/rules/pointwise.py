@@ -42,7 +42,7 @@ def rules() -> dict[str, DivisionRule]:
     table |= dict.fromkeys(("add", "sub", "rsub"), DivisionRule(_sum))
     table |= {"mul": DivisionRule(_product), "div": DivisionRule(_quotient)}
     table |= {"neg": DivisionRule(_linear_in_first), "masked_fill": DivisionRule(_masked_fill)}
-    table |= {"copy": DivisionRule(_copy)}
+    table |= {"copy": DivisionRule(_nonlinear)}
     table |= {f"{name}_": rule for name, rule in table.items() if name not in _NOT_IN_PLACE.split()}
     table |= {name: DivisionRule(_nonlinear) for name in _LIKE.split()}
     table |= {name: DivisionRule(_linear_in_first) for name in (_LINEAR + _BACKWARD).split()}
@@ -102,15 +102,9 @@ def _masked_fill(operator: Operator, devices: int) -> Iterator[Strategy]:
     return _elementwise(operator, [_all(operator)], [0] if zero else [])
 
 
-def _copy(operator: Operator, devices: int) -> Iterator[Strategy]:
-    """Divides the second tensor, in the shape of the first."""
-    return _elementwise(operator, [_all(operator)])
-
-
 def _converted(operator: Operator, devices: int) -> Iterator[Strategy]:
     """A sum goes through if no term loses digits."""
-    (source,), (result,) = operator.inputs, operator.outputs
-    assert result is not None
+    (source,), result = operator.inputs, operator.output
     floats = all("float" in type_.dtype for type_ in (source, result))
     exact = floats and result.element_bytes >= source.element_bytes
     return _elementwise(operator, [[0]], [0] if exact or source.dtype == result.dtype else [])

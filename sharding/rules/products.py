@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from pipedream.graph.placements.operators import Operator
@@ -14,35 +14,29 @@ CPU_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
 def rules() -> dict[str, DivisionRule]:
     return {
-        "aten.mm": DivisionRule(_times("mk", "kn", "mn")),
-        "aten.bmm": DivisionRule(_times("bmk", "bkn", "bmn")),
-        "aten.mv": DivisionRule(_times("mk", "k", "m")),
-        "aten.dot": DivisionRule(_times("k", "k", "")),
-        "aten.addmm": DivisionRule(_plus_times("mk", "kn", "mn")),
-        "aten.baddbmm": DivisionRule(_plus_times("bmk", "bkn", "bmn")),
-        "aten.addmv": DivisionRule(_plus_times("mk", "k", "m")),
+        "aten.mm": DivisionRule(partial(_times, "mk", "kn", "mn")),
+        "aten.bmm": DivisionRule(partial(_times, "bmk", "bkn", "bmn")),
+        "aten.mv": DivisionRule(partial(_times, "mk", "k", "m")),
+        "aten.dot": DivisionRule(partial(_times, "k", "k", "")),
+        "aten.addmm": DivisionRule(partial(_plus_times, "mk", "kn", "mn")),
+        "aten.baddbmm": DivisionRule(partial(_plus_times, "bmk", "bkn", "bmn")),
+        "aten.addmv": DivisionRule(partial(_plus_times, "mk", "k", "m")),
         "aten.linear": DivisionRule(_linear),
         CPU_ATTENTION: DivisionRule(_attention),
         f"{CPU_ATTENTION}_backward": DivisionRule(_attention_backward),
     }
 
 
-def _times(first: str, second: str, result: str) -> Callable[[Operator, int], Iterator[Strategy]]:
-    return lambda operator, devices: divisions([first, second], [TermSum(result, [[0, 1]])], [0, 1])
+def _times(
+    first: str, second: str, result: str, operator: Operator, devices: int
+) -> Iterator[Strategy]:
+    return divisions([first, second], [TermSum(result, [[0, 1]])], [0, 1])
 
 
 def _plus_times(
-    first: str, second: str, result: str
-) -> Callable[[Operator, int], Iterator[Strategy]]:
-    return partial(_added, first, second, result)
-
-
-def _added(
     first: str, second: str, result: str, operator: Operator, devices: int
 ) -> Iterator[Strategy]:
-    (output,) = operator.outputs
-    assert output is not None
-    bias = broadcast(operator.inputs[0].shape, output.shape, result)
+    bias = broadcast(operator.inputs[0].shape, operator.output.shape, result)
     return divisions([bias, first, second], [TermSum(result, [[0], [1, 2]])], [0, 1, 2])
 
 

@@ -14,7 +14,7 @@ from pipedream.graph.placements.operators import Operator
 from pipedream.sharding.rules.indices import TermSum, broadcast, divisions, letters_of
 from pipedream.sharding.rules.strategy import DivisionRule, Strategy
 
-_SUM = 2
+SUM = 2
 """torch's number for the reduction of a loss: 0 for none, 1 for the mean."""
 _REDUCTIONS = "all amax amin any argmax argmin logsumexp max min prod std var"
 _LOSSES = {
@@ -104,7 +104,7 @@ def _loss(position: int, operator: Operator, devices: int) -> Iterator[Strategy]
     cannot.
     """
     reduction = operator.integer(position, 1)
-    if reduction == 0 or reduction == _SUM:
+    if reduction == 0 or reduction == SUM:
         shape = operator.inputs[0].shape
         letters = letters_of(shape)
         inputs = [broadcast(each.shape, shape, letters) for each in operator.inputs]
@@ -116,6 +116,6 @@ def _loss_backward(position: int, operator: Operator, devices: int) -> Iterator[
     """The gradient of the loss comes first; that of the mean is divided by all elements."""
     reduction = operator.integer(position, 1)
     shape = operator.inputs[1].shape
-    letters = letters_of(shape) if reduction in (0, _SUM) else "." * len(shape)
+    letters = letters_of(shape) if reduction in (0, SUM) else "." * len(shape)
     inputs = [broadcast(each.shape, shape, letters) for each in operator.inputs]
     yield from divisions(inputs, [TermSum(letters, [range(len(inputs))])], [0])

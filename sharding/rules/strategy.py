@@ -28,6 +28,11 @@ class Strategy:
     Partial where they do. Such an operator is not executed as it is, but in steps.
     """
 
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Returns the sharded ones among the placements of inputs and outputs."""
+        return tuple(each for each in (*self.inputs, *self.outputs) if isinstance(each, Shard))
+
 
 Arguments: TypeAlias = Mapping[int, Argument]
 """Positional arguments that are different on a device."""
@@ -58,8 +63,7 @@ def no_chunks(operator: Operator, strategy: Strategy, devices: int) -> bool:
     """Tells whether no dimension is divided in chunks, for operators to which the order of indices
     matters.
     """
-    sharded = (each for each in (*strategy.inputs, *strategy.outputs) if isinstance(each, Shard))
-    return all(each.chunks == 1 for each in sharded)
+    return all(each.chunks == 1 for each in strategy.shards)
 
 
 def replicated(operator: Operator) -> Strategy:
@@ -72,8 +76,7 @@ def in_chunks(strategies: Iterable[Strategy], chunks: Iterable[int]) -> Iterator
     """
     numbers = tuple(dict.fromkeys((1, *chunks)))
     for strategy in strategies:
-        sharded = any(isinstance(each, Shard) for each in (*strategy.inputs, *strategy.outputs))
-        for number in numbers if sharded else (1,):
+        for number in numbers if strategy.shards else (1,):
             yield Strategy(
                 tuple(_with_chunks(each, number) for each in strategy.inputs),
                 tuple(_with_chunks(each, number) for each in strategy.outputs),
@@ -90,13 +93,11 @@ def fits(operator: Operator, strategy: Strategy, devices: int) -> bool:
         (written, *_), (result, *_) = operator.writes, strategy.outputs
         if strategy.inputs[written] != result:
             return False
-    pairs = [*zip(operator.inputs, strategy.inputs, strict=True)]
-    pairs += [
-        (type_, placement)
-        for type_, placement in zip(operator.outputs, strategy.outputs, strict=True)
-        if type_ is not None
+    pairs = [
+        *zip(operator.inputs, strategy.inputs, strict=True),
+        *zip(operator.outputs, strategy.outputs, strict=True),
     ]
-    return all(_fits(type_, placement, devices) for type_, placement in pairs)
+    return all(type_ is None or _fits(type_, placement, devices) for type_, placement in pairs)
 
 
 def local_type(type_: TensorType, placement: Placement, devices: int, index: int) -> TensorType:

@@ -36,29 +36,23 @@ def rules() -> dict[str, DivisionRule]:
 
 
 def _allows(operator: Operator, strategy: Strategy, devices: int) -> bool:
-    (output,) = operator.outputs
     (source,), (target,) = strategy.inputs, strategy.outputs
     if not isinstance(source, Shard) or not isinstance(target, Shard):
         return True
-    assert output is not None
-    size, other = operator.inputs[0].shape[source.dim], output.shape[target.dim]
+    size, other = operator.inputs[0].shape[source.dim], operator.output.shape[target.dim]
     return _alike(size, source.chunks, other, target.chunks, devices)
 
 
 def output_shape(whole: Operator, local: Operator) -> Arguments:
     """Argument 1 is the shape of the output."""
-    (output,) = local.outputs
-    assert output is not None
-    return {1: output.shape}
+    return {1: local.output.shape}
 
 
 def _view(operator: Operator, devices: int) -> Iterator[Strategy]:
     """Yields all pairs of dimensions that hold the same elements, with as few chunks as there can
     be.
     """
-    (output,) = operator.outputs
-    assert output is not None
-    before, after = operator.inputs[0].shape, output.shape
+    before, after = operator.inputs[0].shape, operator.output.shape
     yield Strategy((P,), (P,))
     for (dim, size), (to, other) in product(enumerate(before), enumerate(after)):
         outer, outer_to = math.prod(before[:dim]), math.prod(after[:to])
@@ -96,8 +90,6 @@ def _permutation(name: str, operator: Operator, devices: int) -> Iterator[Strate
 
 def _expand(operator: Operator, devices: int) -> Iterator[Strategy]:
     """Each device repeats the elements along its part of a dimension."""
-    (output,) = operator.outputs
-    assert output is not None
-    letters = letters_of(output.shape)
-    input_letters = broadcast(operator.inputs[0].shape, output.shape, letters)
+    letters = letters_of(operator.output.shape)
+    input_letters = broadcast(operator.inputs[0].shape, operator.output.shape, letters)
     yield from divisions([input_letters], [TermSum(letters, [[0]])], [0])
