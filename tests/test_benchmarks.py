@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
+import importlib
 import sys
 from pathlib import Path
 
 import pytest
+from processes import run_processes
 
 FOLDER = Path(__file__).parents[1] / "scripts" / "bench"
 
-IMPORTS = """
-import importlib, sys
-sys.path.insert(0, sys.argv[1])
-for name in sys.argv[2:]:
-    importlib.import_module(name)
-"""
+
+def import_all(rank: int, processes: int, folder: str, modules: list[str]) -> None:
+    sys.path.insert(0, folder)
+    for module in modules:
+        importlib.import_module(module)
 
 
 def names(folder: Path) -> list[str]:
@@ -34,9 +34,7 @@ FOLDERS = [
 @pytest.mark.parametrize("folder", FOLDERS, ids=[each.name for each in FOLDERS])
 def test_every_benchmark_finds_what_it_imports(folder: Path) -> None:
     """Four of them did not, after files were renamed."""
-    command = [sys.executable, "-c", IMPORTS, str(folder), *names(folder)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    run_processes(import_all, 1, str(folder), names(folder))
 
 
 def test_no_benchmark_hides_a_module_of_python() -> None:
