@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import astuple
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.timeline import Event
 from pipedream.runtime.data.reader import Reader
 from pipedream.runtime.engine.engine import Engine, minibatches_read
-from pipedream.runtime.engine.evaluation import Evaluation, EvaluationTotals
+from pipedream.runtime.engine.evaluation import Evaluation, EvaluationExecutor, EvaluationTotals
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.summary import Losses
 from pipedream.runtime.run.action_stream import ActionStream
@@ -89,9 +90,9 @@ def evaluate_stages(context: RankContext, evaluation: Evaluation, key: str) -> d
     """
     local, rank_info = context.local, context.local.rank_info
     tensors = {stage.stage: stage.saved for stage in local.stages}
-    totals = evaluation.run(
-        local.examples.to_try(), tensors, context.transport, local.loss, local.metrics
-    )
+    kind = partial(EvaluationExecutor, metrics=local.metrics)
+    with Reader(local.examples.to_try(), evaluation.minibatches_read) as data:
+        totals, _ = evaluation.run(data, tensors, context.transport, local.loss, kind)
     send_message(context.store, f"{key}/{rank_info.rank}", astuple(totals))
     if rank_info.rank:
         return {}
@@ -224,6 +225,5 @@ class _Training:
 
     def _status(self) -> Status:
         now, memory = time.perf_counter(), self.context.memory.now()
-        return current_status(
-            self.events, self.under_way, self.context.assignment, self.begin, now, memory
-        )
+        assignment = self.local.job.plan.rank_assignment
+        return current_status(self.events, self.under_way, assignment, self.begin, now, memory)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -15,47 +15,34 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from pipedream.capture.checks.equivalence import as_double
 from pipedream.capture.compute_settings import Precision, eval_mode
 from pipedream.capture.loss import Loss, load_loss
 from pipedream.capture.loss import checked as checked_loss
-from pipedream.comm.buckets import StageGroups, make_groups
 from pipedream.comm.rank_info import alone, environment
 from pipedream.comm.rendezvous import choose_device, connect_store, join
-from pipedream.comm.transport import Transport
 from pipedream.graph.choices import MICROBATCHES
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan, read_plan, workers_by_rank
 from pipedream.runtime.engine.engine import Engine
-from pipedream.runtime.engine.evaluation import EvaluationExecutor, EvaluationTotals
-from pipedream.runtime.engine.executor import Executor
-from pipedream.runtime.engine.forward import ForwardExecutor
-from pipedream.runtime.loop.agreement import Agreement
+from pipedream.runtime.engine.wiring import Wiring
+from pipedream.runtime.loop.agreement import Agreement, check_precision
+from pipedream.runtime.loop.evaluation import MinibatchEvaluation
+from pipedream.runtime.loop.gathering import gather_tensors, whole_state
+from pipedream.runtime.loop.gradient_norm import clip_gradients
 from pipedream.runtime.loop.model_state import ModelState
-from pipedream.runtime.loop.outputs import OutputExecutor, together
-from pipedream.runtime.loop.precision_check import check_precision
-from pipedream.runtime.loop.split_minibatch import SplitMinibatch
+from pipedream.runtime.loop.split_minibatch import SplitMinibatch, WeightedLoss
 from pipedream.runtime.loop.staged_model import StagedModel
-from pipedream.runtime.loop.weighted_loss import WeightedLoss
-from pipedream.runtime.loop.whole_state import whole_state
 from pipedream.runtime.optim.gradient_sums import GradientSums, with_gradients
 from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.selfcheck.first_call import compare, expect
-from pipedream.runtime.selfcheck.reference import Settings
 from pipedream.runtime.stages.by_kind import Call, CapturedStages
-from pipedream.runtime.stages.partition import holds_first
 from pipedream.runtime.stages.randomness import MinibatchRng
-from pipedream.runtime.stages.stage_forms import StageForms
-from pipedream.runtime.stages.stage_module import StageModule
-from pipedream.schedule.action import Action
-from pipedream.schedule.channel import rank_links
-from pipedream.schedule.schedule import Schedule, forwards
+from pipedream.schedule.action import StageLink
+from pipedream.schedule.schedule import Schedule
 
 Order = Literal["flush", "gpipe"]
-
-_Evaluates = TypeVar("_Evaluates", bound=EvaluationExecutor)
 
 _STATES = 8
 """So many states of the model are kept as captured: a loop may freeze and thaw in turn."""
@@ -131,9 +118,8 @@ class Pipeline:
         self.stages = [stage for stage, _ in self.workers]
         self.agreement = Agreement(model, self.device)
         self.staged = lru_cache(_STATES)(self._stage)
+        self.wired = cache(self._wire)
         self.now: StagedModel | None = None
-        self.transports: dict[Any, Transport] = {}
-        self.groups: dict[Any, Sequence[StageGroups]] = {}
 
     def _join(self, wanted: str) -> int:
         """Meets the other ranks; returns the rank. Raises UserError."""
@@ -164,6 +150,15 @@ class Pipeline:
             )
         return StagedModel(forms, self.schedule, self.microbatches)
 
+    def _wiring(self, staged: StagedModel) -> Wiring:
+        """Made once for all states of the model whose stages exchange and hold the same."""
+        return self.wired(staged.spec.links, tuple(staged.tied.items()))
+
+    def _wire(
+        self, links: Sequence[StageLink], tied: Sequence[tuple[str, Sequence[int]]]
+    ) -> Wiring:
+        return Wiring.of(self.plan, links, dict(tied), self.rng, self.backend)
+
     def __call__(
         self, *args: Any, target: Any = None, weights: Tensor | None = None, **kwargs: Any
     ) -> Tensor:
@@ -182,7 +177,7 @@ class Pipeline:
         self.rng.epoch += 1
         learns = any(parameter.requires_grad for parameter in self.model.parameters())
         if not (learns and torch.is_grad_enabled()):
-            return self._try(minibatch)
+            return self._evaluation(minibatch).loss()
         return with_gradients(*self._train(minibatch))
 
     @torch.no_grad()
@@ -193,7 +188,7 @@ class Pipeline:
         own mode again. Raises as a call does.
         """
         with eval_mode(self.model):
-            return self._try(self._minibatch(args, kwargs, target, weights))
+            return self._evaluation(self._minibatch(args, kwargs, target, weights)).loss()
 
     @torch.no_grad()
     def predict(
@@ -209,7 +204,7 @@ class Pipeline:
         """
         with eval_mode(self.model):
             minibatch = self._minibatch(args, kwargs, target, weights)
-            return self._outputs(minibatch, with_loss)
+            return self._evaluation(minibatch).outputs(with_loss)
 
     def _minibatch(
         self, args: Any, kwargs: Mapping[str, Any], target: Any, weights: Tensor | None
@@ -227,106 +222,64 @@ class Pipeline:
                 weights = weights / weights.sum()
             return SplitMinibatch.of(calls, target, weights, self.microbatches, self.device)
 
-    def _forms(
-        self, minibatch: SplitMinibatch, what: str
-    ) -> tuple[StagedModel, Sequence[Mapping[int, StageModule]]]:
+    def _staged_for(self, minibatch: SplitMinibatch, what: str) -> StagedModel:
         """The stages for each microbatch, of the model as it is now. Raises UserError unless all
         ranks have the same.
         """
         with torch.inference_mode(False), torch.enable_grad():
             staged = self.now = self.staged(ModelState.of(self.model))
-            forms = [staged.forms.of(call) for call in minibatch.calls]
+            for call in minibatch.calls:
+                staged.forms.of(call)
         texts = [staged.forms.texts[call.kind] for call in minibatch.calls]
         own = [each for stage in self.stages for each in staged.parameters(stage).values()]
         self.agreement.check(what, texts, minibatch.calls[0].tensors, own)
         if what == "training":
             self.agreement.note_trained(own)
-        return staged, forms
+        return staged
 
     def _train(self, minibatch: SplitMinibatch) -> tuple[Tensor, list[tuple[Parameter, Tensor]]]:
         """The loss, and the gradients of the parameters of this rank that learn."""
         first = self.now is None  # all ranks have the whole model, as it is
-        staged, forms = self._forms(minibatch, "training")
+        staged, count = self._staged_for(minibatch, "training"), len(minibatch.calls)
+        wiring = self._wiring(staged)
         # The engine makes the mean of the microbatches' gradients.
-        data = minibatch.times([len(forms)] * len(forms))
-        settings = Settings(self.weighted_loss, self.rng, 1.0)
-        expected = expect(staged, data, settings) if self.checked and first else None
+        data = minibatch.times([count] * count)
+        expected = expect(staged, data, self.weighted_loss) if self.checked and first else None
         sums = {stage: GradientSums() for stage in self.stages}
         losses: dict[int, Tensor] = {}
+        parameters = {stage: staged.parameters(stage) for stage in self.stages}
         executors = {
-            stage: self._executor(staged, stage, forms, sums[stage], losses.__setitem__)
+            stage: wiring.executor(
+                stage,
+                staged.forms_of(stage, minibatch.calls),
+                self.weighted_loss,
+                Weights(parameters[stage]),
+                sums[stage],
+                losses.__setitem__,
+            )
             for stage in self.stages
         }
-        actions = Schedule(staged.spec, len(forms)).actions(*self.workers)
-        self._run(executors, staged, actions, data)
+        actions = Schedule(staged.spec, count).actions(*self.workers)
+        with self.rng.apart():
+            stream = ActionStream(TrainingSegment(0, count), actions)
+            Engine(executors, wiring.transport).run(stream, data)
         if expected is not None:
             gradients = [own.gradients for own in sums.values()]
             compare(expected, staged, self.workers, losses, gradients)
-        loss = self._sum([each.double() / len(forms) for each in losses.values()])
+        loss = wiring.total(each.double() / count for each in losses.values())
         return loss, [
-            (executors[stage].weights.parameters[name], gradient)
+            (parameters[stage][name], gradient)
             for stage in self.stages
             for name, gradient in sums[stage].gradients.items()
         ]
 
-    def _executor(
-        self,
-        staged: StagedModel,
-        stage: int,
-        forms: Sequence[Mapping[int, StageModule]],
-        sums: GradientSums,
-        on_loss: Callable[[int, Tensor], None],
-    ) -> Executor:
-        return Executor(
-            stage_modules=StageForms.of_each([form[stage] for form in forms]),
-            transport=self._transport(staged),
-            assignment=self.plan.rank_assignment,
-            loss=self.weighted_loss,
-            weights=Weights(staged.parameters(stage)),
-            stepping=sums,
-            groups=self._groups(staged)[stage],
-            on_loss=on_loss,
-            rng=self.rng,
-            recompute=self.plan.stages[stage].recompute,
-        )
-
     @torch.no_grad()
-    def _try(self, minibatch: SplitMinibatch) -> Tensor:
-        """The loss alone."""
-        loss, _ = self._evaluated(minibatch, EvaluationExecutor)
-        return loss
-
-    def _outputs(self, minibatch: SplitMinibatch, losing: bool) -> tuple[Tensor | None, Any]:
-        loss, executors = self._evaluated(minibatch, partial(OutputExecutor, losing=losing))
-        returned = {key: each for one in executors for key, each in one.returned.items()}
-        sizes = [len(call) for call in minibatch.calls]
-        return loss if losing else None, together(returned, sizes, minibatch.factors)
-
-    def _evaluated(
-        self, minibatch: SplitMinibatch, kind: Callable[..., _Evaluates]
-    ) -> tuple[Tensor, list[_Evaluates]]:
-        staged, forms = self._forms(minibatch, "evaluation")
-        sizes, totals = minibatch.sizes, EvaluationTotals()
+    def _evaluation(self, minibatch: SplitMinibatch) -> MinibatchEvaluation:
+        staged = self._staged_for(minibatch, "evaluation")
         if not self.model.training:
             self._average_buffers(staged)
-        executors = {
-            stage: kind(
-                StageForms.of_each([form[stage] for form in forms]),
-                self._transport(staged),
-                self.plan.rank_assignment,
-                self.weighted_loss,
-                {**staged.parameters(stage), **staged.buffers(stage)},
-                sizes,
-                totals,
-            )
-            for stage in self.stages
-        }
-        actions = forwards(self.plan.replicas, staged.spec.links, len(forms), self.workers)
-        # The executors make a mean over the examples.
-        means = minibatch.times([sizes.examples / len(call) for call in minibatch.calls])
-        self._run(executors, staged, actions, means)
-        loss = torch.tensor(totals.loss / sizes.examples, dtype=torch.float64)
-        return self._sum([loss]), list(executors.values())
+        wiring, loss = self._wiring(staged), self.weighted_loss
+        return MinibatchEvaluation(staged, wiring, self.workers, minibatch, loss)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales the gradients down so that the norm of the whole model's is at most this; returns
@@ -335,45 +288,16 @@ class Pipeline:
         staged = self.now
         if staged is None:
             raise UserError("clip_grad_norm_: there are no gradients yet: call the pipeline first")
-        own = [
-            (parameter, replica == 0 and holds_first(name, stage, staged.tied))
-            for stage, replica in self.workers
-            for name, parameter in staged.parameters(stage).items()
-        ]
-        gradients = [
-            (parameter.grad, counts) for parameter, counts in own if parameter.grad is not None
-        ]
-        squares = [as_double(gradient).square().sum() for gradient, counts in gradients if counts]
-        norm = self._sum(squares).sqrt()
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for gradient, _ in gradients:
-            gradient.mul_(factor)
-        return norm
+        return clip_gradients(staged, self.workers, max_norm, self._wiring(staged).total)
 
     @torch.no_grad()
     def gather(self) -> nn.Module:
         """Brings the model of every rank up to date, to save or export it; returns it."""
-        if self.now is None:
-            return self.model
-        self._average_buffers(self.now)
-        own = {
-            name: tensor
-            for stage in self.stages
-            for name, tensor in {
-                **self.now.parameters(stage),
-                **self.now.buffers(stage),
-            }.items()
-        }
-        held: list[list[str]] = [[] for _ in range(self.plan.workers)]
-        dist.all_gather_object(held, list(own))
-        owner = {name: rank for rank in reversed(range(len(held))) for name in held[rank]}
-        theirs = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        for name in sorted(owner.keys() & theirs.keys()):
-            value = own.get(name, theirs[name]).detach().to(self.device).contiguous()
-            dist.broadcast(value, owner[name])
-            if name not in own:
-                theirs[name].data.copy_(value)
-        self.agreement.note_gathered()
+        if self.now is not None:
+            self._average_buffers(self.now)
+            own = {n: t for stage in self.stages for n, t in self.now.tensors(stage).items()}
+            gather_tensors(self.model, own, self.device)
+            self.agreement.note_gathered()
         return self.model
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -384,43 +308,6 @@ class Pipeline:
         trained = self.agreement.trained
         return whole_state(optimizer, None if trained is None else trained.values())
 
-    def _run(
-        self,
-        executors: Mapping[int, ForwardExecutor],
-        staged: StagedModel,
-        actions: Sequence[Action],
-        data: SplitMinibatch,
-    ) -> None:
-        stream = ActionStream(TrainingSegment(0, len(data.calls)), actions)
-        # Dropout has random numbers of its own; those of the user's code stay alike on all ranks.
-        gpus = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(gpus):
-            Engine(executors, self._transport(staged)).run(stream, data)
-
-    def _transport(self, staged: StagedModel) -> Transport:
-        key = staged.spec.links
-        if key not in self.transports:
-            ways = rank_links(self.plan.rank_assignment, key)
-            self.transports[key] = Transport(self.device, self.backend, ways)
-        return self.transports[key]
-
-    def _groups(self, staged: StagedModel) -> Sequence[StageGroups]:
-        key = tuple((name, tuple(stages)) for name, stages in staged.tied.items())
-        if key not in self.groups:
-            self.groups[key] = make_groups(self.plan.rank_assignment, staged.tied)
-        return self.groups[key]
-
     def _average_buffers(self, staged: StagedModel) -> None:
-        """Makes the statistics of batch norm and the like their mean over the replicas."""
         for stage in self.stages:
-            buffers = list(staged.buffers(stage).values())
-            self._transport(staged).average(buffers, self._groups(staged)[stage].replicas)
-
-    def _sum(self, values: Sequence[Tensor]) -> Tensor:
-        """Of all ranks, as a float64 scalar."""
-        total = torch.zeros(1, dtype=torch.float64, device=self.device)
-        for value in values:
-            total += value.detach().to(self.device)
-        assert self.now is not None
-        self._transport(self.now).begin_sum(total, None).wait()
-        return total[0]
+            self._wiring(staged).average_buffers(stage, staged.buffers(stage))

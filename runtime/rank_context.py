@@ -10,13 +10,12 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from pipedream.capture.compute_settings import Precision
-from pipedream.comm.buckets import make_groups
 from pipedream.comm.rendezvous import connect_store, join
 from pipedream.comm.store_messages import broadcast
-from pipedream.comm.transport import Transport
 from pipedream.graph.run_config import AsynchronousConfig
 from pipedream.runtime.checkpoint.saver import Saver
 from pipedream.runtime.engine.executor import Executor, Updates
+from pipedream.runtime.engine.wiring import Wiring
 from pipedream.runtime.local.local_model import LocalModel
 from pipedream.runtime.local.local_stage import LocalStage
 from pipedream.runtime.local.resume import begin, resume
@@ -36,7 +35,6 @@ from pipedream.runtime.stages.partition import links
 from pipedream.runtime.supervise.graceful_stop import GracefulStop
 from pipedream.runtime.supervise.heartbeat import Heartbeats
 from pipedream.runtime.supervise.watchdog import Watchdog
-from pipedream.schedule.channel import rank_links
 
 
 class RankContext:
@@ -63,16 +61,17 @@ class RankContext:
         self.clock = Clock(self.store, rank_info.rank, rank_info.world_size)
         self.clock.read()
         self.recorder = Recorder(self.clock, job.trace, whole_updates(1, job.policy))
-        self.assignment = job.plan.rank_assignment
-        meshes = {each.stage: each.mesh for each in job.plan.stages if each.mesh is not None}
-        self.groups = make_groups(self.assignment, local.tied, meshes)
-        self._meet_teams()
-        self.transport = Transport(
-            local.device, local.backend, rank_links(self.assignment, links(local.interfaces))
+        self.wiring = Wiring.of(
+            job.plan, links(local.interfaces), local.tied, local.rng, local.backend
         )
+        self.transport = self.wiring.transport
+        for stage in local.stages:  # devices of a mesh may exchange tensors from now on
+            if stage.sharding is not None:
+                stage.sharding.groups = self.wiring.groups[stage.stage].team
         self.stepping = self._stepping()
         if not (job.unchecked or job.restarted):
-            rehearse(self)
+            self.say("at the self-check")
+            rehearse(local, self.store, self.transport, self.executor)
         self.first = self._begin()
         self.saver = self._saver()
         self.weights = {stage.stage: self._weights(stage) for stage in local.stages}
@@ -91,20 +90,15 @@ class RankContext:
         on_loss: Callable[[int, torch.Tensor], None],
     ) -> Executor:
         """What trains a stage of this rank."""
-        local, job = self.local, self.local.job
-        together = job.policy.uniform_updates
-        return Executor(
-            stage_modules=stage.stage_modules,
-            transport=self.transport,
-            assignment=self.assignment,
-            loss=self._loss,
-            weights=weights,
-            stepping=stepping,
-            groups=self.groups[stage.stage],
-            on_loss=on_loss,
-            rng=local.rng,
-            per_update=job.config.microbatches if together else job.config.accumulate,
-            recompute=job.plan.stages[stage.stage].recompute,
+        policy, config = self.local.job.policy, self.local.job.config
+        return self.wiring.executor(
+            stage.stage,
+            stage.stage_modules,
+            self._loss,
+            weights,
+            stepping,
+            on_loss,
+            per_update=config.microbatches if policy.uniform_updates else config.accumulate,
             sharding=stage.sharding,
         )
 
@@ -125,8 +119,7 @@ class RankContext:
         In the next segment others would wait for its last save no longer than the timeout.
         """
         for stage in self.local.stages:
-            group = self.groups[stage.stage].replicas
-            self.transport.average(list(stage.buffers.values()), group)
+            self.wiring.average_buffers(stage.stage, stage.buffers)
         self.saver.end()  # else there would be copies for two saves at a time
         parts = {
             stage.stage: part
@@ -135,13 +128,6 @@ class RankContext:
         }
         self.saver.begin(position, parts, self.stepping.state())
         broadcast(self.store, self.local.rank_info, f"at/{position}", True)
-
-    def _meet_teams(self) -> None:
-        """Devices of a mesh may exchange tensors from now on."""
-        for stage in self.local.stages:
-            team = self.groups[stage.stage].team
-            if stage.sharding is not None and team is not None:
-                stage.sharding.groups = team
 
     def _begin(self) -> Position:
         """Gives the stages what they begin with; the position where they are then."""
@@ -153,9 +139,6 @@ class RankContext:
             if local.rank_info.rank == 0:
                 print(f"training: begins with {taken}", file=sys.stderr, flush=True)
         return Position(0)
-
-    def _add_up(self, tensor: torch.Tensor) -> None:
-        self.transport.begin_sum(tensor, None).wait()
 
     def _saver(self) -> Saver:
         local = self.local
@@ -191,13 +174,13 @@ class RankContext:
                 for stage in local.stages
             },
             job.config,
-            LossSum(self._add_up, local.device),
-            self._add_up,
+            LossSum(self.wiring.add_up, local.device),
+            self.wiring.add_up,
         )
 
     def _team_sum(self, stage: LocalStage) -> Callable[[torch.Tensor], None]:
         """Adds a tensor up over the devices of the stage's mesh, in place."""
-        team = self.groups[stage.stage].team
+        team = self.wiring.groups[stage.stage].team
         whole = None if team is None else team.whole
         if whole is None:
             return lambda tensor: None
@@ -228,7 +211,7 @@ class RankContext:
             job.run / "metrics.jsonl",
             self.local.examples.sizes,
             self.local.examples.minibatches * (job.epochs - first.epoch) - first.minibatch,
-            self.assignment,
+            job.plan.rank_assignment,
             self.writers,
             first,
             self._learning_rates,

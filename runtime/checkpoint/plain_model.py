@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipedream.capture.errors.capture_errors import blaming_modules
-from pipedream.capture.loss import Loss, Metric, accuracy
+from pipedream.capture.loss import Loss, Metric
 from pipedream.capture.sources.minibatch import Dataset
 from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import RunConfig
@@ -26,7 +26,7 @@ def evaluate(
     config: RunConfig,
     loss: Loss,
     device: torch.device,
-    metrics: Mapping[str, Metric] | None = None,
+    metrics: Mapping[str, Metric],
 ) -> dict[str, float]:
     """Loads the checkpoint at `path` into `model` and evaluates it in eval mode, on this worker.
 
@@ -39,9 +39,7 @@ def evaluate(
         for batch in in_order(held_out, config, device):
             with blaming_modules(config.model.source, model):
                 output = model(*batch.inputs)
-            mean, hit = loss(output, batch.target).item(), accuracy(output, batch.target)
-            own = {name: of(output, batch.target) for name, of in (metrics or {}).items()}
-            totals.add(mean, len(batch.inputs[0]), hit, own)
+            totals.add_outputs(output, batch.target, len(batch.inputs[0]), loss, metrics)
     return EvaluationTotals.result([astuple(totals)])
 
 

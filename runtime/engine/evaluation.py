@@ -7,22 +7,22 @@ last minibatch has what is left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pipedream.capture.captured import Captured
 from pipedream.capture.loss import Loss, Metric, accuracy
-from pipedream.capture.segment import Segment
 from pipedream.comm.transport import Transport
 from pipedream.graph.plan import Plan, RankAssignment
 from pipedream.runtime.data.order import Sizes
-from pipedream.runtime.data.reader import Batch, Epoch, Reader
+from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.engine.engine import Engine, minibatches_read
-from pipedream.runtime.engine.forward import ForwardExecutor
+from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Tensors, computing
 from pipedream.runtime.engine.minibatch_state import MinibatchState
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.training_segment import TrainingSegment
@@ -34,6 +34,8 @@ from pipedream.schedule.schedule import forwards
 
 MOST_ON_THEIR_WAY = 4
 """Passes of a stage after which its rank waits until all that it has sent has arrived."""
+
+Evaluator = TypeVar("Evaluator", bound="EvaluationExecutor")
 
 
 @dataclass
@@ -64,6 +66,18 @@ class EvaluationTotals:
         else:
             self.right = self.predictions = 0
 
+    def add_outputs(
+        self,
+        output: Any,
+        target: Any,
+        examples: int,
+        loss: Loss,
+        metrics: Mapping[str, Metric],
+    ) -> None:
+        """Adds what the model returns for so many examples."""
+        mean, hit = loss(output, target).item(), accuracy(output, target)
+        self.add(mean, examples, hit, {name: of(output, target) for name, of in metrics.items()})
+
     @staticmethod
     def result(of_ranks: Iterable[Sequence[Any]]) -> dict[str, float]:
         """Returns `held_out_loss`, if there are predictions `held_out_accuracy`, and the user's
@@ -82,13 +96,12 @@ class EvaluationTotals:
 
 
 def _added(sums: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, Sequence[float]]:
-    """The sums and counts of several, added up by name."""
-    together: dict[str, Sequence[float]] = {}
-    for each in sums:
-        for name, (total, count) in each.items():
-            before = together.get(name, (0.0, 0.0))
-            together[name] = (before[0] + total, before[1] + count)
-    return together
+    """Adds up the sums and counts of several, by name."""
+    added: dict[str, Sequence[float]] = {}
+    for name, (total, count) in chain.from_iterable(each.items() for each in sums):
+        total_before, count_before = added.get(name, (0.0, 0.0))
+        added[name] = (total_before + total, count_before + count)
+    return added
 
 
 def obstacle(captured: Captured, plan: Plan, first: Batch, kind: str | None) -> str | None:
@@ -114,47 +127,29 @@ class EvaluationExecutor(ForwardExecutor):
     metrics: Mapping[str, Metric] = field(default_factory=dict, kw_only=True)
     passes: int = field(default=0, init=False)
 
-    def _prepare(
-        self, action: Action, state: MinibatchState, segment: Segment, inputs: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        return self.tensors
-
     def _compute(
-        self,
-        action: Action,
-        state: MinibatchState,
-        stage_module: StageModule,
-        tensors: Mapping[str, Tensor],
-        known: Mapping[str, Tensor],
-    ) -> Mapping[str, Tensor]:
-        piece = stage_module.piece
+        self, action: Action, state: MinibatchState, stage_module: StageModule, known: Tensors
+    ) -> Tensors:
+        piece, program = stage_module.piece, stage_module.program
         inputs = tuple(known[name] for name in piece.inputs)
-        if self.sharding is None:
-            results = stage_module.compute(tensors, inputs)
-        else:
-            named = stage_module.program.on_mesh(tensors, known)
-            state_ = stage_module.program.state(tensors, named)
-            results, _ = named.program.forward(state_, inputs, named.program.draw())
+        with computing(action):
+            if self.sharding is None:
+                results = stage_module.compute(self.tensors, inputs)
+            else:
+                named = program.on_mesh(self.tensors, known)
+                tensors = program.state(self.tensors, named)
+                results, _ = named.program.forward(tensors, inputs, named.program.draw())
         return dict(zip(piece.outputs, results, strict=True))
 
     def _take_outputs(
-        self,
-        action: Action,
-        state: MinibatchState,
-        stage_module: StageModule,
-        known: Mapping[str, Tensor],
+        self, action: Action, state: MinibatchState, stage_module: StageModule, known: Tensors
     ) -> None:
         output, target = stage_module.output(known), self.data.target(action.minibatch)
-        mean, hit = self.loss(output, target).item(), accuracy(output, target)
-        own = {name: metric(output, target) for name, metric in self.metrics.items()}
-        self.totals.add(mean, self.sizes.of(action.minibatch), hit, own)
+        examples = self.sizes.of(action.minibatch)
+        self.totals.add_outputs(output, target, examples, self.loss, self.metrics)
 
     def _after_forward(
-        self,
-        action: Action,
-        state: MinibatchState,
-        interface: StageInterface,
-        values: Mapping[str, Tensor],
+        self, action: Action, state: MinibatchState, interface: StageInterface, values: Tensors
     ) -> None:
         if not interface.sends:
             self._activations_sent(action.minibatch, state)
@@ -207,36 +202,40 @@ class Evaluation:
             for form in forms.known:
                 form.join_mesh(trained[stage])
 
+    @property
+    def minibatches_read(self) -> list[int]:
+        """The minibatches whose inputs or targets this rank needs."""
+        interfaces = [forms.usual.interface for forms in self.stage_modules.values()]
+        return minibatches_read(self.actions, interfaces, len(self.assignment))
+
     def run(
         self,
-        held_out: Epoch,
+        data: Minibatches,
         tensors: Mapping[int, Mapping[str, Tensor]],
         transport: Transport,
         loss: Loss,
-        metrics: Mapping[str, Metric],
-    ) -> EvaluationTotals:
-        """Evaluates this rank's minibatches with the parameters and buffers of each of its stages.
+        kind: Callable[..., Evaluator],
+    ) -> tuple[EvaluationTotals, list[Evaluator]]:
+        """Evaluates this rank's minibatches with the parameters and buffers of each of its stages,
+        by executors of this `kind`. Returns the totals, and the executors.
 
         Raises PeerLost, and UserError if model, data or loss are at fault.
         """
         totals = EvaluationTotals()
         executors = {
-            stage: EvaluationExecutor(
-                stage_modules,
+            stage: kind(
+                forms,
                 transport,
                 self.assignment,
                 loss,
                 {name: tensor.detach() for name, tensor in tensors[stage].items()},
                 self.sizes,
                 totals,
-                sharding=stage_modules.usual.program.sharding,
-                metrics=metrics,
+                sharding=forms.usual.program.sharding,
             )
-            for stage, stage_modules in self.stage_modules.items()
+            for stage, forms in self.stage_modules.items()
         }
-        interfaces = [each.usual.interface for each in self.stage_modules.values()]
-        minibatches = minibatches_read(self.actions, interfaces, len(self.assignment))
         stream = ActionStream(TrainingSegment(0, len(self.sizes)), self.actions)
-        with torch.no_grad(), Reader(held_out, minibatches) as data:
+        with torch.no_grad():
             Engine(executors, transport).run(stream, data)
-        return totals
+        return totals, list(executors.values())

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pipedream.capture.programs.loss_end import LOSS, Target
-from pipedream.capture.segment import Segment
 from pipedream.comm.buckets import Buckets, StageGroups
 from pipedream.graph.errors import UserError
-from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, computing
+from pipedream.runtime.engine.forward import ForwardExecutor, Minibatches, Table, Tensors, computing
 from pipedream.runtime.engine.minibatch_state import MinibatchState, Recomputation
 from pipedream.runtime.engine.passes.autograd_passes import AutogradPasses
 from pipedream.runtime.engine.passes.passes import Passes
@@ -92,36 +91,25 @@ class Executor(ForwardExecutor):
             Kind.UPDATE: self._update,
         }
 
-    def _prepare(
-        self, action: Action, state: MinibatchState, segment: Segment, inputs: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
+    def _compute(
+        self, action: Action, state: MinibatchState, stage_module: StageModule, known: Tensors
+    ) -> Tensors:
         delay = self.delays.get(action.minibatch, 0)
         state.version = self.weights.acquire(self.base + action.version, delay)
         self.rng.minibatch = action.minibatch
         if self.recompute:
-            state.recomputation = Recomputation.before(segment, inputs)
-        return state.version.tensors
-
-    def _compute(
-        self,
-        action: Action,
-        state: MinibatchState,
-        stage_module: StageModule,
-        tensors: Mapping[str, Tensor],
-        known: Mapping[str, Tensor],
-    ) -> Mapping[str, Tensor]:
-        target = self._target(action)
-        passes = state.passes = self._passes(stage_module, tensors, known, target)
-        return passes.forward(tensors, known if target is None else {**known, **target.tensors})
+            inputs = {name: known[name] for name in stage_module.piece.inputs}
+            state.recomputation = Recomputation.before(stage_module.piece, inputs)
+        tensors = state.version.tensors
+        with computing(action):
+            target = self._target(action)
+            state.passes = self._passes(stage_module, tensors, known, target)
+            ends = {} if target is None else target.tensors
+            return state.passes.forward(tensors, {**known, **ends})
 
     def _passes(
-        self,
-        stage_module: StageModule,
-        tensors: Mapping[str, Tensor],
-        known: Mapping[str, Tensor],
-        target: Target | None,
+        self, stage_module: StageModule, tensors: Tensors, known: Tensors, target: Target | None
     ) -> Passes:
-        """How the stage computes the passes of a minibatch."""
         program = stage_module.program
         if self.sharding is not None:
             return ProgramPasses(stage_module, program.on_mesh(tensors, known, target))
@@ -135,14 +123,10 @@ class Executor(ForwardExecutor):
         return Target.of(self.data.target(action.minibatch))
 
     def _take_outputs(
-        self,
-        action: Action,
-        state: MinibatchState,
-        stage_module: StageModule,
-        known: Mapping[str, Tensor],
+        self, action: Action, state: MinibatchState, stage_module: StageModule, known: Tensors
     ) -> None:
         loss = known[LOSS] if LOSS in known else self._loss(action, stage_module.output(known))
-        if self.mesh_device == 0:  # the others have computed the same
+        if self.sharding is None or self.sharding.device == 0:  # the others have computed the same
             self.on_loss(action.minibatch, loss.detach())
         scale = self.stepping.scale.value
         state.loss = loss if scale == 1.0 else loss * scale
@@ -155,11 +139,7 @@ class Executor(ForwardExecutor):
             raise UserError(message) from error
 
     def _after_forward(
-        self,
-        action: Action,
-        state: MinibatchState,
-        interface: StageInterface,
-        values: Mapping[str, Tensor],
+        self, action: Action, state: MinibatchState, interface: StageInterface, values: Tensors
     ) -> None:
         assert state.passes is not None
         if state.loss is not None:
@@ -181,22 +161,21 @@ class Executor(ForwardExecutor):
             gradients[value.name] = tensor if known is None else known + tensor
 
     def _backward(self, action: Action) -> None:
-        self._go_backward(action, self._gradients(action))
+        self._backward_input(action, self._gradients(action))
         self._backward_weight(action)
 
-    def _backward_input(self, action: Action) -> None:
-        """First half: computes the gradients of what was received, which can then be sent."""
-        self._go_backward(action)
+    def _backward_input(self, action: Action, whole: RoundGradients | None = None) -> None:
+        """First half: computes the gradients of what was received, which can then be sent.
 
-    def _go_backward(self, action: Action, whole: RoundGradients | None = None) -> None:
-        """Afterwards nothing is held but what the second half needs, and what is to be sent."""
+        Afterwards nothing is held but what the second half needs, and what is to be sent.
+        """
         state = self._turn(action)
         passes = state.passes
         assert passes is not None
         with computing(action):
-            found = passes.backward(state.received, whole)
+            gradients = passes.backward(state.received, whole)
         for name, tensor in state.received.items():
-            gradient = found[name]  # None where the loss does not depend on it
+            gradient = gradients[name]  # None where the loss does not depend on it
             state.gradients[name] = torch.zeros_like(tensor) if gradient is None else gradient
         state.received = {}
         self._recycle(state, lambda tensor: passes.holds(tensor, state.gradients.values()))
@@ -207,7 +186,7 @@ class Executor(ForwardExecutor):
         assert state.passes is not None
         with computing(action):
             state.passes.backward_weights(self._gradients(action))
-        self._let_go(action.minibatch, state)
+        self._release(action.minibatch, state)
 
     def _gradients(self, action: Action) -> RoundGradients:
         """Of the round, to which the backward pass of a minibatch adds its own."""
@@ -233,7 +212,7 @@ class Executor(ForwardExecutor):
         state.sent = not self.stage_modules.of(action.minibatch).interface.receives
         return state
 
-    def _let_go(self, minibatch: int, state: MinibatchState) -> None:
+    def _release(self, minibatch: int, state: MinibatchState) -> None:
         """Releases what the minibatch held, except what is still to be sent.
 
         Received activations are recycled, since no graph needs them any more.
@@ -284,7 +263,7 @@ class Executor(ForwardExecutor):
         )
 
     def _norm(self, action: Action) -> None:
-        """Hands the gradients of the round in; the last stage of the rank waits for all ranks."""
+        """Hands in the gradients of the round; the last stage of the rank waits for all ranks."""
         self.stepping.agree(action.stage, self.weights, action.divisor)
 
     def _update(self, action: Action) -> None:

@@ -11,8 +11,6 @@ from typing import Any, Protocol, TypeAlias
 from torch import Tensor
 
 from pipedream.capture.loss import Loss
-from pipedream.capture.segment import Segment
-from pipedream.comm.teams import TeamGroups
 from pipedream.comm.transport import PeerLost, Transport
 from pipedream.graph.errors import UserError
 from pipedream.graph.plan import RankAssignment
@@ -24,6 +22,9 @@ from pipedream.runtime.stages.stage_forms import StageForms
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Action, Kind
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+"""By the names of values, or of parameters and buffers."""
 
 Table: TypeAlias = Mapping[Kind, Callable[[Action], None]]
 """The method that performs each kind of action."""
@@ -76,9 +77,8 @@ class ForwardExecutor(ABC):
         self.data = data
         self.stage_modules.begin(data)
         self.states: dict[int, MinibatchState] = {}
-        self.exchange = ValueExchange(
-            self.transport, self.assignment, self.mesh_device, lambda: self._team
-        )
+        mesh = (0, None) if self.sharding is None else (self.sharding.device, self.sharding.groups)
+        self.exchange = ValueExchange(self.transport, self.assignment, *mesh)
 
     def follow(self, actions: Sequence[Action], delays: Mapping[int, int]) -> None:
         """Called with all actions of this stage in the segment, those already done included.
@@ -107,15 +107,6 @@ class ForwardExecutor(ABC):
     def last_stage(self) -> int:
         return len(self.assignment) - 1
 
-    @property
-    def _team(self) -> TeamGroups | None:
-        return None if self.sharding is None else self.sharding.groups
-
-    @property
-    def mesh_device(self) -> int:
-        """Which one of the stage's mesh this is."""
-        return 0 if self.sharding is None else self.sharding.device
-
     def _send(self, action: Action, values: Sequence[Tensor]) -> None:
         self.exchange.send(action, self.stage_modules.of(action.minibatch).crossings, values)
 
@@ -132,52 +123,30 @@ class ForwardExecutor(ABC):
     def _forward(self, action: Action) -> None:
         state = self.states.setdefault(action.minibatch, MinibatchState())
         stage_module = self.stage_modules.of(action.minibatch)
-        interface, segment = stage_module.interface, stage_module.piece
+        interface = stage_module.interface
         read = self.data.inputs(action.minibatch, interface.reads.values())
         known = {**state.received, **dict(zip(interface.reads, read, strict=True))}
-        inputs = {name: known[name] for name in segment.inputs}
-        tensors = self._prepare(action, state, segment, inputs)
-        with computing(action):
-            values = self._compute(action, state, stage_module, tensors, known)
+        values = self._compute(action, state, stage_module, known)
         if action.stage == self.last_stage:
             self._take_outputs(action, state, stage_module, {**known, **values})
         state.leaving = {name: apart(values[name], state.received) for name in interface.sent}
         self._after_forward(action, state, interface, values)
 
     @abstractmethod
-    def _prepare(
-        self, action: Action, state: MinibatchState, segment: Segment, inputs: Mapping[str, Tensor]
-    ) -> Mapping[str, Tensor]:
-        """Called before a forward pass; returns its parameters and buffers by name."""
-
-    @abstractmethod
     def _compute(
-        self,
-        action: Action,
-        state: MinibatchState,
-        stage_module: StageModule,
-        tensors: Mapping[str, Tensor],
-        known: Mapping[str, Tensor],
-    ) -> Mapping[str, Tensor]:
+        self, action: Action, state: MinibatchState, stage_module: StageModule, known: Tensors
+    ) -> Tensors:
         """Returns the outputs of the stage, of what it received or read, by name."""
 
     @abstractmethod
     def _take_outputs(
-        self,
-        action: Action,
-        state: MinibatchState,
-        stage_module: StageModule,
-        known: Mapping[str, Tensor],
+        self, action: Action, state: MinibatchState, stage_module: StageModule, known: Tensors
     ) -> None:
         """Called in the last stage, with what it received, read and computed."""
 
     @abstractmethod
     def _after_forward(
-        self,
-        action: Action,
-        state: MinibatchState,
-        interface: StageInterface,
-        values: Mapping[str, Tensor],
+        self, action: Action, state: MinibatchState, interface: StageInterface, values: Tensors
     ) -> None:
         """Called with all that a forward pass has computed; some of it is `leaving`."""
 
@@ -207,7 +176,7 @@ class ForwardExecutor(ABC):
         state.messages = left
 
 
-def apart(tensor: Tensor, received: Mapping[str, Tensor]) -> Tensor:
+def apart(tensor: Tensor, received: Tensors) -> Tensor:
     """Returns a value to be sent, in memory that no later message is received into."""
     memory = tensor.untyped_storage().data_ptr()
     shared = any(other.untyped_storage().data_ptr() == memory for other in received.values())

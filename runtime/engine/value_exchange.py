@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,12 +20,12 @@ from pipedream.schedule.channel import Channel
 
 @dataclass
 class ValueExchange:
-    """Of one `device` of a worker. `team`: the groups of its mesh, once the ranks have met."""
+    """The messages of one `device` of a worker. `team`: the groups of its mesh, if it has one."""
 
     transport: Transport
     assignment: RankAssignment
     device: int = 0
-    team: Callable[[], TeamGroups | None] = lambda: None
+    team: TeamGroups | None = None
     messages: dict[tuple[Kind, Worker | None, Crossings], DeviceMessages] = field(
         default_factory=dict
     )
@@ -53,8 +53,8 @@ class ValueExchange:
     def receive(
         self, action: Action, crossings: Crossings
     ) -> tuple[Sequence[Tensor], list[tuple[Channel, Message]]]:
-        """The values as this device is to hold them, and the messages whose memory they are in.
-        Raises PeerLost.
+        """Returns the values as this device is to hold them, and the messages whose memory they
+        are in. Raises PeerLost.
         """
         messages = self._messages(action, crossings)
         arrived = [
@@ -75,29 +75,24 @@ class ValueExchange:
             self.transport.recycle(channel, tensors)
         for value, held, gathers in zip(values, messages.held, messages.gathers, strict=True):
             if gathers:
-                team = self.team()
-                assert team is not None
-                team.gather(value, held, gathers)
+                assert self.team is not None
+                self.team.gather(value, held, gathers)
         return values, []
 
     def _messages(self, action: Action, crossings: Crossings) -> DeviceMessages:
         key = action.kind, action.peer, crossings
-        messages = self.messages.get(key)
-        if messages is None:
+        if key not in self.messages:
             assert action.peer is not None
             counts = [
                 len(self.assignment[stage][replica].ranks)
                 for stage, replica in ((action.stage, action.replica), action.peer)
             ]
-            messages = DeviceMessages.of(action, crossings, self.device, *counts)
-            self.messages[key] = messages
-        return messages
+            self.messages[key] = DeviceMessages.of(action, crossings, self.device, *counts)
+        return self.messages[key]
 
     def _channel(self, action: Action, other: int) -> Channel:
         """To or from this device of the other worker."""
         key = action.kind, action.peer, other
-        channel = self.channels.get(key)
-        if channel is None:
-            channel = Channel.of(action, self.assignment, self.device, other)
-            self.channels[key] = channel
-        return channel
+        if key not in self.channels:
+            self.channels[key] = Channel.of(action, self.assignment, self.device, other)
+        return self.channels[key]

@@ -1,4 +1,4 @@
-"""All ranks are to do the same, with the same model and the same minibatch."""
+"""All ranks are to do the same, with the same model and minibatch, in the pipeline's precision."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipedream.capture.checks.equivalence import as_double
+from pipedream.capture.compute_settings import Precision
 from pipedream.comm.transport import PeerLost
 from pipedream.graph.errors import UserError
 
@@ -23,9 +24,9 @@ _CHECKED_AGAIN = 100
 
 
 class Agreement:
-    """Of the ranks of a `model`. `trained`: the parameters that this rank has trained, the only
-    ones that it has up to date unless all were `gathered`. A check compares a few numbers of all
-    ranks; values only where a parameter is new, and those of some minibatches.
+    """Compares the ranks of a `model`: a few numbers at each check; values only where a parameter
+    is new, and those of some minibatches. `trained`: the parameters that this rank has trained, the
+    only ones that it has up to date unless all were `gathered`.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -86,29 +87,25 @@ class Agreement:
 
     def _compare_models(self, fresh: Mapping[str, Tensor]) -> None:
         """Of what was compared before a rank has only its own stages up to date."""
-        nothing = torch.zeros(())
-        values = [fresh.get(name, nothing) for name, _ in self.model.named_parameters()]
+        placeholder = torch.zeros(())
+        values = [fresh.get(name, placeholder) for name, _ in self.model.named_parameters()]
         if self.compared:
             remedy = "make new parameters alike on all ranks: seed torch, or gather() before"
         else:
-            remedy, values = "call torch.manual_seed before you make it", [*values, *self._buffers]
+            remedy = "call torch.manual_seed before you make it"
+            values += self.model.buffers()
         self._compare("models", values, remedy)
         self.compared = {id(parameter): parameter for parameter in self.model.parameters()}
 
-    @property
-    def _buffers(self) -> list[Tensor]:
-        return list(self.model.buffers())
-
     def _compare(self, what: str, tensors: Iterable[Tensor], remedy: str) -> None:
         """Raises UserError on all ranks unless each has tensors of the same sums."""
-        sums = torch.tensor([float(as_double(tensor).sum()) for tensor in tensors])
-        sums = sums.nan_to_num()
+        sums = torch.tensor([float(as_double(tensor).sum()) for tensor in tensors]).nan_to_num()
         own = torch.cat([sums, -sums]).to(self.device)
         if not torch.equal(_largest(own), own):
             raise UserError(f"the ranks have different {what}: {remedy}")
 
     def _difference(self, what: str, texts: Sequence[str]) -> str:
-        """In words, for all ranks."""
+        """Describes, to all ranks alike, where a rank differs from rank 0."""
         here: dict[str, Any] = {"the call is": what}
         for name, parameter in self.model.named_parameters():
             here[f"{name} learns:"] = parameter.requires_grad
@@ -128,6 +125,20 @@ class Agreement:
         return (
             "the ranks have different models: the same calls run other operators: give their"
             " modules the same attributes on all ranks"
+        )
+
+
+def check_precision(precision: Precision) -> None:
+    """Raises UserError if a loop calls a pipeline in another precision than it has."""
+    kind, own = precision.device.type, precision.autocast
+    theirs = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+    if torch.is_autocast_enabled(kind) and theirs != own:
+        remedy = f"give it autocast={theirs!r} when you make it, or call it outside"
+        if theirs == "float16":
+            remedy = "use bfloat16: gradients are there before a scaler scales the loss"
+        raise UserError(
+            f"the pipeline is called within torch.autocast of {theirs}, and has types of its"
+            f" own: {remedy}"
         )
 
 

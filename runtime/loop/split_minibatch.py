@@ -1,4 +1,4 @@
-"""A minibatch of a loop of the user's own, cut into microbatches."""
+"""A minibatch of a loop of the user's own, cut into microbatches, and their part of the loss."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipedream.capture.compute_settings import Precision
+from pipedream.capture.loss import Loss
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.stages.by_kind import Call, part_of
@@ -29,12 +31,13 @@ class SplitMinibatch:
     def of(
         calls: Sequence[Call], target: Any, weights: Tensor, parts: int, device: torch.device
     ) -> SplitMinibatch:
-        """Of calls that were split into so many `parts`; `weights`: how much each example counts,
-        as a tensor [examples].
+        """`calls` were split into so many `parts`; `weights`: how much each example counts, as a
+        tensor [examples].
         """
-        cut = Call((weights,), {}).split(parts)
-        factors = [float(call.tensors[0].sum()) for call in cut]
-        return SplitMinibatch(calls, _cut(target, calls), factors, device)
+        factors = [float(call.tensors[0].sum()) for call in Call((weights,), {}).split(parts)]
+        ends = accumulate(map(len, calls))
+        slices = [slice(end - len(call), end) for call, end in zip(calls, ends, strict=True)]
+        return SplitMinibatch(calls, [part_of(target, own) for own in slices], factors, device)
 
     @property
     def sizes(self) -> Sizes:
@@ -63,9 +66,28 @@ class SplitMinibatch:
         return target, self.factors[minibatch]
 
 
-def _cut(target: Any, calls: Sequence[Call]) -> list[Any]:
-    """The part of `target` for each call."""
-    ends = list(accumulate(len(call) for call in calls))
-    return [
-        part_of(target, slice(end - len(call), end)) for call, end in zip(calls, ends, strict=True)
-    ]
+@dataclass(frozen=True)
+class WeightedLoss:
+    """`loss`, of what the model returns, and a target that comes with its microbatch's factor."""
+
+    loss: Loss
+    precision: Precision
+
+    def __call__(self, output: Any, target: tuple[Any, float]) -> Tensor:
+        target, factor = target
+        if factor == 0.0 or factor != factor:
+            return _uncounted(output, factor)
+        with self.precision.computing():
+            return self.loss(output, target) * factor
+
+
+def _uncounted(output: Any, value: float) -> Tensor:
+    """The loss of a microbatch in which nothing counts, such as one without labels: its mean would
+    be 0 / 0. All gradients are zero.
+    """
+    loss = torch.tensor(value)
+    for tensor in pytree.tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            zeros = torch.zeros_like(tensor)
+            loss = loss.to(tensor) + zeros.where(zeros == 0, tensor).sum()
+    return loss

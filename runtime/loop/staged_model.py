@@ -11,8 +11,9 @@ from torch.nn import Parameter
 
 from pipedream.capture.captured import Captured
 from pipedream.graph.choices import ScheduleName
-from pipedream.runtime.stages.by_kind import CapturedStages
+from pipedream.runtime.stages.by_kind import Call, CapturedStages
 from pipedream.runtime.stages.partition import interfaces, links, tied
+from pipedream.runtime.stages.stage_forms import StageForms
 from pipedream.schedule.spec import PipelineSpec
 
 
@@ -49,6 +50,10 @@ class StagedModel:
             tied=tuple(sorted({stage for stages in self.tied.values() for stage in stages})),
         )
 
+    def forms_of(self, stage: int, calls: Sequence[Call]) -> StageForms:
+        """One stage for the microbatches of a minibatch, each of which was captured before."""
+        return StageForms.of_each([self.forms.of(call)[stage] for call in calls])
+
     def parameters(self, stage: int) -> dict[str, Parameter]:
         """Of one stage, by their names in the model."""
         return dict(self.forms.originals[stage].piece.module.named_parameters())
@@ -56,5 +61,9 @@ class StagedModel:
     def buffers(self, stage: int) -> dict[str, Tensor]:
         """Those of the model, without the constants of a capture."""
         names = {name for name, _ in self.forms.model.named_buffers()}
-        held = self.forms.originals[stage].piece.module.named_buffers()
-        return {name: buffer for name, buffer in held if name in names}
+        buffers = self.forms.originals[stage].piece.module.named_buffers()
+        return {name: buffer for name, buffer in buffers if name in names}
+
+    def tensors(self, stage: int) -> dict[str, Tensor]:
+        """The parameters and buffers of one stage."""
+        return {**self.parameters(stage), **self.buffers(stage)}

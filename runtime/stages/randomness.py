@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import fx, nn
@@ -33,6 +34,10 @@ class MinibatchRng:
             torch.cuda.default_generators[self.device.index or 0].manual_seed(number)
         else:
             torch.default_generator.manual_seed(number)
+
+    def apart(self) -> AbstractContextManager[None]:
+        """A context for passes, after which the user's code draws on as if there had been none."""
+        return torch.random.fork_rng([self.device] if self.device.type == "cuda" else [])
 
 
 class SeedHook(nn.Module):

@@ -168,6 +168,7 @@ def held_out(kind: Kind, run: Path) -> pd.DataFrame:
                 config,
                 topics_gpt.loss,
                 torch.device("cpu"),
+                {},
             )["held_out_loss"],
         )
         for epoch in range(1, kind.epochs + 1)

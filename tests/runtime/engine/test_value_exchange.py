@@ -120,7 +120,7 @@ def _crossed(rank, case, crossings, kinds, array, transport, teams) -> Array | N
         if rank in ranks:
             device, action = ranks.index(rank), Action(kind, stage, 0, 0, 0, peer=(1 - stage, 0))
             group = groups[stage]
-            exchange = ValueExchange(transport, assignment, device, lambda group=group: group)
+            exchange = ValueExchange(transport, assignment, device, group)
             ends.append((exchange, action, (mesh, placements, device)))
     for exchange, action, _ in ends:
         if action.kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT):

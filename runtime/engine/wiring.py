@@ -1,0 +1,93 @@
+"""What joins the stages of a rank to those of other ranks: messages, and sums over replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipedream.capture.loss import Loss
+from pipedream.comm.buckets import StageGroups, make_groups
+from pipedream.comm.transport import Transport
+from pipedream.graph.plan import Plan
+from pipedream.runtime.engine.executor import Executor, Updates
+from pipedream.runtime.optim.weights import Weights
+from pipedream.runtime.stages.randomness import MinibatchRng
+from pipedream.runtime.stages.stage_forms import StageForms
+from pipedream.runtime.stages.stage_sharding import StageSharding
+from pipedream.schedule.action import StageLink
+from pipedream.schedule.channel import rank_links
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """`groups`: by stage, the ranks that add up its gradients. `rng` seeds the passes."""
+
+    plan: Plan
+    rng: MinibatchRng
+    groups: Sequence[StageGroups]
+    transport: Transport
+
+    @staticmethod
+    def of(
+        plan: Plan,
+        links: Iterable[StageLink],
+        tied: Mapping[str, Sequence[int]],
+        rng: MinibatchRng,
+        backend: str,
+    ) -> Wiring:
+        """Called by all ranks at the same time. `links`: the pairs of stages that exchange tensors;
+        `tied`: the stages that hold a parameter, where there are several. Raises PeerLost.
+        """
+        assignment = plan.rank_assignment
+        meshes = {stage.stage: stage.mesh for stage in plan.stages if stage.mesh is not None}
+        groups = make_groups(assignment, tied, meshes)
+        return Wiring(
+            plan, rng, groups, Transport(rng.device, backend, rank_links(assignment, links))
+        )
+
+    def executor(
+        self,
+        stage: int,
+        stage_modules: StageForms,
+        loss: Loss,
+        weights: Weights,
+        stepping: Updates,
+        on_loss: Callable[[int, Tensor], None],
+        *,
+        per_update: int = 1,
+        sharding: StageSharding | None = None,
+    ) -> Executor:
+        """What trains a stage of this rank."""
+        return Executor(
+            stage_modules=stage_modules,
+            transport=self.transport,
+            assignment=self.plan.rank_assignment,
+            loss=loss,
+            weights=weights,
+            stepping=stepping,
+            groups=self.groups[stage],
+            on_loss=on_loss,
+            rng=self.rng,
+            per_update=per_update,
+            recompute=self.plan.stages[stage].recompute,
+            sharding=sharding,
+        )
+
+    def average_buffers(self, stage: int, buffers: Mapping[str, Tensor]) -> None:
+        """Makes the statistics of batch norm and the like their mean over the replicas."""
+        self.transport.average(list(buffers.values()), self.groups[stage].replicas)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """Replaces a tensor by its sum over all ranks."""
+        self.transport.begin_sum(tensor, None).wait()
+
+    def total(self, values: Iterable[Tensor]) -> Tensor:
+        """The sum of the values of all ranks, as a float64 scalar."""
+        total = torch.zeros(1, dtype=torch.float64, device=self.rng.device)
+        for value in values:
+            total += value.detach().to(self.rng.device)
+        self.add_up(total)
+        return total[0]
