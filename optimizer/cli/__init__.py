@@ -1,9 +1,9 @@
 """The command `pd-optimize`.
 
-- `planning.py`: planning as a function of options, for `pipedream.optimize`, too; begin here
+- `planning.py`: planning as a function of options, also for each batch size in a folder of
+  profiles, and for `pipedream.optimize`; begin here
 - `command.py`, `arguments.py`: the command, and its options as click has them
 - `options.py`, `values.py`: the options, and how they are made of what was given
-- `batch_sizes.py`: those of each batch size in a folder of profiles
 - `cluster_options.py`, `measure_here.py`, `like.py`, `inputs.py`: cluster and model
 - `task.py`: the task; `output.py`: the report and the files
 """

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
+from pipedream.graph.cluster import Cluster, DeviceType, read_cluster
 from pipedream.graph.errors import UserError
+from pipedream.graph.plan import Plan, read_plan
 from pipedream.graph.units import parse_bytes, parse_seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from pipedream.graph.cluster import Cluster
-    from pipedream.graph.plan import Plan
-    from pipedream.optimizer.cli.options import Options
+from pipedream.optimizer.calibrate.runs import CalibrationRun
+from pipedream.optimizer.cli.inputs import any_profile, graph_of
+from pipedream.optimizer.cli.like import remaining
+from pipedream.optimizer.cli.measure_here import cluster_here, workers_here
+from pipedream.optimizer.cli.options import Options
 
 AUTO = Path("auto")
 """Typed in place of a cluster file: this machine."""
 
 _MOST_DEVICES = 100_000
 """The most devices accepted: planning needs time and memory for each."""
-
 
 _FEWEST_BYTES = 1_000
 """A number of fewer, without a unit, was meant otherwise."""
@@ -29,8 +30,8 @@ _FEWEST_BYTES = 1_000
 def cluster_of(options: Options) -> Cluster:
     """The cluster to plan for. Raises UserError."""
     file, machines, bandwidth = options.cluster, options.machines, options.bandwidth
-    short = {"--machines": machines, "--bandwidth": bandwidth, "--latency": options.latency}
-    short["--speed"] = None if options.speed is None else str(options.speed)
+    short: dict[str, object] = {"--machines": machines, "--bandwidth": bandwidth}
+    short |= {"--latency": options.latency, "--speed": options.speed}
     from_run = bool(options.calibrate) and not any((file, *short.values()))
     here = options.like is None and file == AUTO
     if options.workers is not None and options.like is None and not from_run and not here:
@@ -39,22 +40,16 @@ def cluster_of(options: Options) -> Cluster:
             " give --machines and --bandwidth"
         )
     if options.like is not None:
-        from pipedream.graph.plan import read_plan
-
         others = {"--cluster": file, **short, "--calibrate": options.calibrate or None}
         _only("--like", options.like, others)
         cluster = _like(read_plan(options.like), options.like, options.workers)
     elif from_run:
-        from pipedream.optimizer.calibrate.runs import CalibrationRun
-
         newest = CalibrationRun.read(options.calibrate[-1])
         cluster = _like(newest.measured.plan, newest.folder, options.workers)
     elif here:
         _only("--cluster", AUTO, short)
         cluster = _measured_here(options)
     elif file is not None:
-        from pipedream.graph.cluster import read_cluster
-
         _only("--cluster", file, short)
         cluster = read_cluster(file)
     elif machines is None or bandwidth is None:
@@ -71,9 +66,6 @@ def cluster_of(options: Options) -> Cluster:
 
 def _measured_here(options: Options) -> Cluster:
     """The workers of this machine. Raises UserError."""
-    from pipedream.optimizer.cli.inputs import any_profile, graph_of
-    from pipedream.optimizer.cli.measure_here import cluster_here, workers_here
-
     graph_of(options)  # what is wrong with it is said before measuring takes a minute
     profile = any_profile(options)
     machine = None if profile is None else profile.machine
@@ -92,8 +84,6 @@ def _only(option: str, file: Path, others: Mapping[str, object]) -> None:
 
 def _like(plan: Plan, path: Path, workers: int | None) -> Cluster:
     """The cluster of the plan read from `path`, or what `workers` of its devices make."""
-    from pipedream.optimizer.cli.like import remaining
-
     cluster = plan.cluster
     if workers is not None and workers > cluster.devices:
         raise UserError(f"--workers {workers}: the cluster of {path} has {cluster.devices} devices")
@@ -112,12 +102,8 @@ def named(options: Options) -> str:
 
 
 def _short_cluster(machines: str, bandwidth: str, latency: str | None) -> Cluster:
-    from pydantic import ValidationError
-
-    from pipedream.graph.cluster import Cluster
-
     try:
-        counts = tuple(int(count) for count in machines.split(","))
+        counts = tuple(map(int, machines.split(",")))
     except ValueError:
         raise UserError(f"--machines {machines}: give whole numbers, such as 4,2") from None
     speeds = tuple(bytes_of("--bandwidth", speed) for speed in bandwidth.split(","))
@@ -134,8 +120,6 @@ def _short_cluster(machines: str, bandwidth: str, latency: str | None) -> Cluste
 def _of_speed(cluster: Cluster, speed: float | None) -> Cluster:
     if speed is None or speed == 1:
         return cluster
-    from pipedream.graph.cluster import DeviceType
-
     kind = DeviceType(name="device", speed=speed)
     names = (kind.name,) * cluster.machines[-1]
     return cluster.model_copy(update={"kinds": (kind,), "machine_kinds": names})

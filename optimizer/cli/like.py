@@ -7,16 +7,14 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipedream.graph.cluster import Cluster
 from pipedream.graph.measured_run import MEASURED
 from pipedream.graph.plan import Plan, PlanningOptions
+from pipedream.optimizer.calibrate.runs import CalibrationRun
+from pipedream.optimizer.cli.options import Options
 from pipedream.optimizer.compare.sweep import shaped
-
-if TYPE_CHECKING:
-    from pipedream.optimizer.calibrate.runs import CalibrationRun
-    from pipedream.optimizer.cli.options import Options
 
 _AS_TYPED = set(PlanningOptions.model_fields) - {"profile"}
 
@@ -29,7 +27,7 @@ def recorded_options(options: Options, profile_used: bool) -> PlanningOptions:
 
 
 def _recorded_profile(options: Options) -> str | None:
-    """Its path: whole if the plan is for no folder, None if the profile is in memory."""
+    """Returns its path: absolute if the plan is for no folder, None if the profile is in memory."""
     if options.profile is None and not isinstance(options.graph, Path):
         return None
     path = options.profile_path.resolve()
@@ -40,23 +38,19 @@ def options_of(plan: Plan, path: Path) -> dict[str, Any]:
     """The options, by Python name, that the plan in `path` was made with, except its cluster; None
     where nothing was typed.
     """
-    known = plan.asked or PlanningOptions()
+    known, places = plan.asked or PlanningOptions(), max(plan.rank_map) + 1
     return {
         **known.model_dump(include=_AS_TYPED),
         "profile": None if known.profile is None else str(path.parent / known.profile),
         "cost_model": plan.predicted.cost_model,
         "schedule": plan.schedule,
         "order": plan.order,
-        "stages_per_rank": None if plan.order is None else _stages_each(plan),
+        "stages_per_rank": None if plan.order is None else len(plan.stages) // places,
         "optimizer": plan.optimizer,
         "weight_prediction": plan.weight_prediction,
         "objective": plan.predicted.objective,
         "microbatches": plan.predicted.microbatches,
     }
-
-
-def _stages_each(plan: Plan) -> int:
-    return len(plan.stages) // (max(plan.rank_map) + 1)
 
 
 def options_after(run: CalibrationRun) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,10 +32,8 @@ def cluster_here(workers: int, device: str, folder: Path | None = None) -> Clust
         file=sys.stderr,
         flush=True,
     )
-    if folder is not None:
-        return _measure(workers, device, folder)
-    with TemporaryDirectory() as own:
-        return _measure(workers, device, Path(own))
+    with TemporaryDirectory() if folder is None else nullcontext(folder) as results:
+        return _measure(workers, device, Path(results))
 
 
 def _measure(workers: int, device: str, folder: Path) -> Cluster:
@@ -66,8 +65,8 @@ def workers_here(machine: Machine | None) -> int:
     return len(os.sched_getaffinity(0)) // threads
 
 
-def _why(said: str) -> str:
-    """What the first rank to fail said; torchrun says more about it afterwards."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith(("Error", "pd-profile:"))]
-    return (own or lines or ["it said nothing"])[0]
+def _why(output: str) -> str:
+    """Returns what the first rank to fail said; torchrun says more about it afterwards."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith(("Error", "pd-profile:"))]
+    return (errors or lines or ["it said nothing"])[0]

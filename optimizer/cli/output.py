@@ -33,10 +33,6 @@ from pipedream.optimizer.sharding.table import sharding_table, traffic_table
 from pipedream.optimizer.simulate.simulation import Simulation
 
 
-def _nothing(_console: Console) -> None:
-    """Shows nothing."""
-
-
 @dataclass(frozen=True)
 class Section:
     """A part of the report, and its files.
@@ -45,7 +41,7 @@ class Section:
     that names them, and the folder, which comes after what is shown.
     """
 
-    show: Callable[[Console], None] = _nothing
+    show: Callable[[Console], None] = lambda console: None
     files: Mapping[str, bytes | None] = field(default_factory=dict)
     named: Callable[[Path], str] | None = None
 
@@ -98,7 +94,7 @@ def _report(planning: Planning) -> Section:
 
     def named(folder: Path) -> str:
         why = why_text(staged, folder / f"graph{suffix}")
-        drawn = f"graph{suffix}" + (f" ({why})" if why else "")
+        drawn = f"graph{suffix} ({why})" if why else f"graph{suffix}"
         return f"Written: {folder}/{', '.join(('plan.json', 'graph.txt', drawn, *pictures))}"
 
     return Section(show, {**files, **pictures}, named)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipedream.graph.errors import UserError
+from pipedream.graph.profile import folder_of, sizes_in
 from pipedream.optimizer.choose.tied import plan_shared
-from pipedream.optimizer.cli.batch_sizes import options_by_size
 from pipedream.optimizer.cli.cluster_options import named
 from pipedream.optimizer.cli.like import recorded_options
 from pipedream.optimizer.cli.options import Options
@@ -101,6 +101,47 @@ def _plan_by_size(options: Options, folder: Path) -> Planning:
     if not choices.planned:
         raise UserError(f"no batch size has a plan; {choices.problems[0]}")
     return replace(planned[choices.best.batch_size], choices=choices)
+
+
+def options_by_size(options: Options) -> dict[int, Options | None]:
+    """The options for each batch size in the folder GRAPH, smallest first; None for sizes that do
+    not divide --global-batch.
+
+    Raises UserError if options contradict each other, or there is no size to plan for.
+    """
+    folder, whole = options.graph_path, options.global_batch
+    _check_by_size(options)
+    by_size: dict[int, Options | None] = {}
+    for size in sizes_in(folder):
+        count = options.microbatches if whole is None else whole // size
+        graph = folder_of(folder, size) / "graph.txt"
+        changed = replace(options, graph=graph, profile=None, microbatches=count)
+        by_size[size] = changed if whole is None or whole % size == 0 else None
+    if not by_size:
+        raise UserError(
+            f"{folder}: no profiles of batch sizes here, as pd-profile --batch-sizes makes them:"
+            " name such a folder, or a graph.txt"
+        )
+    if not any(by_size.values()):
+        sizes = ", ".join(map(str, by_size))
+        raise UserError(f"--global-batch {whole}: is not a multiple of any batch size ({sizes})")
+    return by_size
+
+
+def _check_by_size(options: Options) -> None:
+    folder = options.graph_path
+    if options.calibrate:
+        raise UserError(
+            f"--calibrate: a run has one batch size: name the graph.txt of that one in {folder}"
+        )
+    if "profile" in options.typed:
+        raise UserError(f"--profile: in {folder} each batch size has its own: leave it out")
+    if options.output is not None and options.output.resolve() == folder.resolve():
+        raise UserError(f"-o {folder}: this is the profile folder: choose another")
+    if options.global_batch is not None and "microbatches" in options.typed:
+        raise UserError(
+            "--global-batch and --microbatches both set the examples per update: give one of them"
+        )
 
 
 def _tasks(by_size: Mapping[int, Options | None], folder: Path) -> dict[int, tuple[Options, Task]]:

@@ -12,7 +12,7 @@ from pipedream.graph.cluster import Cluster
 from pipedream.graph.errors import UserError
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
-from pipedream.graph.profile import Footprint, Profile, TrainingOverheads
+from pipedream.graph.profile import Profile, TrainingOverheads
 from pipedream.optimizer.calibrate.runs import CalibrationRun, calibrated
 from pipedream.optimizer.cli.cluster_options import bytes_of, cluster_of
 from pipedream.optimizer.cli.inputs import graph_of, has_profile, operators_of, profile_of
@@ -66,71 +66,53 @@ class Task:
         return notes(self.sharding, self.profile)
 
 
-@dataclass(frozen=True)
-class _Figures:
-    """What the options say that no file is needed for."""
-
-    cluster: Cluster
-    memory: float | None
-    latency: Latency | None
-    in_rounds: bool
-    update_rate: float | None
-    numbers: range | None
-
-
-@dataclass(frozen=True)
-class _Model:
-    """The model: its graph as `profiled`, and with times corrected by the `runs`."""
-
-    profiled: Graph
-    graph: Graph
-    profile: Profile | None
-    runs: Sequence[CalibrationRun]
-
-    @property
-    def footprints(self) -> Mapping[str, Footprint] | None:
-        return None if self.profile is None else self.profile.footprints
-
-    @property
-    def overheads(self) -> TrainingOverheads | None:
-        return _overheads(self.profile)
-
-
 def make_task(options: Options) -> Task:
     """Reads the inputs. Raises UserError for everything that can be wrong before planning."""
     options = _with_schedule(options)
-    figures = _figures(options)
+    cluster = cluster_of(options)
+    memory = None if options.memory is None else bytes_of("--memory", options.memory)
+    latency, in_rounds = _latency(options), _in_rounds(options)
+    rate = None if options.update_rate is None else bytes_of("--update-rate", options.update_rate)
+    numbers = None if options.sweep is None else parse_range(options.sweep)
+    if numbers is not None:
+        check_sweep(cluster, numbers)
     _check_files(options)
-    model = _read_model(options)
-    schedule = _schedule(options, figures.latency)
-    cost_model = _cost_model(options)
-    sharding = _model_sharding(options, model, figures.cluster)
-    request = _request(options, figures, model, schedule, cost_model)
-    return Task(
-        request if sharding is None else _of_teams(request, model.profile, sharding),
-        figures.numbers,
-        model.profile,
-        model.runs,
-        model.profiled,
-        None if model.profile is None else model.profile.batch_size,
-        options.schedule is None and figures.latency is None and not options.weight_prediction,
-        sharding,
+    profiled, profile, runs = _read_model(options)
+    overheads = _overheads(profile)
+    graph = calibrated(profiled, runs, profile, overheads) if runs else profiled
+    schedule, cost_model = _schedule(options, latency), _cost_model(options)
+    sharding = _model_sharding(options, graph, profile, cluster)
+    rates = {} if overheads is None else overheads.update_rates
+    request = Request(
+        graph=graph,
+        cluster=cluster,
+        model=cost_model,
+        schedule=schedule,
+        memory=memory,
+        rules=Rules(options.straight, options.fewer_machines),
+        latency=latency,
+        optimizer=options.optimizer,
+        recompute=options.recompute,
+        in_flight=options.in_flight,
+        update_rate=rate or rates.get(options.optimizer, UPDATE_RATE),
+        overheads=overheads,
+        footprints=None if profile is None else profile.footprints,
+        microbatches=options.microbatches if in_rounds else None,
+        weight_prediction=options.weight_prediction,
+        order=options.order,
+        stages_each=options.stages_per_rank,
+        sharing=() if profile is None else profile.learned_together,
+        split=_split(options, graph, profile),
     )
+    any_schedule = options.schedule is None and latency is None and not options.weight_prediction
+    if sharding is not None:
+        request = _of_teams(request, profile, sharding)
+    batch_size = None if profile is None else profile.batch_size
+    return Task(request, numbers, profile, runs, profiled, batch_size, any_schedule, sharding)
 
 
-def _figures(options: Options) -> _Figures:
-    cluster, rate = cluster_of(options), options.update_rate
-    return _Figures(
-        cluster,
-        memory=None if options.memory is None else bytes_of("--memory", options.memory),
-        latency=_latency(options),
-        in_rounds=_in_rounds(options),
-        update_rate=None if rate is None else bytes_of("--update-rate", rate),
-        numbers=None if options.sweep is None else _numbers(options.sweep, cluster),
-    )
-
-
-def _read_model(options: Options) -> _Model:
+def _read_model(options: Options) -> tuple[Graph, Profile | None, Sequence[CalibrationRun]]:
+    """Reads the graph, its profile, and the runs to correct its times by. Raises UserError."""
     graph = graph_of(options)
     runs = [CalibrationRun.read(folder) for folder in options.calibrate]
     profile = profile_of(options, graph)
@@ -138,8 +120,7 @@ def _read_model(options: Options) -> _Model:
         graph = profile.divide_backward(graph)
     for run in runs:
         run.check(graph, options.graph_path, options.profile_path, profile)
-    corrected = calibrated(graph, runs, profile, _overheads(profile)) if runs else graph
-    return _Model(graph, corrected, profile, runs)
+    return graph, profile, runs
 
 
 def _overheads(profile: Profile | None) -> TrainingOverheads | None:
@@ -166,38 +147,6 @@ def _cost_model(options: Options) -> CostModel:
     return COST_MODELS[name](options.activation_compression)
 
 
-def _request(
-    options: Options,
-    figures: _Figures,
-    model: _Model,
-    schedule: ScheduleName,
-    cost_model: CostModel,
-) -> Request:
-    profile, overheads = model.profile, model.overheads
-    rates = {} if overheads is None else overheads.update_rates
-    return Request(
-        graph=model.graph,
-        cluster=figures.cluster,
-        model=cost_model,
-        schedule=schedule,
-        memory=figures.memory,
-        rules=Rules(options.straight, options.fewer_machines),
-        latency=figures.latency,
-        optimizer=options.optimizer,
-        recompute=options.recompute,
-        in_flight=options.in_flight,
-        update_rate=figures.update_rate or rates.get(options.optimizer, UPDATE_RATE),
-        overheads=overheads,
-        footprints=model.footprints,
-        microbatches=options.microbatches if figures.in_rounds else None,
-        weight_prediction=options.weight_prediction,
-        order=options.order,
-        stages_each=options.stages_per_rank,
-        sharing=() if profile is None else profile.learned_together,
-        split=_split(options, model.graph, profile),
-    )
-
-
 def _of_teams(request: Request, profile: Profile | None, sharding: ModelSharding) -> Request:
     """The request for teams of devices, in place of single ones."""
     assert profile is not None
@@ -210,15 +159,16 @@ def _of_teams(request: Request, profile: Profile | None, sharding: ModelSharding
     )
 
 
-def _model_sharding(options: Options, model: _Model, cluster: Cluster) -> ModelSharding | None:
-    """How --mesh and --shard divide the operators; None without. Raises UserError."""
+def _model_sharding(
+    options: Options, graph: Graph, profile: Profile | None, cluster: Cluster
+) -> ModelSharding | None:
+    """Returns how --mesh and --shard divide the operators; None without. Raises UserError."""
     if options.mesh is None:
         if options.shard:
             raise UserError("--shard needs --mesh: add --mesh 2, or leave it out")
         return None
     _check_known_to_teams(options)
-    mesh = _mesh(options.mesh)
-    profile, path = model.profile, options.graph_path.with_name("operators.json")
+    mesh, path = _mesh(options.mesh), options.graph_path.with_name("operators.json")
     if profile is not None and profile.no_operators is not None:
         raise UserError(
             f"--mesh: the model cannot run on a mesh: {profile.no_operators}; plan it without"
@@ -230,7 +180,7 @@ def _model_sharding(options: Options, model: _Model, cluster: Cluster) -> ModelS
             f"--mesh: there is no {path if profile else options.profile_path}: pd-profile writes it"
             " with graph.txt"
         )
-    if operators.fingerprint != model.graph.fingerprint:
+    if operators.fingerprint != graph.fingerprint:
         raise UserError(f"{path}: the operators of another graph: run pd-profile again")
     return ModelSharding.of(mesh, options.shard, operators, cluster)
 
@@ -243,14 +193,13 @@ def _check_known_to_teams(options: Options) -> None:
         f"--export {' '.join(options.export)}": options.export,
         "--timeline": options.timeline,
     }
-    for other, given in others.items():
-        if given:
-            raise UserError(f"{other} does not know teams of devices: leave it or --mesh out")
+    for other in filter(others.get, others):
+        raise UserError(f"{other} does not know teams of devices: leave it or --mesh out")
 
 
 def _mesh(text: str) -> tuple[int, ...]:
     try:
-        sizes = tuple(int(each) for each in text.split(","))
+        sizes = tuple(map(int, text.split(",")))
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
@@ -271,11 +220,8 @@ def _split(options: Options, graph: Graph, profile: Profile | None) -> Split | N
         "--sweep": options.sweep,
         f"--cost-model {options.cost_model}": options.cost_model not in (None, "network"),
     }
-    for other, given in others.items():
-        if given:
-            raise UserError(
-                f"{option} says what the stages are, to be simulated: leave out {other}"
-            )
+    for other in filter(others.get, others):
+        raise UserError(f"{option} says what the stages are, to be simulated: leave out {other}")
     names = tuple(name.strip() for name in (options.split or "").split(",") if name.strip())
     try:
         counts = None if options.replicas is None else list(map(int, options.replicas.split(",")))
@@ -300,12 +246,11 @@ def _with_schedule(options: Options) -> Options:
         "--objective latency": options.objective == "latency",
         f"--cost-model {options.cost_model}": options.cost_model not in (None, "network"),
     }
-    for other, given in excluded.items():
-        if given:
-            raise UserError(
-                f"--order {options.order} is for schedule flush, most minibatches per second, and"
-                f" plans that are simulated: leave out {other}"
-            )
+    for other in filter(excluded.get, excluded):
+        raise UserError(
+            f"--order {options.order} is for schedule flush, most minibatches per second, and"
+            f" plans that are simulated: leave out {other}"
+        )
     return replace(options, schedule="flush")
 
 
@@ -356,12 +301,6 @@ def _latency(options: Options) -> Latency | None:
             f" --schedule {options.schedule}"
         )
     return Latency(options.microbatches, options.epsilon or 0.0, options.layers)
-
-
-def _numbers(text: str, cluster: Cluster) -> range:
-    numbers = parse_range(text)
-    check_sweep(cluster, numbers)
-    return numbers
 
 
 def _check_files(options: Options) -> None:
