@@ -337,6 +337,7 @@ LAUNCHED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHED)
 def test_more_ranks_than_the_plan_has(launcher: str, folder: Path) -> None:

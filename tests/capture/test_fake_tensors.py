@@ -98,6 +98,7 @@ def real_bytes() -> int:
     return sum(each.untyped_storage().nbytes() for each in storages.values())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_only_one_node_has_memory_at_a_time() -> None:
     with torch.device("meta"):

@@ -48,6 +48,7 @@ def test_the_data_are_coloured_and_large(nasnet_a: ModuleType) -> None:
     assert torch.equal(image[0], image[2])
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_small_one_is_captured_and_planned(nasnet_a: ModuleType) -> None:
     """As if each node took three seconds."""

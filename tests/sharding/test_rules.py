@@ -22,6 +22,7 @@ from pipedream.sharding.rules.strategy import DivisionRule, Strategy
 R, P = Replicate(), Partial()
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_operators_of_a_model_can_be_divided_so(name: str) -> None:
     for case in executed_in(traced_model(name)):

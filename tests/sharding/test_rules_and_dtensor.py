@@ -67,6 +67,7 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 def test_dtensor_comes_to_the_same(mesh: DeviceMesh) -> None:
     cases = [each for name in MODELS for each in executed_in(traced_model(name))]

@@ -60,6 +60,7 @@ def test_losses(name: str) -> None:
     assert not {target for target in left if target.startswith("aten.mean")}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str) -> None:
     def make(means: bool) -> Traced:

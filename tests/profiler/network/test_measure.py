@@ -195,6 +195,7 @@ def test_the_measured_cluster_is_one_to_plan_for(
     assert read_plan(tmp_path / "plan/plan.json").cluster == cluster
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_sums_are_measured_beside_passes_of_a_model(tmp_path: Path) -> None:
     """What they lose to each other differs: a sum of 4 MB cost gpt 5.9 ms, and products 4.7 ms."""

@@ -58,6 +58,7 @@ def test_every_node_is_timed() -> None:
     assert profile.updates.keys() == {"sgd", "momentum", "adam"}
 
 
+@pytest.mark.thorough
 def test_equal_layers_take_equal_time() -> None:
     """Those of a Llama, measured minutes apart, differed by a factor of nine."""
     loaded = load("torchvision:resnet18", {}, 2, ("3x32x32",), meta=True)

@@ -187,7 +187,7 @@ SENTENCES = DataFactory(
 )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [(1, 1), (2, 1), (1, 2, 1)], ids=str)
 def test_minibatches_of_eight_lengths(

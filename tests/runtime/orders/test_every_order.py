@@ -66,6 +66,7 @@ def assert_all_as_plain(folder: Path, config: RunConfig) -> None:
         assert_as_plain(folder, config, order, reference)
 
 
+@pytest.mark.thorough
 def test_tied_weights_clipped_and_a_smaller_last_round(tmp_path: Path) -> None:
     """Rounds of 5, 5 and 2, evaluation after both epochs. In a V both holders of the weight are on
     the first rank; elsewhere they are on two.

@@ -76,6 +76,7 @@ def test_backward_passes_in_two_halves(tmp_path: Path, model: str, stages: int) 
     assert_as_plain(tmp_path, config)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("changes", [{}, {"autocast": "bfloat16", "dtype": "float32"}])
 def test_halves_drop_what_whole_passes_drop(tmp_path: Path, changes: dict[str, object]) -> None:
     """With dropout, batch norm and a smaller last minibatch, on two replicas of the second stage;
@@ -93,6 +94,7 @@ def test_halves_drop_what_whole_passes_drop(tmp_path: Path, changes: dict[str, o
     torch.testing.assert_close(one, other, rtol=0.0, atol=close)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("schedule", ["2bw", "weight-stashing"])
 def test_stages_that_share_a_rank_learn_what_they_do_on_ranks_of_their_own(
     tmp_path: Path, schedule: str
@@ -112,6 +114,7 @@ def test_stages_that_share_a_rank_learn_what_they_do_on_ranks_of_their_own(
         torch.testing.assert_close(tensor, other[name], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_stages_that_share_a_rank_find_one_loss_scale(tmp_path: Path) -> None:
     """The first updates overflow in some stages, and are left out by all."""
     changes = {"optimizer": ADAM, "autocast": "float16", "dtype": "float32", "evaluate_every": None}
@@ -141,6 +144,7 @@ def test_a_run_goes_on_under_a_plan_of_another_order(tmp_path: Path) -> None:
     assert_as_plain(tmp_path, config)
 
 
+@pytest.mark.thorough
 def test_a_run_goes_on_from_order_to_order(tmp_path: Path) -> None:
     """Four stages in a V, then two larger ones with halves, then three of 1F1B, then four in turn.
     A weight is held by two of them.
@@ -163,7 +167,7 @@ def test_a_run_goes_on_from_order_to_order(tmp_path: Path) -> None:
     assert_as_plain(tmp_path, config)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("order", "ranks", "killed"), [("zb-v", vee(2, 2), 0), ("auto", loop(2, 1), 1)]
 )

@@ -82,6 +82,7 @@ def interrupted(rank: int, workers: int, jobs: Sequence[Job], ports: Sequence[in
     return words
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_a_stopped_run_is_one_whose_leg_ended_there(tmp_path: Path) -> None:
     """Two replicas and a stage of one. Each schedule stops in the middle of the epoch; what it has

@@ -199,6 +199,7 @@ def test_the_one_that_all_others_have_lost_is_named(start, tmp_path):
     assert error == line
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_one_that_was_stopped_on_its_way_to_the_others_is_named(start, tmp_path):
     """It has said nothing yet, and they do not know whom they wait for."""

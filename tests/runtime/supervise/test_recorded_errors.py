@@ -18,6 +18,7 @@ def summary(file: Path, code: int) -> str:
     return ChildFailedError("pd-train", {0: ProcessFailure(0, 1, code, str(file))}).format_msg()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_summary_of_torchrun_names_an_error_of_the_user(folder: Path) -> None:
     """It said `To enable traceback see: https://pytorch.org/...`, far below the error itself."""

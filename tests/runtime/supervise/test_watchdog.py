@@ -178,6 +178,7 @@ epochs: 9
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_every_rank_of_a_run_names_the_one_that_was_stopped(tmp_path: Path) -> None:
     """Within --timeout, under a launcher that knows nothing of it."""
