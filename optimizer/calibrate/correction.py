@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipedream.optimizer.cuts.planning_graph import Floats, Ints
+from pipedream.optimizer.cuts.planning_graph import Floats
 
 UNLIKE = 0.3
 """K: relative deviation between pieces of one stage, where each node was timed exactly."""
@@ -56,71 +56,43 @@ def calibrate(
     useful = [o for o in observations if o.seconds > 0 and seconds[list(o.nodes)].sum() > 0]
     if not useful:
         return seconds.copy()
-    problem = _Problem.of(seconds, useful, np.zeros_like(seconds) if spreads is None else spreads)
-    factors = np.append(np.exp(problem.solve()), 1.0)  # the last for nodes in no piece
-    corrected: Floats = seconds * factors[problem.piece]
-    return corrected
+    return seconds * _factors(
+        seconds, useful, np.zeros_like(seconds) if spreads is None else spreads
+    )
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """`piece[i]` is that of node i, -1 for none; `sums[s, p]` is T_p where p is in s, else 0.
+def _factors(seconds: Floats, observations: Sequence[Observation], spreads: Floats) -> Floats:
+    """Returns the factor of each node; 1 for nodes in no piece.
 
-    `logs[s]` is log m_s, `errors[s]` E_s, `centre[p]` c_p, `loose[p]` K_p.
+    `inside[p, i]`: whether node i of the timed ones is in piece p; `sums[s, p]`: T_p where p is in
+    s, else 0; `logs[s]`: log m_s; `errors[s]`: E_s; `centre[p]`: c_p; `loose[p]`: K_p.
     """
+    from scipy.optimize import least_squares
 
-    piece: Ints
-    sums: Floats
-    logs: Floats
-    errors: Floats
-    centre: Floats
-    loose: Floats
+    within = np.zeros((len(seconds), len(observations)), dtype=np.bool_)
+    for number, observation in enumerate(observations):
+        within[list(observation.nodes), number] = True
+    timed = np.flatnonzero(within.any(axis=1) & (seconds > 0))
+    members, piece = np.unique(within[timed], axis=0, return_inverse=True)
+    inside = piece.reshape(-1)[None, :] == np.arange(len(members))[:, None]
+    whole = inside @ seconds[timed]
+    measured = np.array([observation.seconds for observation in observations])
+    errors = np.array([observation.error for observation in observations]) / measured
+    sums, logs = members.T * whole, np.log(measured)
+    centre = members @ (logs - np.log(sums.sum(axis=1))) / members.sum(axis=1)
+    loose = np.hypot(UNLIKE, np.sqrt(inside @ np.square(spreads[timed])) / whole)
 
-    @staticmethod
-    def of(seconds: Floats, observations: Sequence[Observation], spreads: Floats) -> _Problem:
-        within = np.zeros((len(seconds), len(observations)), dtype=np.bool_)
-        for number, observation in enumerate(observations):
-            within[list(observation.nodes), number] = True
-        timed = np.flatnonzero(within.any(axis=1) & (seconds > 0))
-        members, which = np.unique(within[timed], axis=0, return_inverse=True)
-        piece = np.full(len(seconds), -1, dtype=np.intp)
-        piece[timed] = which.reshape(-1)
-        inside = piece[timed][None, :] == np.arange(len(members))[:, None]  # [piece, timed node]
-        whole = inside @ seconds[timed]
-        own = np.sqrt(inside @ np.square(spreads[timed])) / whole
-        measured = np.array([observation.seconds for observation in observations])
-        sums = members.T * whole
-        logs = np.log(measured)
-        factors = logs - np.log(sums.sum(axis=1))
-        return _Problem(
-            piece=piece,
-            sums=sums,
-            logs=logs,
-            errors=np.array([observation.error for observation in observations]) / measured,
-            centre=members @ factors / members.sum(axis=1),
-            loose=np.hypot(UNLIKE, own),
-        )
+    def residuals(u: Floats) -> Floats:
+        misfit = (np.log(sums @ np.exp(u)) - logs) / errors
+        return np.concatenate([misfit, (u - centre) / loose])
 
-    def solve(self) -> Floats:
-        """u, the logarithm of the factor of each piece."""
-        from scipy.optimize import least_squares
-
-        solution: Floats = least_squares(
-            self._residuals,
-            self.centre,
-            jac=self._jacobian,
-            method="lm",
-            ftol=_TOLERANCE,
-            xtol=_TOLERANCE,
-            gtol=_TOLERANCE,
-        ).x
-        return solution
-
-    def _residuals(self, u: Floats) -> Floats:
-        misfit = (np.log(self.sums @ np.exp(u)) - self.logs) / self.errors
-        return np.concatenate([misfit, (u - self.centre) / self.loose])
-
-    def _jacobian(self, u: Floats) -> Floats:
-        parts = self.sums * np.exp(u)
+    def jacobian(u: Floats) -> Floats:
+        parts = sums * np.exp(u)
         slopes = parts / parts.sum(axis=1, keepdims=True)
-        return np.vstack([slopes / self.errors[:, None], np.diag(1 / self.loose)])
+        return np.vstack([slopes / errors[:, None], np.diag(1 / loose)])
+
+    limits = dict.fromkeys(("ftol", "xtol", "gtol"), _TOLERANCE)
+    u = least_squares(residuals, centre, jac=jacobian, method="lm", **limits).x
+    factors = np.ones_like(seconds)
+    factors[timed] = np.exp(u)[piece.reshape(-1)]
+    return factors

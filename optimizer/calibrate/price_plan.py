@@ -68,41 +68,24 @@ def price_plan(plan: Plan, request: Request) -> Price:
 
     Raises UserError if a stage is not on whole pieces of the cluster.
     """
+    simulation = simulate_plan(
+        plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
+    )
+    simulated = None if simulation is None else simulation.seconds_per_minibatch
+    for_latency = plan.predicted.objective == "latency"
+    batch = plan.predicted.microbatches if for_latency else None
     if request.cost_model.prices_plans:
-        return _price_as_a_whole(plan, request)
+        policy = request.settings.policy(plan.replicas, plan.max_in_flight)
+        workload = Workload.of(plan, policy, request.graph, request.update_rate, request.overheads)
+        ranks = [stage.ranks for stage in plan.stages]
+        seconds = ClosedForm(workload, plan.cluster, ranks, policy).seconds
+        whole, varying = batch and batch * seconds, expected(plan, request)
+        by = _chosen_by(request.model.name)
+        return Price(seconds, simulated, whole, varying and varying.seconds, by)
     limits = stage_times(plan, request)
     times = [seconds for seconds, _ in limits]
-    simulation = simulate_plan(
-        plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
-    )
-    simulated = None if simulation is None else simulation.seconds_per_minibatch
-    batch = plan.predicted.microbatches
-    latency = None
-    if plan.predicted.objective == "latency" and batch is not None:
-        latency = Latency(batch).seconds(sum(times), max(times))
-    varying = in_a_run(limits, plan.replicas, request.spread)
-    return Price(max(times), simulated, latency, varying)
-
-
-def _price_as_a_whole(plan: Plan, request: Request) -> Price:
-    policy = request.settings.policy(plan.replicas, plan.max_in_flight)
-    workload = Workload.of(plan, policy, request.graph, request.update_rate, request.overheads)
-    form = ClosedForm(workload, plan.cluster, [stage.ranks for stage in plan.stages], policy)
-    simulation = simulate_plan(
-        plan, request.graph, request.update_rate, request.overheads, QUICK_MOVES
-    )
-    simulated = None if simulation is None else simulation.seconds_per_minibatch
-    batch, latency = plan.predicted.microbatches, None
-    if plan.predicted.objective == "latency" and batch is not None:
-        latency = batch * form.seconds
-    in_a_run = expected(plan, request)
-    return Price(
-        form.seconds,
-        simulated,
-        latency,
-        in_a_run and in_a_run.seconds,
-        _chosen_by(request.model.name),
-    )
+    whole = batch and Latency(batch).seconds(sum(times), max(times))
+    return Price(max(times), simulated, whole, in_a_run(limits, plan.replicas, request.spread))
 
 
 def stage_times(plan: Plan, request: Request) -> list[tuple[float, str]]:
@@ -169,13 +152,13 @@ def _flat(of_stages: list[_Components]) -> list[NestedStage]:
     """
     nested = []
     for stage, places in enumerate(of_stages):
-        before = of_stages[stage - 1] if stage else places
+        before = of_stages[max(stage - 1, 0)]
         joined = max((k for k in range(len(places)) if places[k] != before[k]), default=-1)
-        shares = tuple(
+        shares = (
             _share(level, stage, stage + 1, components, first=level != joined)
             for level, components in enumerate(places)
         )
-        nested.append(NestedStage(shares))
+        nested.append(NestedStage(tuple(shares)))
     return nested
 
 

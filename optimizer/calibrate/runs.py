@@ -86,10 +86,10 @@ class CalibrationRun:
     def update_rate(self) -> float | None:
         """Bytes of parameters that the optimizer updated per second; None without updates."""
         stages = self.measured.plan.stages
-        steps = [rank for rank in self.measured.ranks if rank.update is not None]
-        seconds = sum(r.update.median * self._speed(r) for r in steps if r.update is not None)
-        rate = sum(stages[r.stage].parameter_bytes for r in steps) / seconds if seconds else 0.0
-        return rate or None
+        steps = [(rank, rank.update) for rank in self.measured.ranks if rank.update is not None]
+        seconds = sum(update.median * self._speed(rank) for rank, update in steps)
+        updated_bytes = sum(stages[rank.stage].parameter_bytes for rank, _ in steps)
+        return (updated_bytes / seconds if seconds else 0.0) or None
 
     def passes(
         self, stage: int, overheads: TrainingOverheads | None = None
@@ -115,11 +115,9 @@ class CalibrationRun:
 
 def _moved(spread: Quartiles, by: float, times: float) -> Quartiles:
     """Shifts and scales; at least a tenth remains, as nothing can be learned from a time of 0."""
-    median, lower, upper = (
-        max(0.1 * seconds, seconds + by) * times
-        for seconds in (spread.median, spread.lower, spread.upper)
+    return Quartiles(
+        **{name: max(0.1 * x, x + by) * times for name, x in spread.model_dump().items()}
     )
-    return Quartiles(median=median, lower=lower, upper=upper)
 
 
 def calibrated(

@@ -14,7 +14,7 @@ from pipedream.graph.measured_run import MeasuredRun
 from pipedream.graph.model import Graph
 from pipedream.graph.plan import Plan
 from pipedream.graph.profile import Quartiles, TrainingOverheads
-from pipedream.graph.tables import make_console, print_table
+from pipedream.graph.tables import print_table
 from pipedream.graph.units import show_seconds
 from pipedream.optimizer.calibrate.price_plan import Price
 from pipedream.optimizer.calibrate.runs import CalibrationRun
@@ -74,18 +74,16 @@ def _split(plan: Plan) -> list[tuple[frozenset[str], int, bool]]:
 def print_runs(
     runs: Sequence[CalibrationRun],
     profiled: Graph,
-    overheads: TrainingOverheads | None = None,
-    console: Console | None = None,
+    overheads: TrainingOverheads | None,
+    console: Console,
 ) -> None:
     """Prints a table per run: the passes of each stage as profiled and as measured."""
-    console = console or make_console()
     for run in runs:
         print_table(console, _stages(run, profiled, overheads or TrainingOverheads({})))
 
 
-def print_verdict(verdict: Verdict, console: Console | None = None) -> None:
+def print_verdict(verdict: Verdict, console: Console) -> None:
     """Prints the times of the run's plan (predicted, measured, predicted now) and the verdict."""
-    console = console or make_console()
     console.print(f"\nThe plan of {verdict.run.folder}", markup=False)
     console.print(_times(verdict))
     console.print(verdict.words, markup=False, soft_wrap=not console.is_terminal)
@@ -128,15 +126,14 @@ def _times(verdict: Verdict) -> Table:
     before = Price.recorded_in(measured.plan)
     table = make_grid()
     for name, price in (("predicted before", before), ("predicted now", verdict.now)):
-        all_of_it = {
+        figures = {
             "expected in a run": price.expected,
             "simulated": price.simulated,
             "in closed form": price.per_minibatch,
         }
-        known = {what: show_seconds(s) for what, s in all_of_it.items() if s is not None}
-        (first, shown), *others = known.items()
-        remarks = [first, *(" ".join(other) for other in others)]
-        table.add_row(name, shown, ", ".join(remarks))
+        known = ((what, show_seconds(s)) for what, s in figures.items() if s is not None)
+        (first, shown), *others = known
+        table.add_row(name, shown, ", ".join([first, *map(" ".join, others)]))
     table.add_row("measured", show_seconds(measured.seconds_per_minibatch), _trained(measured))
     table.add_row("  of that, compute", *_busy(measured))
     return table
