@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from pipedream.graph.plan import Plan
 from pipedream.optimizer.search.request import Request
-from pipedream.optimizer.simulate.noise import ASSUMED, Noise
-from pipedream.optimizer.simulate.simulator import QUICK_MOVES, simulate_plan
+from pipedream.optimizer.simulate.simulator import ASSUMED, QUICK_MOVES, Noise, simulate_plan
 
 _PLAYS = 5
 

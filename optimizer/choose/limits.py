@@ -27,7 +27,7 @@ def limits(plan: Plan, request: Request) -> list[str]:
         size = form.policy.round_size(stage)
         passes = work.forward_seconds + work.backward_seconds + form.busy[stage]
         compute.append(passes / len(ranks) + work.update_seconds / size)
-        summed.append(form.sums[stage][1] / size)
+        summed.append(form.exposed[stage] / size)
         whole[tuple(ranks)] += compute[stage] + summed[stage]
     return [
         "boundary"

@@ -66,8 +66,7 @@ class Choices:
     @property
     def problems(self) -> list[str]:
         """Why sizes have no plan, in a line each."""
-        without = [choice for choice in self.of if choice.problem]
-        return [f"batch size {choice.batch_size}: {choice.problem}" for choice in without]
+        return [f"batch size {c.batch_size}: {c.problem}" for c in self.of if c.problem]
 
     @cached_property
     def all_simulated(self) -> bool:
@@ -95,18 +94,14 @@ class Choices:
             if choice is not best and seconds
         ]
         rounds = "" if best.microbatches is None else f", microbatches: {best.microbatches}"
+        count = self.global_batch
+        unit = "example" if count is None else f"update of {count} examples"
         return (
-            f"Batch size {best.batch_size} is the fastest: {self._goal(seconds)};"
+            f"Batch size {best.batch_size} is the fastest: {show_seconds(seconds * (count or 1))}"
+            f" per {unit}{', simulated' if self.all_simulated else ''};"
             f" {', '.join(faster) or 'no other has a plan'}. In the run config: batch_size:"
             f" {best.batch_size}{rounds}"
         )
-
-    def _goal(self, per_example: float) -> str:
-        how = ", simulated" if self.all_simulated else ""
-        if self.global_batch is None:
-            return f"{show_seconds(per_example)} per example{how}"
-        whole = show_seconds(per_example * self.global_batch)
-        return f"{whole} per update of {self.global_batch} examples{how}"
 
 
 def print_choices(choices: Choices, console: Console) -> None:

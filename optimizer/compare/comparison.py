@@ -20,7 +20,8 @@ from pipedream.optimizer.cost.stages import Rules
 from pipedream.optimizer.cuts.planning_graph import PlanningGraph
 from pipedream.optimizer.report.tables import show_replicas, table_of
 from pipedream.optimizer.search.latency import Latency
-from pipedream.optimizer.search.outcome import Outcome, placed_plan
+from pipedream.optimizer.search.outcome import Outcome
+from pipedream.optimizer.search.placed_plan import placed_plan
 from pipedream.optimizer.search.planner import optimize
 from pipedream.optimizer.search.request import Request
 from pipedream.optimizer.simulate.simulation import Simulation
@@ -99,33 +100,28 @@ def compare(request: Request, microbatches: int, chosen: Plan | None) -> list[Co
         "equal parameters": lambda: equal_parameters(ours),
         "data parallelism": lambda: data_parallel(ours),
     }
-    first = [_timed("this plan", chosen, request)] if judged and chosen else []
-    return first + [_contender(name, make, request) for name, make in makers.items()]
-
-
-def _contender(name: str, make: Callable[[], Outcome], request: Request) -> Contender:
-    try:
-        plan = make().plan
-        if request.cost_model.prices_plans:
-            plan = _judged(plan, request)
-    except UserError as error:
-        return Contender(None, error.format_message(), name)
-    return _timed(name, plan, request)
+    contenders = [_timed("this plan", chosen, request)] if judged and chosen else []
+    for name, make in makers.items():
+        try:
+            plan = make().plan
+            plan = _judged(plan, request) if judged else plan
+        except UserError as error:
+            contenders.append(Contender(None, error.format_message(), name))
+        else:
+            contenders.append(_timed(name, plan, request))
+    return contenders
 
 
 def _judged(plan: Plan, request: Request) -> Plan:
     """The same stages on the same ranks under its schedule, priced and held in flight as plans of
     the request are.
     """
-    changed = replace(
-        request,
-        schedule=plan.schedule,
-        latency=None,
-        microbatches=plan.predicted.microbatches,
-    )
+    microbatches = plan.predicted.microbatches
+    changed = replace(request, schedule=plan.schedule, latency=None, microbatches=microbatches)
     division = Division.of(plan, changed.planning)
-    memory = changed.memory_model(division.cuts(changed.planning))
-    return placed_plan(memory, changed, division.placed(changed.cluster))[0]
+    cuts = division.cuts(changed.planning)
+    placed = division.placed(changed.cluster)
+    return placed_plan(cuts, changed, placed, changed.memory_model(cuts)).plan
 
 
 def _timed(name: str, plan: Plan, request: Request) -> Contender:
@@ -163,9 +159,8 @@ def comparison_table(contenders: list[Contender], microbatches: int) -> Table:
 
 def _fastest(contenders: Sequence[Contender]) -> list[Contender]:
     """Those that fit and have the best simulated time."""
-    fit = [each for each in contenders if each.fits and each.simulated is not None]
-    least = min((each.simulated or 0.0 for each in fit), default=0.0)
-    return [each for each in fit if each.simulated == least]
+    seconds = [c.simulated for c in contenders if c.fits and c.simulated is not None]
+    return [c for c in contenders if c.fits and seconds and c.simulated == min(seconds)]
 
 
 def _cells(contender: Contender) -> dict[str, str]:

@@ -74,7 +74,7 @@ def shaped(cluster: Cluster, workers: int) -> Cluster | None:
         left //= count
     levels = len(machines)
     measured = zip(cluster.all_reduce, machines, cluster.machines, strict=False)
-    rings = [ring if count == measured_on else None for ring, count, measured_on in measured]
+    rings = (ring if count == measured_on else None for ring, count, measured_on in measured)
     return Cluster(
         machines=tuple(machines),
         bandwidth=cluster.bandwidth[:levels],
@@ -136,7 +136,7 @@ def sweep_frame(points: list[Point]) -> pd.DataFrame:
     """A row per number of workers; throughputs in minibatches per second."""
     import pandas as pd
 
-    return pd.DataFrame(_row(point) for point in points)
+    return pd.DataFrame(map(_row, points))
 
 
 def _row(point: Point) -> dict[str, object]:

@@ -60,39 +60,36 @@ def _torch(plan: Plan, graph: Graph, profile: Profile) -> Export:
     """Can express every split: operators are put in the order of the stages. Not every order."""
     calls = profile.node
     working = [[n for n in stage.nodes if not graph.nodes[n].is_input] for stage in plan.stages]
-    stages = [[tensor.name for n in nodes for tensor in calls[n].outputs] for nodes in working]
-    content = {
+    content: dict[str, Any] = {
         "format": "pipedream-torch-split/1",
         "model": profile.model,
         "torch": profile.machine.torch,
-        "stages": stages,
+        "stages": [
+            [tensor.name for n in nodes for tensor in calls[n].outputs] for nodes in working
+        ],
     }
     notes = tuple(uneven(plan))
     try:
         order = torch_order(plan)
     except UserError as error:
         return Export(content, (*notes, f"without an order of passes: {error.format_message()}"))
-    named = {
-        "file": "export-torch.csv",
-        "microbatches": order.microbatches,
-        "stage_ranks": order.stage_ranks,
-    }
-    return Export({**content, "order": named}, notes, order.csv)
+    named = {"microbatches": order.microbatches, "stage_ranks": order.stage_ranks}
+    content["order"] = {"file": "export-torch.csv", **named}
+    return Export(content, notes, order.csv)
 
 
 def _torchtitan(plan: Plan, graph: Graph, profile: Profile) -> Export:
     split = split_modules(plan, graph, profile.node)
     deep = [name for stage in split.stages for name in stage if name.count(".") > 1]
-    notes = list(split.notes)
-    if deep:
-        notes.append(
-            f"its splitter knows children of the model and entries of their lists, not {deep[0]}"
-        )
+    notes = [
+        f"its splitter knows children of the model and entries of their lists, not {name}"
+        for name in deep[:1]
+    ]
     content = {
         "module_fqns_per_model_part": split.stages,
         "pipeline_parallel_degree": len(split.stages),
     }
-    return Export(content, tuple(notes))
+    return Export(content, (*split.notes, *notes))
 
 
 def _deepspeed(plan: Plan, graph: Graph, profile: Profile) -> Export:
@@ -107,17 +104,16 @@ def _deepspeed(plan: Plan, graph: Graph, profile: Profile) -> Export:
 def _megatron(plan: Plan, graph: Graph, profile: Profile) -> Export:
     """`E` for all before the transformer layers, `t` for each layer, `L` for all after them."""
     split = split_modules(plan, graph, profile.node, _letters)
-    letters = [[name[0] for name in stage] for stage in split.stages]
-    flat = [letter for stage in letters for letter in stage]
+    layout = "|".join("".join(name[0] for name in stage) for stage in split.stages)
     for letter, what in (("E", "before"), ("L", "after")):
-        if letter not in flat:
+        if letter not in layout:
             raise UserError(
                 f"there is no module {what} the list of layers; it takes one for {letter}"
             )
     content = {
-        "pipeline_model_parallel_layout": "|".join("".join(stage) for stage in letters),
-        "pipeline_model_parallel_size": len(letters),
-        "num_layers": flat.count("t"),
+        "pipeline_model_parallel_layout": layout,
+        "pipeline_model_parallel_size": len(split.stages),
+        "num_layers": layout.count("t"),
     }
     return Export(content, split.notes)
 
@@ -128,8 +124,7 @@ def _letters(layering: Layering) -> Mapping[str, str]:
         names = ", ".join(layering.lists) or "none"
         raise UserError(f"it lays out one list of transformer layers; this model's lists: {names}")
     inside = f"{layering.lists[0]}." if layering.lists[0] else ""
-    units = layering.units
-    numbered = re.compile(re.escape(inside) + r"\d+")
+    units, numbered = layering.units, re.compile(re.escape(inside) + r"\d+")
     layers = [place for place, unit in enumerate(units) if numbered.fullmatch(unit)]
     first, last = layers[0], layers[-1]
     if len(layers) != last - first + 1:

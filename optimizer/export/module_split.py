@@ -169,8 +169,8 @@ def _loss(plan: Plan, graph: Graph, stage_of: Mapping[str, int]) -> Iterable[str
 
 
 def _glue(graph: Graph, layering: Layering) -> Iterable[str]:
-    undivided = (name for name, unit in layering.unit_of.items() if unit is None)
-    loose = [name for name in undivided if not graph.nodes[name].is_input]
+    unit_of, nodes = layering.unit_of, graph.nodes
+    loose = [name for name, unit in unit_of.items() if unit is None and not nodes[name].is_input]
     if loose:
         names = ", ".join(_name(graph, name) for name in loose[:3])
         yield (
@@ -191,17 +191,12 @@ def _shared(calls: Mapping[str, ProfiledNode], stage_of: Mapping[str, int]) -> I
 
 
 def _widths(graph: Graph, stage_of: Mapping[str, int], stages: int) -> Iterable[str]:
-    sent: list[set[str]] = [set() for _ in range(stages)]
-    inputs: set[str] = set()
-    for source, target in graph.edges:
-        if graph.nodes[source].is_input:
-            if stage_of[target]:
-                inputs.add(source)
-        elif stage_of[source] != stage_of[target]:
-            sent[stage_of[source]].add(source)
-    for stage, names in enumerate(sent):
-        if len(names) > 1:
-            yield f"{len(names)} tensors go from stage {stage} to {stage + 1}"
+    crossing = {source for source, target in graph.edges if stage_of[source] != stage_of[target]}
+    sent = Counter(stage_of[name] for name in crossing if not graph.nodes[name].is_input)
+    for stage in range(stages):
+        if sent[stage] > 1:
+            yield f"{sent[stage]} tensors go from stage {stage} to {stage + 1}"
+    inputs = {s for s, target in graph.edges if graph.nodes[s].is_input and stage_of[target]}
     if inputs:
         yield f"later stages read {_count(len(inputs), 'input')} of the model"
 

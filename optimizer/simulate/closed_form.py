@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from math import lcm
+from math import lcm, prod
 from typing import TypeAlias
 
 from pipedream.graph.cluster import Cluster
@@ -75,7 +75,7 @@ class ClosedForm:
         self.parts = [
             parts_of(work, own, self.network) for work, own in zip(self.works, ranks, strict=True)
         ]
-        self.sums = [self._sum(stage) for stage in range(len(ranks))]
+        self.exposed = [self._exposed(stage) for stage in range(len(ranks))]
         self.busy = self._busy()
         self.uses: dict[Port, dict[_User, float]] = defaultdict(dict)
         self.ports = self._ports()
@@ -110,17 +110,17 @@ class ClosedForm:
     @cached_property
     def bound(self) -> float:
         """Seconds per minibatch that stages and ports take at least."""
-        alone = (self._stage(stage, self.sums[stage][1]) for stage in range(len(self.ranks)))
-        return max(*(stage.seconds for stage in alone), self._slowest_port)
+        alone = (self._stage(stage, after).seconds for stage, after in enumerate(self.exposed))
+        return max(*alone, self._slowest_port)
 
     @cached_property
     def stages(self) -> list[StageSeconds]:
         """Each with its busiest port, and with its sums beside the messages of the pipeline."""
         beside = {s: self._messages_beside(s) for s, own in enumerate(self.ranks) if len(own) > 1}
-        exposed, period = [over for _, over in self.sums], self.bound
+        exposed, period = list(self.exposed), self.bound
         for _ in range(0 if self.policy.drains else _STEPS):
             for stage, messages in beside.items():
-                exposed[stage] = self._sum(stage, 1 + _delay(messages, period))[1]
+                exposed[stage] = self._exposed(stage, 1 + _delay(messages, period))
             paces = [self._stage(stage, exposed[stage]).seconds for stage in beside]
             period = (period + max(paces, default=period)) / 2
         return [self._stage(stage, over) for stage, over in enumerate(exposed)]
@@ -143,18 +143,17 @@ class ClosedForm:
             return StageSeconds(port, "boundary")
         return StageSeconds(compute + reduced, "all-reduce" if reduced > compute else "compute")
 
-    def _sum(self, stage: int, slower: float = 1.0) -> tuple[float, float]:
-        """R and E of a sum that takes so many times as long as on an idle network."""
+    def _exposed(self, stage: int, slower: float = 1.0) -> float:
+        """Returns E where the sum takes `slower` times as long as on an idle network."""
         if len(self.ranks[stage]) == 1:
-            return 0.0, 0.0
+            return 0.0
         parts = [
-            Part(replace(alone, seconds=slower * alone.seconds), after)
-            for alone, after in self.parts[stage]
+            Part(replace(idle, seconds=slower * idle.seconds), after)
+            for idle, after in self.parts[stage]
         ]
-        taken = sum(part.transfer.total for part in parts)
         backward = self.works[stage].backward_seconds
         passed = pass_with_sums(backward, parts)
-        return taken, passed.seconds + passed.over - backward
+        return passed.seconds + passed.over - backward
 
     def _busy(self) -> list[float]:
         """Seconds for which the messages of a minibatch keep a worker of each stage busy."""
@@ -207,15 +206,8 @@ class ClosedForm:
                 yield 1 / count, here, there
 
     def _busiest_port(self, ranks: Sequence[int]) -> float:
-        own = set(ranks)
-        return max(
-            (
-                seconds
-                for port, seconds in self.ports.items()
-                if port.level == 1 and port.component in own
-            ),
-            default=0.0,
-        )
+        devices = {Port(1, rank, out) for rank in ranks for out in (False, True)}
+        return max((self.ports[port] for port in devices & self.ports.keys()), default=0.0)
 
     @property
     def _slowest_port(self) -> float:
@@ -243,13 +235,13 @@ class ClosedForm:
         size, slowest = self._size(user), 0.0
         for _, source, target in islice(self._pairs(user), _MOST_PAIRS if size else 0):
             alone = self.network.message(source, target, size).total
-            lost = max(self._lost(port, user) for port in self.network.path(source, target))
+            used = [self.uses[port] for port in self.network.path(source, target)]
+            lost = max(
+                sum(min(port[user], seconds) for other, seconds in port.items() if other != user)
+                for port in used
+            )
             slowest = max(slowest, alone + lost)
         return slowest
-
-    def _lost(self, port: Port, user: _User) -> float:
-        own = self.uses[port][user]
-        return sum(min(own, each) for other, each in self.uses[port].items() if other != user)
 
     def useful_in_flight(self, slower: float = 1.0) -> tuple[int, ...]:
         """The minibatches in flight of each stage that keep the pace of stages and ports, if a
@@ -270,7 +262,7 @@ class ClosedForm:
 
     def _closing(self, stage: int) -> float:
         """Seconds of sum and update per minibatch of a worker."""
-        seconds = self.sums[stage][1] + self.works[stage].update_seconds
+        seconds = self.exposed[stage] + self.works[stage].update_seconds
         return seconds * len(self.ranks[stage]) / self.policy.round_size(stage)
 
     def _round(self) -> float:
@@ -284,13 +276,12 @@ class ClosedForm:
             paced = max(paced, back / self.policy.in_flight(stage))
             busiest = max(busiest, (size / len(own) - 1) * paced)
             back += self._messages(stage - 1, stage) if stage else 0.0
-        way = sum(passes)
-        way += sum(self._messages(stage - 1, stage) for stage in range(1, len(self.ranks)))
-        whole, before = way + busiest, 0.0
+        messages = sum(self._messages(stage - 1, stage) for stage in range(1, len(self.ranks)))
+        whole, before = sum(passes) + messages + busiest, 0.0
         longest = whole
         for stage in range(len(self.ranks)):
             before += self._messages(stage - 1, stage) if stage else 0.0
-            after = self.sums[stage][1] + self.works[stage].update_seconds
+            after = self.exposed[stage] + self.works[stage].update_seconds
             longest = max(longest, whole - before + after)
             before += passes[stage]
         return longest
@@ -302,7 +293,5 @@ def _delay(messages: Sequence[float], period: float) -> float:
     are ports used independent of each other, and every other message to fall between sums (it goes
     where passes are).
     """
-    free = float(period > 0)
-    for seconds in messages:
-        free *= max(0.0, 1 - seconds / period) if free else 0.0
+    free = prod(max(0.0, 1 - seconds / period) for seconds in messages) if period > 0 else 0.0
     return (1 - free) / 2

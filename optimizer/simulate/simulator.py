@@ -12,7 +12,7 @@ gradient is sent, the second does all of it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from pipedream.graph.profile import TrainingOverheads
 from pipedream.optimizer.cost.network import Network
 from pipedream.optimizer.cuts.planning_graph import Floats
 from pipedream.optimizer.simulate.long_rounds import lengthened, rounds_to_play
-from pipedream.optimizer.simulate.noise import Noise
 from pipedream.optimizer.simulate.play import Ranks, play
 from pipedream.optimizer.simulate.program import KINDS, Program, program_of
 from pipedream.optimizer.simulate.simulation import Simulation
@@ -43,6 +42,20 @@ MOST_MOVES = 2_000_000
 QUICK_MOVES = 100_000
 """The same for a simulation that is not asked for: about a quarter of a second."""
 
+ASSUMED = tuple(1 + 0.01 * k for k in (-2, -1, -1, 0, 0, 0, 1, 1, 2))
+"""How passes vary where the profile does not say so, as in `Noise`."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """How passes vary from one to the next, at random and the same for a `seed`.
+
+    `spread`: equally likely times of a pass, as multiples of its median.
+    """
+
+    spread: Sequence[float]
+    seed: int
+
 
 def simulate_plan(
     plan: Plan,
@@ -57,8 +70,7 @@ def simulate_plan(
     Rounds have as many microbatches as the plan was made for. Very long rounds of flush are
     extrapolated from shorter ones (long_rounds.py), if there is no `noise`.
     """
-    rules = policy(_spec(plan))
-    workload = Workload.of(plan, rules, graph, update_rate, overheads)
+    workload = Workload.of(plan, policy(_spec(plan)), graph, update_rate, overheads)
     return simulate_work(plan, workload, most_moves, noise)
 
 
@@ -74,7 +86,7 @@ def _spec(plan: Plan) -> PipelineSpec:
 
 
 def simulate_work(
-    plan: Plan, workload: Workload, most_moves: int = MOST_MOVES, noise: Noise | None = None
+    plan: Plan, workload: Workload, most_moves: int, noise: Noise | None = None
 ) -> Simulation | None:
     """As `simulate_plan`, with the work of the plan as it is given."""
     spec = _spec(plan)
@@ -163,7 +175,8 @@ def play_program(
         last = program.closing[stage]
         seconds[last] += passed.seconds - seconds[last].max(initial=0.0)
     if noise is not None:
-        seconds = seconds * noise.factors(len(seconds))
+        chance = np.random.default_rng(noise.seed)
+        seconds = seconds * chance.choice(np.array(noise.spread), len(seconds))
     acting = Ranks(program.begin, program.op, program.subject, seconds)
     return play(acting, items, sums, streams, LOOK_AHEAD)
 
