@@ -8,12 +8,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import astuple
 from functools import partial
+from pathlib import Path
 
 import torch
 
+from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.graph.errors import UserError
 from pipedream.graph.timeline import Event
+from pipedream.runtime.checkpoint.plain_model import evaluate
 from pipedream.runtime.data.reader import Reader
 from pipedream.runtime.engine.engine import Engine, minibatches_read
 from pipedream.runtime.engine.evaluation import Evaluation, EvaluationExecutor, EvaluationTotals
@@ -37,12 +40,13 @@ def train_epochs(context: RankContext) -> Position | None:
     """
     local, first, stopped = context.local, context.first, None
     if first.minibatch == 0:
-        _evaluate_if_due(
-            context, first.epoch
-        )  # a run may have ended between the checkpoint and this
+        # A run may have ended between the checkpoint and this.
+        _evaluate_if_due(context, first.epoch)
     for epoch in range(first.epoch, local.job.epochs):
         begin = first.minibatch if epoch == first.epoch else 0
-        ahead = list(training_segments(local.examples.minibatches, local.every, begin))
+        ahead = list(
+            training_segments(local.examples.minibatches, local.job.segment_minibatches, begin)
+        )
         stopped = _Training(context, epoch, ahead).run()
         if stopped is not None:
             break
@@ -63,24 +67,20 @@ def _leave_together(context: RankContext) -> None:
 
 
 def _evaluate_if_due(context: RankContext, done: int) -> None:
-    """Evaluates the held-out data, if that is due after so many epochs."""
+    """Evaluates the held-out data, if that is due after so many epochs. Raises as `Evaluation.run`
+    does.
+    """
     job, evaluation = context.local.job, context.local.evaluation
     if evaluation is None or done == 0:
         return
-    every = job.config.evaluate_every or 1
-    if done % every == 0 or done == job.epochs:
-        _evaluate(context, evaluation, done)
-
-
-def _evaluate(context: RankContext, evaluation: Evaluation, epoch: int) -> None:
-    """Evaluates the held-out data after `epoch` epochs. Raises as `Evaluation.run` does."""
-    context.say(f"at the held-out data after epoch {epoch}")
-    key = f"held-out/{epoch}"
+    if done % (job.config.evaluate_every or 1) != 0 and done != job.epochs:
+        return
+    context.say(f"at the held-out data after epoch {done}")
+    key = f"held-out/{done}"
     metrics = evaluate_stages(context, evaluation, key)
     if context.display is not None:
         context.metrics = metrics
-        minibatches = epoch * context.local.examples.minibatches
-        context.display.held_out(epoch, minibatches, context.metrics)
+        context.display.held_out(done, done * context.local.examples.minibatches, metrics)
     _step_metric_scheduler(context, key)
 
 
@@ -98,6 +98,20 @@ def evaluate_stages(context: RankContext, evaluation: Evaluation, key: str) -> d
         return {}
     keys = (f"{key}/{rank}" for rank in range(rank_info.world_size))
     return EvaluationTotals.result([receive_message(context.store, each) for each in keys])
+
+
+def evaluate_alone(context: RankContext, path: Path) -> dict[str, float]:
+    """Evaluates a checkpoint on the held-out data with the plain model, on this worker. Returns the
+    metrics. Raises UserError.
+    """
+    local, config, held_out = (
+        context.local,
+        context.local.job.config,
+        context.local.examples.held_out,
+    )
+    assert held_out is not None
+    model = load_config_model(config, local.job.directory, names=local.examples.input_names)
+    return evaluate(model, path, held_out, config, local.loss, local.device, local.metrics)
 
 
 def _step_metric_scheduler(context: RankContext, key: str) -> None:

@@ -37,8 +37,8 @@ from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.selfcheck.first_call import compare, expect
-from pipedream.runtime.stages.by_kind import Call, CapturedStages
 from pipedream.runtime.stages.randomness import MinibatchRng
+from pipedream.runtime.stages.stage_forms import Call, CapturedStages
 from pipedream.schedule.action import StageLink
 from pipedream.schedule.schedule import Schedule
 

@@ -53,8 +53,8 @@ class RankContext:
         job, rank_info = local.job, local.rank_info
         self.local, self.heartbeats = local, heartbeats
         self.writers = self._writers()  # before the others are met: a writer may refuse
-        met = store or connect_store(rank_info, job.timeout)
-        self.store = join(rank_info, met, local.backend, local.device, job.timeout)
+        connected = store or connect_store(rank_info, job.timeout)
+        self.store = join(rank_info, connected, local.backend, local.device, job.timeout)
         self.watchdog = (
             Watchdog.of(self.store, rank_info, job.timeout) if heartbeats is None else None
         )
@@ -75,7 +75,7 @@ class RankContext:
         self.first = self._begin()
         self.saver = self._saver()
         self.weights = {stage.stage: self._weights(stage) for stage in local.stages}
-        self.graceful_stop = self._graceful_stop()
+        self.graceful_stop = GracefulStop(self.store, rank_info, job.policy, self._launcher_asks)
         tensors = (tensor for stage in local.stages for tensor in stage.tensors())
         self.memory = PeakMemory(local.device, tensors)
         self.display = self._display() if rank_info.rank == 0 else None
@@ -135,9 +135,9 @@ class RankContext:
         if job.goes_on:
             return resume(local, self.stepping)
         if job.init is not None:
-            taken = begin(job.init, local.stages, job.init_optimizer)
+            loaded = begin(job.init, local.stages, job.init_optimizer)
             if local.rank_info.rank == 0:
-                print(f"training: begins with {taken}", file=sys.stderr, flush=True)
+                print(f"training: begins with {loaded}", file=sys.stderr, flush=True)
         return Position(0)
 
     def _saver(self) -> Saver:
@@ -155,10 +155,6 @@ class RankContext:
                 "batch_size": local.job.config.batch_size,
             },
         )
-
-    def _graceful_stop(self) -> GracefulStop:
-        rank_info, policy = self.local.rank_info, self.local.job.policy
-        return GracefulStop(self.store, rank_info, policy, self._launcher_asks)
 
     @property
     def _launcher_asks(self) -> Callable[[], bool] | None:

@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 
-from pipedream.capture.sources.load import load_config_model
 from pipedream.comm.store_messages import broadcast, receive_message, send_message
 from pipedream.graph.measured_run import MEASURED, MeasuredRun, write_measured
 from pipedream.graph.plan import Simulated, workers_by_rank
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.export import export_newest
-from pipedream.runtime.checkpoint.plain_model import evaluate
+from pipedream.runtime.epochs import evaluate_alone
 from pipedream.runtime.rank_context import RankContext
 from pipedream.runtime.report.expectation import busy_shares
 from pipedream.runtime.report.page.finished_run import FinishedRun
@@ -131,9 +130,9 @@ def _write_recording(
     if job.trace:
         recording.write_all(job.run / "trace.json")
         error = max(report["clock_error_seconds"] for report in reports)
-        hoped = busy_shares(job.plan) if job.as_planned else {}
+        predicted = busy_shares(job.plan) if job.as_planned else {}
         workers = workers_by_rank(job.plan.rank_assignment)
-        print_utilisation(spent, workers, hoped, _simulated(job), error)
+        print_utilisation(spent, workers, predicted, _simulated(job), error)
 
 
 def _write_measured(
@@ -192,6 +191,4 @@ def _try_model(context: RankContext) -> dict[str, Any]:
         return {}
     path = checkpoint.latest(job.checkpoints)
     assert path is not None
-    model = load_config_model(job.config, job.directory, names=local.examples.input_names)
-    held_out, metrics = local.examples.held_out, local.metrics
-    return evaluate(model, path, held_out, job.config, local.loss, local.device, metrics)
+    return evaluate_alone(context, path)

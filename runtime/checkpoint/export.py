@@ -19,7 +19,6 @@ from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.dcp import optimizer_state, write_folder
 from pipedream.runtime.checkpoint.plain_model import load_plain, state_tensors
-from pipedream.runtime.checkpoint.progress import progress_of
 from pipedream.runtime.optim.optimizers import make_optimizer
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.run.job import Job
@@ -99,7 +98,7 @@ def _optimizer_state(job: Job, path: Path, model: nn.Module) -> dict[str, Any]:
     """At the learning rates of the checkpoint. Which kernels made the steps is left open."""
     parameters = dict(model.named_parameters())
     optimizer = make_optimizer(job.optimizer, parameters)
-    progress = progress_of(path, checkpoint.read_state(path))
+    progress = checkpoint.progress_of(path, checkpoint.read_state(path))
     rate = LearningRate(job.config.scheduler, optimizer, job.directory)
     rate.restore(progress.advances, progress.metrics)
     for group in optimizer.param_groups:

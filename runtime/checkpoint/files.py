@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
@@ -38,9 +38,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 
-from pipedream.graph.errors import UserError, read_artifact
+from pipedream.graph.errors import UserError, read_artifact, worded
 from pipedream.graph.placements.regions import Region, blocks, whole
 from pipedream.runtime.checkpoint.complex_pairs import as_pairs, from_pairs, plain_name
+from pipedream.runtime.optim.stepping import Progress
 from pipedream.runtime.run.training_segment import Position
 
 _INDEX = "model.safetensors.index.json"
@@ -196,6 +197,17 @@ def read_state(path: Path) -> State:
     return read_artifact(path / "state.json", State)
 
 
+def progress_of(path: Path, saved: State) -> Progress:
+    """Returns what the checkpoint at `path` knows of rates and scales. Raises UserError."""
+    try:
+        return Progress.model_validate(saved.training)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        field = ".".join(map(str, problem["loc"]))
+        file = path / "state.json"
+        raise UserError(f"{file}: training.{field}: {worded(problem)}") from error
+
+
 RegionOf: TypeAlias = Callable[[str, tuple[int, ...]], Region | None]
 """Of the name of a parameter or buffer, and the shape of a tensor that goes with it: the elements
 that are wanted of it; None for all."""
@@ -231,23 +243,24 @@ def load_model(
 def load_optimizer(
     path: Path, parameters: Iterable[str], region_of: RegionOf = _all
 ) -> dict[str, torch.Tensor]:
-    """What the optimizer knew of these parameters, as `PARAMETER/STATE`, in parts where they are.
-    Raises UserError.
+    """Returns what the optimizer knew of these parameters, as `PARAMETER/STATE`, in parts where
+    they are. Raises UserError.
     """
-    names, part = set(parameters), _CheckpointPart(path / "optimizer")
-    keys = [key for key in part.files if key.rpartition("/")[0] in names]
-    found: dict[str, torch.Tensor] = {}
-    for key in keys:
-        known = part.known[key]
-        region = region_of(key.rpartition("/")[0], tuple(known.size))
+    part = _CheckpointPart(path / "optimizer")
+    names, of_key = set(parameters), {key: key.rpartition("/")[0] for key in part.files}
+    owners = {key: name for key, name in of_key.items() if name in names}
+    regions: dict[str, torch.Tensor] = {}
+    for key, name in owners.items():
+        stored = part.stored[key]
+        region = region_of(name, tuple(stored.size))
         if region is not None:
-            found[key] = torch.empty(region.shape, dtype=known.properties.dtype)
-            part.load_region(key, region, found[key])
-    return from_pairs({**part.loaded(key for key in keys if key not in found), **found})
+            regions[key] = torch.empty(region.shape, dtype=stored.properties.dtype)
+            part.load_region(key, region, regions[key])
+    return from_pairs({**part.loaded(key for key in owners if key not in regions), **regions})
 
 
 def load_all(path: Path) -> dict[str, torch.Tensor]:
-    """All parameters and buffers, for the plain model. Raises UserError."""
+    """Returns all parameters and buffers, for the plain model. Raises UserError."""
     part = _CheckpointPart(path)
     return from_pairs(part.loaded(part.files))
 
@@ -272,18 +285,18 @@ class _CheckpointPart:
                 raise UserError(f"{path / file}: there is no {name} in it")
         self.reader = HuggingFaceStorageReader(str(path))
         with torch_reads(path):
-            found = self.reader.read_metadata().state_dict_metadata
-        self.known = {
-            name: known for name, known in found.items() if isinstance(known, TensorStorageMetadata)
+            entries = self.reader.read_metadata().state_dict_metadata.items()
+        self.stored = {
+            name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)
         }
-        for name, known in self.known.items():
-            if any(any(chunk.offsets) for chunk in known.chunks):
+        for name, stored in self.stored.items():
+            if any(any(chunk.offsets) for chunk in stored.chunks):
                 raise UserError(f"{path}: {name} is a part of a tensor, and a stage saves it whole")
 
     def check(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
         if name not in self.files:
             raise UserError(f"{self.index}: there is no {name} in it; is it of another model?")
-        description = _describe(self.known[name].size, self.known[name].properties.dtype)
+        description = _describe(self.stored[name].size, self.stored[name].properties.dtype)
         wanted = _describe(shape, dtype)
         if description != wanted:
             file = self.path / self.files[name]
@@ -296,7 +309,7 @@ class _CheckpointPart:
 
     def load_region(self, name: str, region: Region, into: torch.Tensor) -> None:
         """Fills `into` with these elements of a tensor, of which no others are read."""
-        everything = whole(tuple(self.known[name].size))
+        everything = whole(tuple(self.stored[name].size))
         with _reading(self.path / self.files[name]) as tensors:
             stored = tensors.get_slice(name)
             for there, here in blocks(region, everything):
@@ -304,7 +317,7 @@ class _CheckpointPart:
 
     def loaded(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         tensors = {
-            name: torch.empty(self.known[name].size, dtype=self.known[name].properties.dtype)
+            name: torch.empty(self.stored[name].size, dtype=self.stored[name].properties.dtype)
             for name in names
         }
         self.load(tensors)
@@ -312,10 +325,9 @@ class _CheckpointPart:
 
 
 def _whole(folder: Path) -> list[Path]:
-    """The whole checkpoints, the newest last. A run writes them in this order."""
-    positions = {path: Position.of(path.name) for path in folder.glob("epoch-*")}
-    whole = {path: position for path, position in positions.items() if position is not None}
-    return sorted(whole, key=whole.__getitem__)
+    """Returns the whole checkpoints, the newest last. A run writes them in this order."""
+    positions = ((Position.of(path.name), path) for path in folder.glob("epoch-*"))
+    return [path for _, path in sorted((at, path) for at, path in positions if at is not None)]
 
 
 def _partial(folder: Path, position: Position) -> Path:

@@ -28,7 +28,7 @@ from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import StageInterface, first_difference, interfaces, links
 from pipedream.runtime.stages.stage_forms import StageForms
-from pipedream.runtime.stages.stage_module import StageModule, plain
+from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.schedule.action import Action, Worker
 from pipedream.schedule.schedule import forwards
 
@@ -181,14 +181,11 @@ class Evaluation:
         sizes: Sizes,
     ) -> Evaluation:
         """For a model without `obstacle`; `rest`: captured for a smaller last minibatch."""
-
-        def stage_module(captured: Captured, stage: int) -> StageModule:
-            return StageModule.of(captured, plan, stage, lambda _, piece: plain(piece))
-
+        smaller = {} if rest is None or sizes.last is None else {sizes.last: rest}
         stage_modules = {
             stage: StageForms(
-                stage_module(captured, stage),
-                {sizes.last: stage_module(rest, stage)} if rest and sizes.last is not None else {},
+                StageModule.of(captured, plan, stage),
+                {number: StageModule.of(each, plan, stage) for number, each in smaller.items()},
             )
             for stage, _ in workers
         }

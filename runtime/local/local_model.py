@@ -13,9 +13,9 @@ from pipedream.runtime.local.captures import Captures, capture_all
 from pipedream.runtime.local.local_stage import LocalStage
 from pipedream.runtime.local.order_check import check_stages
 from pipedream.runtime.run.job import Job
-from pipedream.runtime.stages.by_kind import CapturedStages
 from pipedream.runtime.stages.partition import interfaces, links, tied
 from pipedream.runtime.stages.randomness import MinibatchRng
+from pipedream.runtime.stages.stage_forms import CapturedStages
 from pipedream.schedule.action import Action, Worker
 from pipedream.schedule.schedule import Schedule
 
@@ -105,12 +105,7 @@ class LocalModel:
         return Schedule(self.job.spec(links(self.interfaces), self.tied), minibatches)
 
     @property
-    def every(self) -> int | None:
-        """How many minibatches a segment has; None: the whole epoch."""
-        return self.job.segment_minibatches
-
-    @property
     def segment_minibatches(self) -> int:
         """The minibatches of the longest segment."""
         whole = self.examples.minibatches
-        return whole if self.every is None else min(self.every, whole)
+        return min(self.job.segment_minibatches or whole, whole)

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.nn import Parameter
 
-from pipedream.capture.captured import Captured, Value
+from pipedream.capture.captured import Captured
 from pipedream.capture.loss import Loss
 from pipedream.capture.programs.loss_end import Target
 from pipedream.graph.command import write_whole
 from pipedream.graph.placements.regions import Region
-from pipedream.runtime.checkpoint.files import copied
+from pipedream.runtime.checkpoint.files import copied, load_model
 from pipedream.runtime.checkpoint.saver import Part
 from pipedream.runtime.local.captures import Captures
 from pipedream.runtime.optim.optimizers import make_optimizer, state_tensors
 from pipedream.runtime.optim.rates import LearningRate
 from pipedream.runtime.optim.stepping import StageStepping
 from pipedream.runtime.run.job import Job
-from pipedream.runtime.stages.by_kind import CapturedStages
 from pipedream.runtime.stages.partition import StageInterface, holds_first, source_text
 from pipedream.runtime.stages.randomness import MinibatchRng
-from pipedream.runtime.stages.stage_forms import StageForms
-from pipedream.runtime.stages.stage_module import StageModule, seeded_module
+from pipedream.runtime.stages.stage_forms import CapturedStages, StageForms
+from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.schedule.action import Worker
 
@@ -89,7 +89,7 @@ class LocalStage:
 
     def _stage_module(self, captured: Captured) -> StageModule:
         plan, config = self.job.plan, self.job.config
-        return seeded_module(captured, plan, self.stage, self.rng, config.compile)
+        return StageModule.of(captured, plan, self.stage, self.rng, config.compile)
 
     def _divide(
         self, whole: StageModule, captures: Captures, mesh_device: int, loss: Loss | None
@@ -99,11 +99,12 @@ class LocalStage:
             return None
         plan, names = self.job.plan, captures.buffers | set(captures.parameters)
         sharding = whole.program.sharding = StageSharding(plan, self.stage, mesh_device, names)
+        read = (captures.whole.values[name] for name in self.interface.reads)
         values = {
             value.name: torch.empty(
                 value.shape, dtype=value.dtype, device=self.rng.device
             ).requires_grad_(value.requires_grad)
-            for value in (*self._read(captures), *chain(*self.interface.receives.values()))
+            for value in chain(read, *self.interface.receives.values())
         }
         target = None
         if loss is not None:
@@ -112,10 +113,6 @@ class LocalStage:
         whole.program.on_mesh(dict(self.module.named_parameters()), values, target)
         sharding.divide(self.module)
         return sharding
-
-    def _read(self, captures: Captures) -> list[Value]:
-        """The inputs of the model that the stage reads."""
-        return [captures.whole.values[name] for name in self.interface.reads]
 
     def _has_copies_in_parts(self, tied: Mapping[str, Sequence[int]]) -> bool:
         """Whether a parameter may be in parts of other shapes in another stage, where each element
@@ -163,6 +160,11 @@ class LocalStage:
     def saved(self) -> dict[str, torch.Tensor]:
         """Its parameters and buffers, by their names in the model."""
         return {**self.parameters, **self.buffers}
+
+    @torch.no_grad()
+    def load(self, path: Path) -> None:
+        """Fills its parameters and buffers with those of a checkpoint. Raises UserError."""
+        load_model(path, self.saved, self.region, self.whole_shape)
 
     def part_of_checkpoint(self) -> Part | None:
         """Copies of the whole parameters and buffers, and of what the optimizer remembers of them,

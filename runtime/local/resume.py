@@ -10,7 +10,6 @@ import torch
 from pipedream.graph.errors import UserError
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.dcp import Folder
-from pipedream.runtime.checkpoint.progress import progress_of
 from pipedream.runtime.local.local_model import LocalModel
 from pipedream.runtime.local.local_stage import LocalStage
 from pipedream.runtime.optim.optimizers import remembered_names, restore_state
@@ -31,11 +30,10 @@ def resume(local: LocalModel, stepping: Stepping) -> Position:
     _check(local.job, path, saved)
     _check_position(local, path, saved)
     for stage in local.stages:
-        with torch.no_grad():
-            checkpoint.load_model(path, stage.saved, stage.region, stage.whole_shape)
+        stage.load(path)
         known = checkpoint.load_optimizer(path, stage.parameters, stage.region)
         restore_state(stage.optimizer, stage.parameters, known)
-    stepping.restore(progress_of(path, saved))
+    stepping.restore(checkpoint.progress_of(path, saved))
     return saved.position
 
 
@@ -50,7 +48,10 @@ def begin(path: Path, stages: Sequence[LocalStage], with_optimizer: bool) -> str
         with torch.no_grad():
             _load_weights(folder, stage)
         if with_optimizer and (known := folder.load_optimizer(stage.parameters)):
-            known = {key: _held(stage, key.rpartition("/")[0], t) for key, t in known.items()}
+            known = {
+                key: _local_part(stage, key.rpartition("/")[0], tensor)
+                for key, tensor in known.items()
+            }
             _check_state(path, stage, known)
             restore_state(stage.optimizer, stage.parameters, known)
             restored = True
@@ -58,7 +59,7 @@ def begin(path: Path, stages: Sequence[LocalStage], with_optimizer: bool) -> str
 
 
 def _load_weights(folder: Folder, stage: LocalStage) -> None:
-    """Of what is divided this rank keeps its part."""
+    """Loads the parameters and buffers of a stage; of what is divided the rank keeps its part."""
     divided = {
         name: torch.empty(stage.whole_shape(name), dtype=tensor.dtype)
         for name, tensor in stage.saved.items()
@@ -66,21 +67,23 @@ def _load_weights(folder: Folder, stage: LocalStage) -> None:
     }
     folder.load_model({**stage.saved, **divided})
     for name, tensor in divided.items():
-        stage.saved[name].copy_(_held(stage, name, tensor))
+        stage.saved[name].copy_(_local_part(stage, name, tensor))
 
 
-def _held(stage: LocalStage, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if stage.sharding is None else stage.sharding.cut(name, tensor)
+def _local_part(stage: LocalStage, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if stage.sharding is None else stage.sharding.local_part(name, tensor)
 
 
 def _check_state(path: Path, stage: LocalStage, known: Collection[str]) -> None:
     """Raises UserError if this is not what the stage's optimizer remembers: it would ignore it."""
-    for name in dict.fromkeys(key.rpartition("/")[0] for key in known):
-        there = {key.rpartition("/")[2] for key in known if key.rpartition("/")[0] == name}
+    remembered: dict[str, set[str]] = {}
+    for name, _, state in (key.rpartition("/") for key in known):
+        remembered.setdefault(name, set()).add(state)
+    for name, states in remembered.items():
         wanted = remembered_names(stage.optimizer, stage.parameters[name])
-        if there != wanted:
+        if states != wanted:
             raise UserError(
-                f"{path}: of {name} its optimizer remembers {', '.join(sorted(there))}, and"
+                f"{path}: of {name} its optimizer remembers {', '.join(sorted(states))}, and"
                 f" {stage.job.optimizer.names} of the run config"
                 f" {', '.join(sorted(wanted)) or 'nothing'}: write the optimizer with its arguments"
                 " there, or add --no-init-optimizer, to begin with the weights alone"

@@ -15,7 +15,7 @@ from pipedream.capture.compute_settings import Precision
 from pipedream.capture.loss import Loss
 from pipedream.runtime.data.order import Sizes
 from pipedream.runtime.data.reader import Batch
-from pipedream.runtime.stages.by_kind import Call, part_of
+from pipedream.runtime.stages.stage_forms import Call, part_of
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ from torch.nn import Parameter
 
 from pipedream.capture.captured import Captured
 from pipedream.graph.choices import ScheduleName
-from pipedream.runtime.stages.by_kind import Call, CapturedStages
 from pipedream.runtime.stages.partition import interfaces, links, tied
-from pipedream.runtime.stages.stage_forms import StageForms
+from pipedream.runtime.stages.stage_forms import Call, CapturedStages, StageForms
 from pipedream.schedule.spec import PipelineSpec
 
 

@@ -39,7 +39,7 @@ Compute: TypeAlias = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], Any]
 
 
 def plain(piece: Segment) -> Compute:
-    """Runs the stage's module as it is."""
+    """Returns what runs the stage's module as it is."""
 
     def run(tensors: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Any:
         return functional_call(piece.module, dict(tensors), inputs)
@@ -47,8 +47,11 @@ def plain(piece: Segment) -> Compute:
     return run
 
 
-def make_compute(piece: Segment, precision: Precision, backend: str | None = None) -> Compute:
-    """Raises UserError for a torch.compile `backend` that does not exist."""
+def make_compute(piece: Segment, precision: Precision, backend: str | None) -> Compute:
+    """Returns what runs the stage's module under these settings.
+
+    Raises UserError for a torch.compile `backend` that does not exist.
+    """
     run = plain(piece)
     if backend is not None:
         known = torch.compiler.list_backends(exclude_tags=())
@@ -99,13 +102,13 @@ class StageModule:
         captured: Captured,
         plan: Plan,
         stage: int,
-        compute: Callable[[Captured, Segment], Compute],
+        rng: MinibatchRng | None = None,
         backend: str | None = None,
     ) -> StageModule:
-        """Builds a stage of the plan from `captured`; `compute` may still change the piece.
+        """Builds a stage of the plan from `captured`: to train, where its random operators draw
+        from `rng`, with torch.compile's `backend`; else to evaluate.
 
-        `backend` is a setting of the program; `compute` has its own. Raises UserError if the model
-        is not the one that was planned.
+        Raises UserError if the model is not the one that was planned.
         """
         every, precision = interfaces(captured, plan), captured.precision
         interface, ends = every[stage], crossings(captured, plan, every, stage)
@@ -114,7 +117,12 @@ class StageModule:
             if tensor.device != precision.device:
                 tensor.data = tensor.data.to(precision.device)  # they stay those of the model
         piece = freeze_constants(built.to(precision.device), captured.owner)
-        run = compute(captured, piece)
+        if rng is None:
+            run = plain(piece)
+        else:
+            assert rng.device.type == precision.device.type
+            seed_each(piece, operator_positions(captured.module), rng)
+            run = make_compute(piece, precision, backend)
         program = StageProgram(piece, precision, backend, ends)
         outputs, out_spec = captured.outputs, captured.out_spec
         return StageModule(interface, piece, run, outputs, out_spec, program, ends)
@@ -143,24 +151,8 @@ class StageModule:
         """Makes the two use the same buffers, of those that the model has: `buffers`."""
         for name, buffer in other.piece.module.named_buffers(remove_duplicate=False):
             if name in buffers:
-                path, _, own = name.rpartition(".")
-                setattr(self.piece.module.get_submodule(path), own, buffer)
-
-
-def seeded_module(
-    captured: Captured, plan: Plan, stage: int, rng: MinibatchRng, backend: str | None
-) -> StageModule:
-    """The stage of a captured model, to train: its random operators draw from `rng`.
-
-    Raises UserError if the model is not the one that was planned.
-    """
-
-    def compute(captured: Captured, piece: Segment) -> Compute:
-        seed_each(piece, operator_positions(captured.module), rng)
-        return make_compute(piece, captured.precision, backend)
-
-    assert rng.device.type == captured.precision.device.type
-    return StageModule.of(captured, plan, stage, compute, backend)
+                path, _, attribute = name.rpartition(".")
+                setattr(self.piece.module.get_submodule(path), attribute, buffer)
 
 
 def capture_rest(
@@ -172,17 +164,17 @@ def capture_rest(
     """
     inputs = batch.first(rest).inputs
     captured = capture(model, inputs, training=training, precision=whole.precision)
-    told = difference(whole, captured, plan)
-    if told is not None:
-        raise UserError(f"the model differs: {told}")
+    reason = difference(whole, captured, plan)
+    if reason is not None:
+        raise UserError(f"the model differs: {reason}")
     return captured
 
 
 def difference(whole: Captured, other: Captured, plan: Plan) -> str | None:
     """Describes where two captures differ in nodes, parameters or messages; None if they do not."""
-    told = first_difference(PlannedGraph.of(whole.graph), other.graph)
-    if told is not None:
-        return told
+    reason = first_difference(PlannedGraph.of(whole.graph), other.graph)
+    if reason is not None:
+        return reason
     for node, again in zip(whole.graph.order, other.graph.order, strict=True):
         expected = (whole.module_paths[node], *whole.parameters[node])
         if expected != (other.module_paths[again], *other.parameters[again]):

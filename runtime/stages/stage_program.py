@@ -49,7 +49,7 @@ class StageProgram:
     ) -> None:
         self.piece, self.precision, self.backend = piece, precision, backend
         self.crossings = crossings
-        self.made: NamedProgram | None = None
+        self.named: NamedProgram | None = None
         self.obstacle: str | None = None
         self.ending: dict[Hashable, NamedProgram | None] = {}
 
@@ -59,12 +59,12 @@ class StageProgram:
         """For such parameters, and values that the stage receives or reads; None if it cannot be
         divided, of which `obstacle` says why.
         """
-        if self.made is None and self.obstacle is None:
+        if self.named is None and self.obstacle is None:
             try:
-                self.made = self._traced(tensors, values, self.piece.inputs, self.piece.outputs)
+                self.named = self._traced(tensors, values, self.piece.inputs, self.piece.outputs)
             except CannotDivide as error:
                 self.obstacle = str(error)
-        return self.made
+        return self.named
 
     def on_mesh(
         self,

@@ -60,15 +60,15 @@ class StageSharding:
         outputs: Sequence[str],
         crossings: Crossings,
     ) -> tuple[Joint, Assignment]:
-        """The passes of this device, for values of these names. Raises UserError for placements
-        that cannot be met.
+        """Returns the passes of this device, for values of these names. Raises UserError for
+        placements that cannot be met.
         """
-        leaving = self._leaving(outputs, crossings)
+        leaving = self._output_placements(outputs, crossings)
         summed = divisible(joint)
         graph = describe(summed)
         try:
             seconds = estimated_seconds(graph, self.flops_per_second)
-            ends = self._ends(inputs, joint.differentiable, leaving, crossings)
+            ends = self._boundary_placements(inputs, joint.differentiable, leaving, crossings)
             assignment = propagate(graph, self.mesh, self._requests(graph, ends), seconds)
         except UserError as error:
             raise UserError(f"stage {self.stage}: placements.{error.format_message()}") from error
@@ -81,14 +81,16 @@ class StageSharding:
         )
         return localize(summed, assignment, self.device, self._move, boundary), assignment
 
-    def _leaving(self, outputs: Sequence[str], crossings: Crossings) -> dict[str, Placements]:
+    def _output_placements(
+        self, outputs: Sequence[str], crossings: Crossings
+    ) -> dict[str, Placements]:
         """By number of an output: as it crosses to another stage; whole, if it does not."""
         return {
             str(number): crossings.sent.get(name, self.everywhere)
             for number, name in enumerate(outputs)
         }
 
-    def _ends(
+    def _boundary_placements(
         self,
         inputs: Sequence[str],
         differentiable: Sequence[int],
@@ -96,13 +98,13 @@ class StageSharding:
         crossings: Crossings,
     ) -> dict[str, Placements]:
         """How inputs and gradients of outputs are placed."""
-        ends = {
-            key: crossings.received.get(name, self.requests.values.get(key, self.everywhere))
-            for number, name in enumerate(inputs)
-            for key in [f"input {number}"]
+        requested = self.requests.values
+        of_inputs = {
+            key: crossings.received.get(name, requested.get(key, self.everywhere))
+            for key, name in ((f"input {number}", name) for number, name in enumerate(inputs))
         }
-        ends |= {f"tangent {k}": leaving[str(number)] for k, number in enumerate(differentiable)}
-        return ends
+        tangents = {f"tangent {k}": leaving[str(number)] for k, number in enumerate(differentiable)}
+        return of_inputs | tangents
 
     def _gradients(self) -> dict[str, Placements]:
         """How all forms give the gradients of parameters, which are added to each other: as the
@@ -137,30 +139,33 @@ class StageSharding:
                 self.shapes[each.name] = each.type.shape
         for output in assignment.graph.outputs:
             if output.role == "parameter gradient":
-                given = assignment.placed[output.value]
-                target = output_target(output, given, assignment.placed_inputs)
-                axes = (axis for axis, each in enumerate(target) if each == Partial())
+                placements = assignment.placed[output.value]
+                target = output_target(output, placements, assignment.placed_inputs)
+                axes = (axis for axis, own in enumerate(target) if own == Partial())
                 self.partial[output.name] = tuple(axes)
 
-    def cut(self, name: str, tensor: Tensor) -> Tensor:
+    def local_part(self, name: str, tensor: Tensor) -> Tensor:
         """This device's part of a parameter, a buffer, or what an optimizer remembers of one, in
         memory of its own.
         """
         shape = tuple(tensor.shape)
-        held = self.region(name, shape)
-        return tensor if held is None else extract(tensor, whole(shape), held).clone()
+        region = self.region(name, shape)
+        return tensor if region is None else extract(tensor, whole(shape), region).clone()
 
     def joined(self, name: str, tensor: Tensor) -> Tensor:
-        """The whole of it. Called by all devices of the mesh, for the same tensors."""
-        if not self.is_divided(name) or tensor.shape != self._local_shape(name):
+        """Returns the whole of it. Called by all devices of the mesh, for the same tensors."""
+        if not self.is_divided(name):
+            return tensor
+        shape, placements = self.shapes[name], self.placed[name]
+        if tensor.shape != self._region(shape, placements).shape:
             return tensor
         type_ = TensorType(
-            shape=self.shapes[name],
+            shape=shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
             element_bytes=tensor.element_size(),
         )
-        steps = steps_between(type_, self.mesh, self.placed[name], self.everywhere)
-        return self._move(tensor.detach(), self.shapes[name], steps)
+        steps = steps_between(type_, self.mesh, placements, self.everywhere)
+        return self._move(tensor.detach(), shape, steps)
 
     def gathered(self, name: str, tensor: Tensor) -> Tensor | None:
         """As `joined`, in memory of its own on the CPU of the first device alone: the others keep
@@ -169,9 +174,9 @@ class StageSharding:
         joined = self.joined(name, tensor)
         if self.device != 0:
             return None
-        kept = joined.detach().cpu()
-        shared = kept.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        return (kept.clone() if shared else kept).contiguous()
+        on_cpu = joined.detach().cpu()
+        shared = on_cpu.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+        return (on_cpu.clone() if shared else on_cpu).contiguous()
 
     def is_divided(self, name: str) -> bool:
         return any(each != Replicate() for each in self.placed.get(name, ()))
@@ -197,9 +202,9 @@ class StageSharding:
     def divide(self, module: nn.Module) -> None:
         """Replaces what is divided of a module's parameters and buffers by this device's parts."""
         local = {
-            name: Parameter(self.cut(name, tensor.detach()), tensor.requires_grad)
+            name: Parameter(self.local_part(name, tensor.detach()), tensor.requires_grad)
             if isinstance(tensor, Parameter)
-            else self.cut(name, tensor)
+            else self.local_part(name, tensor)
             for name, tensor in _tensors(module)
             if self.is_divided(name)
         }
@@ -211,24 +216,23 @@ class StageSharding:
 
     def constants(self, assignment: Assignment, module: nn.Module) -> dict[str, Tensor]:
         """This device's parts of the buffers of a module that the model does not have."""
-        own = {name: b for name, b in module.named_buffers() if name not in self.placed}
-        found = {}
-        for name, buffer in own.items():
-            shape, placements = tuple(buffer.shape), assignment.placed_inputs["buffer", name]
-            held = held_region(shape, self.mesh.sizes, placements, self.device)
-            if held != whole(shape):
-                found[name] = extract(buffer, whole(shape), held).clone()
-        return found
+        parts = {}
+        for name, buffer in module.named_buffers():
+            if name not in self.placed:
+                everything = whole(tuple(buffer.shape))
+                region = self._region(everything.shape, assignment.placed_inputs["buffer", name])
+                if region != everything:
+                    parts[name] = extract(buffer, everything, region).clone()
+        return parts
 
     def region(self, name: str, shape: tuple[int, ...]) -> Region | None:
         """What this device holds of a tensor that goes with a parameter, if not all of it."""
         if not self.is_divided(name) or shape != self.shapes[name]:
             return None
-        return held_region(shape, self.mesh.sizes, self.placed[name], self.device)
+        return self._region(shape, self.placed[name])
 
-    def _local_shape(self, name: str) -> tuple[int, ...]:
-        placements, shape = self.placed[name], self.shapes[name]
-        return held_region(shape, self.mesh.sizes, placements, self.device).shape
+    def _region(self, shape: tuple[int, ...], placements: Placements) -> Region:
+        return held_region(shape, self.mesh.sizes, placements, self.device)
 
     def _move(self, local: Tensor, shape: tuple[int, ...], steps: Sequence[Step]) -> Tensor:
         assert self.groups is not None, "the ranks have not met"
@@ -241,7 +245,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _replace(module: nn.Module, local: Mapping[str, Tensor]) -> None:
-    """Under each of their names."""
+    """Puts these in the place of tensors of the module, under each of their names."""
     by_id = {id(old): local[name] for name, old in _tensors(module) if name in local}
     for part in module.modules():
         own = (

@@ -39,7 +39,7 @@ from pipedream.runtime.run.training_segment import TrainingSegment
 from pipedream.runtime.stages.partition import StageInterface, interfaces, links
 from pipedream.runtime.stages.randomness import MinibatchRng
 from pipedream.runtime.stages.stage_forms import StageForms
-from pipedream.runtime.stages.stage_module import StageModule, plain
+from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.schedule.action import Kind
 from pipedream.schedule.channel import rank_links
 from pipedream.schedule.checker import check_ranks
@@ -121,7 +121,7 @@ def trained(rank: int, workers: int, port: int, name: str, orders: Orders, again
         )
     halved = {a.stage for a in orders.actions[rank] if a.kind is Kind.BACKWARD_INPUT}
     programs = {stage: each.stage_modules.of(0).program for stage, each in executors.items()}
-    assert {stage for stage, program in programs.items() if program.made is not None} == halved
+    assert {stage for stage, program in programs.items() if program.named is not None} == halved
     assert not any(transport.handed.values())
     assert not any(channel.is_local for channel, _ in transport.spare)
     transport.barrier()
@@ -139,7 +139,7 @@ def executor(
     again: bool,
 ) -> Executor:
     plan = plan_of(captured, orders.schedule.spec.replicas)
-    stage_module = StageModule.of(captured, plan, interface.stage, lambda _, piece: plain(piece))
+    stage_module = StageModule.of(captured, plan, interface.stage)
     parameters = dict(stage_module.piece.module.named_parameters())
     optimizer = make_optimizer(OPTIMIZER, parameters)
     config, rate = chain_config(OPTIMIZER), LearningRate(None, optimizer, Path())

@@ -29,7 +29,6 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.run_config import GroupConfig, OptimizerConfig, RunConfig, SchedulerConfig
 from pipedream.runtime.checkpoint import files as checkpoint
 from pipedream.runtime.checkpoint.files import copied
-from pipedream.runtime.checkpoint.progress import progress_of
 from pipedream.runtime.data.reader import Epoch
 from pipedream.runtime.optim.optimizers import make_optimizer, restore_state, state_tensors
 from pipedream.runtime.optim.rates import LearningRate, LossSum, make_scheduler
@@ -226,7 +225,7 @@ def loaded(part: Part, path: Path) -> Part:
     checkpoint.load_model(path, part.parameters)
     known = checkpoint.load_optimizer(path, part.parameters)
     restore_state(part.optimizer, part.parameters, known)
-    part.stepping.restore(progress_of(path, checkpoint.read_state(path)))
+    part.stepping.restore(checkpoint.progress_of(path, checkpoint.read_state(path)))
     return part
 
 

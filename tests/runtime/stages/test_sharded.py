@@ -25,7 +25,7 @@ from pipedream.capture.programs.loss_end import LOSS, Target
 from pipedream.graph.placements.placement import Mesh
 from pipedream.graph.plan import Plan, write_plan
 from pipedream.runtime.checkpoint.files import load_all
-from pipedream.runtime.stages.stage_module import StageModule, plain
+from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.stages.stage_sharding import StageSharding
 
 ADAM = {"name": "AdamW", "args": {"lr": 0.01, "eps": 1e-4}}
@@ -95,6 +95,7 @@ def test_pipelines_of_meshes(tmp_path: Path, schedule: str) -> None:
 BATCH = {"input 0": "S(0)"}
 
 
+@pytest.mark.thorough
 def test_what_crosses_between_meshes(tmp_path: Path) -> None:
     """Each device is sent a part of what is whole on all, and they gather the rest where links
     between the stages are slow. What is divided alike in both stages crosses in parts.
@@ -129,7 +130,7 @@ def test_losses(tmp_path: Path, loss: str) -> None:
 def test_a_loss_that_differs_from_call_to_call_is_no_part_of_the_passes(constant: bool) -> None:
     whole = captured("Perceptron")
     plan = sharded_plan("Perceptron", Case("run"), whole)
-    module = StageModule.of(whole, plan, 0, lambda _, piece: plain(piece))
+    module = StageModule.of(whole, plan, 0)
     names = frozenset(name for name, _ in module.piece.module.named_parameters())
     module.program.sharding = StageSharding(plan, 0, 0, names)
     module.end_in(cross_entropy if constant else Rising())
@@ -200,7 +201,7 @@ def test_optimizers_that_look_at_all_of_a_parameter(
         train_cases(tmp_path, "Perceptron", [Case("run", changes={"optimizer": optimizer})])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.thorough
 @pytest.mark.parametrize("killed", [1, 2])
 def test_a_killed_device_is_named_and_the_run_goes_on(tmp_path: Path, killed: int) -> None:
     """One of a team, or the stage after it: the run ends with one line, or goes on from its

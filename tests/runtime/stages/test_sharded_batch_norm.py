@@ -18,7 +18,7 @@ from pipedream.capture.programs.joint import Joint
 from pipedream.capture.programs.loss_end import Target
 from pipedream.graph.placements.placement import Partial, Replicate
 from pipedream.runtime.stages.crossings import Crossings
-from pipedream.runtime.stages.stage_module import StageModule, plain
+from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.runtime.stages.stage_sharding import StageSharding
 from pipedream.sharding.assignment import Assignment, redistributions
 
@@ -36,7 +36,7 @@ def assigned(model: str, case: Case) -> Assignment:
     whole = captured(model, torch.float64)
     plan = sharded_plan(model, case, whole)
     sharding = _Noting(plan, 0, 0, frozenset())
-    module = StageModule.of(whole, plan, 0, lambda _, piece: plain(piece))
+    module = StageModule.of(whole, plan, 0)
     module.program.sharding = sharding
     module.end_in(cross_entropy)
     images = torch.randn(8, *MODELS[model][0], dtype=torch.float64)
@@ -102,6 +102,7 @@ def test_divided_minibatches(
     assert_alike(tmp_path, model, [replace(e, changes=CHANGES | changes) for e in cases])
 
 
+@pytest.mark.thorough
 def test_uneven_minibatches(tmp_path: Path) -> None:
     """Five examples on two devices, and three in the last minibatch."""
     data = {"source": "sharded_models:images", "args": {"size": 12, "examples": 44}}

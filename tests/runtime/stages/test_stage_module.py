@@ -14,7 +14,7 @@ from pipedream.graph.errors import UserError
 from pipedream.graph.plan import Plan
 from pipedream.runtime.data.reader import Batch
 from pipedream.runtime.stages.stage_forms import StageForms
-from pipedream.runtime.stages.stage_module import StageModule, capture_rest, plain
+from pipedream.runtime.stages.stage_module import StageModule, capture_rest
 
 BATCH = Batch((torch.randn(4, 6),), None)
 
@@ -130,4 +130,4 @@ def test_buffers_are_shared_where_a_device_has_copies_of_them() -> None:
 
 
 def stage_module(captured: Captured, plan: Plan) -> StageModule:
-    return StageModule.of(captured, plan, 0, lambda _, piece: plain(piece))
+    return StageModule.of(captured, plan, 0)

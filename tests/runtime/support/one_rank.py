@@ -27,11 +27,10 @@ from pipedream.runtime.optim.stepping import StageStepping, Stepping
 from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.training_segment import TrainingSegment
-from pipedream.runtime.stages.by_kind import CapturedStages
 from pipedream.runtime.stages.partition import interfaces, links
 from pipedream.runtime.stages.randomness import MinibatchRng
-from pipedream.runtime.stages.stage_forms import StageForms
-from pipedream.runtime.stages.stage_module import StageModule, seeded_module
+from pipedream.runtime.stages.stage_forms import CapturedStages, StageForms
+from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.schedule.action import Action
 from pipedream.schedule.generate import Step
 from pipedream.schedule.schedule import Schedule
@@ -115,7 +114,7 @@ class OneRank:
         self.executors = {
             stage: self._executor(
                 stage,
-                seeded_module(captured, plan, stage, self.rng, self.backend),
+                StageModule.of(captured, plan, stage, self.rng, self.backend),
             )
             for stage in range(self.stages)
         }
@@ -183,7 +182,7 @@ class OneRank:
     def obstacles(self) -> list[str | None]:
         """Of each stage why it does not run as programs; None if it does."""
         programs = [module.program for module in self.modules.values()]
-        return [None if each.made is not None else each.obstacle or "unused" for each in programs]
+        return [None if each.named is not None else each.obstacle or "unused" for each in programs]
 
 
 def regression(count: int = 5, examples: int = 4, dtype: torch.dtype = torch.float64) -> Data:

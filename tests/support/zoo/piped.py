@@ -34,10 +34,9 @@ from pipedream.runtime.optim.gradient_sums import GradientSums
 from pipedream.runtime.optim.weights import Weights
 from pipedream.runtime.run.action_stream import ActionStream
 from pipedream.runtime.run.training_segment import TrainingSegment
-from pipedream.runtime.stages.by_kind import Call, CapturedStages
 from pipedream.runtime.stages.partition import interfaces, links, tied
 from pipedream.runtime.stages.randomness import MinibatchRng
-from pipedream.runtime.stages.stage_forms import StageForms
+from pipedream.runtime.stages.stage_forms import Call, CapturedStages, StageForms
 from pipedream.runtime.stages.stage_module import StageModule
 from pipedream.schedule.action import Action
 from pipedream.schedule.generate import Step
