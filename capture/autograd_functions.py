@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function, FunctionCtx
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -219,6 +219,19 @@ class _Operator:
 
 def _tensors(leaves: Iterable[Any]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def autograd_nodes(results: object, seen: set[Node]) -> Iterator[Node]:
+    """Yields the nodes of the autograd graph behind the tensors of a pytree, except those `seen`
+    and what is behind them, and adds them to `seen`.
+    """
+    waiting = [tensor.grad_fn for tensor in _tensors(pytree.tree_leaves(results))]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting += [source for source, _ in node.next_functions]
 
 
 class _NoHiddenParameters(TorchFunctionMode):

@@ -87,7 +87,8 @@ def _capture(
     _check_state(module, model)
     make_functional(module)
     make_dense(module)
-    outputs = _outputs(module)
+    (end,) = module.graph.find_nodes(op="output")
+    outputs = tuple(value.name for value in end.args[0])
     fixed = constants(module)
     operators = [node for node in module.graph.nodes if node.op == "call_function"]
     groups = group_by_module([node for node in operators if node not in fixed], module, model)
@@ -197,12 +198,6 @@ def _check_state(module: fx.GraphModule, model: nn.Module) -> None:
             if state not in own:
                 reason = f"it writes into {state}, which is no buffer: register it as one"
                 raise cannot_capture(model, reason, place_of(node))
-
-
-def _outputs(module: fx.GraphModule) -> tuple[str, ...]:
-    """The names of the values that the graph gives."""
-    (end,) = module.graph.find_nodes(op="output")
-    return tuple(value.name for value in end.args[0])
 
 
 def _assemble(

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from pipedream.capture.autograd_functions import autograd_nodes
 from pipedream.capture.compute_settings import Precision
+
+
+def fake_mode_of(values: Iterable[object]) -> FakeTensorMode:
+    """Returns the mode of the first fake tensor among the values; a new one if there is none."""
+    modes = (value.fake_mode for value in values if isinstance(value, FakeTensor))
+    return next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class CannotRun(Exception):
@@ -62,8 +69,7 @@ def fake_values(module: fx.GraphModule, precision: Precision) -> dict[str, torch
     """
     device = precision.device
     tensors = (*module.parameters(), *module.buffers())
-    modes = (tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
-    mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fake_mode_of(tensors)
     with mode, torch.enable_grad(), precision.computing():
         inputs = [
             torch.empty(node.meta["val"].shape, dtype=node.meta["val"].dtype, device=device)
@@ -79,14 +85,7 @@ def _without_dead_ends(
     values: Mapping[str, torch.Tensor], outputs: Sequence[Any]
 ) -> dict[str, torch.Tensor]:
     """The values, those detached that no gradient comes to from any of the outputs."""
-    tensors = (each for each in outputs if isinstance(each, torch.Tensor))
-    waiting = [each.grad_fn for each in tensors if each.grad_fn is not None]
-    reached = set(waiting)
-    while waiting:
-        for function, _ in waiting.pop().next_functions:
-            if function is not None and function not in reached:
-                reached.add(function)
-                waiting.append(function)
+    reached = set(autograd_nodes(outputs, set()))
     return {
         name: value if value.grad_fn in reached else value.detach()
         for name, value in values.items()

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
 from torch import fx, nn
 
+from pipedream.capture.captured import Captured
+from pipedream.capture.errors.capture_errors import place_of
 from pipedream.capture.rewrites.functionalize import writes_shared_memory
+from pipedream.capture.rewrites.writes import targets
 
 IN_PLACE = "InPlace"
 """The description of a node of several groups that read and write the same memory."""
+_LARGE = 0.25
+"""A node with more than this part of the operators is worth a word."""
 
 
 @dataclass
@@ -108,3 +114,23 @@ def _in_order(groups: list[OperatorGroup], module: fx.GraphModule) -> list[Opera
         group.nodes.sort(key=position.__getitem__)
     order = nx.lexicographical_topological_sort(parts, key=last.__getitem__)
     return [groups[index] for index in order]
+
+
+def undivided(captured: Captured) -> str:
+    """Says where a model cannot be divided, because a write in place holds much of it together: a
+    line on the largest node of all that shares memory with a write; empty if it has few operators.
+    """
+    nodes, owner = captured.module.graph.nodes, captured.owner
+    sizes = Counter(owner[n.name] for n in nodes if n.op != "placeholder" and n.name in owner)
+    described = captured.graph.nodes
+    in_place = [name for name in sizes if described[name].description == IN_PLACE]
+    largest = max(in_place, key=sizes.__getitem__, default="")
+    if not in_place or sizes[largest] <= _LARGE * sizes.total():
+        return ""
+    inside = (each for each in nodes if owner.get(each.name) == largest)
+    writer = next(each for each in inside if targets(each))
+    return (
+        f"{place_of(writer)}{largest} has {sizes[largest] / sizes.total():.0%} of the operators, "
+        f"and stays on one stage: it is all that uses the memory that {operator_name(writer)} "
+        "writes into; make a new tensor instead, with torch.where, torch.cat or clone"
+    )

@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.autograd.function import BackwardCFunction
-from torch.utils import _pytree as pytree
 
-from pipedream.capture.autograd_functions import SPACE, is_torchs_own
+from pipedream.capture.autograd_functions import SPACE, autograd_nodes, is_torchs_own
 from pipedream.graph.errors import UserError
 
 
@@ -29,13 +28,14 @@ def functions_on_gradients(model: nn.Module) -> Iterator[Counter[str]]:
 
     def look(module: nn.Module, args: object, output: object) -> None:
         counts.clear()
-        counts.update(_functions(output))
+        counts.update(
+            node._forward_cls.__name__
+            for node in autograd_nodes(output, set())
+            if isinstance(node, BackwardCFunction) and not is_torchs_own(node._forward_cls)
+        )
 
-    hook = model.register_forward_hook(look)
-    try:
+    with model.register_forward_hook(look):
         yield counts
-    finally:
-        hook.remove()
 
 
 def check_backward_passes(called: Counter[str], exported: fx.GraphModule) -> None:
@@ -53,20 +53,3 @@ def check_backward_passes(called: Counter[str], exported: fx.GraphModule) -> Non
             f"{torch.__version__} traces through the function; register it as an operator with "
             "torch.library.custom_op and register_autograd, or use another version of torch"
         )
-
-
-def _functions(output: object) -> Iterator[str]:
-    """Yields the names of the user's functions in the autograd graph behind `output`, one per
-    call.
-    """
-    leaves = pytree.tree_leaves(output)
-    nodes = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        nodes += [before for before, _ in node.next_functions]
-        if isinstance(node, BackwardCFunction) and not is_torchs_own(node._forward_cls):
-            yield node._forward_cls.__name__

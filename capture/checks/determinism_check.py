@@ -79,11 +79,10 @@ def _watching(model: nn.Module) -> Iterator[list[tuple[_Attribute, _Attribute]]]
             if not _same(old.value, new.value) or not _same_items(old.items, new.items):
                 changes.append((old, new))
 
-    hook = model.register_forward_hook(look)
     try:
-        yield changes
+        with model.register_forward_hook(look):
+            yield changes
     finally:
-        hook.remove()
         for old, _ in changes:
             old.restore()
 

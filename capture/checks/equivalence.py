@@ -20,8 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipedream.capture.captured import Captured, flatten_inputs, rebuild
-from pipedream.capture.checks.compute_types import ComputeTypes
-from pipedream.capture.checks.rounding import rounded_once
+from pipedream.capture.checks.rounding import ComputeTypes, rounded_once
 from pipedream.graph.errors import UserError
 
 Figures: TypeAlias = Mapping[str, Tensor | None]

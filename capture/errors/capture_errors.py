@@ -118,9 +118,8 @@ def failing_module(error: BaseException, model: nn.Module) -> str:
     the innermost module of `model` whose call raised the error, or empty.
     """
     paths = {id(module): path for path, module in model.named_modules()}
-    place, traceback_ = "", error.__traceback__
-    while traceback_ is not None:
-        frame, traceback_ = traceback_.tb_frame, traceback_.tb_next
+    place = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
         known = frame.f_locals
         module = known.get("self")
         if frame.f_code.co_name != "_call_impl" or not isinstance(module, nn.Module):

@@ -20,15 +20,15 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node as AutogradNode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.utils import _pytree as pytree
 
+from pipedream.capture.autograd_functions import autograd_nodes
 from pipedream.capture.captured import Captured
 from pipedream.capture.node_modules import preserve_model_state
 from pipedream.capture.programs.description import describe
+from pipedream.capture.programs.divisible import divisible
 from pipedream.capture.programs.draws import is_draw, note_seed
 from pipedream.capture.programs.joint import CannotDivide, End, joint
 from pipedream.capture.programs.loss_end import LossEnd, Target
-from pipedream.capture.programs.means import divisible
 from pipedream.capture.programs.split_passes import writes
 from pipedream.capture.segment import Segment, freeze_constants, segment
 from pipedream.graph.placements.operators import OperatorGraph
@@ -112,7 +112,7 @@ class _Labels:
     def __init__(self) -> None:
         self.running = ("", False)
         self.graph: fx.Graph | None = None
-        self.created: dict[AutogradNode, None] = {}
+        self.created: set[AutogradNode] = set()
         """Those that exist stay alive, as another might get the identity of one that does not."""
 
     def seed(self) -> None:
@@ -131,7 +131,7 @@ class _Labels:
         self.graph = mode.tracer.graph
         self.running = (node, False)
         self.write(self.graph)
-        for function in self._new(result):
+        for function in autograd_nodes(result, self.created):
             function.register_prehook(lambda _gradients: self._begin_backward(node))
 
     def ending(self, end: End, node: str) -> End:
@@ -160,17 +160,6 @@ class _Labels:
         assert self.graph is not None
         self.write(self.graph)
         self.running = (node, True)
-
-    def _new(self, result: Any) -> Iterator[AutogradNode]:
-        """Yields the autograd functions that were created for this result since the last call."""
-        leaves = pytree.tree_leaves(result)
-        reached = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor)]
-        while reached:
-            function = reached.pop()
-            if function is not None and function not in self.created:
-                self.created[function] = None
-                yield function
-                reached += [source for source, _ in function.next_functions]
 
 
 def _labelling(module: fx.GraphModule, owner: Mapping[str, str], labels: _Labels) -> fx.GraphModule:

@@ -1,8 +1,8 @@
-"""Means of a joint graph written as sums and divisions, so that their operators can be divided.
+"""Means and batch norms of a joint graph written as operators that can be divided.
 
-A device that has some of the elements can add them up, but it would divide by its own number of
-elements. The mean of a loss of classes is divided by the sum of the weights of the targets, which
-the operator gives as its second output.
+Means become sums and divisions: a device that has some of the elements can add them up, but it
+would divide by its own number of elements. The mean of a loss of classes is divided by the sum of
+the weights of the targets, which the operator gives as its second output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from pipedream.capture.programs.joint import Joint
-from pipedream.capture.programs.native_norms import use_native_batch_norms
 
 _aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
@@ -37,6 +36,13 @@ _BACKWARD = {
     _aten.binary_cross_entropy_backward.default: 4,
 }
 _CLASSES = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
+_VENDORS = (_aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
+"""Their arguments are those of torch's own; cuDNN's has a fourth output for its backward pass."""
+_VENDORS_BACKWARD = (
+    _aten.cudnn_batch_norm_backward.default,
+    _aten.miopen_batch_norm_backward.default,
+)
+"""In training alone. Arguments: data, gradient, weight, running and saved statistics, eps."""
 
 
 def divisible(joint: Joint) -> Joint:
@@ -122,3 +128,36 @@ def _divide(graph: fx.Graph, node: fx.Node, total: fx.Node, by: float) -> fx.Nod
     node.replace_all_uses_with(mean)
     graph.erase_node(node)
     return mean
+
+
+def use_native_batch_norms(joint: Joint) -> Joint:
+    """Makes batch norms of cuDNN and MIOpen torch's own, in place; all differs by rounding alone.
+
+    On a GPU autograd records those of the vendor's library. Their backward passes read what forward
+    ones keep in a format that is nobody else's, so they cannot be divided by rules, and torch's own
+    compute the same from the same statistics.
+    """
+    graph = joint.module.graph
+    for node in reversed(graph.nodes):
+        if node.target in _VENDORS_BACKWARD:
+            _replace_backward(node)
+        elif node.target in _VENDORS:
+            _drop_unread(graph, node)
+            node.target = _aten.native_batch_norm.default
+            node.meta["val"] = node.meta["val"][:3]
+    joint.module.recompile()
+    return joint
+
+
+def _replace_backward(node: fx.Node) -> None:
+    data, gradient, *others = node.args[:7]
+    wanted = [any(user.args[1] == k for user in node.users) for k in range(3)]
+    node.target = _aten.native_batch_norm_backward.default
+    node.args = (gradient, data, *others, True, node.args[7], wanted)
+
+
+def _drop_unread(graph: fx.Graph, node: fx.Node) -> None:
+    """Removes what only the backward pass of the library would have read."""
+    for user in list(node.users):
+        if user.target is operator.getitem and not user.users:
+            graph.erase_node(user)

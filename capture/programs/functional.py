@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from pipedream.capture.fake_values import fake_mode_of
 from pipedream.capture.rewrites.writes import changes_something, declared
 
 
@@ -27,13 +27,11 @@ def make_functional(traced: fx.GraphModule) -> fx.GraphModule:
     if all(each.op == "placeholder" for node in traced.graph.nodes for each in declared(node)):
         return traced
     inputs = [node.meta["val"] for node in traced.graph.find_nodes(op="placeholder", sort=True)]
-    modes = (each.fake_mode for each in inputs if isinstance(each, FakeTensor))
-    mode = next(modes, None) or FakeTensorMode(allow_non_fake_inputs=True)
 
     def run(*values: Tensor) -> Any:
         return _Noting(traced).run(*values)
 
-    with mode, torch.no_grad():
+    with fake_mode_of(inputs), torch.no_grad():
         functional = make_fx(functionalize(run))(*inputs)
     _note_last_writes(functional, traced)
     functional.graph.eliminate_dead_code(changes_something)

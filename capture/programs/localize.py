@@ -15,20 +15,16 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from pipedream.capture.fake_values import fake_mode_of
 from pipedream.capture.programs.batch_norms import AddUp, DividedBatchNorm
 from pipedream.capture.programs.description import executable, read_arguments, value_name
 from pipedream.capture.programs.joint import Joint
 from pipedream.graph.placements.operators import Operator, OperatorCall
 from pipedream.graph.placements.placement import Placements, Replicate, coordinates
 from pipedream.graph.placements.regions import held_region
-from pipedream.sharding.assignment import (
-    Assignment,
-    inner_sums,
-    output_target,
-    steps_between,
-)
+from pipedream.sharding.assignment import Assignment, inner_sums, output_target, steps_between
 from pipedream.sharding.rules import local_operator, summed_types
 from pipedream.sharding.steps import Step
 
@@ -190,9 +186,8 @@ class _Localizer:
         """Returns the value in this placement: redistributed once, whoever reads it."""
         placed = self.known.get((value, target))
         if placed is None:
-            source, mesh = self._initial(value), self.assignment.mesh
-            type_ = self.types[value]
-            steps = steps_between(type_, mesh, source, target)
+            source, type_ = self._initial(value), self.types[value]
+            steps = steps_between(type_, self.assignment.mesh, source, target)
             before = self.known[value, source]
             run = _Redistribution(self.move, type_.shape, steps)
             placed = self.graph.call_function(run, (before,))
@@ -216,13 +211,10 @@ class _Localizer:
     def _end(self, node: fx.Node | None, role: str) -> Any:
         if node is None:
             return None
-        value = value_name(node)
-        output = next(
-            e for e in self.assignment.graph.outputs if (e.role, e.value) == (role, value)
-        )
-        return self._at(
-            value, output_target(output, self._initial(value), self.assignment.placed_inputs)
-        )
+        value, outputs = value_name(node), self.assignment.graph.outputs
+        output = next(each for each in outputs if (each.role, each.value) == (role, value))
+        inputs = self.assignment.placed_inputs
+        return self._at(value, output_target(output, self._initial(value), inputs))
 
     def _local(self, like: Tensor, value: str, placements: Placements) -> Tensor:
         """Makes what the device holds of a value, without its contents; in memory in the same
@@ -241,6 +233,4 @@ class _Localizer:
     @cached_property
     def mode(self) -> FakeTensorMode:
         """Returns the mode of the trace, whose tensors the new graph's begin with."""
-        values = (node.meta.get("val") for node in self.joint.module.graph.nodes)
-        modes = (each.fake_mode for each in values if isinstance(each, FakeTensor))
-        return next(modes, FakeTensorMode(allow_non_fake_inputs=True))
+        return fake_mode_of(node.meta.get("val") for node in self.joint.module.graph.nodes)

@@ -7,7 +7,7 @@ those of the weights need.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from pipedream.capture.programs.joint import Joint, joint
-from pipedream.capture.programs.memory import own_memory
-from pipedream.capture.programs.split_passes import Part, split_passes
+from pipedream.capture.programs.split_passes import Part, own_memory, split_passes
 
 Values: TypeAlias = dict[fx.Node, Tensor]
 """What a pass leaves to the next ones."""
@@ -35,8 +34,6 @@ class Kept:
 
 Compiler: TypeAlias = Callable[[fx.GraphModule], Callable[..., Any]]
 """Makes what runs in the place of a part: a function of the same list."""
-
-_UNCHANGED = nullcontext()
 
 
 def _as_it_is(module: fx.GraphModule) -> Callable[..., Any]:
@@ -166,17 +163,12 @@ def traced_program(
     state: Mapping[str, Tensor],
     inputs: Sequence[Tensor],
     wants: Sequence[bool],
-    precision: AbstractContextManager[Any] = _UNCHANGED,
-    compiler: Compiler = _as_it_is,
 ) -> Program:
-    """Traces the passes of a module.
+    """Traces the passes of a module with parameters and buffers `state`.
 
-    `state`: its parameters and buffers by name; `wants`: of which of its inputs gradients are
-    needed. `precision`: the context of the forward pass, to be entered twice.
-
-    Raises CannotDivide.
+    `wants`: of which inputs gradients are needed. Raises CannotDivide.
     """
-    return Program(joint(module, state, inputs, wants, precision), compiler)
+    return Program(joint(module, state, inputs, wants, nullcontext()))
 
 
 def _handed_on(box: list[Tensor]) -> tuple[Tensor, ...]:

@@ -8,6 +8,7 @@ two.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -16,7 +17,6 @@ from torch import fx
 
 from pipedream.capture.programs.draws import copy_seeded, is_draw
 from pipedream.capture.programs.joint import CannotDivide, Joint
-from pipedream.capture.programs.memory import shares
 from pipedream.capture.rewrites.writes import written
 
 _DIVIDED = torch.ops.aten.convolution_backward.default
@@ -29,6 +29,9 @@ _VIEW = torch.ops.aten.view.default
 """An operator may lay out its result in memory otherwise than in the trace, such as a batch norm of
 a transposed tensor. As nothing is written, a reshape gives the same.
 """
+
+_HIDDEN_VIEWS = (torch.ops.aten._unsafe_view.default,)
+"""Operators whose schemas do not say that their results share memory with an argument."""
 
 
 @dataclass(frozen=True)
@@ -178,3 +181,37 @@ def _part(joint: Joint, members: Set[fx.Node], results: Sequence[fx.Node]) -> Pa
         view.target = torch.ops.aten.reshape.default
     graph.output(tuple(copies[node] for node in results))
     return Part(fx.GraphModule(joint.module, graph), needs, list(results))
+
+
+def own_memory(gradients: Mapping[str, fx.Node | None]) -> frozenset[str]:
+    """Returns the names of the gradients whose memory no other value of the graph shares."""
+    times = Counter(gradients.values())
+    return frozenset(
+        name for name, node in gradients.items() if node and times[node] == 1 and _is_alone(node)
+    )
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Tells whether there is one way from the operator that allocates to this value and to
+    nowhere.
+    """
+    while node.op == "call_function" and len(node.users) == 1:
+        source = node.args[0] if node.args else None
+        if node.target is operator.getitem:
+            assert isinstance(source, fx.Node)
+            if not shares(source):
+                return True
+        elif not shares(node):
+            return True
+        if not isinstance(source, fx.Node):
+            return False
+        node = source
+    return False
+
+
+def shares(node: fx.Node) -> bool:
+    """Tells whether a result may share memory with an argument."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target in _HIDDEN_VIEWS:
+        return True
+    arguments = node.target._schema.arguments
+    return any(argument.alias_info is not None for argument in arguments)

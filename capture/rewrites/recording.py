@@ -69,12 +69,9 @@ class Recording(TorchFunctionMode):
                     )
 
         before: dict[tuple[int, str], Tensor] = {}
-        hooks = self.model.register_forward_pre_hook(begin), self.model.register_forward_hook(end)
-        try:
+        model = self.model
+        with model.register_forward_pre_hook(begin), model.register_forward_hook(end):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _is_operator(
         self, tensor: Tensor, memory_format: torch.memory_format = torch.contiguous_format

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipedream.capture.errors.torchvision_import import import_torchvision
-from pipedream.capture.errors.user_code import accepts, blame, close_matches
+from pipedream.capture.errors.user_code import accepts, blaming, close_matches
 from pipedream.capture.sources.minibatch import examples
 from pipedream.graph.errors import UserError
 
@@ -39,10 +39,8 @@ def load_transformers(name: str, args: Mapping[str, Any]) -> nn.Module:
     auto = importlib.import_module("transformers.models.auto")
     config = _config(name, source, auto, args)
     head = _head(name, config, auto)
-    try:
+    with blaming(source):
         model = getattr(auto, head).from_config(config)
-    except Exception as error:
-        raise UserError(f"{source}: {blame(error)}") from error
     assert isinstance(model, nn.Module)
     return model
 
@@ -127,10 +125,8 @@ def _config(name: str, source: str, auto: Any, args: Mapping[str, Any]) -> Any:
             raise UserError(
                 f"{source}: its configuration has no {key!r}{close_matches(key, plain.to_dict())}"
             )
-    try:
+    with blaming(source):
         config = auto.AutoConfig.for_model(name, **args)
-    except Exception as error:
-        raise UserError(f"{source}: {blame(error)}") from error
     config.architectures = config.architectures or []  # it takes the first of several heads
     _forget(config)
     return config

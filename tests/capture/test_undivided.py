@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from pipedream.capture.export import capture
-from pipedream.capture.undivided import undivided
+from pipedream.capture.grouping import undivided
 
 
 class Written(nn.Module):

@@ -18,8 +18,8 @@ from pipedream.capture.export import capture
 from pipedream.capture.node_modules import node_modules
 from pipedream.capture.programs.attribution import Attributed, attribute
 from pipedream.capture.programs.description import describe
+from pipedream.capture.programs.divisible import sum_means
 from pipedream.capture.programs.joint import CannotDivide, joint
-from pipedream.capture.programs.means import sum_means
 from pipedream.graph.placements.operators import Operator
 
 CPU = torch.device("cpu")

@@ -15,9 +15,9 @@ from pipedream.capture.captured import Captured
 from pipedream.capture.export import capture
 from pipedream.capture.programs.attribution import attribute
 from pipedream.capture.programs.description import describe
+from pipedream.capture.programs.divisible import sum_means
 from pipedream.capture.programs.joint import CannotDivide, Joint, joint
 from pipedream.capture.programs.loss_end import LossEnd, Target
-from pipedream.capture.programs.means import sum_means
 from pipedream.capture.programs.program import Program
 from pipedream.capture.segment import Segment, segment
 from pipedream.graph.cluster import Link

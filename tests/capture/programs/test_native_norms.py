@@ -12,7 +12,7 @@ from joint_models import Traced, trace
 from torch import Tensor, fx, nn
 
 from pipedream.capture.programs.description import describe
-from pipedream.capture.programs.native_norms import use_native_batch_norms
+from pipedream.capture.programs.divisible import use_native_batch_norms
 
 _aten = torch.ops.aten
 

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from pipedream.capture.export import capture
+from pipedream.capture.programs.divisible import sum_means
 from pipedream.capture.programs.joint import Joint, joint
-from pipedream.capture.programs.means import sum_means
 from pipedream.capture.segment import freeze_constants, segment
 
 WORDS, WIDTH, HEADS, LENGTH = 24, 12, 6, 6
